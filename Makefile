@@ -1,0 +1,55 @@
+# serve · test · check · bench: each first sets up what it needs, on a fresh machine with Python 3.11 or newer.
+# Another interpreter: make PYTHON=/path/to/python3.13 ... (only looked at while .venv does not exist).
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := torch==2.13.0
+PAIR := --target models/demo/target --draft models/demo/draft
+BENCH := --spec off,2,4,8 --concurrency 1 --max-tokens 64 --threads 2
+
+export RAY_USAGE_STATS_ENABLED = 0
+export PYTHONPATH = $(CURDIR)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format bench clean
+
+help:
+	@echo "make serve | test | check | format | bench | clean"
+
+setup: $(READY)
+
+# Only the dependencies go into the environment. torch first and alone: the rest then settles on that version.
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import tomllib; d = tomllib.load(open('pyproject.toml', 'rb')); \
+	    print(*d['project']['dependencies'], *d['dependency-groups']['dev'], sep='\n')" > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
+	@touch $@
+
+serve: $(READY)
+	$(BIN)/serve run serve_config.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_budgets.py
+
+format: $(READY)
+	$(BIN)/ruff check -q --fix .
+	$(BIN)/ruff format -q .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.decode $(PAIR) $(BENCH)
+	$(BIN)/python -m benchmarks.peers $(PAIR) $(BENCH)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+"""Where emitted tokens become text: append, detokenise, check stops, token by token, in one place."""
+
+from dataclasses import dataclass
+
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    tokens: tuple[int, ...]  # what the request really gets of the round's tokens
+    text: str
+    finish_reason: FinishReason | None
+
+
+def commit(sequence: Sequence, emitted: list[int], eos_ids: frozenset[int]) -> Committed:
+    """Append a round's tokens in order until one of them ends the text; those after it never existed.
+
+    An end-of-sequence token counts as a token and adds no text. Text before a stop string is kept, the string is not.
+    """
+    pieces: list[str] = []
+    reason: FinishReason | None = None
+    first = len(sequence.tokens)
+    for token in emitted:
+        sequence.tokens.append(token)
+        may_stop = sequence.num_output >= sequence.params.min_tokens
+        if token in eos_ids and may_stop and not sequence.params.ignore_eos:
+            reason = "stop"
+            pieces.append(sequence.text.flush())
+            break
+        piece, stopped = sequence.text.push(token, may_stop=may_stop)
+        pieces.append(piece)
+        if stopped:
+            reason = "stop"
+            break
+        if sequence.remaining <= 0:
+            reason = "length"
+            pieces.append(sequence.text.flush())
+            break
+    return Committed(tuple(sequence.tokens[first:]), "".join(pieces), reason)

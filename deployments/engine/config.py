@@ -1,0 +1,42 @@
+"""The engine's configuration: one frozen value, checked when made. Standard library only; settings.py builds it."""
+
+from dataclasses import dataclass
+
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+class ConfigError(ValueError):
+    """The engine cannot start as configured; the message names both sides of the conflict."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine needs to know at start-up; nothing changes it afterwards."""
+
+    target: str  # directory of a Hugging Face checkpoint
+    draft: str | None = None  # None: no draft model, every round is plain (k = 0)
+    device: str = "cpu"
+    dtype: str = "float32"
+    spec_length: int = 5  # k for requests that do not set their own; 0: off
+    max_spec_length: int = 16  # the largest k a request may ask for
+    max_running: int = 16  # sequences that hold a cache slot at once
+    max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
+    max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
+    max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
+    threads: int | None = None  # intra-op CPU threads; None: torch's own default
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if not 0 <= self.spec_length <= self.max_spec_length:
+            raise ConfigError(f"spec_length {self.spec_length} is outside 0..max_spec_length ({self.max_spec_length})")
+        for name in ("max_running", "max_step_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting must not be negative, not {self.max_waiting}")
+        if self.max_step_tokens < self.max_running * (1 + self.max_spec_length):
+            raise ConfigError(
+                f"max_step_tokens {self.max_step_tokens} cannot hold one verification of every sequence: "
+                f"max_running {self.max_running} × (1 + max_spec_length {self.max_spec_length})"
+            )

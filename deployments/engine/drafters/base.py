@@ -1,0 +1,74 @@
+"""What a drafter is (architecture R11). A new one is a small class; nothing else learns its name."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from deployments.engine.acceptance import Verdict
+from deployments.engine.sampling import Sampler
+from deployments.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """The sequences of a round in its order, with the sampling parameters and noise of its rows."""
+
+    sequences: tuple[Sequence, ...]
+    sampler: Sampler
+    offsets: tuple[int, ...]  # first row of each sequence in the sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposals. ks may be smaller than what was asked for: a drafter offers what it has."""
+
+    ks: tuple[int, ...]
+    tokens: Tensor | None  # [B, max k] int64; row i holds ks[i] ids, then anything. None: nothing proposed
+    logq: Tensor | None = None  # [B, max k, vocab] the law each was drawn from, for verifiers that need it
+    parents: Tensor | None = None  # [B, max k] for trees; None: a chain
+    steps: int = 0  # sequential forwards it took
+    failed: bool = False  # nothing is proposed because the drafter raised
+
+    @classmethod
+    def none(cls, count: int, *, failed: bool = False) -> "Draft":
+        return cls((0,) * count, None, failed=failed)
+
+
+class Drafter(Protocol):
+    needs_hidden: ClassVar[tuple[int, ...]]  # target layers whose outputs it wants with a round's logits
+
+    def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        """Up to ks[i] tokens for sequence i. An exception costs the round its drafts, nothing else (R9)."""
+        ...
+
+    def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
+        """What became of the proposals, before the tokens are committed: roll back to the agreed prefix."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is gone: free what it held. Idempotent."""
+        ...
+
+    def audit(self) -> None:
+        """Raise AssertionError unless everything it holds is accounted for."""
+        ...
+
+
+class NoDrafter:
+    """Every round is plain."""
+
+    needs_hidden: ClassVar[tuple[int, ...]] = ()
+
+    def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        return Draft.none(len(ks))
+
+    def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def audit(self) -> None:
+        pass

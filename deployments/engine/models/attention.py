@@ -1,0 +1,158 @@
+"""Attention of packed, ragged queries over the slotted KV cache.
+
+Spans of a pass (a prefill chunk, one token, 1 + k verification tokens) are computed in groups: short spans in
+neighbouring slots go through one batched call over a view of those slots, others alone. Padding exists only inside such
+a group's attention, never in a matrix product, and no K or V is copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache.storage import LayerStorage
+
+GROUP_WASTE = 3  # a batched group may compute at most this many times the scores its spans need
+SPAN_OVERHEAD = 1500  # scores that cost about as much as one more attention call
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` consecutive tokens of one sequence, fed at positions start … start + count − 1 of its slot."""
+
+    slot: int
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Spans computed by one attention call over slots [first_slot, first_slot + slots)."""
+
+    first_slot: int
+    slots: int
+    queries: int  # queries per slot, padding included
+    keys: int  # keys per slot, padding included
+    mask: Tensor | None  # additive [slots, 1, queries·group, keys]; None: every query sees every key
+    rows: slice  # the group's rows of the packed input
+    gather: Tensor | None  # [slots·queries] packed row of each padded query; None: rows are already in that order
+    scatter: Tensor | None  # [rows] padded place of each packed row
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Where each packed token stands; made once per pass, used by every layer."""
+
+    positions: Tensor  # [N] int64
+    cache_rows: Tensor  # [N] int64: slot·max_len + position
+    groups: tuple[Group, ...]
+
+
+def plan_attention(
+    spans: Sequence[Span], *, max_len: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> AttentionPlan:
+    """Lay out a pass. Spans are in packed order; a slot occurs once; short spans should be sorted by slot."""
+    positions = [p for s in spans for p in range(s.start, s.end)]
+    cache_rows = [s.slot * max_len + p for s in spans for p in range(s.start, s.end)]
+    groups, row = [], 0
+    for members in _grouped(spans):
+        make = _solo_group if len(members) == 1 else _batched_group
+        groups.append(make(members, row, num_heads // num_kv_heads, dtype, device))
+        row += sum(s.count for s in members)
+    # One transfer for both index lists.
+    index = torch.tensor((positions, cache_rows), dtype=torch.int64).to(device, non_blocking=True)
+    return AttentionPlan(index[0], index[1], tuple(groups))
+
+
+def attend(queries: Tensor, cache: LayerStorage, plan: AttentionPlan) -> Tensor:
+    """queries [N, heads, head_dim] (rotated) over one layer's cache → [N, heads·head_dim]."""
+    if len(plan.groups) == 1:
+        return _attend_group(queries, cache, plan.groups[0])
+    return torch.cat([_attend_group(queries[g.rows], cache, g) for g in plan.groups])
+
+
+def _attend_group(queries: Tensor, cache: LayerStorage, group: Group) -> Tensor:
+    if group.gather is not None:
+        queries = queries[group.gather]
+    slots, count, heads, head_dim = group.slots, group.queries, queries.shape[-2], queries.shape[-1]
+    first, last, kv_heads = group.first_slot, group.first_slot + group.slots, cache.keys.shape[1]
+    # The heads that share a k and v are further queries of it, so grouped-query attention needs no repeated K or V.
+    q = queries.reshape(slots, count, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)
+    q = q.reshape(slots, kv_heads, count * (heads // kv_heads), head_dim)
+    keys, values = cache.keys[first:last, :, : group.keys], cache.values[first:last, :, : group.keys]
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask)
+    out = out.view(slots, kv_heads, count, heads // kv_heads, head_dim).transpose(1, 2)
+    out = out.reshape(slots * count, heads * head_dim)
+    return out if group.scatter is None else out[group.scatter]
+
+
+def _grouped(spans: Sequence[Span]) -> list[list[Span]]:
+    """Split the packed order into runs, each computed by one call, while padding wastes less than a call costs."""
+    runs: list[list[Span]] = []
+    count = end = needed = 0
+    for span in spans:
+        if runs and span.slot > runs[-1][-1].slot:
+            run = runs[-1]
+            joined_count, joined_end = max(count, span.count), max(end, span.end)
+            joined_needed = needed + span.count * span.end
+            padded = (span.slot - run[0].slot + 1) * joined_count * joined_end
+            if padded <= GROUP_WASTE * joined_needed + SPAN_OVERHEAD * (len(run) + 1):
+                run.append(span)
+                count, end, needed = joined_count, joined_end, joined_needed
+                continue
+        runs.append([span])
+        count, end, needed = span.count, span.end, span.count * span.end
+    return runs
+
+
+def _solo_group(members: Sequence[Span], row: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Group:
+    (span,) = members
+    mask = None
+    if span.count > 1:
+        last_visible = torch.arange(span.start, span.end, device=device)
+        mask = _additive_mask(last_visible[None], span.end, group_size, dtype)
+    return Group(span.slot, 1, span.count, span.end, mask, slice(row, row + span.count), None, None)
+
+
+def _batched_group(
+    members: Sequence[Span], row: int, group_size: int, dtype: torch.dtype, device: torch.device
+) -> Group:
+    first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
+    queries, keys = max(s.count for s in members), max(s.end for s in members)
+    rows = sum(s.count for s in members)
+    # Padding queries, and the queries of idle slots between, see key 0 only: a softmax over nothing would be NaN.
+    visible = [[0] * queries for _ in range(slots)]
+    gather, packed = [0] * (slots * queries), 0
+    scatter: list[int] = []
+    for span in members:
+        place = (span.slot - first) * queries
+        visible[span.slot - first][: span.count] = range(span.start, span.end)
+        gather[place : place + span.count] = range(packed, packed + span.count)
+        scatter.extend(range(place, place + span.count))
+        packed += span.count
+    mask = None
+    if any(v != keys - 1 for slot in visible for v in slot):
+        mask = _additive_mask(torch.tensor(visible, device=device), keys, group_size, dtype)
+    dense = rows == slots * queries
+    return Group(
+        first,
+        slots,
+        queries,
+        keys,
+        mask,
+        slice(row, row + rows),
+        None if dense else torch.tensor(gather, device=device),
+        None if dense else torch.tensor(scatter, device=device),
+    )
+
+
+def _additive_mask(last_visible: Tensor, keys: int, group_size: int, dtype: torch.dtype) -> Tensor:
+    """last_visible [slots, queries] → [slots, 1, queries·group_size, keys]: 0 up to that key, −inf beyond."""
+    hidden = torch.arange(keys, device=last_visible.device) > last_visible.repeat_interleave(group_size, 1)[..., None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=last_visible.device).masked_fill_(hidden, -torch.inf)[:, None]

@@ -1,0 +1,98 @@
+"""A lean Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; llama and qwen2 checkpoints.
+
+Input is packed and ragged: N token rows of any mix of sequences, without padding. Three choices keep the number of
+kernels per layer low, since for small models the kernels' fixed cost is the time:
+  - q, k and v come from one product, gate and up from another;
+  - the rows of q and k are permuted at load so that a rotary pair is two neighbours, hence one complex product rotates
+    q and k together, in place (attention scores do not change when q and k are permuted alike);
+  - k and v of a token are neighbours in that product and in the cache, so one copy stores both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache.storage import LayerStorage
+from deployments.engine.models.attention import AttentionPlan, attend
+from deployments.engine.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The shape of a checkpoint, as far as the forward pass depends on it."""
+
+    architecture: str
+    vocab_size: int  # rows of the embedding table, which may be padded beyond the tokenizer's ids
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # hidden → (heads + 2·kv_heads)·head_dim
+    out: Linear
+    post_norm: Tensor  # [hidden]
+    gate_up: Linear  # hidden → 2·intermediate
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Weights and forward pass; holds no state between calls. The KV cache comes in with the call."""
+
+    config: DecoderConfig
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [hidden]
+    head: Linear  # hidden → vocab
+    rotations: Tensor  # complex [max_len, 1, head_dim / 2]: e^(i·position·frequency)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(self, ids: Tensor, plan: AttentionPlan, kv: Sequence[LayerStorage]) -> Tensor:
+        """Hidden states [N, hidden] (before the final norm) of N packed tokens; their k and v are written to `kv`.
+
+        ids [N] int64. plan says where each token stands. kv is the cache's memory, layer by layer.
+        """
+        c = self.config
+        rows = ids.shape[0]
+        eps, shape = c.rms_norm_eps, (c.hidden_size,)
+        rotated = c.num_heads + c.num_kv_heads
+        rotations = self.rotations[plan.positions]  # [N, 1, head_dim / 2]
+        x = F.embedding(ids, self.embedding)
+        for layer, cache in zip(self.layers, kv, strict=True):
+            qkv = layer.qkv(torch.rms_norm(x, shape, layer.input_norm, eps)).view(rows, -1, c.head_dim)
+            _rotate(qkv[:, :rotated], rotations)
+            cache.rows.index_copy_(0, plan.cache_rows, qkv[:, c.num_heads :])
+            x = x + layer.out(attend(qkv[:, : c.num_heads], cache, plan))
+            gate, up = layer.gate_up(torch.rms_norm(x, shape, layer.post_norm, eps)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] → [R, vocab], for the rows that are asked for only."""
+        c = self.config
+        return self.head(torch.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps))
+
+
+def _rotate(heads: Tensor, rotations: Tensor) -> None:
+    """Rotate [N, heads, head_dim] in place; pairs are neighbours. bf16 has no complex type: it goes through fp32."""
+    pairs = heads.view(*heads.shape[:-1], -1, 2)
+    if heads.dtype is torch.bfloat16:
+        turned = torch.view_as_complex(pairs.float()).mul_(rotations)
+        pairs.copy_(torch.view_as_real(turned))
+    else:
+        torch.view_as_complex(pairs).mul_(rotations)

@@ -1,0 +1,64 @@
+"""Keyed randomness: every number is a hash of what it is for, so nothing depends on batching or on draw order.
+
+splitmix64's finaliser over signed 64-bit integers (Steele, Lea, Flood 2014), in plain int64 tensor operations: the same
+bits on every device. There is no global generator.
+"""
+
+import torch
+from torch import Tensor
+
+TARGET_STREAM = 0  # the target's own sample; the draft uses the same noise, which is what makes it agree (match)
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_A, _B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
+    """The key of one sequence's noise; prompt lists and n > 1 draw apart under one seed. Signed 64-bit."""
+    key = _mix_int(seed)
+    for index in (prompt_index, choice_index):
+        key = _mix_int(key + _GOLDEN * (index + 1))
+    return _signed(key)
+
+
+def stream_key(key: int, stream: int) -> int:
+    """The key of one of a sequence's streams. Signed 64-bit."""
+    return _signed(_mix_int(key + _GOLDEN * (stream + 1)))
+
+
+def exponential_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Exp(1) noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
+
+    argmin(noise / p) is a draw from p (exponential race); its value at a token does not depend on the vocabulary's size.
+    """
+    rows = _mix(keys + _signed(_GOLDEN) * (positions + 1))  # [R]
+    ids = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)  # [V]
+    bits = _mix(rows[:, None] + ids)  # [R, V]
+    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
+    return uniform.log_().neg_()
+
+
+def _shift(x: Tensor, n: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _signed(_A)
+    z = (z ^ _shift(z, 27)) * _signed(_B)
+    return z ^ _shift(z, 31)
+
+
+def _mix_int(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * _A) & _MASK
+    z = ((z ^ (z >> 27)) * _B) & _MASK
+    return z ^ (z >> 31)

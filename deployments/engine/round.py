@@ -1,0 +1,90 @@
+"""THE round: draft → score → accept → roll back, once, for every sequence of the plan at once.
+
+k = 0 is plain decoding and a prefill chunk is a feed without drafts: there is no other path. Nothing here commits
+tokens; the caller does, so a round that raises leaves every sequence as it was.
+"""
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+from time import perf_counter_ns
+
+import torch
+
+from deployments.engine.acceptance import Verdict, match
+from deployments.engine.drafters.base import Draft, DraftBatch, Drafter
+from deployments.engine.runner import Feed, Runner
+from deployments.engine.sampling import make_sampler
+from deployments.engine.scheduler import Plan, Slice
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the round decided, for the slices that emit, in the plan's order."""
+
+    slices: tuple[Slice, ...]
+    draft: Draft
+    verdict: Verdict
+    draft_us: int
+    score_us: int
+
+
+def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -> Outcome:
+    """One speculative round (Leviathan et al. 2023, Algorithm 1, with acceptance by equality: architecture R6)."""
+    slices = tuple(s for s in plan.slices if s.emits)
+    wanted = [s.k for s in slices]
+    batch = _draft_batch(slices, wanted, target, eos_ids)
+    started = perf_counter_ns()
+
+    draft = _propose(drafter, batch, wanted)
+    drafted = perf_counter_ns()
+
+    logits = target.run(_feeds(plan, draft), draft.tokens)
+    rows = None if list(draft.ks) == wanted else _rows(batch, draft, target.device)
+    drawn = batch.sampler.sample(logits, rows) if slices else logits
+    verdict = match(drawn, draft.tokens, draft.ks, target.vocab_size)
+    scored = perf_counter_ns()
+
+    for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
+        target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
+    drafter.observe(batch, verdict)
+    return Outcome(slices, draft, verdict, (drafted - started) // 1000, (scored - drafted) // 1000)
+
+
+def _draft_batch(slices: Seq[Slice], wanted: Seq[int], target: Runner, eos_ids: Seq[int]) -> DraftBatch:
+    sequences = tuple(s.sequence for s in slices)
+    sampler = make_sampler(sequences, wanted, target.vocab_size, eos_ids, target.device)
+    first_rows = accumulate((k + 1 for k in wanted), initial=0)
+    return DraftBatch(sequences, sampler, tuple(first_rows)[:-1])
+
+
+def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int]) -> Draft:
+    """The drafter's proposals; a drafter that fails costs this round its drafts and nothing else (R9)."""
+    if not any(wanted):
+        return Draft.none(len(wanted))
+    try:
+        draft = drafter.propose(batch, wanted)
+        if any(k > most for k, most in zip(draft.ks, wanted, strict=True)):
+            raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
+        return draft
+    except Exception:
+        log.exception("the drafter failed; this round runs without drafts")
+        return Draft.none(len(wanted), failed=True)
+
+
+def _feeds(plan: Plan, draft: Draft) -> list[Feed]:
+    ks = iter(draft.ks)
+    feeds = []
+    for s in plan.slices:
+        k = next(ks) if s.emits else 0
+        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0))
+    return feeds
+
+
+def _rows(batch: DraftBatch, draft: Draft, device: torch.device) -> torch.Tensor:
+    """The sampler's rows that are left when the drafter offered less than it was asked for."""
+    kept = [first + j for first, k in zip(batch.offsets, draft.ks, strict=True) for j in range(k + 1)]
+    return torch.tensor(kept, device=device)

@@ -1,0 +1,114 @@
+"""One model with its cache: feed what is uncached, get logits for the rows that are asked for (architecture R1, R2)."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.slotted import SlottedCache
+from cache.storage import SlottedStorage
+from deployments.engine.models.attention import Span, plan_attention
+from deployments.engine.models.decoder import Decoder
+from deployments.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one sequence contributes to a pass: `committed` of its uncached tokens, then `drafts` draft tokens."""
+
+    sequence: Sequence
+    committed: int
+    drafts: int = 0
+    outputs: int = 1  # logits rows wanted, counted from the end of the feed
+
+
+class Runner:
+    """A decoder, its KV memory and its bookkeeping. All state it has is in the cache."""
+
+    def __init__(self, decoder: Decoder, num_slots: int, max_len: int, device: torch.device) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.device = device
+        self.cache = SlottedCache(num_slots, max_len)
+        self.storage = SlottedStorage(
+            num_layers=config.num_layers,
+            num_slots=num_slots,
+            max_len=max_len,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=decoder.dtype,
+            device=device,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.config.vocab_size
+
+    def uncached(self, sequence: Sequence) -> int:
+        """Committed tokens that the cache does not hold yet."""
+        cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
+        return len(sequence.tokens) - cached
+
+    def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        """One pass over all feeds; returns logits [Σ outputs, vocab], and the caches then hold what was fed.
+
+        drafts [B, ≥ max drafts]: row i holds the ids fed after feed i's committed tokens.
+        """
+        ids: list[int] = []
+        spans: list[Span] = []
+        wanted: list[int] = []
+        draft_rows: list[int] = []
+        draft_places: list[tuple[int, int]] = []
+        for i, feed in enumerate(feeds):
+            handle = feed.sequence.handle
+            if not self.cache.holds(handle):
+                self.cache.allocate(handle)
+            start, count = self.cache.length(handle), feed.committed + feed.drafts
+            spans.append(Span(self.cache.slot(handle), start, count))
+            ids += feed.sequence.tokens[start : start + feed.committed]
+            draft_rows += range(len(ids), len(ids) + feed.drafts)
+            draft_places += [(i, j) for j in range(feed.drafts)]
+            ids += [0] * feed.drafts
+            wanted += range(len(ids) - feed.outputs, len(ids))
+        tokens = torch.tensor(ids, device=self.device)
+        if drafts is not None and draft_rows:
+            self._place_drafts(tokens, draft_rows, drafts, draft_places)
+        hidden = self._forward(tokens, spans)
+        if len(wanted) < len(ids):
+            hidden = hidden[torch.tensor(wanted, device=self.device)]
+        logits = self.decoder.logits(hidden)
+        for feed, span in zip(feeds, spans, strict=True):
+            self.cache.extend(feed.sequence.handle, span.count)
+        return logits
+
+    def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
+        """Feed one more token each, ids [B] on the device (a draft's own); returns logits [B, vocab]."""
+        handles = [s.handle for s in sequences]
+        spans = [Span(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
+        logits = self.decoder.logits(self._forward(tokens, spans))
+        for handle in handles:
+            self.cache.extend(handle, 1)
+        return logits
+
+    def _forward(self, tokens: Tensor, spans: Seq[Span]) -> Tensor:
+        config = self.decoder.config
+        plan = plan_attention(
+            spans,
+            max_len=self.cache.max_len,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            dtype=self.decoder.dtype,
+            device=self.device,
+        )
+        return self.decoder.forward(tokens, plan, self.storage.layers)
+
+    def _place_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
+        # An illegal id is rejected by the verifier; here it must only not fault the embedding.
+        legal = drafts.clamp(0, self.vocab_size - 1)
+        if len(places) == drafts.numel():
+            values = legal.flatten()
+        else:
+            at = torch.tensor(places, device=self.device)
+            values = legal[at[:, 0], at[:, 1]]
+        tokens[torch.tensor(rows, device=self.device)] = values

@@ -1,0 +1,60 @@
+"""One generating sequence and its lifecycle. Rule for editors: everything that changes a state is in this file."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from deployments.engine.detokenize import TextStream
+from deployments.engine.types import FinishReason, RequestRecord, SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"  # admitted, holds no cache slot
+    RUNNING = "running"  # holds a slot; prefilling while more than one token is uncached, decoding after
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[State, dict[str, State]] = {
+    State.WAITING: {"start": State.RUNNING, "finish": State.FINISHED},
+    State.RUNNING: {"finish": State.FINISHED},
+    State.FINISHED: {},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Committed tokens and what belongs to them. Cached lengths live in the caches; the rest is derived."""
+
+    handle: int  # the engine's number for it, the caches' key
+    request_id: str
+    tokens: list[int]  # prompt, then output: only committed tokens, never drafts
+    num_prompt: int
+    params: SamplingParams
+    k: int  # drafts per round that it may get at most; 0: plain
+    key: int  # of its randomness, see randomness.sequence_key
+    max_len: int  # tokens at which the context ends
+    text: TextStream  # owned by the sequence: detokeniser and stop-string state
+    record: RequestRecord
+    state: State = field(default=State.WAITING)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still emit."""
+        return min(self.params.max_tokens - self.num_output, self.max_len - len(self.tokens))
+
+    def start(self) -> None:
+        self._move("start")
+
+    def finish(self, reason: FinishReason) -> None:
+        self._move("finish")
+        self.finish_reason = reason
+
+    def _move(self, event: str) -> None:
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise RuntimeError(f"sequence {self.request_id}: {event} in state {self.state.value}") from None

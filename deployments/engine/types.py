@@ -1,0 +1,152 @@
+"""What crosses the engine's border: requests in, outputs, records and step statistics out. Standard library only.
+
+The HTTP edge imports this module, so nothing here may import torch. Token ids are plain ints, times are seconds of
+`time.monotonic()`, durations in records are integer microseconds.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_STOP_STRINGS = 4
+MAX_SEED = 2**63 - 1
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served as asked. `param` names the offending field in the client's vocabulary."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Overloaded(RuntimeError):
+    """The engine's queue is full; `retry_after` is the suggested wait in whole seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's law p is derived from its logits, and when to stop.
+
+    Raises InvalidRequest for a value outside its range (NaN included).
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: every token
+    min_p: float = 0.0
+    seed: int | None = None  # None: the engine draws one and reports it
+    max_tokens: int = 16
+    min_tokens: int = 0  # end-of-sequence tokens and stop strings cannot end the text earlier
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.temperature <= 2.0, "temperature", "must lie between 0 and 2")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "must be greater than 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", "must be 0 (every token) or positive")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "must lie between 0 and 1")
+        _require(self.seed is None or -MAX_SEED <= self.seed <= MAX_SEED, "seed", "must fit a signed 64-bit integer")
+        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must lie between 0 and max_tokens")
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
+        _require(all(self.stop), "stop", "must not contain an empty string")
+
+
+def _require(condition: bool, param: str, rule: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{param} {rule}", param)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. The client makes the id; it is a label, unique among running requests."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    k: int | None = None  # drafts per round; None: the engine's spec_length; 0: speculation off
+    prompt_index: int = 0  # place in a prompt list; with choice_index it keys the request's randomness
+    choice_index: int = 0
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Raw facts of one request, appended to while it runs; column i is round i (a pass that emitted tokens for it)."""
+
+    request_id: str
+    seed: int
+    prompt_tokens: int
+    k_max: int  # the largest k this request may get
+    arrived: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    output_tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
+    emitted: list[int] = field(default_factory=list)  # tokens that reached the client
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that verified at least one draft; plain rounds are not counted (as vLLM's num_spec_steps)."""
+        return sum(1 for n in self.drafted if n)
+
+    def histogram(self) -> list[int]:
+        """Rounds by number of accepted drafts, length k_max + 1. Σ hist = rounds, Σ j·hist[j] = accepted (I8)."""
+        counts = [0] * (self.k_max + 1)
+        for drafted, accepted in zip(self.drafted, self.accepted, strict=True):
+            if drafted:
+                counts[accepted] += 1
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step adds to one request. The last one of a request carries finish_reason and record."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # safe to show to the client; only with finish_reason "error"
+    record: RequestRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one engine step did, for metrics and benchmarks. Times in microseconds of wall clock."""
+
+    step: int
+    sequences: int  # in this step's round
+    prefill_tokens: int
+    drafted: int
+    accepted: int
+    emitted: int
+    draft_us: int
+    draft_steps: int  # sequential forwards of the draft
+    score_us: int  # the target's forward
+    step_us: int  # the whole step, host work included
+    running: int
+    waiting: int
+    draft_faults: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for health checks, autoscaling and tests."""
+
+    healthy: bool
+    reason: str  # why it is not healthy; "" when it is
+    steps: int
+    running: int
+    waiting: int
+    max_running: int
+    free_slots: int
+    heartbeat_age_s: float
