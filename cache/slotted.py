@@ -1,4 +1,4 @@
-"""Slotted cache: one contiguous run of max_len positions per sequence. Bookkeeping only; storage.py holds the tensors."""
+"""Slotted cache: one run of max_len positions per sequence. Bookkeeping only; storage.py holds the tensors."""
 
 import heapq
 

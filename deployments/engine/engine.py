@@ -4,7 +4,7 @@ import itertools
 import logging
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from deployments.engine.randomness import sequence_key
 from deployments.engine.round import Outcome, run_round
 from deployments.engine.runner import Runner
 from deployments.engine.scheduler import Plan, Scheduler
-from deployments.engine.sequence import Sequence, State
+from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
     MAX_SEED,
     FinishReason,
@@ -28,6 +28,7 @@ from deployments.engine.types import (
     RequestRecord,
     StepStats,
 )
+from policies.spec_length import Fixed
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,11 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.scheduler = Scheduler(target, config.max_running, config.max_step_tokens)
+        self.scheduler = Scheduler(target, Fixed(config.spec_length), config.max_running, config.max_step_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
-        self._steps = 0
+        self.steps = 0
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
@@ -68,7 +69,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._finished)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest for what can never be served. Reads only constants, so any thread may call it."""
@@ -79,7 +80,8 @@ class Engine:
             raise InvalidRequest(f"prompt token id {bad} is outside the vocabulary", "prompt")
         if prompt + request.params.max_tokens > limit:
             raise InvalidRequest(
-                f"the prompt's {prompt} tokens and max_tokens {request.params.max_tokens} exceed the context of {limit}",
+                f"the prompt's {prompt} tokens and max_tokens {request.params.max_tokens} exceed the context of "
+                f"{limit} tokens",
                 "max_tokens" if prompt < limit else "prompt",
                 "context_length_exceeded",
             )
@@ -98,6 +100,17 @@ class Engine:
         """End a request now; its slot is free at once. Unknown and finished ids are ignored."""
         if sequence := self._sequences.get(request_id):
             self._finish(sequence, "cancelled")
+
+    def cancel_all(self) -> None:
+        for request_id in list(self._sequences):
+            self.cancel(request_id)
+
+    def abort(self, error: str) -> list[Output]:
+        """End every request with an error, after a failure that no step survives; returns their last outputs."""
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, "error", error)
+        outputs, self._finished = self._finished, []
+        return outputs
 
     def step(self) -> StepResult:
         """Admit, plan, run one round, commit its tokens, publish what came of it."""
@@ -118,7 +131,7 @@ class Engine:
     def _make_sequence(self, request: Request) -> Sequence:
         params = request.params
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        k = self.config.spec_length if request.k is None else request.k
+        k_max = self.config.spec_length if request.k is None else request.k
         prompt = list(request.prompt_ids)
         return Sequence(
             handle=next(self._handles),
@@ -126,11 +139,11 @@ class Engine:
             tokens=prompt,
             num_prompt=len(prompt),
             params=params,
-            k=k,
+            k=request.k,
             key=sequence_key(seed, request.prompt_index, request.choice_index),
             max_len=self.max_model_len,
             text=TextStream(Detokenizer(self.tokenizer.decode, prompt), params.stop),
-            record=RequestRecord(request.id, seed, len(prompt), k, arrived=time.monotonic()),
+            record=RequestRecord(request.id, seed, len(prompt), k_max, arrived=time.monotonic()),
         )
 
     def _admit(self) -> None:
@@ -141,9 +154,10 @@ class Engine:
         """The round; if the pass fails it is tried once more without drafts, then its requests end (R9)."""
         if not plan.slices:
             return None
-        for attempt in (plan, Plan(tuple(replace(s, k=0) for s in plan.slices))):
+        for with_drafts in (True, False):
             try:
                 with torch.inference_mode():
+                    attempt = plan if with_drafts else plan.without_drafts()
                     return run_round(attempt, self.target, self.drafter, sorted(self.eos_ids))
             except Exception:
                 log.exception("a round over %d sequences failed", len(plan.slices))
@@ -185,11 +199,11 @@ class Engine:
         return outputs
 
     def _publish(self, plan: Plan, outcome: Outcome | None, outputs: list[Output], started: int) -> StepResult:
-        self._steps += 1
+        self.steps += 1
         outputs += self._finished
         self._finished = []
         stats = StepStats(
-            step=self._steps,
+            step=self.steps,
             sequences=len(plan.slices),
             prefill_tokens=plan.prefill_tokens,
             drafted=sum(outcome.draft.ks) if outcome else 0,
@@ -198,6 +212,8 @@ class Engine:
             draft_us=outcome.draft_us if outcome else 0,
             draft_steps=outcome.draft.steps if outcome else 0,
             score_us=outcome.score_us if outcome else 0,
+            target_forward_us=outcome.target_forward_us if outcome else 0,
+            draft_forward_us=outcome.draft.forward_us if outcome else 0,
             step_us=(time.perf_counter_ns() - started) // 1000,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -222,6 +238,3 @@ class Engine:
         record.finished = time.monotonic()
         record.output_tokens = sequence.num_output
         self._finished.append(Output(sequence.request_id, tokens, text, reason, error, record))
-
-
-__all__ = ["Engine", "State", "StepResult"]

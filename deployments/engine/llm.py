@@ -10,6 +10,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
 
 Prompt = str | Sequence[int]
+DEFAULT_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-        k: int | None | Sequence[int | None] = None,
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        k: int | Sequence[int | None] | None = None,
     ) -> list[Completion]:
         """Completions in the order of the prompts; params and k may be one for all or one each.
 

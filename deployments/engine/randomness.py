@@ -34,27 +34,29 @@ def stream_key(key: int, stream: int) -> int:
     return _signed(_mix_int(key + _GOLDEN * (stream + 1)))
 
 
-def exponential_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Exp(1) noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
+def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
 
-    argmin(noise / p) is a draw from p (exponential race); its value at a token does not depend on the vocabulary's size.
+    argmax(log p + noise) is a draw from p (the Gumbel-max trick; −log of the exponential race's clock). A token's noise
+    does not depend on the vocabulary's size. Works in place: at [40, 4096] fresh memory would cost more than the sums.
     """
-    rows = _mix(keys + _signed(_GOLDEN) * (positions + 1))  # [R]
+    rows = _mix_(keys + _signed(_GOLDEN) * (positions + 1))  # [R]
     ids = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)  # [V]
-    bits = _mix(rows[:, None] + ids)  # [R, V]
-    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
-    return uniform.log_().neg_()
+    bits = _mix_(rows[:, None] + ids)  # [R, V]
+    bits = bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    uniform = bits.double().add_(0.5).mul_(2.0**-53)  # in (0, 1), never 0 or 1
+    return uniform.log_().neg_().log_().neg_()
 
 
-def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
-
-
-def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _signed(_A)
-    z = (z ^ _shift(z, 27)) * _signed(_B)
-    return z ^ _shift(z, 31)
+def _mix_(z: Tensor) -> Tensor:
+    """splitmix64's finaliser in place, with logical shifts."""
+    shifted = torch.empty_like(z)
+    for shift, factor in ((30, _A), (27, _B), (31, None)):
+        torch.bitwise_right_shift(z, shift, out=shifted)
+        z.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+        if factor is not None:
+            z.mul_(_signed(factor))
+    return z
 
 
 def _mix_int(z: int) -> int:

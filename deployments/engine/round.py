@@ -30,6 +30,7 @@ class Outcome:
     verdict: Verdict
     draft_us: int
     score_us: int
+    target_forward_us: int
 
 
 def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -> Outcome:
@@ -42,6 +43,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -
     draft = _propose(drafter, batch, wanted)
     drafted = perf_counter_ns()
 
+    forward_ns = target.forward_ns
     logits = target.run(_feeds(plan, draft), draft.tokens)
     rows = None if list(draft.ks) == wanted else _rows(batch, draft, target.device)
     drawn = batch.sampler.sample(logits, rows) if slices else logits
@@ -51,7 +53,14 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -
     for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
         target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
     drafter.observe(batch, verdict)
-    return Outcome(slices, draft, verdict, (drafted - started) // 1000, (scored - drafted) // 1000)
+    return Outcome(
+        slices,
+        draft,
+        verdict,
+        draft_us=(drafted - started) // 1000,
+        score_us=(scored - drafted) // 1000,
+        target_forward_us=(target.forward_ns - forward_ns) // 1000,
+    )
 
 
 def _draft_batch(slices: Seq[Slice], wanted: Seq[int], target: Runner, eos_ids: Seq[int]) -> DraftBatch:

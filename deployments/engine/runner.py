@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Runner:
         config = decoder.config
         self.decoder = decoder
         self.device = device
+        self.forward_ns = 0  # spent in forwards so far, by the host's clock: the device's time on CPU, less on GPU
         self.cache = SlottedCache(num_slots, max_len)
         self.storage = SlottedStorage(
             num_layers=config.num_layers,
@@ -53,14 +55,16 @@ class Runner:
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
         """One pass over all feeds; returns logits [Σ outputs, vocab], and the caches then hold what was fed.
 
-        drafts [B, ≥ max drafts]: row i holds the ids fed after feed i's committed tokens.
+        drafts [B, ≥ max drafts]: row i holds the ids fed after the committed tokens of the i-th feed with outputs.
         """
         ids: list[int] = []
         spans: list[Span] = []
         wanted: list[int] = []
         draft_rows: list[int] = []
         draft_places: list[tuple[int, int]] = []
-        for i, feed in enumerate(feeds):
+        draft_index = -1
+        for feed in feeds:
+            draft_index += feed.outputs > 0
             handle = feed.sequence.handle
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
@@ -68,16 +72,14 @@ class Runner:
             spans.append(Span(self.cache.slot(handle), start, count))
             ids += feed.sequence.tokens[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
-            draft_places += [(i, j) for j in range(feed.drafts)]
+            draft_places += [(draft_index, j) for j in range(feed.drafts)]
             ids += [0] * feed.drafts
             wanted += range(len(ids) - feed.outputs, len(ids))
         tokens = torch.tensor(ids, device=self.device)
         if drafts is not None and draft_rows:
             self._place_drafts(tokens, draft_rows, drafts, draft_places)
-        hidden = self._forward(tokens, spans)
-        if len(wanted) < len(ids):
-            hidden = hidden[torch.tensor(wanted, device=self.device)]
-        logits = self.decoder.logits(hidden)
+        rows = torch.tensor(wanted, dtype=torch.int64, device=self.device) if len(wanted) < len(ids) else None
+        logits = self._forward(tokens, spans, rows)
         for feed, span in zip(feeds, spans, strict=True):
             self.cache.extend(feed.sequence.handle, span.count)
         return logits
@@ -86,12 +88,13 @@ class Runner:
         """Feed one more token each, ids [B] on the device (a draft's own); returns logits [B, vocab]."""
         handles = [s.handle for s in sequences]
         spans = [Span(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
-        logits = self.decoder.logits(self._forward(tokens, spans))
+        logits = self._forward(tokens, spans, None)
         for handle in handles:
             self.cache.extend(handle, 1)
         return logits
 
-    def _forward(self, tokens: Tensor, spans: Seq[Span]) -> Tensor:
+    def _forward(self, tokens: Tensor, spans: Seq[Span], rows: Tensor | None) -> Tensor:
+        """Logits of `rows` of the pass; None: of all."""
         config = self.decoder.config
         plan = plan_attention(
             spans,
@@ -101,7 +104,11 @@ class Runner:
             dtype=self.decoder.dtype,
             device=self.device,
         )
-        return self.decoder.forward(tokens, plan, self.storage.layers)
+        started = perf_counter_ns()
+        hidden = self.decoder.forward(tokens, plan, self.storage.layers)
+        logits = self.decoder.logits(hidden if rows is None else hidden[rows])
+        self.forward_ns += perf_counter_ns() - started
+        return logits
 
     def _place_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
         # An illegal id is rejected by the verifier; here it must only not fault the embedding.

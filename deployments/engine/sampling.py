@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deployments.engine.randomness import TARGET_STREAM, exponential_noise, stream_key
+from deployments.engine.randomness import TARGET_STREAM, gumbel_noise, stream_key
 from deployments.engine.sequence import Sequence
 
 
@@ -19,44 +19,44 @@ from deployments.engine.sequence import Sequence
 class Filters:
     """Truncation of the law, one value per row; a neutral value keeps every token."""
 
+    temperature: Tensor  # [R] fp64, 1 for greedy rows, whose likeliest token no filter removes
     top_k: Tensor  # [R] int64, vocab size: off
     top_p: Tensor  # [R] fp64, 1: off
     min_p: Tensor  # [R] fp64, 0: off
+
+    def pick(self, rows: Tensor | None) -> "Filters":
+        if rows is None:
+            return self
+        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Per-row sampling parameters of one round. A field is None where no row needs it, and then costs nothing."""
 
-    temperature: Tensor | None  # [R] fp64; None: every row is greedy
-    greedy: Tensor | None  # [R] bool, where a sampled batch holds greedy rows
-    noise: Tensor | None  # [R, vocab] fp64 Exp(1)
+    noise: Tensor | None  # [R, vocab] fp64: Gumbel noise times the row's temperature; None: every row is greedy
     filters: Filters | None
     banned: tuple[Tensor, Tensor] | None  # (rows, token ids) that may not be drawn: end-of-sequence under min_tokens
 
     @property
     def per_row(self) -> bool:
         """Whether rows differ in anything but their logits."""
-        return self.temperature is not None or self.banned is not None
+        return self.noise is not None or self.banned is not None
 
     def sample(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
         """Token ids [R] drawn for `rows` (indices into the round's rows; None: all, in order) from logits [R, vocab].
 
+        argmax(logits / T + noise) = argmax(logits + T · noise): temperature 0 is greedy without a case of its own.
         The logits' vocabulary may be smaller than the noise's (a draft's table). Ties take the lowest id.
         """
         if self.banned is not None:
             logits = _ban(logits, self.banned, rows)
-        if self.temperature is None or self.noise is None:
+        if self.noise is None:
             return logits.argmax(-1)
-        scores = logits.double() / _pick(self.temperature, rows)[:, None]
+        scores = _pick(self.noise, rows)[:, : logits.shape[-1]] + logits
         if self.filters is not None:
-            f = self.filters
-            scores = truncate(scores, Filters(_pick(f.top_k, rows), _pick(f.top_p, rows), _pick(f.min_p, rows)))
-        noise = _pick(self.noise, rows)[:, : logits.shape[-1]]
-        drawn = (scores - noise.log()).argmax(-1)
-        if self.greedy is None:
-            return drawn
-        return torch.where(_pick(self.greedy, rows), logits.argmax(-1), drawn)
+            scores.masked_fill_(removed(logits, self.filters.pick(rows)), -torch.inf)
+        return scores.argmax(-1)
 
 
 def _pick(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -73,24 +73,23 @@ def _ban(logits: Tensor, banned: tuple[Tensor, Tensor], rows: Tensor | None) -> 
     return logits.index_put((at[keep], ids[keep]), logits.new_tensor(-torch.inf))
 
 
-def truncate(scores: Tensor, filters: Filters) -> Tensor:
-    """Set to −inf what top-k, then top-p, then min-p remove from scores [R, vocab] (log p up to a constant).
+def removed(logits: Tensor, filters: Filters) -> Tensor:
+    """Which tokens top-k, then top-p, then min-p remove from logits [R, vocab]; bool of that shape.
 
     Each works on what the one before left, renormalised, as transformers' processors do: top-k keeps ties with its k-th
     score; top-p removes the largest set of least likely tokens whose mass is at most 1 − p; min-p removes what is less
     likely than min_p times the likeliest. The likeliest token always stays.
     """
-    vocab = scores.shape[-1]
-    ascending, order = scores.sort(dim=-1, stable=True)
-    kth = ascending.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
-    ascending = ascending.masked_fill(ascending < kth, -torch.inf)
-    tail = ascending.softmax(-1).cumsum(-1)
-    removed = tail <= (1 - filters.top_p)[:, None]
-    removed[:, -1] = False
-    ascending = ascending.masked_fill(removed & (filters.top_p < 1)[:, None], -torch.inf)
-    floor = ascending[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
-    ascending = ascending.masked_fill(ascending < floor, -torch.inf)
-    return torch.empty_like(scores).scatter_(-1, order, ascending)
+    vocab = logits.shape[-1]
+    scores, order = (logits.double() / filters.temperature[:, None]).sort(dim=-1, stable=True)
+    kth = scores.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
+    scores = scores.masked_fill(scores < kth, -torch.inf)
+    outside = scores.softmax(-1).cumsum(-1) <= (1 - filters.top_p)[:, None]
+    outside[:, -1] = False
+    scores = scores.masked_fill(outside & (filters.top_p < 1)[:, None], -torch.inf)
+    floor = scores[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
+    gone = (scores < floor) | (scores == -torch.inf)
+    return torch.empty_like(gone).scatter_(-1, order, gone)
 
 
 def make_sampler(
@@ -99,8 +98,8 @@ def make_sampler(
     """The round's sampler; one host-to-device copy per field in use."""
     counts = [k + 1 for k in ks]
     banned = _banned_rows(sequences, counts, eos_ids, device)
-    if not any(s.params.temperature for s in sequences):
-        return Sampler(None, None, None, None, banned)
+    if all(s.params.temperature == 0 for s in sequences):
+        return Sampler(None, None, banned)
 
     def per_row(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
         repeated = [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
@@ -109,21 +108,17 @@ def make_sampler(
     params = [s.params for s in sequences]
     keys = per_row([stream_key(s.key, TARGET_STREAM) for s in sequences], torch.int64)
     positions = [len(s.tokens) + j for s, n in zip(sequences, counts, strict=True) for j in range(n)]
+    noise = gumbel_noise(keys, torch.tensor(positions, device=device), vocab_size)
+    noise *= per_row([p.temperature for p in params], torch.float64)[:, None]
     filters = None
     if any(p.temperature and (p.top_k or p.top_p < 1 or p.min_p) for p in params):
         filters = Filters(
-            per_row([p.top_k or vocab_size for p in params], torch.int64),
-            per_row([p.top_p for p in params], torch.float64),
-            per_row([p.min_p for p in params], torch.float64),
+            temperature=per_row([p.temperature or 1.0 for p in params], torch.float64),
+            top_k=per_row([p.top_k or vocab_size for p in params], torch.int64),
+            top_p=per_row([p.top_p for p in params], torch.float64),
+            min_p=per_row([p.min_p for p in params], torch.float64),
         )
-    greedy = [p.temperature == 0 for p in params]
-    return Sampler(
-        temperature=per_row([p.temperature or 1.0 for p in params], torch.float64),
-        greedy=per_row(greedy, torch.bool) if any(greedy) else None,
-        noise=exponential_noise(keys, torch.tensor(positions, device=device), vocab_size),
-        filters=filters,
-        banned=banned,
-    )
+    return Sampler(noise, filters, banned)
 
 
 def _banned_rows(

@@ -1,10 +1,11 @@
 """Who runs, and with how many tokens: continuous batching with chunked prefill under one token budget per pass."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deployments.engine.runner import Runner
 from deployments.engine.sequence import Sequence, State
+from policies.spec_length import Fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,16 @@ class Plan:
     def prefill_tokens(self) -> int:
         return sum(s.committed for s in self.slices if s.committed > 1 or not s.emits)
 
+    def without_drafts(self) -> "Plan":
+        return Plan(tuple(replace(s, k=0) for s in self.slices))
+
 
 class Scheduler:
     """First come, first served. Decoding goes before prefill: a long prompt delays a stream by one chunk per step."""
 
-    def __init__(self, target: Runner, max_running: int, max_step_tokens: int) -> None:
+    def __init__(self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int) -> None:
         self._target = target
+        self._policy = policy
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self.waiting: deque[Sequence] = deque()
@@ -52,21 +57,18 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Every decoding sequence gets its token and its drafts; prefill shares what the budget has left."""
-        budget = self._max_step_tokens
-        slices: list[Slice] = []
-        prefilling: list[Sequence] = []
+        uncached = {s.handle: self._target.uncached(s) for s in self.running}
+        decoding = [s for s in self.running if uncached[s.handle] == 1]
+        ks = self._policy.plan([s.k for s in decoding], [s.remaining - 1 for s in decoding])
+        slices = [Slice(s, 1, k, emits=True) for s, k in zip(decoding, ks, strict=True)]
+        budget = self._max_step_tokens - len(ks) - sum(ks)
         for sequence in self.running:
-            if self._target.uncached(sequence) > 1:
-                prefilling.append(sequence)
+            left = uncached[sequence.handle]
+            if left == 1:
                 continue
-            k = min(sequence.k, sequence.remaining - 1)
-            slices.append(Slice(sequence, 1, k, emits=True))
-            budget -= 1 + k
-        for sequence in prefilling:
-            uncached = self._target.uncached(sequence)
-            chunk = min(uncached, budget)
+            chunk = min(left, budget)
             if chunk > 0:
-                slices.append(Slice(sequence, chunk, 0, emits=chunk == uncached))
+                slices.append(Slice(sequence, chunk, 0, emits=chunk == left))
                 budget -= chunk
         slices.sort(key=lambda s: self._target.cache.slot(s.sequence.handle))
         return Plan(tuple(slices))

@@ -29,7 +29,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output: only committed tokens, never drafts
     num_prompt: int
     params: SamplingParams
-    k: int  # drafts per round that it may get at most; 0: plain
+    k: int | None  # drafts per round that its request asked for; None: the policy decides; 0: plain
     key: int  # of its randomness, see randomness.sequence_key
     max_len: int  # tokens at which the context ends
     text: TextStream  # owned by the sequence: detokeniser and stop-string state

@@ -129,9 +129,11 @@ class StepStats:
     drafted: int
     accepted: int
     emitted: int
-    draft_us: int
+    draft_us: int  # proposing, all drafts of the round
     draft_steps: int  # sequential forwards of the draft
-    score_us: int  # the target's forward
+    score_us: int  # the target's pass: input, forward, sampling, acceptance
+    target_forward_us: int  # of score_us, the forward alone
+    draft_forward_us: int  # of draft_us, the forwards alone
     step_us: int  # the whole step, host work included
     running: int
     waiting: int

@@ -29,6 +29,7 @@ class Draft:
     logq: Tensor | None = None  # [B, max k, vocab] the law each was drawn from, for verifiers that need it
     parents: Tensor | None = None  # [B, max k] for trees; None: a chain
     steps: int = 0  # sequential forwards it took
+    forward_us: int = 0  # of the time it took, the forwards alone
     failed: bool = False  # nothing is proposed because the drafter raised
 
     @classmethod

@@ -26,6 +26,7 @@ class ModelDrafter:
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         """Drafts drawn by the round's sampler with the target's own noise, so that they agree as often as they can."""
+        forward_ns = self.runner.forward_ns
         ks = self._catch_up(batch.sequences, ks)
         depth = max(ks)
         if not depth:
@@ -45,7 +46,7 @@ class ModelDrafter:
             if len(still) < len(active):
                 drawn, active = drawn[self._index(still)], [active[n] for n in still]
             logits = self.runner.step([batch.sequences[i] for i in active], drawn)
-        return Draft(tuple(ks), tokens, steps=depth)
+        return Draft(tuple(ks), tokens, steps=depth, forward_us=(self.runner.forward_ns - forward_ns) // 1000)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache = self.runner.cache

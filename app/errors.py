@@ -1,0 +1,90 @@
+"""Everything that can go wrong, as OpenAI's error object: one table from exceptions to status, type and code."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from app.replies import JSON
+from deployments.engine.types import InvalidRequest, Overloaded
+
+
+class ModelNotFound(Exception):
+    """The request names a model that this server does not have."""
+
+    param = "model"
+
+
+class BodyTooLarge(Exception):
+    """The request's body is longer than the limit."""
+
+
+class EngineFailure(Exception):
+    """The engine could not finish the request; the message is safe to show."""
+
+
+class EngineStopped(Exception):
+    """The engine let go of the request without finishing it: it is shutting down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    status: int
+    type: str
+    code: str | None = None
+
+
+KINDS: dict[type[Exception], Kind] = {
+    InvalidRequest: Kind(400, "invalid_request_error"),
+    ModelNotFound: Kind(404, "invalid_request_error", "model_not_found"),
+    BodyTooLarge: Kind(413, "invalid_request_error", "request_too_large"),
+    Overloaded: Kind(429, "rate_limit_error", "engine_overloaded"),
+    EngineFailure: Kind(500, "server_error", "engine_error"),
+    EngineStopped: Kind(503, "server_error", "engine_stopped"),
+}
+INTERNAL = Kind(500, "server_error", "internal_error")
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error. One that is not in the table may say anything, so its own words stay inside."""
+    kind = next((KINDS[cls] for cls in type(error).__mro__ if cls in KINDS), INTERNAL)
+    message = "the server failed; its log has the details" if kind is INTERNAL else str(error)
+    code = getattr(error, "code", None) or kind.code
+    param = None if kind is INTERNAL else getattr(error, "param", None)
+    return kind.status, {"error": {"message": message, "type": kind.type, "param": param, "code": code}}
+
+
+def error_reply(error: Exception) -> Response:
+    status, body = error_body(error)
+    headers = {"retry-after": str(error.retry_after)} if isinstance(error, Overloaded) else None
+    return JSON(body, status, headers)
+
+
+async def on_known_error(request: Request, error: Exception) -> Response:
+    return error_reply(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    if error.status_code == 404:
+        message, code = f"{path} is not served here; GET / lists what is", "not_found"
+    else:
+        message, code = f"{path} does not take {request.method}", "method_not_allowed"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return JSON(body, error.status_code, error.headers)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """The client left while its body was being read; nobody will see this reply (499 is what logs call it)."""
+    return Response(status_code=499)
+
+
+HANDLERS = {
+    **dict.fromkeys(KINDS, on_known_error),
+    HTTPException: on_http_error,
+    ClientDisconnect: on_disconnect,
+}

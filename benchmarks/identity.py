@@ -1,0 +1,92 @@
+"""Does speculation change the text? The same seeded requests with and without drafts, alone and in batches.
+
+    python -m benchmarks.identity --target models/demo/target --draft models/demo/draft --prompts-count 64
+
+The reference of each request is its text alone at k = 0. Every other row runs the same requests with the same seeds.
+`mismatched` counts requests whose text differs; `per million` the first differences per million tokens compared (those
+up to it). For greedy text each first difference comes with the target's float64 margin there: the gap of the two
+largest logits. A difference where that gap is wide is a bug, one where it is about the rounding error is arithmetic.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+from transformers import PreTrainedModel
+
+from benchmarks import common, reference
+from benchmarks.stats import first_divergence
+from deployments.engine.llm import LLM
+from deployments.engine.types import SamplingParams
+
+TEMPERATURES = (0.0, 0.8)
+SPECS = (0, 1, 4, 8)
+BATCH = 8
+
+Outputs = list[list[int]]
+
+
+def seeded(count: int, temperature: float, max_tokens: int) -> list[SamplingParams]:
+    """One seed per request, the same in every run."""
+    return [
+        SamplingParams(temperature=temperature, seed=1000 + i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(count)
+    ]
+
+
+def compare(reference_outputs: Outputs, outputs: Outputs) -> dict[str, object]:
+    """Mismatched requests, and first differences over the tokens compared."""
+    firsts = [first_divergence(a, b) for a, b in zip(reference_outputs, outputs, strict=True)]
+    mismatched = sum(first is not None for first in firsts)
+    compared = sum(len(a) if first is None else first + 1 for a, first in zip(reference_outputs, firsts, strict=True))
+    return {
+        "requests": len(firsts),
+        "mismatched": mismatched,
+        "mismatch rate": mismatched / len(firsts),
+        "tokens compared": compared,
+        "per million": mismatched / compared * 1e6,
+    }
+
+
+def run_all(args: argparse.Namespace, prompts: Outputs) -> dict[tuple[float, str, int], Outputs]:
+    """Outputs by temperature, mode and k. Alone: an engine with room for one sequence; indices stay the same."""
+    outputs: dict[tuple[float, str, int], Outputs] = {}
+    for mode, batch in (("alone", 1), ("batch", BATCH)):
+        llm = LLM(args.target, args.draft, **common.engine_config(args, SPECS, batch, len(prompts)))
+        for temperature in TEMPERATURES:
+            params = seeded(len(prompts), temperature, args.max_tokens)
+            for k in SPECS:
+                completions = llm.generate(prompts, params, k)
+                outputs[temperature, mode, k] = [list(c.token_ids) for c in completions]
+    return outputs
+
+
+def rows(
+    outputs: dict[tuple[float, str, int], Outputs], prompts: Outputs, exact: Callable[[], PreTrainedModel]
+) -> list[dict[str, object]]:
+    """One row per run beside the reference of its temperature."""
+    found: list[dict[str, object]] = []
+    for (temperature, mode, k), texts in outputs.items():
+        base = outputs[temperature, "alone", 0]
+        if texts is base:
+            continue
+        row: dict[str, object] = {"T": temperature, "mode": mode, "k": k} | compare(base, texts)
+        gaps = [d.top2_gap for d in reference.divergences(exact, prompts, base, texts)] if temperature == 0 else []
+        row["widest top-2 gap"] = max(gaps, default=None)
+        found.append(row)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = common.parser(__doc__).parse_args(argv)
+    workload = common.prepare(args)
+    report = common.describe_run(args, "identity", workload.describe(max_tokens=args.max_tokens, batch=BATCH))
+    outputs = run_all(args, workload.prompts)
+    exact = cache(partial(reference.load, args.target, "float64", args.device))
+    results = rows(outputs, workload.prompts, exact)
+    report |= {"results": results, "text": common.repetition(outputs[0.0, "alone", 0])}
+    common.print_report(report, [results], args.json)
+
+
+if __name__ == "__main__":
+    main()

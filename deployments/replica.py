@@ -1,0 +1,51 @@
+"""The Serve deployment: one engine on one device, its own HTTP ingress. All Ray Serve calls of a replica are here."""
+
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.applications import Starlette
+
+from app.main import create_app
+from deployments.engine.config import EngineConfig
+from deployments.engine.engine import Engine
+from deployments.local_client import LocalClient
+
+log = logging.getLogger(__name__)
+
+
+@serve.deployment
+@serve.ingress()
+class Replica:
+    """Hosts the target, the drafter and the HTTP application; there is no handle hop between a token and its socket."""
+
+    def __init__(self, config: EngineConfig, model_name: str) -> None:
+        """Loads the pair; an error here is the deployment's start-up error, so its message names what to change."""
+        gpus = ray.get_gpu_ids()
+        log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
+        self.client = LocalClient(Engine.from_config(config), model_name)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Called by Serve after __init__; its handlers are closures over this replica's engine."""
+        return create_app(self.client)
+
+    def check_health(self) -> None:
+        """Raise unless the engine progresses; after three failures Serve replaces the replica."""
+        stats = self.client.stats()
+        if not stats.healthy:
+            raise RuntimeError(stats.reason)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What a custom autoscaling policy may read."""
+        stats = self.client.stats()
+        return {
+            "running": float(stats.running),
+            "waiting": float(stats.waiting),
+            "slots_used": 1 - stats.free_slots / stats.max_running,
+        }
+
+    def __del__(self) -> None:
+        client: Any = getattr(self, "client", None)  # absent when loading failed
+        if client is not None:
+            client.close()

@@ -1,0 +1,87 @@
+"""What an operator may set, by plain names: in serve_config.yaml, or as `serve run deployments.build:build target=DIR`.
+
+The only reader of the application's arguments. Arguments from the command line arrive as strings, so "4" is 4 here,
+and "none" or "" is none.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from deployments.engine.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_TARGET = "models/demo/target"
+DEMO_DRAFT = "models/demo/draft"
+
+Device = Literal["cpu", "cuda"]
+
+
+def _none(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
+
+
+def _not_a_bool(value: Any) -> Any:
+    """YAML's `yes` is true, which pydantic would read as 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """Validated by Serve when it calls the builder; an unknown name or a conflict ends the build with its reason."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: Annotated[str, Field(min_length=1)] = (
+        DEMO_TARGET  # directory; a relative one is below the repository's root
+    )
+    draft: Annotated[str | None, BeforeValidator(_none)] = DEMO_DRAFT  # none: plain decoding
+    model_name: Annotated[str | None, BeforeValidator(_none)] = None  # what clients call it; none: see name
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
+    dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    spec_length: Count = 5  # drafts per round for requests that do not say; 0: off
+    max_spec_length: Count = 16
+    max_running: Positive = 16
+    max_waiting: Count = 48
+    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what both models allow
+    max_step_tokens: Positive = 512
+    threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
+    num_cpus: Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)] = 1.0  # per replica
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> Self:
+        """Conflicts between fields are the engine's to know; asked here, they stop the build and not each replica."""
+        self.freeze("cuda" if self.device == "cuda" else "cpu")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients: the one given, "demo" for the embedded pair, or the target directory's own."""
+        return self.model_name or ("demo" if self.target == DEMO_TARGET else Path(self.target).name)
+
+    def freeze(self, device: Device) -> EngineConfig:
+        """The engine's configuration on the device that was chosen for it. Raises ConfigError for a conflict."""
+        by_device = {"cpu": "float32", "cuda": "bfloat16"}
+        return EngineConfig(
+            target=_resolve(self.target),
+            draft=None if self.draft is None else _resolve(self.draft),
+            device=device,
+            dtype=by_device[device] if self.dtype == "auto" else self.dtype,
+            spec_length=self.spec_length,
+            max_spec_length=self.max_spec_length,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            max_model_len=self.max_model_len,
+            max_step_tokens=self.max_step_tokens,
+            threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
+        )
+
+
+def _resolve(directory: str) -> str:
+    return str(ROOT / Path(directory).expanduser())

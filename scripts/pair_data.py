@@ -1,0 +1,98 @@
+"""The data of the demo pair: the Python standard library's own source, a tokenizer trained on it, and token windows."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB = 4096
+BOS, EOS = 0, 1
+SPECIAL = ("<|bos|>", "<|eos|>")  # their ids are BOS and EOS
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+Tokens = NDArray[np.uint16]
+
+# A line break keeps its indentation; words keep one leading space; digits come in groups of three; runs of punctuation
+# stay together. Each piece is then split into merges of bytes.
+_PIECES = r"\n[ \t]*| ?[A-Za-z_]+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9_]+|[ \t]+"
+
+
+def corpus(root: Path = STDLIB) -> Iterator[tuple[str, str]]:
+    """(path below root, text) of the .py files of 200 to 400,000 characters, in the order of their paths."""
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if "site-packages" in name or "lib2to3/tests/data" in name:
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue  # test data in other encodings
+        if 200 < len(text) < 400_000:
+            yield name, text
+
+
+def held_out(name: str) -> bool:
+    """One file in fifty, by the hash of its path: the same ones in every version of Python."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 50 == 0
+
+
+def _is_test(name: str) -> bool:
+    return "/test" in "/" + name
+
+
+def train_tokenizer(root: Path = STDLIB) -> Tokenizer:
+    """Byte-level BPE from the training files without tests, whose vocabulary is not that of ordinary programs."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (text for name, text in corpus(root) if not _is_test(name) and not held_out(name))
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def training_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> Tokens:
+    """All training documents in a fixed shuffled order, those that are not tests twice."""
+    documents: list[Tokens] = []
+    for name, text in corpus(root):
+        if not held_out(name):
+            documents += [_document(tokenizer, text)] * (1 if _is_test(name) else 2)
+    order = np.random.default_rng(0).permutation(len(documents))
+    return np.concatenate([documents[i] for i in order])
+
+
+def held_out_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> tuple[Tokens, int]:
+    """The held-out documents in order, and how many bytes of text they are. Raises ValueError where there are none."""
+    texts = [text for name, text in corpus(root) if held_out(name)]
+    if not texts:
+        raise ValueError(f"no file under {root} is held out")
+    return np.concatenate([_document(tokenizer, text) for text in texts]), sum(len(t.encode()) for t in texts)
+
+
+def _document(tokenizer: Tokenizer, text: str) -> Tokens:
+    return np.array([BOS, *tokenizer.encode(text).ids, EOS], np.uint16)
+
+
+def windows(tokens: Tokens, batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
+    """Endless random windows, int64 [batch, context + 1]: inputs and, one to the right, what they should predict."""
+    if len(tokens) < context + 2:
+        raise ValueError(f"{len(tokens)} tokens are too few for windows of {context + 1}")
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(0, len(tokens) - context - 1, batch)
+        yield torch.from_numpy(np.stack([tokens[i : i + context + 1] for i in starts]).astype(np.int64))

@@ -1,0 +1,270 @@
+"""A client that leaves frees what its request holds, whenever it leaves; and so does a server that lets go."""
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from app import routes
+from app.client import FakeEngineClient
+from app.main import create_app
+from app.sse import unless_disconnected
+from deployments.engine.types import Output, Request
+from tests.app.harness import PROMPT, Exchange
+
+BODIES = {stream: json.dumps(PROMPT | {"stream": stream}).encode() for stream in (False, True)}
+
+
+def silent(request: Request) -> Iterator[Output]:
+    """Running, and nothing to show yet."""
+    yield from ()
+
+
+def two_then_silent(request: Request) -> Iterator[Output]:
+    yield Output(request.id, (1,), "a")
+    yield Output(request.id, (2,), "b")
+
+
+def endless(request: Request) -> Iterator[Output]:
+    while True:
+        yield Output(request.id, (1,), "a")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the scenarios count turns of the event loop
+        await asyncio.sleep(0)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a scenario to its end; tasks that it leaves behind are leaks."""
+
+    async def scenario() -> None:
+        await asyncio.wait_for(work, timeout=30)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def assert_released(client: FakeEngineClient) -> None:
+    assert client.open == {}
+    assert client.cancelled == [request.id for request in client.submitted]
+    assert len(client.submitted) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_the_first_byte(stream: bool) -> None:
+    client = FakeEngineClient(silent)
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), BODIES[stream])
+        running = asyncio.create_task(exchange.run())
+        await until(lambda: bool(client.open))
+        exchange.leave()
+        await running
+        assert exchange.sent == []
+
+    run(scenario())
+    assert_released(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_as_soon_as_the_request_is_sent(stream: bool) -> None:
+    """The client is gone at once: the body's generator may never start, and its `finally` would never run."""
+    client = FakeEngineClient(endless)
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), BODIES[stream])
+        exchange.leave()
+        await exchange.run()
+
+    run(scenario())
+    assert_released(client)
+
+
+@pytest.mark.parametrize("script", [two_then_silent, endless])
+@pytest.mark.parametrize("fail_sends", [False, True])
+def test_leaving_in_the_middle_of_a_stream(script: Callable[[Request], Iterator[Output]], fail_sends: bool) -> None:
+    client = FakeEngineClient(script)
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), BODIES[True], fail_sends=fail_sends)
+        running = asyncio.create_task(exchange.run())
+        await until(lambda: len(exchange.sent) >= 3)
+        exchange.leave()
+        await running
+        assert not exchange.finished
+        assert b"[DONE]" not in exchange.reply
+
+    run(scenario())
+    assert_released(client)
+
+
+def test_a_send_that_fails_is_a_departure_too() -> None:
+    """Some servers never say http.disconnect and fail the next send instead."""
+    client = FakeEngineClient(endless)
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), BODIES[True])
+
+        async def send(message: Message) -> None:
+            raise OSError("the connection is closed")
+
+        await exchange.app(exchange.scope(), exchange.receive, send)
+
+    run(scenario())
+    assert_released(client)
+
+
+def test_leaving_while_a_send_hangs_closes_the_engines_generator_at_once() -> None:
+    """The generator waits between two outputs then; left to the garbage collector it would outlive the request."""
+    client = FakeEngineClient()
+    closed: list[str] = []
+
+    async def outputs(request: Request) -> AsyncIterator[Output]:
+        try:
+            while True:
+                yield Output(request.id, (1,), "a")
+        finally:
+            closed.append(request.id)
+
+    async def scenario() -> None:
+        kept: list[AsyncIterator[Output]] = []
+        client.submit = lambda request: kept.append(outputs(request)) or kept[0]  # type: ignore[method-assign, func-returns-value]
+        exchange = Exchange(create_app(client), BODIES[True])
+
+        async def stuck(message: Message) -> None:
+            exchange.leave()
+            await asyncio.Event().wait()
+
+        await exchange.app(exchange.scope(), exchange.receive, stuck)
+        assert len(kept) == len(closed) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("script", [silent, endless])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_server_cancelling_the_request(script: Callable[[Request], Iterator[Output]], stream: bool) -> None:
+    """Ray Serve cancels the task that runs the app when a client leaves."""
+    client = FakeEngineClient(script)
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), BODIES[stream])
+        running = asyncio.create_task(exchange.run())
+        await until(lambda: bool(client.open))
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run(scenario())
+    assert_released(client)
+
+
+def test_leaving_after_the_end_cancels_nothing() -> None:
+    client = FakeEngineClient()
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), BODIES[True])
+        await exchange.run()
+        exchange.leave()
+        assert exchange.finished
+
+    run(scenario())
+    assert (client.open, client.cancelled) == ({}, [])
+
+
+def test_leaving_while_the_body_is_sent_submits_nothing() -> None:
+    client = FakeEngineClient()
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), chunks=[b"{", b""])
+
+        async def cut() -> Message:
+            if exchange.received == 1:
+                return {"type": "http.disconnect"}
+            return await exchange.receive()
+
+        await exchange.app(exchange.scope(), cut, exchange.send)
+        assert exchange.status == 499
+
+    run(scenario())
+    assert client.submitted == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_between_submit_and_the_reply_releases_the_request(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no reply today")
+
+    monkeypatch.setattr(routes, "send_stream" if stream else "send_whole", broken)
+    client = FakeEngineClient(silent)
+
+    async def scenario() -> None:
+        exchange = await Exchange(create_app(client), BODIES[stream]).run()
+        assert exchange.status == 500
+
+    run(scenario())
+    assert_released(client)
+    assert "no reply today" in caplog.text
+
+
+def test_many_departures_leak_nothing() -> None:
+    client = FakeEngineClient(endless)
+    app = create_app(client)
+
+    async def visit(turns: int) -> None:
+        exchange = Exchange(app, BODIES[turns % 2 == 0], fail_sends=turns % 3 == 0)
+        running = asyncio.create_task(exchange.run())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        exchange.leave()
+        await running
+
+    async def scenario() -> None:
+        await asyncio.gather(*(visit(turns) for turns in range(60)))
+
+    run(scenario())
+    assert client.open == {}
+    assert client.cancelled
+    assert set(client.cancelled) == {request.id for request in client.submitted}
+
+
+def test_a_generators_own_finally_would_not_have_sufficed() -> None:
+    """The negative control for where the cancel lives: a body generator that never starts runs no `finally`."""
+    cancelled: list[str] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            yield b"never"
+        finally:
+            cancelled.append("x")
+
+    async def consume() -> None:
+        async for _ in body():
+            pass
+
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def scenario() -> None:
+        made = body()
+        del made
+        gc.collect()
+        with pytest.raises(ClientDisconnect):
+            await unless_disconnected(gone, _never())
+        assert cancelled == []
+        await consume()
+        assert cancelled == ["x"]
+
+    run(scenario())
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()

@@ -1,0 +1,94 @@
+"""OpenAI's own client reads our replies, streams and errors: typed parsing, in process."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from app.client import FakeEngineClient
+from app.main import create_app
+from deployments.engine.types import Output
+
+
+def with_client(engine: FakeEngineClient, scenario: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        transport = httpx2.ASGITransport(create_app(engine))
+        http = httpx2.AsyncClient(transport=transport)
+        async with AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0) as client:
+            return await asyncio.wait_for(scenario(client), 30)
+
+    return asyncio.run(go())
+
+
+def test_a_completion_is_parsed() -> None:
+    done = with_client(
+        FakeEngineClient(),
+        lambda client: client.completions.create(
+            model="fake", prompt="abc", max_tokens=6, user="me", n=1, extra_body={"speculation": {"k": 2}, "top_k": 5}
+        ),
+    )
+    assert done.id.startswith("cmpl-")
+    assert (done.choices[0].text, done.choices[0].finish_reason) == ("abcabc", "length")
+    assert done.usage.total_tokens == 9
+    assert done.metrics["speculative_decoding"]["num_spec_steps"] == 2
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream_is_parsed(include_usage: bool) -> None:
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if include_usage else {}
+
+    async def scenario(client: AsyncOpenAI) -> list[Any]:
+        stream = await client.completions.create(model="fake", prompt="abc", max_tokens=7, stream=True, **options)
+        return [chunk async for chunk in stream]
+
+    chunks = with_client(FakeEngineClient(), scenario)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "abcabca"
+    assert chunks[-1].usage.completion_tokens == 7
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert len(chunks[-1].choices) == (0 if include_usage else 1)
+
+
+def test_models_are_parsed() -> None:
+    async def scenario(client: AsyncOpenAI) -> tuple[list[str], str]:
+        return [model.id async for model in client.models.list()], (await client.models.retrieve("fake")).id
+
+    assert with_client(FakeEngineClient(), scenario) == (["fake"], "fake")
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "error", "code"),
+    [
+        ({}, {"prompt": ["a", "b"]}, openai.BadRequestError, None),
+        ({}, {"model": "gpt"}, openai.NotFoundError, "model_not_found"),
+        ({"max_open": 0}, {}, openai.RateLimitError, "engine_overloaded"),
+        ({"max_model_len": 8}, {}, openai.BadRequestError, "context_length_exceeded"),
+    ],
+)
+def test_errors_become_the_clients_exceptions(
+    options: dict[str, Any], fields: dict[str, Any], error: type[openai.APIStatusError], code: str | None
+) -> None:
+    asked: dict[str, Any] = {"model": "fake", "prompt": "abc"} | fields
+    with pytest.raises(error) as raised:
+        with_client(FakeEngineClient(**options), lambda client: client.completions.create(**asked))
+    assert raised.value.code == code
+    assert raised.value.request_id
+
+
+def test_an_error_in_a_stream_is_raised_by_the_client() -> None:
+    engine = FakeEngineClient(
+        lambda request: [
+            Output(request.id, (1,), "a"),
+            Output(request.id, (), "", "error", error="the engine gave up"),
+        ]
+    )
+
+    async def scenario(client: AsyncOpenAI) -> list[Any]:
+        stream = await client.completions.create(model="fake", prompt="abc", stream=True)
+        return [chunk async for chunk in stream]
+
+    with pytest.raises(openai.APIError, match="the engine gave up"):
+        with_client(engine, scenario)

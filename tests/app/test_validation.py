@@ -1,0 +1,200 @@
+"""What /v1/completions refuses, each with the status, the field's name and the reason, before the engine sees it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from app.client import FakeEngineClient, ModelCard
+from app.main import create_app
+from app.schemas import INERT, NEUTRAL, Body, parse
+from deployments.engine.types import InvalidRequest
+from tests.app.harness import PROMPT, call
+
+CARD = ModelCard("fake", max_model_len=256, max_spec_length=8, created=0)
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": None}, "model", "model is required"),
+    ({"model": 3}, "model", "valid string"),
+    ({"prompt": None}, "prompt", "prompt is required"),
+    ({"prompt": 3}, "prompt", "must be a string"),
+    ({"prompt": {"text": "a"}}, "prompt", "must be a string"),
+    ({"prompt": ["a", "b"]}, "prompt", "not a list of 2"),
+    ({"prompt": [[1], [2]]}, "prompt", "not a list of 2"),
+    ({"prompt": [1, "a"]}, "prompt", "must be a string"),
+    ({"prompt": [1, True]}, "prompt", "must be a string"),
+    ({"prompt": [1, 2.0]}, "prompt", "must be a string"),
+    ({"prompt": [-1]}, "prompt", "integers from 0"),
+    ({"prompt": [["a"]]}, "prompt", "must be a string"),
+    ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+    ({"max_tokens": "16"}, "max_tokens", "valid integer"),
+    ({"max_tokens": True}, "max_tokens", "valid integer"),
+    ({"min_tokens": -1}, "min_tokens", "between 0 and max_tokens"),
+    ({"min_tokens": 17}, "min_tokens", "between 0 and max_tokens"),
+    ({"temperature": -0.1}, "temperature", "between 0 and 2"),
+    ({"temperature": 2.1}, "temperature", "between 0 and 2"),
+    ({"temperature": "0"}, "temperature", "valid number"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"temperature": float("nan")}, "temperature", "finite"),
+    ({"temperature": float("inf")}, "temperature", "finite"),
+    ({"temperature": 10**400}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.01}, "top_p", "at most 1"),
+    ({"top_k": -1}, "top_k", "0 (every token) or positive"),
+    ({"top_k": 10**400}, "top_k", "less than or equal"),
+    ({"min_p": 1.5}, "min_p", "between 0 and 1"),
+    ({"seed": 2**63}, "seed", "64-bit"),
+    ({"seed": 1.0}, "seed", "valid integer"),
+    ({"stop": 3}, "stop", "must be a string or a list of strings"),
+    ({"stop": ["a", 3]}, "stop", "must be a string or a list of strings"),
+    ({"stop": [""]}, "stop", "empty string"),
+    ({"stop": list("abcde")}, "stop", "at most 4"),
+    ({"stop": "\udc00"}, "stop", "lone surrogate"),
+    ({"ignore_eos": 1}, "ignore_eos", "valid boolean"),
+    ({"stream": "true"}, "stream", "valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"stream": True, "stream_options": []}, "stream_options", "dictionary"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "valid boolean"),
+    ({"speculation": 3}, "speculation", "dictionary"),
+    ({"speculation": {}}, "speculation", "needs k"),
+    ({"speculation": {"mode": "fixed"}}, "speculation", "needs k"),
+    ({"speculation": {"mode": "off", "k": 3}}, "speculation", "cannot be off and draft"),
+    ({"speculation": {"mode": "fast"}}, "speculation.mode", "'off' or 'fixed'"),
+    ({"speculation": {"k": -1}}, "speculation.k", "greater than or equal to 0"),
+    ({"speculation": {"k": 9}}, "speculation.k", "maximum, 8"),
+    ({"speculation": {"k": 1.0}}, "speculation.k", "valid integer"),
+    ({"speculation": {"depth": 1}}, "speculation.depth", "unknown field"),
+    ({"speculatoin": {"k": 1}}, "speculatoin", "unknown field 'speculatoin'"),
+    ({"messages": []}, "messages", "unknown field"),
+    ({"\ud800": 1}, "\ud800", "unknown field"),
+    ({"prompt": [300]}, "prompt", "token id"),
+]
+
+
+def fault(fields: dict[str, Any], raw: bytes | None = None, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Status and error of a request that must not get through to the engine."""
+    client = FakeEngineClient(**options)
+    done = call(create_app(client), fields) if raw is None else call(create_app(client), chunks=[raw])
+    assert client.submitted == []
+    body = json.loads(done.reply)
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert done.finished
+    return done.status, body["error"]
+
+
+@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED, ids=[f"{fields}"[:60] for fields, *_ in REFUSED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_field_is_a_400_that_names_it(fields: dict[str, Any], param: str, reason: str, stream: bool) -> None:
+    base = PROMPT | ({"stream": True} if stream and "stream_options" not in fields else {})
+    status, error = fault({name: value for name, value in (base | fields).items() if value is not None})
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("n", 0),
+        ("n", True),
+        ("best_of", 3),
+        ("echo", True),
+        ("echo", 0),
+        ("logprobs", 0),
+        ("logprobs", False),
+        ("prompt_logprobs", 1),
+        ("suffix", "end"),
+        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 0.5),
+        ("presence_penalty", False),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("stop_token_ids", [1]),
+        ("prediction", {"type": "content", "content": "a"}),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_a_field_that_does_not_work_yet_is_refused_by_name(name: str, value: Any) -> None:
+    status, error = fault(PROMPT | {name: value})
+    assert (status, error["param"], error["code"]) == (400, name, "unsupported_field")
+    assert error["message"] == f"{name} is not supported yet"
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_a_field_that_does_not_work_yet_may_ask_for_nothing(name: str) -> None:
+    for value in (NEUTRAL[name], None):
+        assert parse(json.dumps(PROMPT | {name: value}).encode(), CARD).model == "fake"
+
+
+@pytest.mark.parametrize("name", sorted(INERT))
+@pytest.mark.parametrize("value", [None, "x", True, {"a": "b"}])
+def test_an_inert_field_changes_nothing(name: str, value: Any) -> None:
+    assert parse(json.dumps(PROMPT | {name: value}).encode(), CARD) == parse(json.dumps(PROMPT).encode(), CARD)
+
+
+def test_every_field_is_of_one_kind_only() -> None:
+    assert not INERT & NEUTRAL.keys()
+    assert not Body.model_fields.keys() & (INERT | NEUTRAL.keys())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"prompt=abc",
+        b"\xff\xfe\xfa",
+        b"[" * 100_000,
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[]",
+        b'"a"',
+        b"null",
+    ],
+    ids=["empty", "cut", "form", "not unicode", "deep", "long number", "array", "string", "null"],
+)
+def test_a_body_that_is_not_a_json_object_is_a_400(raw: bytes) -> None:
+    status, error = fault({}, raw)
+    assert (status, error["param"], error["code"]) == (400, None, "invalid_json")
+
+
+def test_another_model_is_a_404() -> None:
+    status, error = fault(PROMPT | {"model": "gpt"})
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "'gpt'" in error["message"]
+    assert "'fake'" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
+def test_an_empty_prompt_is_a_400(prompt: Any) -> None:
+    status, error = fault(PROMPT | {"prompt": prompt})
+    assert (status, error["param"]) == (400, "prompt")
+    assert "at least one token" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "param"),
+    [(24, 9, "max_tokens"), (32, 1, "prompt"), (40, 1, "prompt"), (1, 32, "max_tokens")],
+)
+def test_what_exceeds_the_context_is_a_400_with_the_numbers(length: int, max_tokens: int, param: str) -> None:
+    fields = PROMPT | {"prompt": "a" * length, "max_tokens": max_tokens}
+    status, error = fault(fields, max_model_len=32)
+    assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    for number in (32, length, max_tokens, length + max_tokens):
+        assert str(number) in error["message"]
+
+
+def test_what_just_fits_the_context_is_served() -> None:
+    done = call(create_app(FakeEngineClient(max_model_len=32)), PROMPT | {"prompt": "a" * 24, "max_tokens": 8})
+    assert done.status == 200
+
+
+def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:
+    card = ModelCard("fake", max_model_len=256, max_spec_length=0, created=0)
+    assert parse(json.dumps(PROMPT | {"speculation": {"k": 0}}).encode(), card).k == 0
+    with pytest.raises(InvalidRequest, match="maximum, 0"):
+        parse(json.dumps(PROMPT | {"speculation": {"k": 1}}).encode(), card)

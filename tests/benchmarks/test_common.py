@@ -1,0 +1,51 @@
+"""Arguments, descriptions and the report."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import common
+from deployments.engine.config import EngineConfig
+
+
+def test_spec_lists_begin_with_plain_decoding() -> None:
+    assert common.spec_list("8,off,2,2") == [0, 2, 8]
+    assert common.spec_list("4") == [0, 4]
+    for text in ("-1", "on"):
+        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+            common.spec_list(text)
+
+
+def test_concurrency_is_sorted_and_positive() -> None:
+    assert common.concurrency_list("8,1") == [1, 8]
+    with pytest.raises(argparse.ArgumentTypeError):
+        common.concurrency_list("0")
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("specs", [[0], [0, 16]])
+def test_engine_config_is_always_a_valid_one(batch: int, specs: list[int]) -> None:
+    args = argparse.Namespace(device="cpu", dtype="float32", threads=None)
+    config = EngineConfig("target", "draft", **common.engine_config(args, specs, batch, 5))
+    assert (config.max_running, config.max_spec_length, config.max_waiting) == (batch, max(specs), 5)
+
+
+def test_model_description_counts_stored_parameters() -> None:
+    model = common.describe_model("models/demo/draft", "bfloat16")
+    config = json.loads(Path("models/demo/draft/config.json").read_text("utf-8"))
+    d, ff, layers, vocab = (config[n] for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"))
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    per_layer = 2 * d * d + 2 * d * kv + 3 * d * ff + 2 * d
+    assert model["parameters"] == vocab * d + layers * per_layer + d  # the head is tied
+    assert (model["name"], model["dtype"], model["hidden_size"]) == ("demo/draft", "bfloat16", d)
+
+
+@pytest.mark.parametrize(("outputs", "warned"), [([[7] * 20], True), ([list(range(20))], False)])
+def test_repetitive_text_is_said_so(capsys: pytest.CaptureFixture[str], outputs: list[list[int]], warned: bool) -> None:
+    report = {"machine": {}, "models": {}, "workload": {}, "text": common.repetition(outputs)}
+    common.print_report(report, [[{"spec": "off"}]], as_json=True)
+    *_, said, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["text"]["repetitive"] is warned
+    assert ("WARNING: repetitive" in said) is warned

@@ -1,0 +1,217 @@
+"""The operator's settings, and the two Serve files: both valid, without a key that Serve would silently ignore."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from deployments.engine.config import EngineConfig
+from deployments.settings import ROOT, Settings
+
+with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from ray.serve.config import AutoscalingConfig
+    from ray.serve.schema import (
+        DeploymentSchema,
+        HTTPOptionsSchema,
+        RayActorOptionsSchema,
+        ServeApplicationSchema,
+        ServeDeploySchema,
+    )
+
+# Deprecated for an environment variable, but the field is what Ray 2.60 acts on, and a file can carry it.
+pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+
+FILES = ["serve_config.yaml", "serve_config.gpu.yaml"]
+
+
+def load(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / name).read_text("utf-8")))
+
+
+def unknown_keys(config: dict[str, Any]) -> list[str]:
+    """Keys at any level that Serve has no field for, and would drop without a word."""
+    found = _unknown("", config, ServeDeploySchema)
+    found += _unknown("http_options.", config.get("http_options", {}), HTTPOptionsSchema)
+    for application in config.get("applications", []):
+        found += _unknown("application.", application, ServeApplicationSchema)
+        for deployment in application.get("deployments", []):
+            found += _unknown("deployment.", deployment, DeploymentSchema)
+            found += _unknown("autoscaling_config.", deployment.get("autoscaling_config", {}), AutoscalingConfig)
+            found += _unknown("ray_actor_options.", deployment.get("ray_actor_options", {}), RayActorOptionsSchema)
+    return found
+
+
+def _unknown(prefix: str, fields: dict[str, Any], model: type[BaseModel]) -> list[str]:
+    return [prefix + name for name in fields if name not in model.model_fields]
+
+
+def settings_of(config: dict[str, Any]) -> Settings:
+    return Settings.model_validate(config["applications"][0]["args"])
+
+
+def replica_of(config: dict[str, Any]) -> dict[str, Any]:
+    (application,) = config["applications"]
+    (replica,) = application["deployments"]
+    return dict(replica)
+
+
+def test_the_defaults_are_the_demo_pair() -> None:
+    config = Settings().freeze("cpu")
+    assert config == EngineConfig(
+        target=str(ROOT / "models/demo/target"),
+        draft=str(ROOT / "models/demo/draft"),
+        device="cpu",
+        dtype="float32",
+        spec_length=5,
+        max_waiting=48,
+        threads=1,
+    )
+    assert (Path(config.target) / "config.json").is_file()
+    assert Settings().name == "demo"
+
+
+def test_strings_from_the_command_line_become_what_they_say() -> None:
+    settings = Settings.model_validate(
+        {"spec_length": "4", "max_running": "2", "max_model_len": "128", "threads": "3", "num_cpus": "0.5"}
+    )
+    config = settings.freeze("cpu")
+    assert (config.spec_length, config.max_running, config.max_model_len, config.threads) == (4, 2, 128, 3)
+    assert settings.num_cpus == 0.5
+
+
+@pytest.mark.parametrize("none", ["none", "None", "", "null", None])
+def test_none_can_be_said_on_the_command_line(none: str | None) -> None:
+    settings = Settings.model_validate({"draft": none, "max_model_len": none, "threads": none, "model_name": none})
+    assert (settings.draft, settings.max_model_len, settings.threads, settings.model_name) == (None,) * 4
+    assert settings.freeze("cpu").draft is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("auto", "cpu", "float32"),
+        ("auto", "cuda", "bfloat16"),
+        ("float64", "cpu", "float64"),
+        ("float32", "cuda", "float32"),
+    ],
+)
+def test_dtype_follows_the_device_unless_given(dtype: str, device: Any, expected: str) -> None:
+    config = Settings.model_validate({"dtype": dtype}).freeze(device)
+    assert (config.dtype, config.device) == (expected, device)
+
+
+@pytest.mark.parametrize(("num_cpus", "threads"), [(0.5, 1), (1, 1), (2, 2), (3.5, 3)])
+def test_a_cpu_replica_has_as_many_threads_as_cpus(num_cpus: float, threads: int) -> None:
+    settings = Settings(num_cpus=num_cpus)
+    assert settings.freeze("cpu").threads == threads
+    assert settings.freeze("cuda").threads is None
+
+
+def test_directories_may_be_absolute_relative_or_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = Settings(target="/models/t", draft="~/d").freeze("cpu")
+    assert (config.target, config.draft) == ("/models/t", "/home/someone/d")
+    assert Settings(target="pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
+
+
+def test_the_name_is_given_or_the_directorys() -> None:
+    assert Settings(target="/models/llama-8b/").name == "llama-8b"
+    assert Settings(target="/models/llama-8b", model_name="mine").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"spec_lenght": 4}, "Extra inputs"),
+        ({"spec_length": "many"}, "valid integer"),
+        ({"spec_length": -1}, "greater than or equal to 0"),
+        ({"spec_length": True}, "must be a number"),
+        ({"spec_length": 17}, "max_spec_length"),
+        ({"max_running": 0}, "greater than or equal to 1"),
+        ({"max_running": 64}, "cannot hold one verification of every sequence"),
+        ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
+        ({"dtype": "float16"}, "'bfloat16'"),
+        ({"target": ""}, "at least 1 character"),
+        ({"num_cpus": 0}, "greater than 0"),
+        ({"num_cpus": "inf"}, "finite"),
+        ({"threads": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        Settings.model_validate(fields)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_valid_for_serve_and_for_us(name: str) -> None:
+    config = load(name)
+    ServeDeploySchema.model_validate(config)
+    AutoscalingConfig.model_validate(replica_of(config)["autoscaling_config"])
+    assert unknown_keys(config) == []
+    assert settings_of(config)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_listens_on_this_machine_only(name: str) -> None:
+    assert load(name)["http_options"] == {"host": "127.0.0.1", "port": 8000}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_application_refuses_before_serve_would_queue(name: str) -> None:
+    config = load(name)
+    settings, replica = settings_of(config), replica_of(config)
+    assert replica["max_ongoing_requests"] > settings.max_running + settings.max_waiting
+    assert replica["max_queued_requests"] == -1
+    assert replica["autoscaling_config"]["target_ongoing_requests"] < settings.max_running
+
+
+def test_the_default_file_leaves_cpu_or_gpu_to_the_builder() -> None:
+    config = load("serve_config.yaml")
+    assert "ray_actor_options" not in replica_of(config)
+    assert settings_of(config).device == "auto"
+    assert settings_of(config).freeze("cpu") == Settings().freeze("cpu")
+    assert settings_of(config).name == "demo"
+
+
+def test_the_gpu_file_asks_for_one_gpu_and_marks_its_placeholders() -> None:
+    text = (ROOT / "serve_config.gpu.yaml").read_text("utf-8")
+    config = load("serve_config.gpu.yaml")
+    settings = settings_of(config)
+    assert replica_of(config)["ray_actor_options"]["num_gpus"] == 1
+    assert (settings.device, settings.dtype) == ("cuda", "bfloat16")
+    assert text.count("/path/to/") == text.count("PLACEHOLDER") == 2
+
+
+def _misspell(section: Callable[[dict[str, Any]], dict[str, Any]], name: str) -> dict[str, Any]:
+    config = load("serve_config.gpu.yaml")
+    section(config)[name] = 1
+    return config
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "found"),
+    [
+        (lambda config: config, "tracing_confg", "tracing_confg"),
+        (lambda config: config["http_options"], "prot", "http_options.prot"),
+        (lambda config: config["applications"][0], "arg", "application.arg"),
+        (lambda config: _replica(config), "max_ongoing_request", "deployment.max_ongoing_request"),
+        (lambda config: _replica(config)["autoscaling_config"], "max_replica", "autoscaling_config.max_replica"),
+        (lambda config: _replica(config)["ray_actor_options"], "num_gpu", "ray_actor_options.num_gpu"),
+    ],
+)
+def test_a_misspelt_key_that_serve_accepts_is_found(
+    section: Callable[[dict[str, Any]], dict[str, Any]], name: str, found: str
+) -> None:
+    config = _misspell(section, name)
+    ServeDeploySchema.model_validate(config)  # no complaint: this is why we look ourselves
+    assert unknown_keys(config) == [found]
+
+
+def _replica(config: dict[str, Any]) -> dict[str, Any]:
+    replica: dict[str, Any] = config["applications"][0]["deployments"][0]
+    return replica

@@ -1,0 +1,30 @@
+"""One tiny pair for all tests of the engine."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from tests.engine.pairs import Pair, Shape, save_pair
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """llama, two layers, untied; about a third of the draft's tokens agree."""
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The target as its own draft: everything is accepted."""
+    return save_pair(tmp_path_factory.mktemp("twins"), Shape(), noise=0.0)

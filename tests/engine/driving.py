@@ -1,0 +1,125 @@
+"""Drive an engine step by step and keep all that it says, with the laws that hold for every request checked on the way."""
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.engine.config import EngineConfig
+from deployments.engine.detokenize import Detokenizer, TextStream
+from deployments.engine.engine import Engine
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
+from tests.engine.pairs import Pair
+
+
+def load(pair: Pair, **config: Any) -> Engine:
+    """An engine over a tiny pair, in fp64 unless told otherwise."""
+    settings = {"dtype": "float64", "max_model_len": 96, **config}
+    return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
+
+
+def make_sequence(
+    handle: int, tokens: Seq[int], params: SamplingParams = SamplingParams(), *, key: int = 0, k: int = 0
+) -> Sequence:
+    """A sequence outside any engine: its tokens are all prompt."""
+    return Sequence(
+        handle=handle,
+        request_id=f"sequence-{handle}",
+        tokens=list(tokens),
+        num_prompt=len(tokens),
+        params=params,
+        k=k,
+        key=key,
+        max_len=1024,
+        text=TextStream(Detokenizer(lambda ids: "".join(map(chr, ids))), params.stop),
+        record=RequestRecord(f"sequence-{handle}", 0, len(tokens), k, arrived=0.0),
+    )
+
+
+@dataclass(slots=True)
+class Told:
+    """What an engine said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str | None = None
+    record: RequestRecord | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class Drive:
+    """A whole run: what became of each request, and what each step did."""
+
+    told: dict[str, Told] = field(default_factory=dict)
+    steps: list[StepStats] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        return {name: told.tokens for name, told in self.told.items()}
+
+    @property
+    def drafted(self) -> int:
+        return sum(s.drafted for s in self.steps)
+
+    @property
+    def accepted(self) -> int:
+        return sum(s.accepted for s in self.steps)
+
+
+def drive(
+    engine: Engine,
+    arrivals: Seq[Request] | Mapping[int, Seq[Request]],
+    cancels: Mapping[int, Seq[str]] = {},
+    after_step: Callable[[], None] = lambda: None,
+) -> Drive:
+    """Run until nothing is left. arrivals and cancels happen before the step of that number (0 is the first).
+
+    Checks I5 (one finish event each, nothing after it), I8 and, once idle, I3.
+    """
+    timetable = arrivals if isinstance(arrivals, Mapping) else {0: arrivals}
+    run = Drive({r.id: Told() for requests in timetable.values() for r in requests})
+    step = 0
+    while engine.has_work or step <= max(timetable, default=0):
+        for request in timetable.get(step, ()):
+            engine.check(request)
+            engine.submit(request)
+        for request_id in cancels.get(step, ()):
+            engine.cancel(request_id)
+        result = engine.step()
+        run.steps.append(result.stats)
+        for output in result.outputs:
+            told = run.told[output.request_id]
+            assert told.reason is None, f"{output.request_id} spoke after it had finished"
+            told.tokens += output.token_ids
+            told.pieces.append(output.text)
+            told.reason, told.error, told.record = output.finish_reason, output.error, output.record
+        after_step()
+        step += 1
+    engine.audit()
+    assert engine.target.cache.free_slots == engine.config.max_running
+    for request_id, told in run.told.items():
+        check_finished(request_id, told)
+    return run
+
+
+def check_finished(request_id: str, told: Told) -> None:
+    """I5, and the record's identities I8."""
+    assert told.reason is not None, f"{request_id} never finished"
+    record = told.record
+    assert record is not None
+    assert record.request_id == request_id
+    assert record.finished is not None
+    assert (told.error is None) == (told.reason != "error")
+    histogram = record.histogram()
+    assert sum(histogram) == record.rounds
+    assert sum(j * n for j, n in enumerate(histogram)) == sum(record.accepted)
+    assert len(record.drafted) == len(record.accepted) == len(record.emitted)
+    assert all(a <= d for a, d in zip(record.accepted, record.drafted, strict=True))
+    assert sum(record.emitted) == len(told.tokens)
+    if told.reason != "error":
+        assert record.output_tokens == len(told.tokens)

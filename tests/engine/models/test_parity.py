@@ -1,0 +1,227 @@
+"""The decoder's logits equal those of transformers' modules at every position, however the tokens are fed."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deployments.engine.models.attention as attention
+import deployments.engine.runner as runner_module
+from deployments.engine.models.attention import AttentionPlan, Span, plan_attention
+from deployments.engine.models.loader import load_decoder
+from deployments.engine.runner import Feed, Runner
+from tests.engine.driving import make_sequence
+from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
+
+SHAPES = {
+    "llama": Shape(),
+    "llama-tied": Shape(tied=True, layers=3),
+    "llama-scaled": Shape(rope=LLAMA3),
+    "llama-linear": Shape(rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}),
+    "qwen2": Shape(kind="qwen2"),
+    "qwen2-tied": Shape(kind="qwen2", tied=True),
+}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+SLOTS = 8
+LENGTH = 64
+
+
+@pytest.fixture(scope="session", params=sorted(SHAPES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_checkpoint(tmp_path_factory.mktemp("parity") / request.param, SHAPES[request.param], seed=7)
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, VOCAB, (SLOTS, LENGTH), generator=generator).tolist()
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: str, texts: list[list[int]]) -> Tensor:
+    """transformers' logits [slots, length, vocab] in fp64."""
+    with torch.inference_mode():
+        logits: Tensor = reference_model(checkpoint)(torch.tensor(texts)).logits
+        untouched = reference_model(checkpoint, exact=False)(torch.tensor(texts)).logits
+    assert (logits - untouched).abs().max() < 1e-4  # lifting the norms to fp64 changes rounding only
+    assert logits.std() > 1  # a flat law would agree with anything
+    return logits
+
+
+class Reader:
+    """Feeds texts to a Runner, text s in slot s, and compares each row of logits with transformers'."""
+
+    def __init__(self, checkpoint: str, texts: list[list[int]], expected: Tensor, dtype: torch.dtype) -> None:
+        device = torch.device("cpu")
+        decoder = load_decoder(checkpoint, dtype=dtype, device=device, max_len=LENGTH)
+        self.runner = Runner(decoder, SLOTS, LENGTH, device)
+        self.expected = expected
+        self.tolerance = TOLERANCE[dtype]
+        self.sequences = [make_sequence(slot, text) for slot, text in enumerate(texts)]
+        for slot in range(SLOTS):
+            self.runner.cache.allocate(slot)
+            assert self.runner.cache.slot(slot) == slot
+
+    def plan(self, counts: Mapping[int, int]) -> AttentionPlan:
+        """How a pass of these many tokens per slot will be computed, in this order."""
+        config, cache = self.runner.decoder.config, self.runner.cache
+        return plan_attention(
+            [Span(slot, cache.length(slot), count) for slot, count in counts.items()],
+            max_len=LENGTH,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            dtype=self.runner.decoder.dtype,
+            device=self.runner.device,
+        )
+
+    def feed(self, counts: Mapping[int, int], drafts: Mapping[int, int] = {}) -> None:
+        """One pass: counts[s] committed tokens of slot s, then drafts[s] more as drafts. Every row is compared."""
+        starts = {slot: self.runner.cache.length(slot) for slot in counts}
+        feeds = [
+            Feed(self.sequences[slot], count, drafts.get(slot, 0), outputs=count + drafts.get(slot, 0))
+            for slot, count in counts.items()
+        ]
+        table = self._draft_table(counts, drafts, starts) if drafts else None
+        with torch.inference_mode():
+            logits = self.runner.run(feeds, table)
+        ends = {slot: starts[slot] + count + drafts.get(slot, 0) for slot, count in counts.items()}
+        wanted = torch.cat([self.expected[slot, starts[slot] : ends[slot]] for slot in counts])
+        error = (logits.double() - wanted).abs().max().item()
+        assert error <= self.tolerance, f"logits differ by {error}"
+        assert all(self.runner.cache.length(slot) == end for slot, end in ends.items())
+
+    def _draft_table(self, counts: Mapping[int, int], drafts: Mapping[int, int], starts: Mapping[int, int]) -> Tensor:
+        table = torch.full((len(counts), max(drafts.values())), -7)  # what lies beyond a row's drafts is never used
+        for row, slot in enumerate(counts):
+            first = starts[slot] + counts[slot]
+            table[row, : drafts.get(slot, 0)] = torch.tensor(
+                self.sequences[slot].tokens[first : first + drafts.get(slot, 0)], dtype=torch.int64
+            )
+        return table
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["fp64", "fp32"])
+def reader(checkpoint: str, texts: list[list[int]], expected: Tensor, request: pytest.FixtureRequest) -> Reader:
+    return Reader(checkpoint, texts, expected, request.param)
+
+
+def kinds(plan: AttentionPlan) -> list[str]:
+    """What each group of a pass is: solo, dense (no padding) or padded (gathered and scattered); -masked or not."""
+    names = []
+    for group in plan.groups:
+        name = "padded" if group.gather is not None else "dense" if group.slots > 1 else "solo"
+        names.append(name if group.mask is None else f"{name}-masked")
+    return names
+
+
+def test_full_prefill(reader: Reader) -> None:
+    assert kinds(reader.plan({2: LENGTH})) == ["solo-masked"]
+    reader.feed({2: LENGTH})
+
+
+def test_chunked_prefill(reader: Reader) -> None:
+    for chunk in (1, 7, 2, 19, 5, 30):
+        reader.feed({5: chunk})
+    assert reader.runner.cache.length(5) == LENGTH
+
+
+def test_token_by_token(reader: Reader) -> None:
+    for _ in range(LENGTH):
+        assert kinds(reader.plan({0: 1})) == ["solo"]
+        reader.feed({0: 1})
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_verification(reader: Reader, k: int) -> None:
+    reader.feed({1: 9})
+    while reader.runner.cache.length(1) + 1 + k <= LENGTH:
+        reader.feed({1: 1}, {1: k})
+        reader.runner.cache.truncate_to(1, reader.runner.cache.length(1) - k // 2)
+
+
+def test_rejected_drafts_leave_nothing_behind(reader: Reader) -> None:
+    reader.feed({1: 9})
+    with torch.inference_mode():
+        reader.runner.run([Feed(reader.sequences[1], 1, 5)], torch.tensor([[3, 1, 4, 1, 5]]))
+    reader.runner.cache.truncate_to(1, 10)
+    reader.feed({1: LENGTH - 10})
+
+
+BATCHES: dict[str, tuple[dict[int, int], dict[int, int], list[str]]] = {
+    # name: tokens already there per slot, tokens fed per slot in packed order, the groups it must be computed in
+    "decode, equal lengths": ({2: 8, 3: 8, 4: 8}, {2: 1, 3: 1, 4: 1}, ["dense"]),
+    "decode, ragged lengths": ({2: 8, 3: 21, 4: 3}, {2: 1, 3: 1, 4: 1}, ["dense-masked"]),
+    "verification, equal k": ({0: 5, 1: 9}, {0: 5, 1: 5}, ["dense-masked"]),
+    "verification, ragged k": ({0: 5, 1: 9, 2: 30}, {0: 5, 1: 2, 2: 9}, ["padded-masked"]),
+    "idle slots between": ({1: 5, 3: 9, 6: 12}, {1: 1, 3: 1, 6: 1}, ["padded-masked"]),
+    "prefill among decodes": ({0: 30, 1: 0, 2: 13}, {0: 1, 1: 60, 2: 1}, ["padded-masked"]),
+    "far apart": ({0: 0, 7: 3}, {0: 60, 7: 1}, ["solo-masked", "solo"]),
+    "descending slots": ({6: 4, 5: 0, 1: 7, 2: 20}, {6: 1, 5: 9, 1: 3, 2: 1}, ["solo", "solo-masked", "padded-masked"]),
+    "two batches": (
+        {3: 9, 4: 9, 0: 2, 1: 11},
+        {3: 1, 4: 1, 0: 4, 1: 4},
+        ["dense", "dense-masked"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES))
+def test_packed_ragged_batches(reader: Reader, name: str) -> None:
+    before, counts, expected_kinds = BATCHES[name]
+    for slot in range(SLOTS):  # idle slots hold something too, which nobody may see
+        reader.feed({slot: before.get(slot, 11)} if before.get(slot, 11) else {slot: 1})
+        reader.runner.cache.truncate_to(slot, before.get(slot, 11))
+    assert kinds(reader.plan(counts)) == expected_kinds
+    reader.feed(counts)
+    rest = {slot: 1 for slot in counts}
+    reader.feed(rest, dict(zip(counts, (3, 0, 2, 1), strict=False)))  # ragged verification on top
+
+
+def test_only_the_rows_asked_for(reader: Reader) -> None:
+    sequences = reader.sequences
+    with torch.inference_mode():
+        logits = reader.runner.run(
+            [Feed(sequences[0], 12, outputs=0), Feed(sequences[1], 6), Feed(sequences[2], 9, outputs=3)]
+        )
+    wanted = torch.cat([reader.expected[1, 5:6], reader.expected[2, 6:9]])
+    assert (logits.double() - wanted).abs().max() <= reader.tolerance
+    reader.feed({0: 3})  # what had no outputs is cached all the same
+
+
+def test_negative_control_position(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.feed({0: 9})
+
+    def shifted(spans: Seq[Span], **settings: Any) -> AttentionPlan:
+        plan = plan_attention(spans, **settings)
+        return dataclasses.replace(plan, positions=plan.positions + 1)
+
+    monkeypatch.setattr(runner_module, "plan_attention", shifted)
+    with pytest.raises(AssertionError, match="logits differ"):
+        reader.feed({0: 1})
+
+
+@pytest.mark.parametrize("counts", [{0: 9}, {0: 5, 1: 5}, {0: 5, 1: 2}], ids=["solo", "dense", "padded"])
+def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, counts: dict[int, int]) -> None:
+    real = attention._additive_mask
+
+    def off_by_one(last_visible: Tensor, *rest: Any) -> Tensor:
+        return real(last_visible + 1, *rest)
+
+    reader.feed({1: 1})  # so that keys beyond the first group's reach exist
+    monkeypatch.setattr(attention, "_additive_mask", off_by_one)
+    with pytest.raises(AssertionError, match="logits differ"):
+        reader.feed(counts)
+
+
+def test_bfloat16(checkpoint: str, texts: list[list[int]], expected: Tensor) -> None:
+    device = torch.device("cpu")
+    decoder = load_decoder(checkpoint, dtype=torch.bfloat16, device=device, max_len=LENGTH)
+    runner = Runner(decoder, 2, LENGTH, device)
+    with torch.inference_mode():
+        logits = runner.run([Feed(make_sequence(s, texts[s]), LENGTH, outputs=LENGTH) for s in (0, 1)])
+    assert logits.dtype is torch.bfloat16
+    similar = torch.nn.functional.cosine_similarity(logits.double().flatten(0), expected[:2].flatten(), dim=0)
+    assert similar > 0.995

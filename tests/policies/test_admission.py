@@ -1,0 +1,20 @@
+from policies.admission import Admission
+
+
+def test_the_limit_is_running_plus_waiting() -> None:
+    admission = Admission(max_running=2, max_waiting=3)
+    assert [admission.refusal(n) is None for n in (0, 4, 5, 6)] == [True, True, False, False]
+
+
+def test_retry_after_is_the_time_until_a_place_is_free() -> None:
+    admission = Admission(max_running=2, max_waiting=0)
+    assert admission.refusal(2) == 1  # nothing is known yet
+    for _ in range(100):
+        admission.finished(9.0)
+    assert admission.refusal(2) == 5  # two running requests of 9 s: one ends every 4.5 s
+
+
+def test_retry_after_stays_within_a_minute() -> None:
+    admission = Admission(max_running=1, max_waiting=0)
+    admission.finished(10_000.0)
+    assert admission.refusal(1) == 60

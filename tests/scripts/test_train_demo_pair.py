@@ -1,0 +1,150 @@
+"""The training script end to end with a budget of a few steps, and the laws of its parts."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.eval_pair import main as evaluate
+from scripts.pair_data import corpus, held_out, held_out_tokens, train_tokenizer, training_tokens, windows
+from scripts.train_demo_pair import Budget, draft_loss, learning_rate_scale, load_weights, main, new_model
+
+TEXT = "def f{i}(x):\n    return [x * {i} for _ in range({i})]  # a comment, so that the file is long enough to count\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine files to train on and one that is held out."""
+    root = tmp_path_factory.mktemp("source")
+    names = [f"m{i}.py" for i in range(500)]
+    for name in [n for n in names if not held_out(n)][:9] + [n for n in names if held_out(n)][:1]:
+        (root / name).write_text("".join(TEXT.format(i=i) for i in range(len(name), 12)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pair")
+    common = [f"--out={out}", f"--corpus={source}", "--steps=2", "--batch=2", "--context=32"]
+    for part in ("tokenizer", "target", "draft"):
+        main([part, *common])
+    main(["draft", "--resume", *common])
+    return out
+
+
+@pytest.mark.parametrize(("role", "layers", "hidden"), [("target", 14, 192), ("draft", 1, 128)])
+def test_training_ends_in_checkpoints_that_transformers_runs(
+    trained: Path, role: str, layers: int, hidden: int
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(trained / role)
+    tokenizer = AutoTokenizer.from_pretrained(trained / role)
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (layers, hidden)
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    text = "def f(x):\n    return 'é'\n"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == text
+    out = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=1)
+    assert out.shape[1] == ids.shape[1] + 3
+
+
+def test_the_checkpoint_is_the_trained_model_rounded(trained: Path) -> None:
+    exported: Any = AutoModelForCausalLM.from_pretrained(trained / "draft")
+    kept = dict(load_weights(new_model("draft"), trained / "work" / "draft.safetensors").named_parameters())
+    untrained = dict(new_model("draft").named_parameters())
+    for name, weight in exported.named_parameters():
+        assert torch.equal(weight, kept[name].to(torch.bfloat16))
+    assert any(not torch.equal(kept[name], untrained[name]) for name in kept)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(trained: Path) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
+        load_weights(new_model("draft"), trained / "work" / "target.safetensors")
+
+
+def test_the_evaluation_of_the_pair_ends_in_one_line_of_json(
+    trained: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate([str(trained), f"--corpus={source}", "--prefixes=2", "--prefix-tokens=8", "--new-tokens=12"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(figures["acceptance"]) == {"0.0", "0.7", "1.0"}
+    for shares in figures["acceptance"].values():
+        assert 0 <= shares["match"] <= shares["rejection"] + 1e-6 <= 1 + 1e-5
+    assert figures["held_out_bytes"] == sum(len(text.encode()) for name, text in corpus(source) if held_out(name))
+
+
+class Fixed(nn.Module):
+    """A model whose logits are given, whatever it reads."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, ids: torch.Tensor) -> "Fixed":
+        return self
+
+
+def test_the_draft_loss_is_its_formula() -> None:
+    p, q = torch.tensor([[[0.5, 0.25, 0.25]]]), torch.tensor([[[0.25, 0.25, 0.5]]])
+    loss, extra = draft_loss(Fixed(q.log()), Fixed(p.log()), torch.zeros(1, 2, dtype=torch.long))
+    weight = math.exp(-3 * 0.75)
+    cross_entropy = -(0.5 * math.log(0.25) + 0.25 * math.log(0.25) + 0.25 * math.log(0.5))
+    assert extra["alpha"] == pytest.approx(0.75)
+    assert loss.item() == pytest.approx(weight * cross_entropy + (1 - weight) * 0.25)
+
+
+def test_a_step_down_the_draft_loss_raises_the_acceptance() -> None:
+    target, draft = Fixed(torch.tensor([[[2.0, 0.0, -1.0]]])), Fixed(torch.zeros(1, 1, 3))
+    window = torch.zeros(1, 2, dtype=torch.long)
+    loss, before = draft_loss(draft, target, window)
+    loss.backward()
+    assert draft.logits.grad is not None
+    assert target.logits.grad is None
+    with torch.no_grad():
+        draft.logits.sub_(0.5 * draft.logits.grad)
+    assert draft_loss(draft, target, window)[1]["alpha"] > before["alpha"]
+
+
+def test_the_budget_ends_by_steps_or_by_minutes() -> None:
+    by_steps = Budget(minutes=1e9, steps=4, start=0.0)
+    assert [by_steps.used(step) >= 1 for step in (0, 3, 4)] == [False, False, True]
+    assert Budget(minutes=1e-9, steps=None, start=0.0).used(0) >= 1
+
+
+def test_the_learning_rate_warms_up_holds_and_falls_to_two_percent() -> None:
+    assert learning_rate_scale(0, 0.0) == pytest.approx(1 / 30)
+    assert learning_rate_scale(29, 0.01) == 1.0
+    assert learning_rate_scale(500, 0.55) == 1.0
+    assert learning_rate_scale(500, 0.775) == pytest.approx(0.5)
+    assert learning_rate_scale(500, 0.9999) == pytest.approx(0.02)
+
+
+def test_held_out_text_is_never_trained_on(source: Path) -> None:
+    tokenizer = train_tokenizer(source)
+    trained = tokenizer.decode(training_tokens(tokenizer, source).tolist())
+    held, n_bytes = held_out_tokens(tokenizer, source)
+    texts = {name: text for name, text in corpus(source) if held_out(name)}
+    assert len(texts) == 1
+    assert tokenizer.decode(held.tolist()) == "".join(texts.values())
+    assert n_bytes == len("".join(texts.values()))
+    assert trained.count("def f11(x)") == 2 * 9  # every other file twice
+
+
+def test_a_corpus_without_held_out_files_is_refused(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ValueError, match="held out"):
+        held_out_tokens(train_tokenizer(source), tmp_path)
+
+
+def test_windows_are_runs_of_the_text(source: Path) -> None:
+    tokens = training_tokens(train_tokenizer(source), source)
+    batch = next(windows(tokens, batch=3, context=8, seed=0))
+    assert batch.shape == (3, 9)
+    runs = {tuple(tokens[i : i + 9].tolist()) for i in range(len(tokens) - 8)}
+    assert {tuple(row) for row in batch.tolist()} <= runs
+    with pytest.raises(ValueError, match="too few"):
+        next(windows(tokens[:9], batch=1, context=8, seed=0))

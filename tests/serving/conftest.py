@@ -1,0 +1,114 @@
+"""The shipped application as operators run it: `serve run` on serve_config.yaml, with a free port and short delays."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 240
+
+# fp64: there the served text must equal the offline text, without exception. Small numbers make limits reachable.
+ARGS = {"dtype": "float64", "max_running": 8, "max_waiting": 24, "max_model_len": 512}
+AUTOSCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 6,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 1,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 3,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running application."""
+
+    url: str
+    environment: dict[str, str]
+
+    def replicas(self) -> int:
+        """Replicas that run now, as Serve counts them."""
+        script = (
+            "import json, ray; from ray import serve; ray.init(address='auto', log_to_driver=False);"
+            "d = serve.status().applications['foretoken'].deployments['Replica'];"
+            "print(json.dumps({str(getattr(k, 'value', k)): v for k, v in d.replica_states.items()}))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=self.environment, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return int(json.loads(done.stdout.splitlines()[-1]).get("RUNNING", 0))
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("serve")
+    port = _free_port()
+    config = folder / "serve_config.yaml"
+    config.write_text(yaml.safe_dump(_shortened(port)), encoding="utf-8")
+    environment = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "default",
+    }
+    with open(folder / "log", "wb") as log:
+        command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
+        # A group of its own, so that an interrupt of the tests does not reach it; SIGINT must drain, not kill.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, process, folder / "log")
+            yield Served(url, environment)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _shortened(port: int) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text("utf-8"))
+    config["http_options"]["port"] = port
+    (application,) = config["applications"]
+    application["args"] |= ARGS
+    (deployment,) = application["deployments"]
+    deployment["autoscaling_config"] = AUTOSCALING
+    return config
+
+
+def _wait_until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    limit = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < limit:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if process.poll() is not None:
+            break
+        time.sleep(0.3)
+    pytest.fail(f"the application did not start:\n{log.read_text('utf-8', 'replace')[-4000:]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,184 @@
+"""A real Serve application, real HTTP, the embedded pair."""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.engine.llm import LLM
+from deployments.engine.types import SamplingParams
+from tests.serving.conftest import ARGS, Served
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+PROMPTS = ["def main(argv=None):\n", "class Queue:\n    def put(self, item):\n", "import os\n", "x = [", "é = '日本"]
+
+
+def body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": prompt, "max_tokens": 24, **fields}
+
+
+async def events(response: httpx.Response) -> AsyncIterator[Any]:
+    """Parsed SSE events; the closing [DONE] as that string."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+async def stream(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[str, list[Any]]:
+    async with client.stream("POST", "/v1/completions", json=request | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        parsed = [event async for event in events(response)]
+    return "".join(e["choices"][0]["text"] for e in parsed if e != "[DONE]" and e["choices"]), parsed
+
+
+def connect(served: Served, **options: Any) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=served.url, timeout=120, limits=limits, **options)
+
+
+def test_served_text_is_what_the_target_alone_says(served: Served) -> None:
+    """Speculation on over HTTP, off in process; greedy and seeded; streamed and whole. fp64: identical, no excuses."""
+    llm = LLM("models/demo/target", dtype="float64", max_model_len=ARGS["max_model_len"])
+    cases = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}, {"temperature": 1.0, "top_p": 0.9, "seed": 8}]
+
+    async def ask() -> list[tuple[str, str, int]]:
+        async with connect(served) as client:
+            answers = []
+            for prompt in PROMPTS:
+                for case in cases:
+                    streamed, parsed = await stream(client, body(prompt, **case))
+                    assert parsed[-1] == "[DONE]"
+                    whole = (await client.post("/v1/completions", json=body(prompt, **case))).json()
+                    accepted = whole["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+                    answers.append((streamed, whole["choices"][0]["text"], accepted))
+            return answers
+
+    answers = asyncio.run(ask())
+    expected = [
+        llm.generate([prompt], SamplingParams(max_tokens=24, **case), k=0)[0].text  # type: ignore[arg-type]
+        for prompt in PROMPTS
+        for case in cases
+    ]
+    assert [a[0] for a in answers] == expected
+    assert [a[1] for a in answers] == expected
+    assert sum(a[2] for a in answers) > 0, "no draft was ever accepted: speculation did not run"
+
+
+def test_curl_without_a_json_content_type_streams_several_tokens_per_event(served: Served) -> None:
+    request = json.dumps(body(PROMPTS[0], stream=True, max_tokens=48, temperature=0))
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    reply = httpx.post(f"{served.url}/v1/completions", content=request, headers=headers, timeout=60)
+    data = [json.loads(x[6:]) for x in reply.text.splitlines() if x.startswith("data: {")]
+    assert data[-1]["usage"]["completion_tokens"] == 48
+    assert len(data) < 48
+    assert data[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_thousand_requests_with_cancels_and_disconnects_leak_nothing(served: Served) -> None:
+    """Every request that is read to its end gets exactly one finish; the rest vanish without a trace."""
+    rng = random.Random(0)
+    outcomes: Counter[str] = Counter()
+
+    async def one(client: httpx.AsyncClient) -> str:
+        request = body(
+            rng.choice(PROMPTS) * rng.choice([1, 1, 1, 6]),
+            max_tokens=rng.choice([1, 3, 17, 40]),
+            temperature=rng.choice([0, 0.8]),
+            stream=rng.random() < 0.7,
+            speculation=rng.choice([{"mode": "off"}, {"k": 2}, {"k": 8}]),
+        )
+        try:
+            async with asyncio.timeout(rng.choice([None, None, None, 0.0, 0.03, 0.3])):
+                async with client.stream("POST", "/v1/completions", json=request) as response:
+                    return await read_to_the_end(response, streamed=request["stream"])
+        except TimeoutError:
+            return "left"
+
+    async def read_to_the_end(response: httpx.Response, *, streamed: bool) -> str:
+        if response.status_code == 429:
+            assert json.loads(await response.aread())["error"]["type"] == "rate_limit_error"
+            await asyncio.sleep(int(response.headers["retry-after"]) / 10)
+            return "refused"
+        assert response.status_code == 200, await response.aread()
+        if streamed:
+            choices = [e["choices"][0] async for e in events(response) if e != "[DONE]"]
+        else:
+            choices = json.loads(await response.aread())["choices"]
+        assert choices[-1]["finish_reason"] in ("length", "stop")
+        assert all(c["finish_reason"] is None for c in choices[:-1])
+        return "finished"
+
+    async def all_of_them() -> None:
+        turns = asyncio.Semaphore(36)  # a little above max_running + max_waiting
+        async with connect(served) as client:
+
+            async def turn() -> None:
+                async with turns:
+                    outcomes[await one(client)] += 1
+
+            await asyncio.gather(*(turn() for _ in range(1000)))
+
+    asyncio.run(all_of_them())
+    assert sum(outcomes.values()) == 1000
+    assert outcomes["finished"] > 300, outcomes
+    assert outcomes["left"] > 100, outcomes
+    _wait_until_idle(served)
+
+
+def _wait_until_idle(served: Served) -> None:
+    """All replicas idle and healthy: an idle engine audits its caches, and ends if a slot is missing (then: 503)."""
+    limit = time.monotonic() + 30
+    while True:
+        replies = [httpx.get(f"{served.url}/health", timeout=10) for _ in range(8)]  # Serve picks a replica each time
+        assert {r.status_code for r in replies} == {200}, [r.text for r in replies]
+        loads = [r.json() for r in replies]
+        if all(x["running"] == x["waiting"] == 0 and x["free_slots"] == ARGS["max_running"] for x in loads):
+            return
+        assert time.monotonic() < limit, f"requests are still held: {loads}"
+        time.sleep(0.2)
+
+
+def test_scales_from_one_replica_to_two_and_back_and_no_stream_breaks(served: Served) -> None:
+    _wait_for_replicas(served, 1)
+
+    async def load() -> tuple[int, int]:
+        """Keep 16 streams open until a second replica runs, then let them end; (most replicas seen, streams read)."""
+        done, most = 0, 1
+        scaled = asyncio.Event()
+
+        async def user(client: httpx.AsyncClient) -> None:
+            nonlocal done
+            while not scaled.is_set():
+                _, parsed = await stream(client, body(PROMPTS[0], max_tokens=400, ignore_eos=True))
+                assert parsed[-1] == "[DONE]"
+                assert parsed[-2]["usage"]["completion_tokens"] == 400
+                done += 1
+
+        async with connect(served) as client:
+            users = [asyncio.create_task(user(client)) for _ in range(16)]
+            limit = time.monotonic() + 120
+            while most < 2 and time.monotonic() < limit and not any(u.done() for u in users):
+                most = max(most, await asyncio.to_thread(served.replicas))
+            scaled.set()
+            await asyncio.gather(*users)
+        return most, done
+
+    most, done = asyncio.run(load())
+    assert most == 2
+    assert done >= 16
+    _wait_for_replicas(served, 1)
+
+
+def _wait_for_replicas(served: Served, count: int) -> None:
+    limit = time.monotonic() + 90
+    while (now := served.replicas()) != count:
+        assert time.monotonic() < limit, f"{now} replicas, not {count}"
+        time.sleep(0.5)
