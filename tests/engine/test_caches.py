@@ -1,0 +1,172 @@
+"""After every round both models' caches hold what a fresh prefill of the committed tokens would put there (I1, I2)."""
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deployments.engine.acceptance import Verdict
+from deployments.engine.drafters.base import DraftBatch
+from deployments.engine.drafters.model import ModelDrafter
+from deployments.engine.engine import Engine
+from deployments.engine.runner import Feed, Runner
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import Request, SamplingParams
+from tests.engine.driving import Drive, drive, load, make_sequence
+from tests.engine.pairs import VOCAB, Pair
+
+TOLERANCE = 1e-9
+
+
+class Checker:
+    """Compares an engine's caches with fresh ones, computed by a one-slot Runner over the same weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.drafter, ModelDrafter)
+        self.engine = engine
+        self.runners = {"target": engine.target, "draft": engine.drafter.runner}
+        self.fresh = {n: Runner(r.decoder, 1, r.cache.max_len, r.device) for n, r in self.runners.items()}
+        self.compared = {"target": 0, "draft": 0}
+
+    def __call__(self) -> None:
+        for sequence in self.engine.scheduler.running:
+            for name, runner in self.runners.items():
+                if runner.cache.holds(sequence.handle):
+                    self._check(name, runner, sequence)
+
+    def _check(self, name: str, runner: Runner, sequence: Sequence) -> None:
+        length = runner.cache.length(sequence.handle)
+        assert length <= len(sequence.tokens) - 1, f"{name}: {length} cached of {len(sequence.tokens)} tokens"
+        if sequence.num_output and name == "target":
+            assert length == len(sequence.tokens) - 1
+        wanted = self._logits(self.fresh[name], make_sequence(0, sequence.tokens))
+        slot = runner.cache.slot(sequence.handle)
+        for layer in range(runner.decoder.config.num_layers):
+            here, there = runner.storage.read(layer, slot, length), self.fresh[name].storage.read(layer, 0, length)
+            for what, ours, theirs in zip(("keys", "values"), here, there, strict=True):
+                assert _close(ours, theirs), f"{name}: {what} of layer {layer} are not those of the committed tokens"
+        given = self._logits(runner, sequence)
+        runner.cache.truncate_to(sequence.handle, length)
+        self.fresh[name].cache.release(0)
+        assert _close(given, wanted), f"{name}: the next logits are not those of the committed tokens"
+        self.compared[name] += length
+
+    def _logits(self, runner: Runner, sequence: Sequence) -> Tensor:
+        with torch.inference_mode():
+            return runner.run([Feed(sequence, runner.uncached(sequence))])
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (not a.numel() or bool((a - b).abs().max() <= TOLERANCE))
+
+
+def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 14) -> Drive:
+    """Random prompts, k, temperatures, arrivals and cancels."""
+    rng = random.Random(seed)
+    arrivals: dict[int, list[Request]] = {}
+    cancels: dict[int, list[str]] = {}
+    for i in range(count):
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=rng.randrange(1000),
+            max_tokens=rng.randint(1, 24),
+            min_tokens=rng.choice((0, 1)),
+        )
+        prompt = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 5, 17, 40, 60))))
+        arrivals.setdefault(rng.randint(0, 12), []).append(Request(f"r{i}", prompt, params, k=rng.choice((0, 1, 3, 6))))
+        if rng.random() < 0.3:
+            cancels.setdefault(rng.randint(3, 20), []).append(f"r{i}")
+    return drive(engine, arrivals, cancels, checker)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("which", ["pair", "twins"])
+def test_caches_hold_the_committed_tokens(which: str, seed: int, request: pytest.FixtureRequest) -> None:
+    """Partial acceptance with `pair`, full acceptance with `twins`; 28 tokens a pass chunk most prompts."""
+    engine = load(request.getfixturevalue(which), max_running=4, max_spec_length=6, max_step_tokens=28)
+    checker = Checker(engine)
+    run = fuzz(engine, checker, seed)
+    assert run.drafted
+    assert run.accepted
+    assert min(checker.compared.values()) > 500
+    if which == "twins":
+        assert run.accepted == run.drafted
+
+
+def test_switching_speculation_off_and_on_again(pair: Pair) -> None:
+    """Plain rounds leave the draft behind by any number of tokens; the next draft catches up, in pieces if need be."""
+    engine = load(pair, max_running=1, max_spec_length=4, max_step_tokens=8)
+    checker = Checker(engine)
+    prompt = tuple(range(30, 50))
+    ks = [0, 0, 0, 4, 0, 4, 4, 0, 0, 0, 0, 0, 1, 0]
+
+    def switch() -> None:
+        checker()
+        for sequence in engine.scheduler.running:
+            sequence.k = ks[engine.steps % len(ks)]
+
+    run = drive(engine, [Request("r", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), k=0)],
+                after_step=switch)
+    plain = drive(engine, [Request("r", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), k=0)])
+    assert run.tokens == plain.tokens
+    assert {s.drafted for s in run.steps} >= {0, 1, 4}
+
+
+def test_negative_control_hole_after_full_acceptance(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that counts its last proposal as cached, which was never fed, misses a token from then on."""
+    observe = ModelDrafter.observe
+
+    def hole(self: ModelDrafter, batch: DraftBatch, verdict: Verdict) -> None:
+        observe(self, batch, verdict)
+        for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
+            cache = self.runner.cache
+            if accepted and cache.length(sequence.handle) < len(sequence.tokens) + accepted:
+                cache.extend(sequence.handle, 1)
+
+    monkeypatch.setattr(ModelDrafter, "observe", hole)
+    engine = load(twins, max_running=4, max_spec_length=6, max_step_tokens=28)
+    with pytest.raises(AssertionError, match="draft: keys of layer 0 are not those"):
+        fuzz(engine, Checker(engine), 0)
+
+
+def test_negative_control_no_rollback(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected drafts that stay in the draft's cache are found."""
+
+    def keep(self: ModelDrafter, batch: DraftBatch, verdict: Verdict) -> None:
+        pass
+
+    monkeypatch.setattr(ModelDrafter, "observe", keep)
+    engine = load(pair, max_running=4, max_spec_length=6, max_step_tokens=28)
+    with pytest.raises(AssertionError, match=r"draft: (\d+ cached of|keys of layer|values of layer)"):
+        fuzz(engine, Checker(engine), 0)
+
+
+def test_negative_control_wrong_drafts_scored(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that is fed other drafts than were accepted keeps their keys and values."""
+    run = Runner.run
+
+    def swapped(self: Runner, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        return run(self, feeds, None if drafts is None else drafts.flip(0))
+
+    monkeypatch.setattr(Runner, "run", swapped)
+    engine = load(pair, max_running=4, max_spec_length=6, max_step_tokens=28)
+    with pytest.raises(AssertionError, match="target: keys of layer"):
+        for seed in range(6):
+            fuzz(engine, Checker(engine), seed)
+
+
+def test_draft_memory_is_made_when_first_needed(pair: Pair) -> None:
+    engine = load(pair, max_running=2, max_spec_length=2, max_step_tokens=8)
+    assert isinstance(engine.drafter, ModelDrafter)
+    cache = engine.drafter.runner.cache
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    plain = Request("plain", (5, 6, 7), params, k=0)
+    seen: list[int] = []
+    drive(engine, [plain], after_step=lambda: seen.append(cache.free_slots))
+    assert set(seen) == {2}
+    drive(engine, [replace(plain, id="drafted", k=2)], after_step=lambda: seen.append(cache.free_slots))
+    assert 1 in seen
