@@ -1,22 +1,14 @@
 """The tensors behind a slotted KV cache; the only module of cache/ that imports torch."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LayerStorage:
-    """Views of one layer's memory: one row per position, the kv heads' keys first, then their values."""
-
-    rows: Tensor  # [slots·max_len, 2·kv_heads, head_dim], for writing
-    keys: Tensor  # [slots, kv_heads, max_len, head_dim], for reading
-    values: Tensor  # [slots, kv_heads, max_len, head_dim]
-
-
 class SlottedStorage:
-    """K and V of every layer, preallocated: slot s holds positions 0 … max_len − 1 of the sequence that owns it."""
+    """K and V of every layer, preallocated: slot s holds positions 0 … max_len − 1 of the sequence that owns it.
+
+    A position's row in a layer holds the kv heads' keys first, then their values, so that one copy stores both.
+    """
 
     def __init__(
         self,
@@ -30,16 +22,18 @@ class SlottedStorage:
         device: torch.device,
     ) -> None:
         self.max_len = max_len
+        self.kv_heads = kv_heads
         # Zeros, not empty: masked positions are multiplied by probability 0, and 0 · NaN would be NaN.
         memory = torch.zeros(num_layers, num_slots, max_len, 2 * kv_heads, head_dim, dtype=dtype, device=device)
-        self.layers = [_views(layer, kv_heads) for layer in memory]
+        self.rows = memory.flatten(1, 2).unbind(0)  # per layer [slots·max_len, 2·kv_heads, head_dim], for writing
+        by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, max_len, head_dim]
+        self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
+
+    def window(self, first_slot: int, slots: int, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Views of K and V, per layer [slots, kv_heads, length, head_dim]: what an attention group reads."""
+        chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
+        return self._keys[chosen].unbind(0), self._values[chosen].unbind(0)
 
     def read(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V [kv_heads, length, head_dim] of a slot's first positions, for tests and audits."""
-        storage = self.layers[layer]
-        return storage.keys[slot, :, :length], storage.values[slot, :, :length]
-
-
-def _views(memory: Tensor, kv_heads: int) -> LayerStorage:
-    by_head = memory.transpose(1, 2)  # [slots, 2·kv_heads, max_len, head_dim]
-    return LayerStorage(memory.flatten(0, 1), by_head[:, :kv_heads], by_head[:, kv_heads:])
+        return self._keys[layer, slot, :, :length], self._values[layer, slot, :, :length]

@@ -154,6 +154,7 @@ class Engine:
         """The round; if the pass fails it is tried once more without drafts, then its requests end (R9)."""
         if not plan.slices:
             return None
+        lengths = [self.target.cache.length(s.sequence.handle) for s in plan.slices]
         for with_drafts in (True, False):
             try:
                 with torch.inference_mode():
@@ -161,16 +162,11 @@ class Engine:
                     return run_round(attempt, self.target, self.drafter, sorted(self.eos_ids))
             except Exception:
                 log.exception("a round over %d sequences failed", len(plan.slices))
-                self._forget_uncommitted(plan)
+                for part, length in zip(plan.slices, lengths, strict=True):
+                    self.target.cache.truncate_to(part.sequence.handle, length)
         for part in plan.slices:
             self._finish(part.sequence, "error", "the model failed to process this request")
         return None
-
-    def _forget_uncommitted(self, plan: Plan) -> None:
-        cache = self.target.cache
-        for part in plan.slices:
-            handle, last = part.sequence.handle, len(part.sequence.tokens) - 1
-            cache.truncate_to(handle, min(cache.length(handle), last))
 
     def _commit(self, outcome: Outcome | None) -> list[Output]:
         outputs: list[Output] = []
@@ -236,5 +232,5 @@ class Engine:
         del self._sequences[sequence.request_id]
         record = sequence.record
         record.finished = time.monotonic()
-        record.output_tokens = sequence.num_output
+        record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
         self._finished.append(Output(sequence.request_id, tokens, text, reason, error, record))

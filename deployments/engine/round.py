@@ -6,7 +6,7 @@ tokens; the caller does, so a round that raises leaves every sequence as it was.
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from time import perf_counter_ns
 
@@ -52,10 +52,10 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -
 
     for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
         target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
-    drafter.observe(batch, verdict)
+    observed = _observe(drafter, batch, verdict)
     return Outcome(
         slices,
-        draft,
+        draft if observed else replace(draft, failed=True),
         verdict,
         draft_us=(drafted - started) // 1000,
         score_us=(scored - drafted) // 1000,
@@ -76,12 +76,26 @@ def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int]) -> Draft:
         return Draft.none(len(wanted))
     try:
         draft = drafter.propose(batch, wanted)
-        if any(k > most for k, most in zip(draft.ks, wanted, strict=True)):
+        if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):
             raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
+        if any(draft.ks) and (draft.tokens is None or draft.tokens.shape[1] < max(draft.ks)):
+            raise ValueError(f"the drafter announced {draft.ks} tokens and gave fewer")
         return draft
     except Exception:
         log.exception("the drafter failed; this round runs without drafts")
         return Draft.none(len(wanted), failed=True)
+
+
+def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
+    """Whether the drafter took the verdict in. If not, it starts from nothing: what its caches hold is unknown (R9)."""
+    try:
+        drafter.observe(batch, verdict)
+    except Exception:
+        log.exception("the drafter failed to observe; it forgets the round's sequences")
+        for sequence in batch.sequences:
+            drafter.forget(sequence)
+        return False
+    return True
 
 
 def _feeds(plan: Plan, draft: Draft) -> list[Feed]:

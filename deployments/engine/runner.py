@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cache.slotted import SlottedCache
 from cache.storage import SlottedStorage
-from deployments.engine.models.attention import Span, plan_attention
+from deployments.engine.models.attention import Attention, Span, plan_attention
 from deployments.engine.models.decoder import Decoder
 from deployments.engine.sequence import Sequence
 
@@ -69,13 +69,14 @@ class Runner:
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts
-            spans.append(Span(self.cache.slot(handle), start, count))
+            spans.append(Span.at(self.cache.slot(handle), start, count))
             ids += feed.sequence.tokens[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
             draft_places += [(draft_index, j) for j in range(feed.drafts)]
             ids += [0] * feed.drafts
             wanted += range(len(ids) - feed.outputs, len(ids))
-        tokens = torch.tensor(ids, device=self.device)
+        # A draft's table may be smaller than its target's: an id beyond it may cost drafts, not fault the embedding.
+        tokens = torch.tensor(ids, device=self.device).clamp_(max=self.vocab_size - 1)
         if drafts is not None and draft_rows:
             self._place_drafts(tokens, draft_rows, drafts, draft_places)
         rows = torch.tensor(wanted, dtype=torch.int64, device=self.device) if len(wanted) < len(ids) else None
@@ -87,7 +88,7 @@ class Runner:
     def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
         """Feed one more token each, ids [B] on the device (a draft's own); returns logits [B, vocab]."""
         handles = [s.handle for s in sequences]
-        spans = [Span(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
+        spans = [Span.at(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
         logits = self._forward(tokens, spans, None)
         for handle in handles:
             self.cache.extend(handle, 1)
@@ -105,7 +106,7 @@ class Runner:
             device=self.device,
         )
         started = perf_counter_ns()
-        hidden = self.decoder.forward(tokens, plan, self.storage.layers)
+        hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])
         self.forward_ns += perf_counter_ns() - started
         return logits

@@ -19,7 +19,7 @@ from deployments.engine.sequence import Sequence
 class Filters:
     """Truncation of the law, one value per row; a neutral value keeps every token."""
 
-    temperature: Tensor  # [R] fp64, 1 for greedy rows, whose likeliest token no filter removes
+    temperature: Tensor  # [R] fp64, 1 for greedy rows; no filter may decide a tie there, so their top-p is off
     top_k: Tensor  # [R] int64, vocab size: off
     top_p: Tensor  # [R] fp64, 1: off
     min_p: Tensor  # [R] fp64, 0: off
@@ -52,11 +52,18 @@ class Sampler:
         if self.banned is not None:
             logits = _ban(logits, self.banned, rows)
         if self.noise is None:
-            return logits.argmax(-1)
+            return argmax(logits)
         scores = _pick(self.noise, rows)[:, : logits.shape[-1]] + logits
         if self.filters is not None:
             scores.masked_fill_(removed(logits, self.filters.pick(rows)), -torch.inf)
-        return scores.argmax(-1)
+        return argmax(scores)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """[R, vocab] → [R], the lowest id among equals. On CPU numpy's is a tenth of the time of torch's."""
+    if scores.device.type == "cpu" and scores.dtype is not torch.bfloat16:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
 
 
 def _pick(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -115,7 +122,7 @@ def make_sampler(
         filters = Filters(
             temperature=per_row([p.temperature or 1.0 for p in params], torch.float64),
             top_k=per_row([p.top_k or vocab_size for p in params], torch.int64),
-            top_p=per_row([p.top_p for p in params], torch.float64),
+            top_p=per_row([p.top_p if p.temperature else 1.0 for p in params], torch.float64),
             min_p=per_row([p.min_p for p in params], torch.float64),
         )
     return Sampler(noise, filters, banned)

@@ -11,11 +11,27 @@ def test_rows_written_are_keys_and_values_read() -> None:
     )
     slot, positions = 1, torch.tensor([0, 1, 2])
     written = torch.randn(3, 4, 4, dtype=torch.float64)  # [positions, 2 kv heads of keys then of values, head_dim]
-    storage.layers[1].rows.index_copy_(0, slot * storage.max_len + positions, written)
+    storage.rows[1].index_copy_(0, slot * storage.max_len + positions, written)
     keys, values = storage.read(1, slot, 3)
     assert torch.equal(keys, written[:, :2].transpose(0, 1))
     assert torch.equal(values, written[:, 2:].transpose(0, 1))
-    assert storage.layers[0].rows.abs().sum() == 0
-    other = [s for s in range(3) if s != slot]
-    assert storage.layers[1].keys[other].abs().sum() == 0
-    assert torch.isfinite(storage.layers[1].values).all()  # unwritten positions meet probability 0, and 0 · NaN is NaN
+    assert storage.rows[0].abs().sum() == 0
+    # Unwritten positions are zero: they meet probability 0 in attention, and 0 · NaN would be NaN.
+    assert storage.rows[1].abs().sum() == written.abs().sum()
+
+
+def test_a_window_is_a_view_of_neighbouring_slots() -> None:
+    storage = SlottedStorage(
+        num_layers=2, num_slots=4, max_len=5, kv_heads=2, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
+    )
+    for layer, rows in enumerate(storage.rows):
+        rows.copy_(torch.arange(rows.numel(), dtype=torch.float64).view(rows.shape) + 1000 * layer)
+    keys, values = storage.window(1, 2, 3)
+    for layer in range(2):
+        assert keys[layer].shape == values[layer].shape == (2, 2, 3, 4)
+        for i, slot in enumerate((1, 2)):
+            expected_keys, expected_values = storage.read(layer, slot, 3)
+            assert torch.equal(keys[layer][i], expected_keys)
+            assert torch.equal(values[layer][i], expected_values)
+    storage.rows[0].zero_()
+    assert keys[0].abs().sum() == 0

@@ -1,6 +1,7 @@
-"""Drive an engine step by step and keep all that it says, with the laws that hold for every request checked on the way."""
+"""Drive an engine step by step and keep all that it says; the laws of every request are checked on the way."""
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +12,18 @@ from deployments.engine.sequence import Sequence
 from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
 from tests.engine.pairs import Pair
 
+DEFAULT = SamplingParams()
+
 
 def load(pair: Pair, **config: Any) -> Engine:
     """An engine over a tiny pair, in fp64 unless told otherwise."""
-    settings = {"dtype": "float64", "max_model_len": 96, **config}
+    spec_length = min(5, config.get("max_spec_length", 5))
+    settings = {"dtype": "float64", "max_model_len": 96, "spec_length": spec_length, **config}
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 
 def make_sequence(
-    handle: int, tokens: Seq[int], params: SamplingParams = SamplingParams(), *, key: int = 0, k: int = 0
+    handle: int, tokens: Seq[int], params: SamplingParams = DEFAULT, *, key: int = 0, k: int = 0
 ) -> Sequence:
     """A sequence outside any engine: its tokens are all prompt."""
     return Sequence(

@@ -131,10 +131,10 @@ def copy_of(checkpoint: str, directory: Path) -> Path:
     return directory
 
 
-def reference_model(checkpoint: str, *, exact: bool = True) -> PreTrainedModel:
+def reference_model(checkpoint: str, *, exact: bool = True) -> Any:
     """transformers' own module in fp64. Its norms compute in fp32 whatever the dtype: `exact` lifts them to fp64."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="sdpa")
-    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")] if exact else []
+    norms: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")] if exact else []
     for norm in norms:
         norm.forward = partial(
             F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon

@@ -7,7 +7,7 @@ time, which is asserted: a draft that is always or never right would hide most m
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +23,13 @@ from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
 
 COUNT = 200
 MAX_LEN = 128
-FILTERS = ({}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 50, "min_p": 0.02})
+FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.05},
+    {"top_p": 0.8, "top_k": 50, "min_p": 0.02},
+)
 Tokens = dict[str, list[int]]
 
 
@@ -42,7 +48,7 @@ def make_requests(temperature: float) -> list[Request]:
 def with_k(requests: Seq[Request], k: int | str) -> list[Request]:
     """The same requests with k drafts each; "mixed": 0 to 8, another for each."""
     rng = random.Random(8)
-    return [replace(r, k=rng.choice((0, 1, 2, 3, 5, 8)) if k == "mixed" else k) for r in requests]
+    return [replace(r, k=k if isinstance(k, int) else rng.choice((0, 1, 2, 3, 5, 8))) for r in requests]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ class Draft:
     parents: Tensor | None = None  # [B, max k] for trees; None: a chain
     steps: int = 0  # sequential forwards it took
     forward_us: int = 0  # of the time it took, the forwards alone
-    failed: bool = False  # nothing is proposed because the drafter raised
+    failed: bool = False  # the drafter raised: while proposing (then nothing is proposed) or while observing
 
     @classmethod
     def none(cls, count: int, *, failed: bool = False) -> "Draft":

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.storage import LayerStorage
+from cache.storage import SlottedStorage
 
 GROUP_WASTE = 3  # a batched group may compute at most this many times the scores its spans need
 SPAN_OVERHEAD = 1500  # scores that cost about as much as one more attention call
@@ -20,15 +20,16 @@ SPAN_OVERHEAD = 1500  # scores that cost about as much as one more attention cal
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` consecutive tokens of one sequence, fed at positions start … start + count − 1 of its slot."""
+    """`count` consecutive tokens of one sequence, fed at positions start … end − 1 of its slot."""
 
     slot: int
     start: int
     count: int
+    end: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.count
+    @classmethod
+    def at(cls, slot: int, start: int, count: int) -> "Span":
+        return cls(slot, start, count, start + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +59,59 @@ def plan_attention(
     spans: Sequence[Span], *, max_len: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionPlan:
     """Lay out a pass. Spans are in packed order; a slot occurs once; short spans should be sorted by slot."""
-    positions = [p for s in spans for p in range(s.start, s.end)]
-    cache_rows = [s.slot * max_len + p for s in spans for p in range(s.start, s.end)]
+    index: list[int] = []  # positions, then cache rows: one transfer for both
+    for s in spans:
+        index += range(s.start, s.end)
+    for s in spans:
+        index += range(s.slot * max_len + s.start, s.slot * max_len + s.end)
     groups, row = [], 0
     for members in _grouped(spans):
         make = _solo_group if len(members) == 1 else _batched_group
         groups.append(make(members, row, num_heads // num_kv_heads, dtype, device))
         row += sum(s.count for s in members)
-    # One transfer for both index lists.
-    index = torch.tensor((positions, cache_rows), dtype=torch.int64).to(device, non_blocking=True)
-    return AttentionPlan(index[0], index[1], tuple(groups))
+    positions, cache_rows = torch.tensor(index, device=device).view(2, row).unbind(0)
+    return AttentionPlan(positions, cache_rows, tuple(groups))
 
 
-def attend(queries: Tensor, cache: LayerStorage, plan: AttentionPlan) -> Tensor:
-    """queries [N, heads, head_dim] (rotated) over one layer's cache → [N, heads·head_dim]."""
-    if len(plan.groups) == 1:
-        return _attend_group(queries, cache, plan.groups[0])
-    return torch.cat([_attend_group(queries[g.rows], cache, g) for g in plan.groups])
+class Attention:
+    """Attention of one pass: the plan over a cache's memory, whose windows are cut once and not once per layer."""
+
+    def __init__(self, plan: AttentionPlan, storage: SlottedStorage) -> None:
+        self.plan = plan
+        self._rows = storage.rows
+        self._windows = [storage.window(g.first_slot, g.slots, g.keys) for g in plan.groups]
+
+    def __call__(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
+        """Store kv [N, 2·kv_heads, head_dim], then attend with queries [N, heads, head_dim] → [N, heads·head_dim].
+
+        Queries and keys are rotated already.
+        """
+        self._rows[layer].index_copy_(0, self.plan.cache_rows, kv)
+        if len(self._windows) == 1:
+            ((keys, values),) = self._windows
+            return _attend_group(queries, keys[layer], values[layer], self.plan.groups[0])
+        return torch.cat(
+            [
+                _attend_group(queries[group.rows], keys[layer], values[layer], group)
+                for group, (keys, values) in zip(self.plan.groups, self._windows, strict=True)
+            ]
+        )
 
 
-def _attend_group(queries: Tensor, cache: LayerStorage, group: Group) -> Tensor:
+def _attend_group(queries: Tensor, keys: Tensor, values: Tensor, group: Group) -> Tensor:
     if group.gather is not None:
         queries = queries[group.gather]
     slots, count, heads, head_dim = group.slots, group.queries, queries.shape[-2], queries.shape[-1]
-    first, last, kv_heads = group.first_slot, group.first_slot + group.slots, cache.keys.shape[1]
+    kv_heads = keys.shape[1]
+    group_size = heads // kv_heads
     # The heads that share a k and v are further queries of it, so grouped-query attention needs no repeated K or V.
-    q = queries.reshape(slots, count, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)
-    q = q.reshape(slots, kv_heads, count * (heads // kv_heads), head_dim)
-    keys, values = cache.keys[first:last, :, : group.keys], cache.values[first:last, :, : group.keys]
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask)
-    out = out.view(slots, kv_heads, count, heads // kv_heads, head_dim).transpose(1, 2)
+    stacked = (slots, kv_heads, count * group_size, head_dim)
+    if count == 1 or kv_heads == 1:  # then the packed order is that order already
+        out = F.scaled_dot_product_attention(queries.reshape(stacked), keys, values, attn_mask=group.mask)
+    else:
+        q = queries.reshape(slots, count, kv_heads, group_size, head_dim).transpose(1, 2).reshape(stacked)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask)
+        out = out.view(slots, kv_heads, count, group_size, head_dim).transpose(1, 2)
     out = out.reshape(slots * count, heads * head_dim)
     return out if group.scatter is None else out[group.scatter]
 

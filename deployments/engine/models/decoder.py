@@ -8,15 +8,13 @@ kernels per layer low, since for small models the kernels' fixed cost is the tim
   - k and v of a token are neighbours in that product and in the cache, so one copy stores both.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.storage import LayerStorage
-from deployments.engine.models.attention import AttentionPlan, attend
+from deployments.engine.models.attention import Attention
 from deployments.engine.models.linear import Linear
 
 
@@ -62,22 +60,21 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def forward(self, ids: Tensor, plan: AttentionPlan, kv: Sequence[LayerStorage]) -> Tensor:
-        """Hidden states [N, hidden] (before the final norm) of N packed tokens; their k and v are written to `kv`.
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
 
-        ids [N] int64. plan says where each token stands. kv is the cache's memory, layer by layer.
+        `attention` knows where each token stands, and stores its k and v.
         """
         c = self.config
         rows = ids.shape[0]
         eps, shape = c.rms_norm_eps, (c.hidden_size,)
         rotated = c.num_heads + c.num_kv_heads
-        rotations = self.rotations[plan.positions]  # [N, 1, head_dim / 2]
+        rotations = self.rotations[attention.plan.positions]  # [N, 1, head_dim / 2]
         x = F.embedding(ids, self.embedding)
-        for layer, cache in zip(self.layers, kv, strict=True):
+        for index, layer in enumerate(self.layers):
             qkv = layer.qkv(torch.rms_norm(x, shape, layer.input_norm, eps)).view(rows, -1, c.head_dim)
             _rotate(qkv[:, :rotated], rotations)
-            cache.rows.index_copy_(0, plan.cache_rows, qkv[:, c.num_heads :])
-            x = x + layer.out(attend(qkv[:, : c.num_heads], cache, plan))
+            x = x + layer.out(attention(index, qkv[:, : c.num_heads], qkv[:, c.num_heads :]))
             gate, up = layer.gate_up(torch.rms_norm(x, shape, layer.post_norm, eps)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
         return x

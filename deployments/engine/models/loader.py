@@ -23,10 +23,10 @@ def load_config(directory: str) -> tuple[DecoderConfig, dict[str, Any]]:
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json: it is not a Hugging Face checkpoint directory")
-    raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
-    kind = raw.get("model_type")
+    kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
     if kind not in ARCHITECTURES:
         raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(sorted(ARCHITECTURES))}")
+    raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
     _refuse_unsupported(path, raw)
     heads = raw["num_attention_heads"]
     config = DecoderConfig(
@@ -62,6 +62,10 @@ def load_decoder(directory: str, *, dtype: torch.dtype, device: torch.device, ma
     Raises ConfigError naming the file or tensor that is missing or has another shape than config.json says.
     """
     config, raw = load_config(directory)
+    try:
+        rotations = rotation_table(raw, config.head_dim, max_len, dtype, device)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
     read = _tensor_reader(Path(directory), dtype, device)
     embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     head = embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size))
@@ -71,7 +75,7 @@ def load_decoder(directory: str, *, dtype: torch.dtype, device: torch.device, ma
         layers=tuple(_load_layer(config, read, i, raw) for i in range(config.num_layers)),
         norm=read("model.norm.weight", (config.hidden_size,)),
         head=Linear(head),
-        rotations=rotation_table(raw, config.head_dim, max_len, dtype, device),
+        rotations=rotations,
     )
 
 

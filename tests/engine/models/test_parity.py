@@ -1,7 +1,8 @@
 """The decoder's logits equal those of transformers' modules at every position, however the tokens are fed."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ class Reader:
         """How a pass of these many tokens per slot will be computed, in this order."""
         config, cache = self.runner.decoder.config, self.runner.cache
         return plan_attention(
-            [Span(slot, cache.length(slot), count) for slot, count in counts.items()],
+            [Span.at(slot, cache.length(slot), count) for slot, count in counts.items()],
             max_len=LENGTH,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -176,7 +177,7 @@ def test_packed_ragged_batches(reader: Reader, name: str) -> None:
         reader.runner.cache.truncate_to(slot, before.get(slot, 11))
     assert kinds(reader.plan(counts)) == expected_kinds
     reader.feed(counts)
-    rest = {slot: 1 for slot in counts}
+    rest = dict.fromkeys(counts, 1)
     reader.feed(rest, dict(zip(counts, (3, 0, 2, 1), strict=False)))  # ragged verification on top
 
 

@@ -1,0 +1,181 @@
+"""What cannot be served is refused at start-up, with both sides of the conflict in the message."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deployments.engine.config import ConfigError, EngineConfig
+from deployments.engine.models.loader import load_decoder
+from deployments.engine.models.pair import load_pair
+from deployments.engine.types import Request, SamplingParams
+from tests.engine.driving import drive, load
+from tests.engine.pairs import LLAMA3, VOCAB, Pair, Shape, copy_of, edit_json, save_checkpoint, save_tokenizer
+
+
+def refused(target: str | Path, draft: str | Path | None = None, max_model_len: int | None = None) -> str:
+    """The message with which this pair is refused."""
+    other = None if draft is None else str(draft)
+    config = EngineConfig(str(target), other, dtype="float64", max_model_len=max_model_len)
+    with pytest.raises(ConfigError) as caught:
+        load_pair(config)
+    return str(caught.value)
+
+
+def both_sides(damage: Callable[[Path], None], pair: Pair, tmp_path: Path, expected: str) -> None:
+    """The same damage to a target and to a draft; the message names the damaged one."""
+    broken = copy_of(pair.target, tmp_path / "broken")
+    damage(broken)
+    for message in (refused(broken), refused(pair.target, broken)):
+        assert expected in message
+        assert str(broken) in message
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def removed_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def narrowed_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name][:16].contiguous()
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another architecture": (lambda p: edit_json(p / "config.json", model_type="gpt2"), "'gpt2' model; supported"),
+    "an unknown architecture": (lambda p: edit_json(p / "config.json", model_type="frobnicate"), "frobnicate"),
+    "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
+    "no tokenizer": (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json"),
+    "a missing tensor": (lambda p: edit_tensors(p, removed_tensor), "no tensor 'model.layers.1.mlp.up_proj.weight'"),
+    "another shape": (lambda p: edit_tensors(p, narrowed_tensor), "has shape (16, 64), config.json says (32, 64)"),
+    "another activation": (lambda p: edit_json(p / "config.json", hidden_act="gelu"), "hidden_act 'gelu'"),
+    "biases in the MLP": (lambda p: edit_json(p / "config.json", mlp_bias=True), "biases in its MLP"),
+    "a rope that is not known": (
+        lambda p: edit_json(p / "config.json", rope_parameters=DYNAMIC),
+        "rope type 'dynamic'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGES))
+def test_damaged_checkpoints(name: str, pair: Pair, tmp_path: Path) -> None:
+    damage, message = DAMAGES[name]
+    both_sides(damage, pair, tmp_path, message)
+
+
+def test_a_directory_that_does_not_exist(pair: Pair, tmp_path: Path) -> None:
+    assert "no config.json" in refused(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in refused(pair.target, tmp_path / "nowhere")
+
+
+def test_a_sharded_checkpoint_with_a_missing_shard(pair: Pair, tmp_path: Path) -> None:
+    path = copy_of(pair.target, tmp_path / "sharded")
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, members in halves.items():
+        save_file({n: tensors[n] for n in members}, path / file, metadata={"format": "pt"})
+    weight_map = {n: file for file, members in halves.items() for n in members}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), "utf-8")
+    requests = [Request("r", (5, 6, 7), SamplingParams(temperature=0, max_tokens=8), k=0)]
+    whole, sharded = load(Pair(pair.target, pair.draft)), load(Pair(str(path), pair.draft))
+    assert drive(sharded, requests).tokens == drive(whole, requests).tokens
+    (path / "two.safetensors").unlink()
+    message = refused(path)
+    assert "names files that are missing: two.safetensors" in message
+    assert str(path) in message
+
+
+def test_tokenizers_that_map_ids_differently(pair: Pair, tmp_path: Path) -> None:
+    """Same size, same specials, two entries swapped: sizes alone would not tell."""
+    other = copy_of(pair.target, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    vocab = content["model"]["vocab"]
+    a, b = (next(t for t, i in vocab.items() if i == n) for n in (40, 41))
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (other / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    message = refused(pair.target, other)
+    assert f"target {pair.target} and draft {other} differ in 2 entries" in message
+    assert f"{a!r} is 40 in the target and 41 in the draft" in message
+
+
+def test_a_draft_tokenizer_with_fewer_entries(pair: Pair, tmp_path: Path) -> None:
+    other = copy_of(pair.target, tmp_path / "other")
+    save_tokenizer(other, merges=20)
+    message = refused(pair.target, other)
+    assert "differ in" in message
+    assert "None in the draft" in message
+
+
+def test_other_special_ids(pair: Pair, tmp_path: Path) -> None:
+    """The same map, but the draft has one more id that is special."""
+    other = copy_of(pair.target, tmp_path / "other")
+    vocab = json.loads((other / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    token = next(t for t, i in vocab.items() if i == 50)
+    edit_json(other / "tokenizer_config.json", pad_token=token)
+    message = refused(pair.target, other)
+    assert f"special token ids differ: target {pair.target} has [0, 1], draft {other} has [0, 1, 50]" in message
+
+
+@pytest.mark.parametrize("rows", [VOCAB - 40, VOCAB + 112])
+def test_padded_tables_are_accepted(pair: Pair, tmp_path: Path, rows: int) -> None:
+    """Only the maps must agree: tables are padded as their makers like."""
+    draft = save_checkpoint(tmp_path / "padded", Shape(vocab=rows), seed=3)
+    engine = load(Pair(pair.target, draft))
+    request = Request("r", (5, 6, 7), SamplingParams(temperature=1, seed=1, max_tokens=20, ignore_eos=True), k=3)
+    run = drive(engine, [request])
+    assert run.drafted
+    assert run.tokens == drive(load(pair), [request]).tokens
+
+
+def test_a_context_longer_than_a_model_allows(pair: Pair, tmp_path: Path) -> None:
+    short = save_checkpoint(tmp_path / "short", Shape(max_positions=64), seed=3)
+    assert refused(pair.target, max_model_len=129) == f"max_model_len 129 is too long: target {pair.target} allows 128"
+    message = refused(pair.target, short, max_model_len=65)
+    assert message == f"max_model_len 65 is too long: target {pair.target} allows 128, draft {short} allows 64"
+    message = refused(short, pair.target, max_model_len=65)
+    assert message == f"max_model_len 65 is too long: target {short} allows 64, draft {pair.target} allows 128"
+    assert "leaves no room" in refused(pair.target, max_model_len=1)
+    assert load(Pair(pair.target, short), max_model_len=64).max_model_len == 64
+    assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 64
+
+
+def test_end_tokens_come_from_the_generation_config_first(pair: Pair, tmp_path: Path) -> None:
+    path = copy_of(pair.target, tmp_path / "ends")
+    edit_json(path / "generation_config.json", eos_token_id=[3, 4])
+    edit_json(path / "config.json", eos_token_id=5)
+    assert load(Pair(str(path), pair.draft)).eos_ids == {3, 4}
+    (path / "generation_config.json").unlink()
+    assert load(Pair(str(path), pair.draft)).eos_ids == {5}
+    edit_json(path / "config.json", eos_token_id=None)
+    assert load(Pair(str(path), pair.draft)).eos_ids == frozenset()
+
+
+def test_older_configurations_of_rope_mean_the_same(tmp_path: Path) -> None:
+    """transformers before 5 wrote rope_theta and rope_scaling, as most published checkpoints have it."""
+
+    def rotations(path: Path | str) -> torch.Tensor:
+        device = torch.device("cpu")
+        return load_decoder(str(path), dtype=torch.float64, device=device, max_len=128).rotations
+
+    newer = save_checkpoint(tmp_path / "newer", Shape(rope=LLAMA3), seed=1)
+    older = copy_of(newer, tmp_path / "older")
+    content = json.loads((older / "config.json").read_text("utf-8"))
+    scaling = content.pop("rope_parameters")
+    (older / "config.json").write_text(json.dumps(content), "utf-8")
+    theta = scaling.pop("rope_theta")
+    edit_json(older / "config.json", rope_theta=theta, rope_scaling=scaling)
+    assert torch.equal(rotations(older), rotations(newer))
+    edit_json(older / "config.json", rope_theta=theta, rope_scaling=None)
+    assert not torch.equal(rotations(older), rotations(newer))

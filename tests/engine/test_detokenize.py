@@ -1,0 +1,135 @@
+"""Incremental text equals the whole text, in pieces that are never half a character nor part of a stop string."""
+
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.engine.detokenize import Detokenizer, TextStream
+from deployments.engine.models.tokenizer import Tokenizer
+from tests.engine.pairs import Pair
+
+REPLACEMENT = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: Pair) -> Tokenizer:
+    return Tokenizer(pair.target)
+
+
+def stream(tokenizer: Tokenizer, ids: Seq[int], context: Seq[int] = ()) -> tuple[list[str], str]:
+    """(the pieces, what flush gives)."""
+    detokenizer = Detokenizer(tokenizer.decode, context)
+    return [detokenizer.push(t) for t in ids], detokenizer.flush()
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=40))
+def test_text_streams_whole_characters(tokenizer: Tokenizer, text: str) -> None:
+    """Most characters take several tokens here: the pieces still spell exactly the text."""
+    text = text.replace(REPLACEMENT, "")
+    pieces, rest = stream(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    assert rest == ""
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 330), max_size=30), context=st.lists(st.integers(0, 330), max_size=8))
+def test_any_tokens(tokenizer: Tokenizer, ids: list[int], context: list[int]) -> None:
+    """Whatever bytes come, the pieces spell what the tokens decode to after a context that ends at a character."""
+    pieces, rest = stream(tokenizer, ids, context)
+    before = tokenizer.decode(context)
+    if before.endswith(REPLACEMENT):
+        context, before = [], ""
+    assert before + "".join(pieces) + rest == tokenizer.decode([*context, *ids])
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces)
+
+
+def test_each_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("aЖ𐍈")  # one, two and four bytes, none of them merged
+    assert len(ids) == 7
+    assert stream(tokenizer, ids) == (["a", "", "Ж", "", "", "", "𐍈"], "")
+
+
+def test_an_unfinished_character_is_flushed_as_it_is(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a𐍈")[:-1]
+    assert stream(tokenizer, ids) == (["a", "", "", ""], REPLACEMENT)
+
+
+def test_a_context_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("𐍈b")
+    pieces, rest = stream(tokenizer, ids[2:], ids[:2])
+    assert "".join(pieces) + rest == tokenizer.decode(ids[2:])
+
+
+def spaced(ids: Seq[int]) -> str:
+    """Words are joined by a space, except at the very beginning: text depends on the token before, as in Llama 2."""
+    return " ".join(f"w{i}" for i in ids)
+
+
+def test_text_that_depends_on_the_token_before() -> None:
+    detokenizer = Detokenizer(spaced, [7, 8])
+    assert [detokenizer.push(t) for t in (1, 2, 3)] == [" w1", " w2", " w3"]
+
+
+def chars(ids: Seq[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def told(text: str, stop: tuple[str, ...], may_stop_from: int = 0) -> tuple[list[str], bool]:
+    """What a client sees, character by character, and whether a stop string ended it."""
+    out = TextStream(Detokenizer(chars), stop)
+    pieces = []
+    for n, char in enumerate(text):
+        piece, stopped = out.push(ord(char), may_stop=n >= may_stop_from)
+        pieces.append(piece)
+        if stopped:
+            return pieces, True
+    return [*pieces, out.flush()], False
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "pieces", "stopped"),
+    [
+        ("abcd", ("bc",), ["a", "", ""], True),
+        ("abxd", ("bc",), ["a", "", "bx", "d", ""], False),
+        ("aab", ("ab",), ["", "a", ""], True),
+        ("ababac", ("abac",), ["", "", "", "ab", "", ""], True),
+        ("abc", ("c", "abcd"), ["", "", "ab"], True),
+        ("xab", ("abc",), ["x", "", "", "ab"], False),
+        ("a", ("a",), [""], True),
+    ],
+)
+def test_stop_strings_by_hand(text: str, stop: tuple[str, ...], pieces: list[str], stopped: bool) -> None:
+    assert told(text, stop) == (pieces, stopped)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text("ab", max_size=20),
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3).map(tuple),
+)
+def test_stop_strings(text: str, stop: tuple[str, ...]) -> None:
+    """The text ends before the stop string that is completed first; nothing of it was sent, and no more was held back
+    than could become one."""
+    pieces, stopped = told(text, stop)
+    ends = [n for n in range(1, len(text) + 1) if any(text[:n].endswith(s) for s in stop)]
+    assert stopped == bool(ends)
+    if not ends:
+        assert "".join(pieces) == text
+    else:
+        completed = text[: ends[0]]
+        assert "".join(pieces) == completed[: min(completed.find(s) for s in stop if s in completed)]
+        assert len(pieces) == ends[0]
+    sent = ""
+    for n, piece in enumerate(pieces[: (ends[0] if ends else len(text) + 1) - 1], start=1):
+        sent += piece
+        held = text[len(sent) : n]
+        assert text.startswith(sent)
+        assert not held or any(s.startswith(held) for s in stop)
+
+
+def test_a_stop_string_that_may_not_stop_yet_is_text() -> None:
+    assert told("abXab", ("ab",), may_stop_from=2) == (["", "ab", "X", "", ""], True)

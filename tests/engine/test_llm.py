@@ -1,0 +1,138 @@
+"""The offline interface."""
+
+import pytest
+
+from deployments.engine.config import ConfigError, EngineConfig
+from deployments.engine.llm import LLM
+from deployments.engine.runner import Runner
+from deployments.engine.types import InvalidRequest, SamplingParams
+from tests.engine.pairs import Pair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(pair: Pair) -> LLM:
+    return LLM(pair.target, pair.draft, dtype="float64", max_model_len=64)
+
+
+def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
+    text = "the cat sat"
+    ids = llm.engine.tokenizer.encode(text)
+    by_text, by_ids = llm.generate([text, ids], GREEDY)
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tuple(ids)
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.text == llm.engine.tokenizer.decode(by_text.token_ids)
+    assert by_text.finish_reason == "length"
+
+
+def test_one_each(llm: LLM) -> None:
+    """params and k may be lists; completions keep the prompts' order however long each takes."""
+    prompts = ["the cat", "def main(", "a"]
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=5 + 9 * (i % 2), ignore_eos=True) for i in range(3)]
+    together = llm.generate(prompts, params, k=[0, 3, None])
+    assert [len(c.token_ids) for c in together] == [5, 14, 5]
+    assert [c.seed for c in together] == [0, 1, 2]
+    assert [c.record.k_max for c in together] == [0, 3, 5]
+    assert [max(c.drafted) for c in together] == [0, 3, 4]  # None: the engine's 5, cut by max_tokens
+    for prompt, each, completion in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate([prompt], each, k=0)
+        assert alone.token_ids == completion.token_ids
+
+
+def test_steps_are_those_of_the_last_call(llm: LLM) -> None:
+    (completion,) = llm.generate(["the dog"], GREEDY, k=2)
+    assert sum(s.emitted for s in llm.steps) == len(completion.token_ids) == 10
+    assert sum(s.drafted for s in llm.steps) == sum(completion.drafted)
+    assert sum(s.accepted for s in llm.steps) == sum(completion.accepted)
+
+
+def test_many_more_than_run_at_once(llm: LLM) -> None:
+    prompts = [[5 + i, 6] for i in range(40)]
+    assert [c.prompt_token_ids for c in llm.generate(prompts, GREEDY)] == [tuple(p) for p in prompts]
+
+
+def test_nothing(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_an_invalid_request_stops_all_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="exceed the context of 64"):
+        llm.generate(["fine", [5] * 60], GREEDY)
+    with pytest.raises(InvalidRequest, match="k must lie between 0 and 16"):
+        llm.generate(["fine", "also fine"], GREEDY, k=[1, 17])
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        llm.generate(["fine", ""], GREEDY)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("lists", [{"params": [GREEDY]}, {"k": [1, 2, 3]}])
+def test_lists_of_another_length(llm: LLM, lists: dict[str, list[SamplingParams]] | dict[str, list[int]]) -> None:
+    with pytest.raises(ValueError, match="argument"):
+        llm.generate(["one", "two"], **lists)
+    assert not llm.engine.has_work
+
+
+def test_without_a_draft_every_round_is_plain(llm: LLM, pair: Pair) -> None:
+    plain = LLM(pair.target, dtype="float64", max_model_len=64)
+    (completion,) = plain.generate(["the cat"], GREEDY, k=4)
+    assert completion.token_ids == llm.generate(["the cat"], GREEDY, k=4)[0].token_ids
+    assert sum(completion.drafted) == 0
+    assert completion.record.emitted == [1] * 10
+
+
+def test_a_failure_while_running_is_an_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL")
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="the model failed"):
+            llm.generate(["the cat"], GREEDY)
+    assert len(llm.generate(["the cat"], GREEDY)[0].token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("seed", 2**63),
+        ("seed", -(2**63)),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("stop", ("a", "b", "c", "d", "e")),
+        ("stop", ("a", "")),
+    ],
+)
+def test_parameters_outside_their_range(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float16"}, "'float16' is not one of float64, float32, bfloat16"),
+        ({"spec_length": 17}, "17 is outside 0..max_spec_length"),
+        ({"spec_length": -1}, "-1 is outside"),
+        ({"max_running": 0}, "max_running must be at least 1"),
+        ({"max_waiting": -1}, "max_waiting must not be negative"),
+        ({"max_step_tokens": 271}, r"271 cannot hold one verification of every sequence: max_running 16 × \(1 \+"),
+    ],
+)
+def test_configurations_that_conflict(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("target", **settings)  # type: ignore[arg-type]
+    EngineConfig("target", max_step_tokens=272)
