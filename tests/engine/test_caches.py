@@ -169,3 +169,24 @@ def test_draft_memory_is_made_when_first_needed(pair: Pair) -> None:
     assert set(seen) == {2}
     drive(engine, [replace(plain, id="drafted", k=2)], after_step=lambda: seen.append(cache.free_slots))
     assert 1 in seen
+
+
+def test_no_round_makes_the_draft_read_more_than_a_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three long prompts at once are caught up with in pieces, 18 tokens a round between them, and then drafted for."""
+    engine = load(pair, max_running=3, max_spec_length=5, max_step_tokens=18)
+    assert isinstance(engine.drafter, ModelDrafter)
+    draft, read = engine.drafter.runner, [0]
+    run = draft.run
+
+    def counting(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        read[-1] += sum(feed.committed for feed in feeds)
+        return run(feeds, drafts)
+
+    monkeypatch.setattr(draft, "run", counting)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    requests = [Request(f"r{i}", tuple(range(10 + i, 60 + i)), params, k=5) for i in range(3)]
+    result = drive(engine, requests, after_step=lambda: read.append(0))
+    assert max(read) == 18
+    for told in result.told.values():
+        assert told.record is not None
+        assert sum(told.record.accepted) > 0

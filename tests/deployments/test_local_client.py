@@ -1,0 +1,109 @@
+"""The bridge between an event loop and the engine thread, with the embedded pair and the real HTTP application."""
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from app.main import create_app
+from deployments.engine.config import EngineConfig
+from deployments.engine.engine import Engine
+from deployments.engine.types import InvalidRequest, Overloaded, Request, SamplingParams
+from deployments.local_client import TOKENIZE_INLINE, LocalClient
+
+CONFIG = EngineConfig(
+    "models/demo/target", "models/demo/draft", max_running=2, max_waiting=1, max_model_len=256, threads=1
+)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[LocalClient]:
+    client = LocalClient(Engine.from_config(CONFIG), "demo")
+    yield client
+    client.close()
+
+
+def within(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def make_request(name: str, max_tokens: int = 8) -> Request:
+    return Request(name, (300, 301), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+async def tokens_of(client: LocalClient, request: Request) -> list[int]:
+    return [t async for output in client.submit(request) for t in output.token_ids]
+
+
+def test_concurrent_requests_get_their_own_outputs(client: LocalClient) -> None:
+    async def three() -> list[list[int]]:
+        return await asyncio.gather(*(tokens_of(client, make_request(f"r{i}", 5 + i)) for i in range(3)))
+
+    first, second, third = within(three())
+    assert [len(first), len(second), len(third)] == [5, 6, 7]
+    assert third[:5] == first
+    assert third[:6] == second
+
+
+def test_cancelling_ends_the_iterator_and_frees_the_slot(client: LocalClient) -> None:
+    async def cancel_midway() -> str | None:
+        outputs = client.submit(make_request("r", 200))
+        await anext(outputs)
+        client.cancel("r")
+        client.cancel("r")
+        reasons = [o.finish_reason async for o in outputs]
+        assert not client._queues
+        return reasons[-1]
+
+    assert within(cancel_midway()) == "cancelled"
+    limit = time.monotonic() + 60
+    while client.stats().free_slots < 2:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_refusals_leave_nothing_behind(client: LocalClient) -> None:
+    async def overfill() -> None:
+        with pytest.raises(InvalidRequest):
+            client.submit(make_request("long", 1000))
+        streams = [client.submit(make_request(f"r{i}", 100)) for i in range(3)]
+        with pytest.raises(Overloaded):
+            client.submit(make_request("r3"))
+        assert set(client._queues) == {"r0", "r1", "r2"}
+        for i in range(3):
+            client.cancel(f"r{i}")
+        assert [[o.finish_reason async for o in s][-1] for s in streams] == ["cancelled"] * 3
+
+    within(overfill())
+
+
+def test_tokenizing_is_the_same_on_and_off_the_loop(client: LocalClient) -> None:
+    short = "def f():\n"
+    long = short * (TOKENIZE_INLINE // len(short) + 1)
+    assert within(client.tokenize(long)) == client._tokenizer.encode(long)
+    assert within(client.tokenize(short)) == client._tokenizer.encode(short)
+
+
+def test_the_http_application_over_a_real_engine(client: LocalClient) -> None:
+    """Streamed and whole text agree, and the acceptance record reaches the response."""
+
+    async def ask() -> tuple[dict[str, Any], str]:
+        transport = httpx.ASGITransport(app=create_app(client))
+        body = {"model": "demo", "prompt": "import os\n", "max_tokens": 32, "temperature": 0.7, "seed": 3}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            whole = (await http.post("/v1/completions", json=body)).json()
+            streamed = (await http.post("/v1/completions", json=body | {"stream": True})).text
+        return whole, streamed
+
+    whole, streamed = within(ask())
+    events = [json.loads(x[6:]) for x in streamed.splitlines() if x.startswith("data: {")]
+    assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+    assert len(events) < 32
+    told = whole["metrics"]["speculative_decoding"]
+    assert whole["seed"] == 3
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] > 0
+    assert sum(j * n for j, n in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]

@@ -1,0 +1,203 @@
+"""The engine's thread: every submitted request ends exactly once, whatever happens, and health tells the truth."""
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deployments.engine.engine import Engine, StepResult
+from deployments.engine.types import InvalidRequest, Output, Overloaded, Request, SamplingParams
+from deployments.engine.worker import EngineWorker
+from tests.engine.driving import load
+from tests.engine.pairs import Pair
+
+PATIENCE_S = 60.0
+
+
+class Desk:
+    """Collects what a worker delivers, and waits for it."""
+
+    def __init__(self) -> None:
+        self.outputs: defaultdict[str, list[Output]] = defaultdict(list)
+        self.on_delivery: Callable[[list[Output]], None] = lambda outputs: None
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: list[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.outputs[output.request_id].append(output)
+            self._changed.notify_all()
+        self.on_delivery(outputs)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE_S), dict(self.outputs)
+
+    def ends(self, request_id: str) -> list[Output]:
+        return [o for o in self.outputs[request_id] if o.finish_reason]
+
+    def wait_for_end(self, *request_ids: str) -> None:
+        self.wait(lambda: all(self.ends(r) for r in request_ids))
+
+
+@pytest.fixture
+def engine(pair: Pair) -> Engine:
+    return load(pair, max_running=2, max_waiting=1, max_step_tokens=40)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def worker(engine: Engine, desk: Desk, caplog: pytest.LogCaptureFixture) -> Iterator[EngineWorker]:
+    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    worker = EngineWorker(engine, desk.deliver, stalled_after_s=0.2)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+def make_request(name: str, max_tokens: int = 8) -> Request:
+    return Request(name, (5, 6, 7), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+def test_requests_from_several_threads_each_end_once(worker: EngineWorker, desk: Desk) -> None:
+    threads = [threading.Thread(target=worker.submit, args=(make_request(f"r{i}"),)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    desk.wait_for_end("r0", "r1", "r2")
+    texts = {tuple(t for o in desk.outputs[f"r{i}"] for t in o.token_ids) for i in range(3)}
+    assert len(texts) == 1  # the same prompt, greedy: the same tokens
+    assert [len(desk.ends(f"r{i}")) for i in range(3)] == [1, 1, 1]
+
+
+def test_a_cancelled_request_takes_part_in_no_further_round(worker: EngineWorker, desk: Desk) -> None:
+    free: list[int] = []
+
+    def cancel_after_the_second(outputs: list[Output]) -> None:
+        free.append(worker.stats().free_slots)
+        if len(desk.outputs["r"]) == 2:
+            worker.cancel("r")
+
+    desk.on_delivery = cancel_after_the_second
+    worker.submit(make_request("r", max_tokens=80))
+    desk.wait_for_end("r")
+    first, second, last = desk.outputs["r"]
+    assert first.token_ids
+    assert second.token_ids
+    assert (last.finish_reason, last.token_ids) == ("cancelled", ())
+    assert free == [1, 1, 2]
+
+
+def test_cancelling_what_is_unknown_or_over_does_nothing(worker: EngineWorker, desk: Desk) -> None:
+    worker.cancel("never")
+    worker.submit(make_request("r"))
+    desk.wait_for_end("r")
+    worker.cancel("r")
+    worker.submit(make_request("next"))
+    desk.wait_for_end("next")
+    assert len(desk.ends("r")) == 1
+
+
+def test_a_full_engine_refuses_at_once_and_admits_again_later(worker: EngineWorker, desk: Desk) -> None:
+    gate = threading.Event()
+    desk.on_delivery = lambda outputs: assert_set(gate)  # holds the engine thread in its first delivery
+    for name in ("a", "b", "c"):
+        worker.submit(make_request(name))
+    with pytest.raises(Overloaded) as refused:
+        worker.submit(make_request("d"))
+    assert refused.value.retry_after >= 1
+    gate.set()
+    desk.wait_for_end("a", "b", "c")
+    worker.submit(make_request("d"))
+    desk.wait_for_end("d")
+
+
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE_S)
+
+
+def test_an_impossible_request_is_refused_before_it_is_queued(worker: EngineWorker, desk: Desk) -> None:
+    with pytest.raises(InvalidRequest):
+        worker.submit(make_request("long", max_tokens=1000))
+    assert not desk.outputs
+
+
+def test_stopping_ends_what_runs_and_refuses_what_comes(worker: EngineWorker, desk: Desk) -> None:
+    worker.submit(make_request("r", max_tokens=90))
+    desk.wait(lambda: bool(desk.outputs["r"]))
+    worker.stop()
+    (end,) = desk.ends("r")
+    assert end.finish_reason in ("cancelled", "length")  # the latter if it was faster than the stop
+    with pytest.raises(Overloaded):
+        worker.submit(make_request("late"))
+    assert not worker.stats().healthy
+
+
+def test_a_step_that_raises_ends_its_requests_and_the_worker_goes_on(
+    worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, broken = engine.step, [True]
+
+    def sometimes() -> StepResult:
+        if broken.pop() if broken else False:
+            raise RuntimeError("boom")
+        return step()
+
+    monkeypatch.setattr(Engine, "step", lambda self: sometimes())
+    worker.submit(make_request("unlucky"))
+    desk.wait_for_end("unlucky")
+    (end,) = desk.ends("unlucky")
+    assert (end.finish_reason, end.error) == ("error", "the engine failed")
+    worker.submit(make_request("lucky"))
+    desk.wait_for_end("lucky")
+    assert desk.ends("lucky")[0].finish_reason == "length"
+    assert worker.stats().free_slots == 2
+
+
+def test_a_request_that_cannot_be_started_ends_alone(
+    worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "submit", lambda request: 1 / 0)
+    worker.submit(make_request("bad"))
+    desk.wait_for_end("bad")
+    assert desk.ends("bad")[0].finish_reason == "error"
+    monkeypatch.undo()
+    worker.submit(make_request("good"))
+    desk.wait_for_end("good")
+    assert desk.ends("good")[0].finish_reason == "length"
+
+
+def test_a_stalled_step_is_unhealthy_until_it_moves_again(worker: EngineWorker, desk: Desk) -> None:
+    gate = threading.Event()
+    desk.on_delivery = lambda outputs: assert_set(gate)
+    assert worker.stats().healthy
+    worker.submit(make_request("r"))
+    _eventually(lambda: not worker.stats().healthy)
+    assert "no progress" in worker.stats().reason
+    gate.set()
+    desk.wait_for_end("r")
+    _eventually(lambda: worker.stats().healthy)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_audit_ends_the_thread_and_health_says_so(worker: EngineWorker, desk: Desk, engine: Engine) -> None:
+    desk.on_delivery = lambda outputs: engine.target.cache._free.pop() if outputs[-1].finish_reason else None
+    worker.submit(make_request("r"))
+    desk.wait_for_end("r")
+    _eventually(lambda: not worker.stats().healthy)
+    assert worker.stats().reason == "the engine thread is not running"
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
