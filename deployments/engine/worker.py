@@ -93,12 +93,22 @@ class EngineWorker:
     def _run(self) -> None:
         if self.engine.config.threads is not None:
             torch.set_num_threads(self.engine.config.threads)  # OpenMP keeps this per thread
-        while not self._stopping:
-            self._obey(wait=not self.engine.has_work)
+        try:
+            while not self._stopping:
+                self._obey(wait=not self.engine.has_work)
+                self._turn()
+            self._obey(wait=False)
+            self.engine.cancel_all()
             self._turn()
-        self._obey(wait=False)
-        self.engine.cancel_all()
-        self._turn()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The thread ends: nobody may wait for it any longer, whatever it ends of."""
+        with self._lock:
+            self._stopping = True
+            left = list(self._open)
+        self._publish([Output(request_id, (), "", "error", "the engine has stopped") for request_id in left])
 
     def _start(self, request: Request) -> None:
         try:

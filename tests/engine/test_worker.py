@@ -189,11 +189,19 @@ def test_a_stalled_step_is_unhealthy_until_it_moves_again(worker: EngineWorker, 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_audit_ends_the_thread_and_health_says_so(worker: EngineWorker, desk: Desk, engine: Engine) -> None:
-    desk.on_delivery = lambda outputs: engine.target.cache._free.pop() if outputs[-1].finish_reason else None
+    def lose_a_slot_at_the_end(outputs: list[Output]) -> None:
+        if outputs[-1].request_id == "r" and outputs[-1].finish_reason:
+            engine.target.cache._free.pop()
+            worker.submit(make_request("late"))  # arrives before the audit, is never started
+
+    desk.on_delivery = lose_a_slot_at_the_end
     worker.submit(make_request("r"))
-    desk.wait_for_end("r")
+    desk.wait_for_end("r", "late")
+    assert desk.ends("late")[0].error == "the engine has stopped"
     _eventually(lambda: not worker.stats().healthy)
     assert worker.stats().reason == "the engine thread is not running"
+    with pytest.raises(Overloaded):
+        worker.submit(make_request("later"))
 
 
 def _eventually(condition: Callable[[], bool]) -> None:
