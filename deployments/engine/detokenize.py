@@ -58,7 +58,9 @@ class TextStream:
             if found:
                 self._held = ""
                 return text[: min(found)], True
-        keep = max(_overlap(text, s) for s in self._stop)
+        # A stop string that came too early does not count later either, so nothing of it may be held.
+        over = max((text.rfind(s) + len(s) for s in self._stop if s in text), default=0)
+        keep = min(len(text) - over, max(_overlap(text, s) for s in self._stop))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 

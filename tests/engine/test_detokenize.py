@@ -133,3 +133,12 @@ def test_stop_strings(text: str, stop: tuple[str, ...]) -> None:
 
 def test_a_stop_string_that_may_not_stop_yet_is_text() -> None:
     assert told("abXab", ("ab",), may_stop_from=2) == (["", "ab", "X", "", ""], True)
+
+
+def test_a_stop_string_that_came_too_early_never_stops() -> None:
+    """Not even if it was held back as the beginning of a longer one."""
+    out = TextStream(Detokenizer(chars), ("xyz", "y"))
+    assert out.push(ord("x"), may_stop=False) == ("", False)
+    assert out.push(ord("y"), may_stop=False) == ("xy", False)
+    assert out.push(ord("a"), may_stop=True) == ("a", False)
+    assert out.push(ord("y"), may_stop=True) == ("", True)
