@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,20 +49,23 @@ class Served:
             "print(json.dumps({str(getattr(k, 'value', k)): v for k, v in d.replica_states.items()}))"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script], env=self.environment, cwd=ROOT, capture_output=True, text=True, check=True
+            [sys.executable, "-c", script], env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False
         )
+        assert done.returncode == 0, done.stderr[-2000:]
         return int(json.loads(done.stdout.splitlines()[-1]).get("RUNNING", 0))
 
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
+    ray_folder = tempfile.mkdtemp(prefix="ft")  # short: Ray makes Unix sockets in it, whose paths are limited
     port = _free_port()
     config = folder / "serve_config.yaml"
     config.write_text(yaml.safe_dump(_shortened(port)), encoding="utf-8")
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": ray_folder,  # so that no other cluster of this machine is taken for this one
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "default",
     }
@@ -82,6 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            shutil.rmtree(ray_folder, ignore_errors=True)
 
 
 def _shortened(port: int) -> dict[str, Any]:
