@@ -1,5 +1,5 @@
 # serve · test · check · bench: each first sets up what it needs, on a fresh machine with Python 3.11 or newer.
-# Another interpreter: make PYTHON=/path/to/python3.13 ... (only looked at while .venv does not exist).
+# Another interpreter: make PYTHON=/path/to/python3.13 ... (only looked at while .venv is not whole).
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -24,7 +24,7 @@ setup: $(READY)
 # Only the dependencies go into the environment. torch first and alone: the rest then settles on that version.
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) # also one that was cut short
 	$(BIN)/python -c "import tomllib; d = tomllib.load(open('pyproject.toml', 'rb')); \
 	    print(*d['project']['dependencies'], *d['dependency-groups']['dev'], sep='\n')" > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)

@@ -26,13 +26,16 @@ class EngineClient(Protocol):
     def model(self) -> ModelCard: ...
 
     async def tokenize(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens added as the model's tokenizer does."""
+        """Token ids of a prompt, special tokens added as the model's tokenizer does.
+
+        Raises InvalidRequest for a text so long that no tokenization of it fits the context.
+        """
         ...
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Admit the request now and return the iterator of its outputs, which ends after the one with finish_reason.
 
-        Raises InvalidRequest or Overloaded before anything is queued.
+        Raises InvalidRequest, Overloaded or EngineStopped before anything is queued.
         """
         ...
 

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from app.replies import JSON
-from deployments.engine.types import InvalidRequest, Overloaded
+from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded
 
 
 class ModelNotFound(Exception):
@@ -23,10 +23,6 @@ class BodyTooLarge(Exception):
 
 class EngineFailure(Exception):
     """The engine could not finish the request; the message is safe to show."""
-
-
-class EngineStopped(Exception):
-    """The engine let go of the request without finishing it: it is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)

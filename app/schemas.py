@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from app.client import ModelCard
@@ -32,7 +32,7 @@ NEUTRAL: dict[str, Any] = {
     "response_format": None,
 }
 
-MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, and still an index on every device
+TOP_K_OFF = -1  # vLLM's way to say every token; ours is 0
 
 
 def _refuse(message: str) -> PydanticCustomError:
@@ -81,8 +81,19 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
+def _only_false(value: bool) -> bool:
+    if value:
+        raise _refuse("is not supported yet")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false)]
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: OnlyFalse = False
+    continuous_usage_stats: OnlyFalse = False
 
 
 class Speculation(Strict):
@@ -113,7 +124,7 @@ class Body(Strict):
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: Annotated[int, Field(le=MAX_TOP_K)] = 0
+    top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
@@ -126,7 +137,7 @@ class Body(Strict):
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=0 if self.top_k == TOP_K_OFF else self.top_k,
             min_p=self.min_p,
             seed=self.seed,
             max_tokens=self.max_tokens,

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
-from app.errors import EngineFailure, EngineStopped, error_body
+from app.errors import EngineFailure, error_body
 from app.replies import Envelope, closing, encode_json
-from deployments.engine.types import Output
+from deployments.engine.types import EngineStopped, Output
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

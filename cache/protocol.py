@@ -1,5 +1,6 @@
 """What the engine asks of a KV cache's bookkeeping, slotted or paged. Handles are the engine's sequence numbers."""
 
+from collections.abc import Set
 from typing import Protocol
 
 
@@ -34,6 +35,7 @@ class KVCache(Protocol):
         """Take the memory back. A handle that holds none is ignored, so that every exit path may call it."""
         ...
 
-    def audit(self) -> None:
-        """Raise AssertionError with the numbers unless all memory is accounted for exactly once (I3)."""
+    def audit(self, live: Set[int]) -> None:
+        """Raise AssertionError with the numbers unless all memory is accounted for exactly once (I3), and what is held
+        belongs to one of the `live` handles."""
         ...

@@ -1,6 +1,7 @@
 """Slotted cache: one run of max_len positions per sequence. Bookkeeping only; storage.py holds the tensors."""
 
 import heapq
+from collections.abc import Set
 
 from cache.protocol import CacheFull
 
@@ -53,10 +54,12 @@ class SlottedCache:
             del self._lengths[handle]
             heapq.heappush(self._free, slot)
 
-    def audit(self) -> None:
+    def audit(self, live: Set[int]) -> None:
         held = sorted([*self._slots.values(), *self._free])
         assert held == list(range(self.num_slots)), (
             f"{len(self._slots)} held + {len(self._free)} free slots do not make {self.num_slots}: {held}"
         )
+        leaked = sorted(self._slots.keys() - live)
+        assert not leaked, f"{len(leaked)} slots held by sequences that are gone: {leaked}"
         assert self._lengths.keys() == self._slots.keys(), "a length without a slot, or the reverse"
         assert all(0 <= n <= self.max_len for n in self._lengths.values()), f"a length beyond {self.max_len}"

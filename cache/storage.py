@@ -34,6 +34,12 @@ class SlottedStorage:
         chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
         return self._keys[chosen].unbind(0), self._values[chosen].unbind(0)
 
+    def clear(self, slot: int) -> None:
+        """Zero a slot, whose next owner must not meet what is not finite."""
+        rows = slice(slot * self.max_len, (slot + 1) * self.max_len)
+        for layer in self.rows:
+            layer[rows].zero_()
+
     def read(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V [kv_heads, length, head_dim] of a slot's first positions, for tests and audits."""
         return self._keys[layer, slot, :, :length], self._values[layer, slot, :, :length]

@@ -12,10 +12,22 @@ from deployments.settings import Device, Settings
 
 
 def build(settings: Settings) -> Application:
-    """Settings → one deployment that is its own ingress. Raises ValueError for settings that cannot be served."""
+    """Settings → one deployment that is its own ingress. Raises ValueError for settings that cannot be served.
+
+    The options given here are defaults: a value under `deployments` in the YAML goes before them.
+    """
     device = _available_device() if settings.device == "auto" else settings.device
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
-    deployment = Replica.options(ray_actor_options=resources)  # type: ignore[attr-defined]  # Serve's decorators are untyped
+    deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
+        ray_actor_options=resources,
+        # The application itself refuses what exceeds max_running + max_waiting, with a JSON 429; the margin lets it.
+        max_ongoing_requests=settings.max_running + settings.max_waiting + 32,
+        max_queued_requests=-1,
+        graceful_shutdown_timeout_s=120,  # at least the longest generation
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+    )
     application: Application = deployment.bind(settings.freeze(device), settings.name)
     return application
 

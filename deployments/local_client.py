@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from app.client import ModelCard
 from deployments.engine.engine import Engine
-from deployments.engine.types import EngineStats, Output, Request
+from deployments.engine.types import EngineStats, InvalidRequest, Output, Request
 from deployments.engine.worker import EngineWorker
 
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
@@ -19,10 +19,13 @@ class LocalClient:
         self.model = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
-            max_spec_length=engine.config.max_spec_length if engine.config.draft else 0,
+            max_spec_length=engine.max_spec_length,
             created=int(time.time()),
         )
         self._tokenizer = engine.tokenizer
+        # Longer texts never fit: a token stands for no more characters than the longest token string has. (A tokenizer
+        # that drops characters could fit such a text; it is refused all the same.)
+        self._max_characters = engine.max_model_len * max(map(len, engine.tokenizer.vocab))
         self._queues: dict[str, asyncio.Queue[Output]] = {}  # touched by the event loop only
         self._loop: asyncio.AbstractEventLoop | None = None
         self.worker = EngineWorker(engine, self._deliver)
@@ -31,7 +34,14 @@ class LocalClient:
     async def tokenize(self, text: str) -> list[int]:
         if len(text) <= TOKENIZE_INLINE:
             return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+        if len(text) > self._max_characters:
+            limit = self.model.max_model_len
+            raise InvalidRequest(
+                f"this model's context is {limit} tokens; no prompt of {len(text)} characters fits it",
+                "prompt",
+                "context_length_exceeded",
+            )
+        return await asyncio.to_thread(self._tokenizer.encode_long, text)
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         self._loop = asyncio.get_running_loop()

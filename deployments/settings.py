@@ -4,6 +4,7 @@ The only reader of the application's arguments. Arguments from the command line 
 and "none" or "" is none.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -63,7 +64,8 @@ class Settings(BaseModel):
     @property
     def name(self) -> str:
         """The model's name for clients: the one given, "demo" for the embedded pair, or the target directory's own."""
-        return self.model_name or ("demo" if self.target == DEMO_TARGET else Path(self.target).name)
+        target = Path(os.path.abspath(_resolve(self.target)))  # without following links: their names are chosen
+        return self.model_name or ("demo" if target == ROOT / DEMO_TARGET else target.name)
 
     def freeze(self, device: Device) -> EngineConfig:
         """The engine's configuration on the device that was chosen for it. Raises ConfigError for a conflict."""

@@ -1,6 +1,7 @@
 """Budgets that keep the project small, and calls that shipped code must not make."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def tree_bytes(root: Path) -> int:
     return sum(p.stat().st_size for p in root.rglob("*") if p.is_file())
 
 
+def named_tests(text: str) -> list[str]:
+    """Paths below tests/ in a text, without the full stop that may follow one."""
+    return [name.rstrip("./") for name in re.findall(r"\btests/[\w./-]*\w", text)]
+
+
+def missing_tests(page: Path, root: Path) -> list[str]:
+    return [name for name in named_tests(page.read_text("utf-8")) if not (root / name).exists()]
+
+
 def test_no_source_file_is_too_long() -> None:
     assert long_files(shipped(ROOT), MAX_FILE_LINES) == []
 
@@ -76,7 +86,13 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert long_files(list(ROOT.glob("README.md")), MAX_README_LINES) == []
+    assert long_files([ROOT / "README.md"], MAX_README_LINES) == []  # raises where there is none
+
+
+def test_every_test_that_the_documents_name_exists() -> None:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert any(named_tests(page.read_text("utf-8")) for page in pages)
+    assert [f"{page.name}: {name}" for page in pages for name in missing_tests(page, ROOT)] == []
 
 
 def test_the_models_stay_within_their_bytes() -> None:
@@ -100,6 +116,14 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:
     assert long_files([path], 3) == ["long.py: 4 lines"]
     assert long_functions(path, 3) == []
     assert long_functions(path, 2) == ["long.py:f: 3 lines"]
+
+
+def test_a_named_test_that_is_not_there_is_found(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "a").mkdir(parents=True)
+    (tmp_path / "tests" / "a" / "test_b.py").touch()
+    page = tmp_path / "page.md"
+    page.write_text("| tests/a, tests/a/test_b.py | (tests/a/test_c.py). See tests/d.")
+    assert missing_tests(page, tmp_path) == ["tests/a/test_c.py", "tests/d"]
 
 
 def test_bytes_are_counted_in_every_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 DTYPES = ("float64", "float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 
 
 class ConfigError(ValueError):
@@ -15,7 +16,7 @@ class EngineConfig:
 
     target: str  # directory of a Hugging Face checkpoint
     draft: str | None = None  # None: no draft model, every round is plain (k = 0)
-    device: str = "cpu"
+    device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"
     spec_length: int = 5  # k for requests that do not set their own; 0: off
     max_spec_length: int = 16  # the largest k a request may ask for
@@ -28,6 +29,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.device.partition(":")[0] not in DEVICES:
+            raise ConfigError(f"device {self.device!r} is not one of {', '.join(DEVICES)}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if not 0 <= self.spec_length <= self.max_spec_length:
             raise ConfigError(f"spec_length {self.spec_length} is outside 0..max_spec_length ({self.max_spec_length})")
         for name in ("max_running", "max_step_tokens"):

@@ -5,39 +5,67 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"
 CONTEXT = 4  # tokens before the output that are decoded along: some tokenizers' text depends on the token before
+MAX_HELD = 4  # tokens held back at most: a character has at most four bytes, and a token at least one
+TAIL = 3  # tokens in which a character that is still possible can have begun
 
 
 class Detokenizer:
     """Incremental decoding. Concatenated pieces and flush() equal the text that the tokens add to their context.
 
-    A piece is held back while it ends in U+FFFD, i.e. while the bytes so far may be the beginning of a character.
+    A piece is held back while it ends in U+FFFD, i.e. while the bytes so far may be the beginning of a character. When
+    more tokens are held than a character can have, its bytes are invalid and all but the last U+FFFD is given: a run of
+    invalid bytes costs as much per token as other text.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(context[-CONTEXT:])  # tokens still needed to decode the next piece
-        if decode(self._window).endswith(REPLACEMENT):
-            self._window = []  # the context itself ends inside a character, which is then not ours to complete
-        self._given = len(self._window)  # of these, how many are in text already given
-        self._given_text = decode(self._window)
+        self._window: list[int]  # tokens still needed to decode the next piece
+        self._given_tokens: int  # of these, those that need not be kept once the next piece is given
+        self._text: str  # the window's
+        self._given: int  # characters of it that are given
+        window = list(context[-CONTEXT:])
+        if decode(window).endswith(REPLACEMENT):
+            window = []  # the context itself ends inside a character, which is then not ours to complete
+        self._restart(window)
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; may be empty."""
+        text = self._decode([*self._window, token])
+        # Twice, because the first space of a text may be stripped.
+        if text == self._text and not self._decode([token, token]):
+            return ""  # a special token: the text continues as if it were not there
         self._window.append(token)
-        text = self._decode(self._window)
+        self._text = text
+        held = len(self._window) - self._given_tokens
         if text.endswith(REPLACEMENT):
-            return ""
-        piece = text[len(self._given_text) :]
-        self._window = self._window[self._given :]
-        self._given = len(self._window)
-        self._given_text = self._decode(self._window)
+            return self._give_up_all_but_the_tail() if held > MAX_HELD else ""
+        piece = text[self._given :]
+        if piece or held > MAX_HELD:
+            self._restart(self._window[self._given_tokens :])
         return piece
 
     def flush(self) -> str:
         """What was held back, as it is: an unfinished character reads U+FFFD."""
-        piece = self._decode(self._window)[len(self._given_text) :]
-        self._given, self._given_text = len(self._window), self._decode(self._window)
+        piece = self._text[self._given :]
+        self._given = len(self._text)
         return piece
+
+    def _give_up_all_but_the_tail(self) -> str:
+        """Everything before the last U+FFFD, which alone may still become a character.
+
+        The tail is decoded anew. It may begin inside a character, whose bytes there then read U+FFFD each; but from the
+        next character on it reads as before, so what follows its own last U+FFFD is what is not given yet.
+        """
+        piece = self._text[self._given : -1]
+        self._restart(self._window[-TAIL:])
+        self._given -= 1
+        return piece
+
+    def _restart(self, window: list[int]) -> None:
+        """Go on from these tokens, whose text is given."""
+        self._window, self._given_tokens = window, len(window)
+        self._text = self._decode(window)
+        self._given = len(self._text)
 
 
 class TextStream:

@@ -4,14 +4,14 @@ import itertools
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from deployments.engine.commit import commit
 from deployments.engine.config import EngineConfig
 from deployments.engine.detokenize import Detokenizer, TextStream
-from deployments.engine.drafters.base import Drafter
+from deployments.engine.drafters.base import Drafter, try_forget
 from deployments.engine.models.pair import load_pair
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.randomness import sequence_key
@@ -20,7 +20,6 @@ from deployments.engine.runner import Runner
 from deployments.engine.scheduler import Plan, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
-    MAX_SEED,
     FinishReason,
     InvalidRequest,
     Output,
@@ -31,6 +30,8 @@ from deployments.engine.types import (
 from policies.spec_length import Fixed
 
 log = logging.getLogger(__name__)
+
+SEED_RANGE = 2**53  # of seeds drawn here: a client in JavaScript must be able to send them back
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,15 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.scheduler = Scheduler(target, Fixed(config.spec_length), config.max_running, config.max_step_tokens)
+        # Drafts per round: for requests that do not say, and the most that one may ask for.
+        self.spec_length, self.max_spec_length = (
+            (0, 0) if config.draft is None else (config.spec_length, config.max_spec_length)
+        )
+        self.scheduler = Scheduler(target, Fixed(self.spec_length), config.max_running, config.max_step_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
+        self._draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
         self.steps = 0
 
     @classmethod
@@ -85,14 +91,19 @@ class Engine:
                 "max_tokens" if prompt < limit else "prompt",
                 "context_length_exceeded",
             )
-        if request.k is not None and not 0 <= request.k <= self.config.max_spec_length:
-            raise InvalidRequest(f"k must lie between 0 and {self.config.max_spec_length}", "speculation")
+        if request.k is not None and not 0 <= request.k <= self.max_spec_length:
+            raise InvalidRequest(f"k must lie between 0 and {self.max_spec_length}", "speculation")
 
-    def submit(self, request: Request) -> None:
-        """Queue a request that passed `check`. Raises InvalidRequest if its id is in use."""
+    def submit(self, request: Request, arrived: float | None = None) -> None:
+        """Queue a request that passed `check`; it arrived then (monotonic seconds; None: now).
+
+        Raises InvalidRequest if its id is in use.
+        """
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "id")
         sequence = self._make_sequence(request)
+        if arrived is not None:
+            sequence.record.arrived = arrived
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
@@ -123,15 +134,15 @@ class Engine:
 
     def audit(self) -> None:
         """Raise AssertionError unless every slot is accounted for (I3); cheap enough to run whenever idle."""
-        self.target.cache.audit()
-        self.drafter.audit()
+        self.target.cache.audit({s.handle for s in self.scheduler.running})
+        self.drafter.audit({s.handle for s in self._sequences.values()})
         held = self.config.max_running - self.target.cache.free_slots
         assert held == len(self.scheduler.running), f"{held} slots held by {len(self.scheduler.running)} sequences"
 
     def _make_sequence(self, request: Request) -> Sequence:
         params = request.params
-        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        k_max = self.config.spec_length if request.k is None else request.k
+        seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
+        k_max = self.spec_length if request.k is None else request.k
         prompt = list(request.prompt_ids)
         return Sequence(
             handle=next(self._handles),
@@ -159,7 +170,8 @@ class Engine:
             try:
                 with torch.inference_mode():
                     attempt = plan if with_drafts else plan.without_drafts()
-                    return run_round(attempt, self.target, self.drafter, sorted(self.eos_ids))
+                    outcome = run_round(attempt, self.target, self.drafter, sorted(self.eos_ids))
+                return outcome if with_drafts else replace(outcome, draft=replace(outcome.draft, failed=True))
             except Exception:
                 log.exception("a round over %d sequences failed", len(plan.slices))
                 for part, length in zip(plan.slices, lengths, strict=True):
@@ -173,10 +185,15 @@ class Engine:
         if outcome is None:
             return outputs
         verdict = outcome.verdict
-        for part, k, accepted, emitted in zip(
-            outcome.slices, outcome.draft.ks, verdict.accepted, verdict.emitted, strict=True
+        for part, k, accepted, emitted, bad in zip(
+            outcome.slices, outcome.draft.ks, verdict.accepted, verdict.emitted, verdict.bad, strict=True
         ):
             sequence, record = part.sequence, part.sequence.record
+            if bad:
+                log.error("request %s ends: its logits are not finite", sequence.request_id)
+                self.target.storage.clear(self.target.cache.slot(sequence.handle))
+                self._finish(sequence, "error", "the model gave no valid distribution for this request")
+                continue
             try:
                 committed = commit(sequence, emitted, self.eos_ids)
             except Exception:
@@ -198,6 +215,9 @@ class Engine:
         self.steps += 1
         outputs += self._finished
         self._finished = []
+        faults, self._draft_faults = self._draft_faults, 0
+        if outcome:
+            faults += outcome.draft.failed + outcome.verdict.illegal
         stats = StepStats(
             step=self.steps,
             sequences=len(plan.slices),
@@ -213,7 +233,8 @@ class Engine:
             step_us=(time.perf_counter_ns() - started) // 1000,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            draft_faults=outcome.draft.failed + outcome.verdict.illegal if outcome else 0,
+            draft_faults=faults,
+            failed=bool(plan.slices) and outcome is None,
         )
         return StepResult(outputs, stats)
 
@@ -227,7 +248,7 @@ class Engine:
     ) -> None:
         """The one way a request ends: free what it holds, and queue its last output (I5)."""
         self.scheduler.remove(sequence)
-        self.drafter.forget(sequence)
+        self._draft_faults += not try_forget(self.drafter, sequence)
         sequence.finish(reason)
         del self._sequences[sequence.request_id]
         record = sequence.record

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 import torch
 
 from deployments.engine.acceptance import Verdict, match
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter
+from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, try_forget
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sampling import make_sampler
 from deployments.engine.scheduler import Plan, Slice
@@ -40,14 +40,14 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -
     batch = _draft_batch(slices, wanted, target, eos_ids)
     started = perf_counter_ns()
 
-    draft = _propose(drafter, batch, wanted)
+    draft = _propose(drafter, batch, wanted, target.device)
     drafted = perf_counter_ns()
 
     forward_ns = target.forward_ns
     logits = target.run(_feeds(plan, draft), draft.tokens)
-    rows = None if list(draft.ks) == wanted else _rows(batch, draft, target.device)
-    drawn = batch.sampler.sample(logits, rows) if slices else logits
-    verdict = match(drawn, draft.tokens, draft.ks, target.vocab_size)
+    drawn = batch.sampler.sample(logits, _rows(batch, draft))
+    finite = logits.gather(1, drawn[:, None])[:, 0].isfinite()  # an argmax over NaN picks a NaN
+    verdict = match(drawn, finite, draft.tokens, draft.ks, target.vocab_size)
     scored = perf_counter_ns()
 
     for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
@@ -70,20 +70,32 @@ def _draft_batch(slices: Seq[Slice], wanted: Seq[int], target: Runner, eos_ids: 
     return DraftBatch(sequences, sampler, tuple(first_rows)[:-1])
 
 
-def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int]) -> Draft:
+def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int], device: torch.device) -> Draft:
     """The drafter's proposals; a drafter that fails costs this round its drafts and nothing else (R9)."""
     if not any(wanted):
         return Draft.none(len(wanted))
     try:
         draft = drafter.propose(batch, wanted)
-        if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):
-            raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
-        if any(draft.ks) and (draft.tokens is None or draft.tokens.shape[1] < max(draft.ks)):
-            raise ValueError(f"the drafter announced {draft.ks} tokens and gave fewer")
+        _check(draft, wanted, device)
         return draft
     except Exception:
         log.exception("the drafter failed; this round runs without drafts")
         return Draft.none(len(wanted), failed=True)
+
+
+def _check(draft: Draft, wanted: Seq[int], device: torch.device) -> None:
+    """Raise ValueError unless the draft is what was asked for, in the form that the pass and the verifier take."""
+    if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):
+        raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
+    tokens = draft.tokens
+    if tokens is None:
+        if any(draft.ks):
+            raise ValueError(f"the drafter announced {draft.ks} tokens and gave none")
+        return
+    if tokens.dim() != 2 or tokens.shape[0] != len(wanted) or tokens.shape[1] < max(draft.ks):
+        raise ValueError(f"the drafter announced {draft.ks} tokens and gave a table of shape {tuple(tokens.shape)}")
+    if tokens.dtype is not torch.int64 or tokens.device.type != device.type:
+        raise ValueError(f"the drafter gave {tokens.dtype} on {tokens.device}, not int64 on {device}")
 
 
 def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
@@ -93,7 +105,7 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
     except Exception:
         log.exception("the drafter failed to observe; it forgets the round's sequences")
         for sequence in batch.sequences:
-            drafter.forget(sequence)
+            try_forget(drafter, sequence)
         return False
     return True
 
@@ -107,7 +119,6 @@ def _feeds(plan: Plan, draft: Draft) -> list[Feed]:
     return feeds
 
 
-def _rows(batch: DraftBatch, draft: Draft, device: torch.device) -> torch.Tensor:
-    """The sampler's rows that are left when the drafter offered less than it was asked for."""
-    kept = [first + j for first, k in zip(batch.offsets, draft.ks, strict=True) for j in range(k + 1)]
-    return torch.tensor(kept, device=device)
+def _rows(batch: DraftBatch, draft: Draft) -> list[int]:
+    """The sampler's rows that were scored; all of them unless the drafter offered less than it was asked for."""
+    return [first + j for first, k in zip(batch.offsets, draft.ks, strict=True) for j in range(k + 1)]

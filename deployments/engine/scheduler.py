@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from deployments.engine.runner import Runner
-from deployments.engine.sequence import Sequence, State
+from deployments.engine.sequence import Sequence
 from policies.spec_length import Fixed
 
 
@@ -74,9 +74,9 @@ class Scheduler:
         return Plan(tuple(slices))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out wherever it is and free its slot."""
-        if sequence.state is State.WAITING:
+        """Take a sequence out wherever it is and free its slot. Idempotent, so that every exit path may call it."""
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
-        else:
+        if sequence in self.running:
             self.running.remove(sequence)
         self._target.cache.release(sequence.handle)

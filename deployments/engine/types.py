@@ -11,6 +11,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_STOP_STRINGS = 4
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 
 
 class InvalidRequest(ValueError):
@@ -30,11 +31,16 @@ class Overloaded(RuntimeError):
         self.retry_after = retry_after
 
 
+class EngineStopped(RuntimeError):
+    """The engine takes nothing any more, or let go of a request unfinished: it is shutting down, or has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the target's law p is derived from its logits, and when to stop.
 
-    Raises InvalidRequest for a value outside its range (NaN included).
+    Raises InvalidRequest for a value outside its range (NaN included): nothing here may fail later, inside a round that
+    other requests share.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -48,9 +54,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "max_tokens", "min_tokens"):
+            _require(isinstance(getattr(self, name), int), name, "must be an integer")
+        _require(self.seed is None or isinstance(self.seed, int), "seed", "must be an integer")
         _require(0.0 <= self.temperature <= 2.0, "temperature", "must lie between 0 and 2")
         _require(0.0 < self.top_p <= 1.0, "top_p", "must be greater than 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", "must be 0 (every token) or positive")
+        _require(0 <= self.top_k <= MAX_TOP_K, "top_k", f"must lie between 0 (every token) and {MAX_TOP_K}")
         _require(0.0 <= self.min_p <= 1.0, "min_p", "must lie between 0 and 1")
         _require(self.seed is None or -MAX_SEED <= self.seed <= MAX_SEED, "seed", "must fit a signed 64-bit integer")
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
@@ -137,7 +146,8 @@ class StepStats:
     step_us: int  # the whole step, host work included
     running: int
     waiting: int
-    draft_faults: int = 0
+    draft_faults: int = 0  # the drafter failed, or the pass did and was tried again without drafts
+    failed: bool = False  # the pass failed twice, and its requests ended with an error
 
 
 @dataclass(frozen=True, slots=True)

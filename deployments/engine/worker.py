@@ -9,12 +9,13 @@ from queue import Empty, SimpleQueue
 import torch
 
 from deployments.engine.engine import Engine
-from deployments.engine.types import EngineStats, Output, Overloaded, Request
+from deployments.engine.types import EngineStats, EngineStopped, InvalidRequest, Output, Overloaded, Request
 from policies.admission import Admission
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5  # how often an idle engine proves that it lives
+MAX_FAILURES = 3  # steps that fail one after another before health says so
 
 Deliver = Callable[[list[Output]], None]
 
@@ -23,7 +24,7 @@ class EngineWorker:
     """Runs an engine in its own thread. `deliver` is called on that thread with each step's outputs and must not block.
 
     Every submitted request gets exactly one output with a finish_reason, also when it is cancelled, when the engine
-    fails, and when the worker stops.
+    fails, and when the worker stops. What `deliver` raises is logged and lost: it must get its outputs through itself.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, *, stalled_after_s: float = 30.0) -> None:
@@ -35,7 +36,8 @@ class EngineWorker:
         self._open: dict[str, float] = {}  # submitted and not yet finished: id → when
         self._admission = Admission(engine.config.max_running, engine.config.max_waiting)
         self._stopping: bool = False
-        self._progress = time.monotonic()  # of the last step that fed a token, or of the last idle turn
+        self._progress = time.monotonic()  # of the last step that fed a token or left nothing, or of the last idle turn
+        self._failures = 0  # failed steps since the last one that fed a token
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -50,18 +52,22 @@ class EngineWorker:
             self._thread.join(timeout_s)
 
     def submit(self, request: Request) -> None:
-        """Admit or refuse, at once, from any thread. Raises InvalidRequest or Overloaded; then nothing was queued."""
+        """Admit or refuse, at once, from any thread. The request's time starts here.
+
+        Raises InvalidRequest (also for an id that is in use), Overloaded or EngineStopped; then nothing was queued.
+        """
         self.engine.check(request)
+        arrived = time.monotonic()
         with self._lock:
             if self._stopping:
-                raise Overloaded("the server is shutting down")
+                raise EngineStopped("the engine is shutting down, or has stopped")
             retry_after = self._admission.refusal(len(self._open))
             if retry_after is not None:
                 raise Overloaded(f"{len(self._open)} requests are running or waiting", retry_after)
             if request.id in self._open:
-                raise ValueError(f"request id {request.id!r} is in use")
-            self._open[request.id] = time.monotonic()
-        self._inbox.put(lambda: self._start(request))
+                raise InvalidRequest(f"request id {request.id!r} is in use", "id")
+            self._open[request.id] = arrived
+        self._inbox.put(lambda: self._start(request, arrived))
 
     def cancel(self, request_id: str) -> None:
         """Free the request's slot before the next round. From any thread; unknown and finished ids are ignored."""
@@ -71,13 +77,15 @@ class EngineWorker:
         self._inbox.put(lambda: self.engine.cancel(request_id))
 
     def stats(self) -> EngineStats:
-        """A snapshot from any thread. Healthy means: the thread lives and its last progress is recent."""
+        """A snapshot from any thread. Healthy: the thread lives, its progress is recent, its steps do not all fail."""
         age = time.monotonic() - self._progress
         reason = ""
         if not self._thread.is_alive():
             reason = "the engine thread is not running"
         elif age > self._stalled_after_s:
             reason = f"the engine has made no progress for {age:.0f} s"
+        elif self._failures >= MAX_FAILURES:
+            reason = f"the engine's last {self._failures} steps failed"
         scheduler = self.engine.scheduler
         return EngineStats(
             healthy=not reason,
@@ -110,9 +118,9 @@ class EngineWorker:
             left = list(self._open)
         self._publish([Output(request_id, (), "", "error", "the engine has stopped") for request_id in left])
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, arrived: float) -> None:
         try:
-            self.engine.submit(request)
+            self.engine.submit(request, arrived)
         except Exception:
             log.exception("request %s could not be started", request.id)
             self._publish([Output(request.id, (), "", "error", "this request could not be started")])
@@ -122,10 +130,16 @@ class EngineWorker:
         try:
             command = self._inbox.get(timeout=IDLE_WAIT_S) if wait else self._inbox.get_nowait()
             while True:
-                command()
+                self._execute(command)
                 command = self._inbox.get_nowait()
         except Empty:
             return
+
+    def _execute(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:
+            log.exception("a command to the engine failed")
 
     def _turn(self) -> None:
         if not self.engine.has_work:
@@ -136,23 +150,40 @@ class EngineWorker:
         except Exception:
             # Not a fault of a pass (the engine handles those) but of the engine: end what runs, keep serving.
             log.exception("the engine's step failed; every running request ends")
+            self._failures += 1
             self._publish(self.engine.abort("the engine failed"))
             return
         left = result.stats.running + result.stats.waiting
-        if result.stats.sequences or not left:
+        fed = result.stats.sequences > 0 and not result.stats.failed
+        if fed or not left:
             self._progress = time.monotonic()
+        if fed:
+            self._failures = 0
+        elif result.stats.failed:
+            self._failures += 1
         self._publish(result.outputs)
         if not left:
             self.engine.audit()  # if it fails the thread ends, health says so, and the replica is replaced
 
     def _publish(self, outputs: list[Output]) -> None:
-        finished = [o.request_id for o in outputs if o.finish_reason]
-        if finished:
+        """Close the books on what finished, so that its places are free, then hand the outputs over."""
+        if any(o.finish_reason for o in outputs):
             with self._lock:
-                for request_id in finished:
-                    self._admission.finished(time.monotonic() - self._open.pop(request_id))
-        if outputs:
-            self._deliver(outputs)
+                self._close(outputs)
+        try:
+            if outputs:
+                self._deliver(outputs)
+        except Exception:
+            log.exception("%d outputs could not be delivered", len(outputs))
+
+    def _close(self, outputs: list[Output]) -> None:
+        """The caller holds the lock."""
+        now = time.monotonic()
+        for output in outputs:
+            if output.finish_reason:
+                arrived = self._open.pop(output.request_id)
+                if output.finish_reason in ("stop", "length"):
+                    self._admission.finished(now - arrived)
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from app.client import FakeEngineClient
 from app.main import create_app
 from app.middleware import RequestId
 from app.replies import encode_json
-from deployments.engine.types import Output, Request
+from deployments.engine.types import EngineStopped, Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events
 
 
@@ -122,6 +122,19 @@ def test_an_overloaded_engine_is_a_429_with_retry_after(stream: bool) -> None:
     error = error_of(done)
     assert (done.status, error["type"], error["code"]) == (429, "rate_limit_error", "engine_overloaded")
     assert done.reply_headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stopped_engine_is_a_503_without_retry_after(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: Request) -> AsyncIterator[Output]:
+        raise EngineStopped("the engine is shutting down, or has stopped")
+
+    client = FakeEngineClient()
+    monkeypatch.setattr(client, "submit", refuse)
+    done = call(create_app(client), PROMPT | {"stream": stream})
+    error = error_of(done)
+    assert (done.status, error["type"], error["code"]) == (503, "server_error", "engine_stopped")
+    assert "retry-after" not in done.reply_headers
 
 
 def test_other_replies_carry_no_retry_after() -> None:

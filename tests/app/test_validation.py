@@ -42,8 +42,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 10**400}, "temperature", "valid number"),
     ({"top_p": 0}, "top_p", "greater than 0"),
     ({"top_p": 1.01}, "top_p", "at most 1"),
-    ({"top_k": -1}, "top_k", "0 (every token) or positive"),
-    ({"top_k": 10**400}, "top_k", "less than or equal"),
+    ({"top_k": -2}, "top_k", "between 0 (every token) and"),
+    ({"top_k": 10**400}, "top_k", "between 0 (every token) and"),
     ({"min_p": 1.5}, "min_p", "between 0 and 1"),
     ({"seed": 2**63}, "seed", "64-bit"),
     ({"seed": 1.0}, "seed", "valid integer"),
@@ -58,6 +58,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": []}, "stream_options", "dictionary"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "valid boolean"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "not sup",
+    ),
+    ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options.include_obfuscation", "boolean"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "sup",
+    ),
     ({"speculation": 3}, "speculation", "dictionary"),
     ({"speculation": {}}, "speculation", "needs k"),
     ({"speculation": {"mode": "fixed"}}, "speculation", "needs k"),
@@ -135,6 +146,19 @@ def test_a_field_that_does_not_work_yet_may_ask_for_nothing(name: str) -> None:
 @pytest.mark.parametrize("value", [None, "x", True, {"a": "b"}])
 def test_an_inert_field_changes_nothing(name: str, value: Any) -> None:
     assert parse(json.dumps(PROMPT | {name: value}).encode(), CARD) == parse(json.dumps(PROMPT).encode(), CARD)
+
+
+def test_stream_options_may_ask_for_nothing() -> None:
+    plain = PROMPT | {"stream": True}
+    for value in (False, None):
+        options = {"include_obfuscation": value, "continuous_usage_stats": value}
+        assert parse(json.dumps(plain | {"stream_options": options}).encode(), CARD) == parse(
+            json.dumps(plain).encode(), CARD
+        )
+
+
+def test_a_top_k_of_minus_one_is_every_token() -> None:
+    assert parse(json.dumps(PROMPT | {"top_k": -1}).encode(), CARD).params.top_k == 0
 
 
 def test_every_field_is_of_one_kind_only() -> None:

@@ -38,6 +38,15 @@ def test_rows_compare_with_plain_of_the_same_repeat() -> None:
     assert row["overhead"] == pytest.approx(1.25)
 
 
+def test_off_the_cpu_nothing_is_derived_from_the_time_of_a_launch() -> None:
+    plain, fast = Variant("off", 0, [run(1.0)]), Variant("4", 4, [run(1.0, 4, 3, 500, 1500)])
+    on_cpu, on_gpu = (decode.summarise(1, fast, plain, device) for device in ("cpu", "cuda:0"))
+    assert on_gpu.keys() == on_cpu.keys()
+    assert None not in on_cpu.values()
+    left_out = {"draft ms", "target ms", "overhead", "predicted", "achieved/predicted"}
+    assert {name for name, value in on_gpu.items() if value is None} == left_out
+
+
 def test_plain_rows_predict_nothing() -> None:
     plain = Variant("off", 0, [run(1.0)])
     row = decode.summarise(1, Variant("off again", 0, [run(2.0)]), plain)

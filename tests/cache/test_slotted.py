@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.cache.audit()
+        self.cache.audit(self.lengths.keys())
         assert self.cache.free_slots == SLOTS - len(self.lengths)
         assert {h for h in range(8) if self.cache.holds(h)} == self.lengths.keys()
         assert {h: self.cache.length(h) for h in self.lengths} == self.lengths
@@ -109,10 +109,19 @@ class OverlongCache(SlottedCache):
 def test_audit_finds_lost_slots(broken: type[SlottedCache]) -> None:
     cache = broken(SLOTS, MAX_LEN)
     cache.allocate(1)
-    cache.audit()
+    cache.audit({1})
     cache.release(1)
     with pytest.raises(AssertionError, match="slots do not make 4"):
-        cache.audit()
+        cache.audit(set())
+
+
+def test_audit_finds_a_slot_whose_sequence_is_gone() -> None:
+    cache = SlottedCache(SLOTS, MAX_LEN)
+    for handle in (7, 8, 9):
+        cache.allocate(handle)
+    cache.audit({7, 8, 9, 10})
+    with pytest.raises(AssertionError, match=r"2 slots held by sequences that are gone: \[7, 9\]"):
+        cache.audit({8})
 
 
 def test_audit_finds_a_length_beyond_its_slot() -> None:
@@ -120,7 +129,7 @@ def test_audit_finds_a_length_beyond_its_slot() -> None:
     cache.allocate(1)
     cache.extend(1, MAX_LEN + 1)
     with pytest.raises(AssertionError, match="beyond 10"):
-        cache.audit()
+        cache.audit({1})
 
 
 @pytest.mark.parametrize("broken", [LeakyCache, GreedyCache, OverlongCache])
@@ -145,4 +154,4 @@ def test_failed_operations_change_nothing() -> None:
 
 def test_satisfies_the_protocol() -> None:
     cache: KVCache = SlottedCache(1, 1)  # mypy's business
-    cache.audit()
+    cache.audit(set())

@@ -20,6 +20,18 @@ def test_rows_written_are_keys_and_values_read() -> None:
     assert storage.rows[1].abs().sum() == written.abs().sum()
 
 
+def test_a_cleared_slot_is_zero_and_its_neighbours_are_not() -> None:
+    storage = SlottedStorage(
+        num_layers=2, num_slots=3, max_len=5, kv_heads=2, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
+    )
+    for rows in storage.rows:
+        rows.fill_(1.0)[5:10] = torch.nan
+    storage.clear(1)
+    for layer, rows in enumerate(storage.rows):
+        assert all(not part.any() for part in storage.read(layer, 1, 5))
+        assert rows.sum() == 2 * 5 * 4 * 4  # of the two others
+
+
 def test_a_window_is_a_view_of_neighbouring_slots() -> None:
     storage = SlottedStorage(
         num_layers=2, num_slots=4, max_len=5, kv_heads=2, head_dim=4, dtype=torch.float64, device=torch.device("cpu")

@@ -8,11 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import processors
 
 from app.main import create_app
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
-from deployments.engine.types import InvalidRequest, Overloaded, Request, SamplingParams
+from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded, Request, SamplingParams
 from deployments.local_client import TOKENIZE_INLINE, LocalClient
 
 CONFIG = EngineConfig(
@@ -86,6 +87,58 @@ def test_tokenizing_is_the_same_on_and_off_the_loop(client: LocalClient) -> None
     long = short * (TOKENIZE_INLINE // len(short) + 1)
     assert within(client.tokenize(long)) == client._tokenizer.encode(long)
     assert within(client.tokenize(short)) == client._tokenizer.encode(short)
+
+
+def test_special_tokens_are_added_on_and_off_the_loop_alike(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a copy of the tokenizer that puts token 0 first, as those of checkpoints with a BOS token do."""
+    copy = type(client._tokenizer)(CONFIG.target)
+    token = min(copy.vocab, key=copy.vocab.__getitem__)
+    copy._backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 0)])
+    monkeypatch.setattr(client, "_tokenizer", copy)
+    short, long = "é = '日本' ", "é = '日本' " * (TOKENIZE_INLINE // 9 + 1)
+    assert within(client.tokenize(short)) == copy.encode(short)
+    assert within(client.tokenize(long)) == copy.encode(long)
+    assert copy.encode(short)[0] == copy.encode_long(long)[0] == 0
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = client.model.max_model_len * max(len(token) for token in client._tokenizer.vocab)
+    assert limit > TOKENIZE_INLINE
+    assert within(client.tokenize("a" * limit))
+    monkeypatch.setattr(client._tokenizer, "encode", None)
+    monkeypatch.setattr(client._tokenizer, "encode_long", None)
+    with pytest.raises(InvalidRequest, match=str(client.model.max_model_len)) as refused:
+        within(client.tokenize("a" * (limit + 1)))
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_no_tokenization_is_shorter_than_the_bound_allows(client: LocalClient) -> None:
+    """The longest tokens themselves reach the bound; nothing passes it."""
+    vocab = client._tokenizer.vocab
+    for token_id in sorted(vocab.values(), key=lambda i: -len(client._tokenizer.decode([i])))[:20]:
+        text = client._tokenizer.decode([token_id]) * 50
+        assert len(text) <= len(client._tokenizer.encode(text)) * max(map(len, vocab))
+
+
+def test_a_closed_client_says_that_it_has_stopped() -> None:
+    closed = LocalClient(Engine.from_config(CONFIG), "demo")
+    closed.close()
+
+    async def ask() -> int:
+        transport = httpx.ASGITransport(app=create_app(closed))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return (await http.post("/v1/completions", json={"model": "demo", "prompt": "x"})).status_code
+
+    async def submit() -> None:
+        with pytest.raises(EngineStopped):
+            closed.submit(make_request("late"))
+
+    within(submit())
+    assert within(ask()) == 503
 
 
 def test_the_http_application_over_a_real_engine(client: LocalClient) -> None:

@@ -122,6 +122,13 @@ def test_directories_may_be_absolute_relative_or_at_home(monkeypatch: pytest.Mon
 def test_the_name_is_given_or_the_directorys() -> None:
     assert Settings(target="/models/llama-8b/").name == "llama-8b"
     assert Settings(target="/models/llama-8b", model_name="mine").name == "mine"
+    assert Settings(target=".").name == ROOT.name
+    assert Settings(target="pairs/../llama-8b/.").name == "llama-8b"
+
+
+@pytest.mark.parametrize("target", ["models/demo/target", "models/demo/target/", str(ROOT / "models/demo/target")])
+def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
+    assert Settings(target=target).name == "demo"
 
 
 @pytest.mark.parametrize(
@@ -162,12 +169,11 @@ def test_a_file_listens_on_this_machine_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_application_refuses_before_serve_would_queue(name: str) -> None:
+def test_a_new_replica_starts_before_sequences_have_to_wait(name: str) -> None:
     config = load(name)
     settings, replica = settings_of(config), replica_of(config)
-    assert replica["max_ongoing_requests"] > settings.max_running + settings.max_waiting
-    assert replica["max_queued_requests"] == -1
     assert replica["autoscaling_config"]["target_ongoing_requests"] < settings.max_running
+    assert "max_ongoing_requests" not in replica  # build.py's, which follows max_running and max_waiting
 
 
 def test_the_default_file_leaves_cpu_or_gpu_to_the_builder() -> None:

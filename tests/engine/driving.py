@@ -7,6 +7,7 @@ from typing import Any
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.detokenize import Detokenizer, TextStream
+from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
@@ -106,6 +107,8 @@ def drive(
         step += 1
     engine.audit()
     assert engine.target.cache.free_slots == engine.config.max_running
+    if isinstance(engine.drafter, ModelDrafter):
+        assert engine.drafter.runner.cache.free_slots == engine.config.max_running
     for request_id, told in run.told.items():
         check_finished(request_id, told)
     return run

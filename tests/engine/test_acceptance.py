@@ -21,14 +21,15 @@ def reference(drawn: Seq[Seq[int]], drafts: Seq[Seq[int]], vocab: int) -> Verdic
         accepted.append(n)
         emitted.append(list(own[: n + 1]))
         illegal += any(not 0 <= token < vocab for token in proposed)
-    return Verdict(accepted, emitted, illegal)
+    return Verdict(accepted, emitted, [False] * len(accepted), illegal)
 
 
 def run(drawn: Seq[Seq[int]], drafts: Seq[Seq[int]], vocab: int, extra: int = 0) -> Verdict:
     """match over lists; `extra` columns of junk widen the table."""
     width = max(map(len, drafts)) + extra
     table = torch.tensor([[*row, *[JUNK] * (width - len(row))] for row in drafts], dtype=torch.int64)
-    return match(torch.tensor([t for own in drawn for t in own]), table, [len(row) for row in drafts], vocab)
+    own = torch.tensor([t for row in drawn for t in row])
+    return match(own, torch.ones_like(own, dtype=torch.bool), table, [len(row) for row in drafts], vocab)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -57,23 +58,36 @@ def test_ragged_batches(seed: int) -> None:
 
 
 def test_without_drafts() -> None:
-    assert match(torch.tensor([4, 5]), None, [0, 0], 9) == Verdict([0, 0], [[4], [5]], 0)
-    assert match(torch.tensor([], dtype=torch.int64), None, [], 9) == Verdict([], [], 0)
+    finite = torch.tensor([True, False])
+    assert match(torch.tensor([4, 5]), finite, None, [0, 0], 9) == Verdict([0, 0], [[4], [5]], [False, True], 0)
+    nothing = torch.tensor([], dtype=torch.int64)
+    assert match(nothing, nothing.bool(), None, [], 9) == Verdict([], [], [], 0)
 
 
 def test_the_docstrings_example() -> None:
-    assert run([[7, 3, 9, 4]], [[7, 3, 5]], 10) == Verdict([2], [[7, 3, 9]], 0)
+    assert run([[7, 3, 9, 4]], [[7, 3, 5]], 10) == Verdict([2], [[7, 3, 9]], [False], 0)
 
 
 def test_illegal_ids_cost_their_own_sequence_only() -> None:
     verdict = run([[1, 2, 3], [1, 2, 3], [1, 2, 3]], [[1, 2], [1, 10], [-1, 2]], 10)
-    assert verdict == Verdict([2, 1, 0], [[1, 2, 3], [1, 2], [1]], 2)
+    assert verdict == Verdict([2, 1, 0], [[1, 2, 3], [1, 2], [1]], [False] * 3, 2)
 
 
 def test_an_illegal_id_that_was_drawn_is_accepted_by_nobody_else() -> None:
     """Junk beyond a row's drafts may equal the draw; it was never proposed."""
     table = torch.tensor([[1, 2], [1, 2]])
-    assert match(torch.tensor([1, 2, 1, 2, 3]), table, [1, 2], 10) == Verdict([1, 2], [[1, 2], [1, 2, 3]], 0)
+    verdict = match(torch.tensor([1, 2, 1, 2, 3]), torch.ones(5, dtype=torch.bool), table, [1, 2], 10)
+    assert verdict == Verdict([1, 2], [[1, 2], [1, 2, 3]], [False, False], 0)
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_a_score_that_is_not_finite_matters_where_it_was_emitted(row: int) -> None:
+    """k = 3, one draft accepted: rows 0 and 1 are emitted, 2 and 3 were looked at in vain."""
+    finite = torch.ones(5, dtype=torch.bool)
+    finite[row] = False
+    table = torch.tensor([[7, 0, 9], [0, 0, 0]])
+    verdict = match(torch.tensor([7, 3, 9, 4, 5]), finite, table, [3, 0], 10)
+    assert verdict == Verdict([1, 0], [[7, 3], [5]], [row < 2, False], 0)
 
 
 def test_results_are_plain_python() -> None:

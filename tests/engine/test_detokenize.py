@@ -1,12 +1,16 @@
 """Incremental text equals the whole text, in pieces that are never half a character nor part of a stop string."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engine.detokenize import Detokenizer, TextStream
+from deployments.engine.detokenize import CONTEXT, MAX_HELD, TAIL, Detokenizer, TextStream
 from deployments.engine.models.tokenizer import Tokenizer
 from tests.engine.pairs import Pair
 
@@ -44,7 +48,95 @@ def test_any_tokens(tokenizer: Tokenizer, ids: list[int], context: list[int]) ->
     if before.endswith(REPLACEMENT):
         context, before = [], ""
     assert before + "".join(pieces) + rest == tokenizer.decode([*context, *ids])
-    assert not any(piece.endswith(REPLACEMENT) for piece in pieces)
+
+
+def byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """Byte → the id of the token that is that byte."""
+    return {byte: tokenizer.vocab[char] for byte, char in bytes_to_unicode().items()}
+
+
+# Characters of one to four bytes, their beginnings, and bytes that belong to none.
+WHOLE = [char.encode() for char in "aé€🙂\ufffd"]
+PARTS = [char[:n] for char in WHOLE for n in range(1, len(char))] + [
+    b"\x80",
+    b"\xbf",
+    b"\xed\xa0",
+    b"\xf4\x90",
+    b"\xff",
+]
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_any_bytes(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """One token per byte, special ones between; nearly all of it is invalid. No text is lost, and what cannot change
+    any more is given once more tokens came than a character has bytes."""
+    of_byte = byte_tokens(tokenizer)
+    choices = [[of_byte[b] for b in part] for part in WHOLE + PARTS] + [[i] for i in sorted(tokenizer.special_ids)]
+    ids = [i for part in data.draw(st.lists(st.sampled_from(choices), max_size=15)) for i in part]
+    detokenizer, told = Detokenizer(tokenizer.decode), ""
+    for n, token in enumerate(ids, start=1):
+        told += detokenizer.push(token)
+        spoken = [t for t in ids[:n] if t not in tokenizer.special_ids]
+        assert len(told) >= len(tokenizer.decode(spoken[: -MAX_HELD - 1])) - 1
+    assert told + detokenizer.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("invalid", range(12))
+def test_characters_after_a_run_of_invalid_bytes_are_whole(tokenizer: Tokenizer, invalid: int) -> None:
+    of_byte = byte_tokens(tokenizer)
+    pieces, rest = stream(tokenizer, [of_byte[b] for b in b"\x80" * invalid + "🙂€é🙂".encode()])
+    assert "".join(pieces) == REPLACEMENT * invalid + "🙂€é🙂"
+    assert rest == ""
+
+
+def test_a_run_of_invalid_bytes_costs_as_much_per_token_as_other_text(tokenizer: Tokenizer) -> None:
+    """No decode sees more than the tail, the tokens held and one more."""
+    seen: list[int] = []
+
+    def decode(ids: Seq[int]) -> str:
+        seen.append(len(ids))
+        return tokenizer.decode(ids)
+
+    detokenizer, invalid = Detokenizer(decode), byte_tokens(tokenizer)[0x80]
+    pieces = [detokenizer.push(invalid) for _ in range(200)]
+    assert max(seen) <= TAIL + MAX_HELD + 1
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode([invalid] * 200)
+
+
+def llama2() -> Callable[[Seq[int]], str]:
+    """Ids → text as Llama 2's decoder has it: words begin with a space, of which the text's first is stripped; </s> is
+    special and skipped."""
+    backend = Backend(models.WordLevel({"</s>": 0, "▁a": 1, "▁b": 2, "▁": 3, "c": 4}, unk_token="</s>"))
+    backend.add_special_tokens(["</s>"])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 4), max_size=12))
+@example(ids=[1, 0, 2])
+@example(ids=[3, 2])
+@example(ids=[3, 0, 3, 3, 2])
+@example(ids=[1] + [0] * 12 + [2])
+def test_special_tokens_do_not_eat_spaces(ids: list[int]) -> None:
+    decode = llama2()
+    detokenizer = Detokenizer(decode)
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == decode(ids)
+
+
+def test_special_tokens_without_end_cost_no_more_than_others() -> None:
+    decode, seen = llama2(), [0]
+
+    def counting(ids: Seq[int]) -> str:
+        seen.append(len(ids))
+        return decode(ids)
+
+    detokenizer = Detokenizer(counting, [1])
+    assert [detokenizer.push(t) for t in [0] * 50 + [2]] == [""] * 50 + [" b"]
+    assert max(seen) <= CONTEXT
 
 
 def test_each_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:

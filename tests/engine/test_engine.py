@@ -1,5 +1,6 @@
 """Admission, cancelling, records: what the engine promises whatever it generates."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -222,5 +223,42 @@ def test_idle_steps_do_nothing(engine: Engine) -> None:
 
 def test_audit_sees_a_slot_without_a_sequence(engine: Engine) -> None:
     engine.target.cache.allocate(99)
-    with pytest.raises(AssertionError, match="1 slots held by 0 sequences"):
+    with pytest.raises(AssertionError, match=r"1 slots held by sequences that are gone: \[99\]"):
         engine.audit()
+
+
+def test_audit_sees_a_sequence_without_a_slot(engine: Engine) -> None:
+    engine.submit(request("a"))
+    engine.step()
+    engine.target.cache.release(engine.scheduler.running[0].handle)
+    with pytest.raises(AssertionError, match="0 slots held by 1 sequences"):
+        engine.audit()
+
+
+def test_audit_sees_a_draft_slot_that_was_not_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.submit(request("a"))
+    while engine.scheduler.waiting or engine.target.cache.free_slots == 2 or free(engine)[1] == 2:
+        engine.step()
+    engine.audit()
+    monkeypatch.setattr(ModelDrafter, "forget", lambda *_: None)
+    engine.cancel("a")
+    with pytest.raises(AssertionError, match="1 slots held by sequences that are gone"):
+        engine.audit()
+
+
+def test_a_request_may_have_arrived_before_it_was_submitted(engine: Engine) -> None:
+    before = time.monotonic()
+    engine.submit(request("a"), arrived=before - 7.0)
+    engine.submit(request("b"))
+    arrived = [s.record.arrived for s in engine.scheduler.waiting]
+    assert arrived[0] == before - 7.0
+    assert before <= arrived[1] <= time.monotonic()
+
+
+def test_drawn_seeds_survive_javascript(engine: Engine) -> None:
+    """Numbers there are doubles. Fifty seeds from one more bit would all pass with probability 2⁻⁵⁰."""
+    for n in range(50):
+        engine.submit(request(f"r{n}"))
+    seeds = [s.record.seed for s in engine.scheduler.waiting]
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    assert len(set(seeds)) == 50

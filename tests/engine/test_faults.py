@@ -16,6 +16,7 @@ from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.runner import Feed, Runner
+from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import VOCAB, Pair
@@ -162,14 +163,113 @@ def wrong_batch(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
     return Draft((*ks, 1), torch.zeros(len(ks) + 1, max(ks), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("broken", [too_many, too_few_columns, wrong_batch])
+def no_table(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+    return Draft(tuple(ks), None)
+
+
+def too_few_rows(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+    return Draft(tuple(ks), torch.zeros(len(ks) - 1, max(ks), dtype=torch.int64))
+
+
+def too_many_rows(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+    return Draft(tuple(ks), torch.zeros(len(ks) + 1, max(ks), dtype=torch.int64))
+
+
+def fractions(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+    return Draft(tuple(ks), torch.zeros(len(ks), max(ks)))
+
+
+def elsewhere(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+    return Draft(tuple(ks), torch.zeros(len(ks), max(ks), dtype=torch.int64, device="meta"))
+
+
+CONTRACT = [too_many, too_few_columns, wrong_batch, no_table, too_few_rows, too_many_rows, fractions, elsewhere]
+
+
+@pytest.mark.parametrize("broken", CONTRACT)
 def test_a_drafter_that_breaks_its_contract(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, broken: Propose
 ) -> None:
-    monkeypatch.setattr(ModelDrafter, "propose", broken)
+    asked, passes, run_target = [], [], engine.target.run
+
+    def counting_passes(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        passes.append(len(feeds))
+        return run_target(feeds, drafts)
+
+    def counting(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        asked.append(ks)
+        return broken(self, batch, ks)
+
+    monkeypatch.setattr(engine.target, "run", counting_passes)
+    monkeypatch.setattr(ModelDrafter, "propose", counting)
     run = drive(engine, make_requests())
     assert run.tokens == expected
     assert run.drafted == 0
+    assert faults(run) == len(asked) > 0
+    assert len(passes) == sum(s.sequences > 0 for s in run.steps)  # no pass was lost to it
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A drafter that frees what it holds and then raises; whose requests it was asked to forget."""
+    forget, asked = ModelDrafter.forget, []
+
+    def raising(self: ModelDrafter, sequence: Sequence) -> None:
+        asked.append(sequence.request_id)
+        forget(self, sequence)
+        raise RuntimeError("cannot forget")
+
+    monkeypatch.setattr(ModelDrafter, "forget", raising)
+    return asked
+
+
+def test_a_drafter_that_raises_when_requests_finish_or_are_cancelled(
+    engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = forgetful(monkeypatch)
+    run = drive(engine, make_requests(), cancels={0: ["r6"], 6: ["r1"]})
+    assert {run.told[name].reason for name in ("r1", "r6")} == {"cancelled"}
+    assert {n: t for n, t in run.tokens.items() if n not in ("r1", "r6")} == {
+        n: t for n, t in expected.items() if n not in ("r1", "r6")
+    }
+    assert faults(run) == len(asked) == 7
+
+
+def test_a_drafter_that_raises_when_everything_is_aborted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = forgetful(monkeypatch)
+    for request in make_requests():
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    outputs = engine.abort("gone")
+    assert {o.request_id: o.error for o in outputs} == {f"r{i}": "gone" for i in range(7)}
+    assert sorted(asked) == [f"r{i}" for i in range(7)]
+    assert not engine.has_work
+    engine.audit()
+
+
+def test_a_drafter_that_can_neither_observe_nor_forget(
+    engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = forgetful(monkeypatch)
+    monkeypatch.setattr(ModelDrafter, "observe", lambda *_: 1 / 0)
+    run = drive(engine, make_requests(), after_step=Checker(engine))
+    assert run.tokens == expected
+    assert len(asked) > 7
+
+
+def test_abort_after_a_step_that_died_half_way_through_admission(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequence is neither waiting nor running then."""
+    for request in make_requests():
+        engine.submit(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target.cache, "allocate", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert len(engine.abort("gone")) == 7
+    engine.audit()
+    assert not engine.has_work
 
 
 # --- the pass --------------------------------------------------------------------------------------------------------
@@ -205,6 +305,29 @@ def test_a_failed_pass_is_tried_again(
     assert run.accepted
 
 
+def test_a_pass_that_fails_on_drafts_is_tried_again_without_them(
+    engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_target, failed = engine.target.run, []
+
+    def eager(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        return Draft(tuple(ks), torch.zeros(len(ks), max(ks), dtype=torch.int64))  # at any time, asked twice too
+
+    def raising(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        if drafts is not None:
+            failed.append(len(feeds))
+            raise RuntimeError("these drafts are poison")
+        return run_target(feeds, drafts)
+
+    monkeypatch.setattr(ModelDrafter, "propose", eager)
+    monkeypatch.setattr(engine.target, "run", raising)
+    run = drive(engine, make_requests(), after_step=Checker(engine))
+    assert run.tokens == expected
+    assert run.drafted == 0
+    assert faults(run) == len(failed) > 10
+    assert not any(s.failed for s in run.steps)
+
+
 def test_a_failed_verifier_is_tried_again(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +350,7 @@ def test_a_pass_that_always_fails_ends_its_requests_and_only_those(
     run = drive(engine, make_requests())
     ended = {name for name, told in run.told.items() if told.reason == "error"}
     assert 0 < len(ended) <= 4
+    assert sum(s.failed for s in run.steps) == 1
     for name, told in run.told.items():
         assert told.tokens == (expected[name][: len(told.tokens)] if name in ended else expected[name])
     assert all(run.told[name].error == "the model failed to process this request" for name in ended)
@@ -246,6 +370,42 @@ def test_a_broken_model_ends_everything_and_then_serves_again(
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
+
+
+def poison(engine: Engine, name: str) -> Callable[[], None]:
+    """Once, when that request has five tokens: all of its slot's memory, beyond its length too, becomes NaN."""
+    done: list[int] = []
+
+    def after_step() -> None:
+        for sequence in engine.scheduler.running:
+            if sequence.request_id == name and sequence.num_output >= 5 and not done:
+                done.append(slot := engine.target.cache.slot(sequence.handle))
+                for rows in engine.target.storage.rows:
+                    rows.view(4, engine.max_model_len, *rows.shape[1:])[slot] = torch.nan
+
+    return after_step
+
+
+@pytest.mark.parametrize("name", ["r0", "r1"], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_request_whose_logits_are_not_finite_ends_alone(
+    engine: Engine, expected: dict[str, list[int]], name: str, k: int
+) -> None:
+    """And leaves nothing of it to those that get its memory next."""
+    run = drive(engine, make_requests(k), after_step=poison(engine, name))
+    bad = run.told.pop(name)
+    assert bad.reason == "error"
+    assert bad.error == "the model gave no valid distribution for this request"
+    assert 5 <= len(bad.tokens) < 16
+    assert bad.tokens == expected[name][: len(bad.tokens)]
+    assert {n: told.tokens for n, told in run.told.items()} == {n: t for n, t in expected.items() if n != name}
+    assert all(rows.isfinite().all() for rows in engine.target.storage.rows)
+
+
+def test_negative_control_memory_that_is_not_cleared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.target.storage, "clear", lambda _: None)
+    run = drive(engine, make_requests(0), after_step=poison(engine, "r0"))
+    assert sum(told.reason == "error" for told in run.told.values()) > 1
 
 
 def test_a_request_whose_text_fails_ends_alone(

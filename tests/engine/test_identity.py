@@ -176,11 +176,11 @@ def test_negative_control(
 ) -> None:
     """A verifier that keeps a wrong draft once in a while changes the text, and these tests see it."""
 
-    def careless(drawn: Tensor, drafts: Tensor | None, ks: Seq[int], vocab_size: int) -> Verdict:
+    def careless(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int], vocab_size: int) -> Verdict:
         if drafts is not None and ks[0] == drafts.shape[1]:
             drawn = drawn.clone()
             drawn[0] = drafts[0, 0]
-        return match(drawn, drafts, ks, vocab_size)
+        return match(drawn, finite, drafts, ks, vocab_size)
 
     monkeypatch.setattr(round_module, "match", careless)
     tokens, _, _ = run_alone(engine, with_k(requests[:5], 4))

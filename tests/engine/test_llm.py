@@ -75,10 +75,13 @@ def test_lists_of_another_length(llm: LLM, lists: dict[str, list[SamplingParams]
 
 def test_without_a_draft_every_round_is_plain(llm: LLM, pair: Pair) -> None:
     plain = LLM(pair.target, dtype="float64", max_model_len=64)
-    (completion,) = plain.generate(["the cat"], GREEDY, k=4)
+    (completion,) = plain.generate(["the cat"], GREEDY)
     assert completion.token_ids == llm.generate(["the cat"], GREEDY, k=4)[0].token_ids
-    assert sum(completion.drafted) == 0
+    assert sum(completion.drafted) == completion.record.k_max == 0
     assert completion.record.emitted == [1] * 10
+    assert plain.generate(["the cat"], GREEDY, k=0)[0].token_ids == completion.token_ids
+    with pytest.raises(InvalidRequest, match="k must lie between 0 and 0"):
+        plain.generate(["the cat"], GREEDY, k=1)
 
 
 def test_a_failure_while_running_is_an_error(
@@ -102,6 +105,11 @@ def test_a_failure_while_running_is_an_error(
         ("top_p", 1.1),
         ("top_p", float("nan")),
         ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_k", 2.5),
+        ("seed", 1.5),
+        ("max_tokens", 2.5),
+        ("min_tokens", 0.5),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", float("nan")),
@@ -127,6 +135,8 @@ def test_parameters_outside_their_range(field: str, value: object) -> None:
         ({"dtype": "float16"}, "'float16' is not one of float64, float32, bfloat16"),
         ({"spec_length": 17}, "17 is outside 0..max_spec_length"),
         ({"spec_length": -1}, "-1 is outside"),
+        ({"threads": 0}, "threads must be at least 1, not 0"),
+        ({"device": "gpu"}, "device 'gpu' is not one of cpu, cuda"),
         ({"max_running": 0}, "max_running must be at least 1"),
         ({"max_waiting": -1}, "max_waiting must not be negative"),
         ({"max_step_tokens": 271}, r"271 cannot hold one verification of every sequence: max_running 16 × \(1 \+"),

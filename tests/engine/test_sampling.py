@@ -49,6 +49,7 @@ def filters(params: Seq[SamplingParams], vocab: int) -> Filters:
         top_k=torch.tensor([p.top_k or vocab for p in params]),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64),
+        nucleus=any(p.top_p < 1 for p in params),
     )
 
 
@@ -72,10 +73,12 @@ def test_filters_are_those_of_transformers(rows: list[tuple[list[float], Samplin
     params = [p for _, p in rows]
     gone = removed(logits, filters(params, 12))
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)[:, None]
-    ours = (logits / temperature).masked_fill(gone, -torch.inf).softmax(-1)
-    theirs = torch.stack([law(row, p) for row, p in zip(logits, params, strict=True)])
-    assert (ours - theirs).abs().max() < 1e-9
-    assert not gone.all(-1).any()
+    for row, scores, p in zip(~gone, logits / temperature, params, strict=True):
+        theirs = warped(scores * p.temperature, p) > -torch.inf
+        assert theirs.any()
+        assert row[theirs].all()
+        # Where top-p cuts through equals, transformers keeps some of them, by their order; we keep them all.
+        assert (scores[row & ~theirs] == scores[theirs].min()).all()
 
 
 @pytest.mark.parametrize(
@@ -101,13 +104,17 @@ def sampler_of(sequences: Seq[Sequence], ks: Seq[int], vocab: int, eos: Seq[int]
     return make_sampler(sequences, ks, vocab, eos, CPU)
 
 
+def sample(sampler: Sampler, logits: Tensor) -> Tensor:
+    return sampler.sample(logits, range(logits.shape[0]))
+
+
 def draws(logits: Tensor, params: SamplingParams, count: int) -> Tensor:
     """Token ids drawn from one row of logits at `count` positions of several sequences."""
     ids = []
     for seed in range(8):
         sequence = make_sequence(seed, [0] * 5, params, key=sequence_key(seed, 0, 0))
         sampler = sampler_of([sequence], [count // 8 - 1], logits.shape[-1])
-        ids.append(sampler.sample(logits.expand(count // 8, -1)))
+        ids.append(sample(sampler, logits.expand(count // 8, -1)))
     return torch.cat(ids)
 
 
@@ -178,14 +185,14 @@ def test_a_batch_is_its_rows(seed: int, ties: bool) -> None:
     if ties:
         logits = logits.round()
     together = sampler_of(sequences, ks, vocab, [3, 7])
-    drawn = together.sample(logits)
+    drawn = sample(together, logits)
     first = 0
     for sequence, k in zip(sequences, ks, strict=True):
-        rows = torch.arange(first, first + k + 1)
-        alone = sampler_of([sequence], [k], vocab, [3, 7]).sample(logits[rows])
+        rows = list(range(first, first + k + 1))
+        alone = sample(sampler_of([sequence], [k], vocab, [3, 7]), logits[rows])
         assert torch.equal(drawn[rows], alone)
-        if together.per_row:  # any selection of rows, in any order, gives the same
-            assert torch.equal(together.sample(logits[rows.flip(0)], rows.flip(0)), alone.flip(0))
+        rows.reverse()  # any selection of rows, in any order, gives the same
+        assert torch.equal(together.sample(logits[rows], rows), alone.flip(0))
         first += k + 1
 
 
@@ -195,7 +202,7 @@ def test_a_smaller_table_draws_with_the_same_noise() -> None:
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0))
     logits[:, 20:] = -torch.inf
     sampler = sampler_of([sequence], [7], 30)
-    assert torch.equal(sampler.sample(logits), sampler.sample(logits[:, :20]))
+    assert torch.equal(sample(sampler, logits), sample(sampler, logits[:, :20]))
 
 
 @pytest.mark.parametrize("vocab", [2, 8, 33, 4096, 151_936])
@@ -204,11 +211,11 @@ def test_ties_take_the_lowest_id(vocab: int, dtype: torch.dtype) -> None:
     greedy = make_sequence(0, [1], SamplingParams(temperature=0))
     sampled = make_sequence(1, [1], SamplingParams(temperature=1, top_p=0.9))
     logits = torch.zeros(2, vocab, dtype=dtype)
-    assert sampler_of([greedy], [0], vocab).sample(logits[:1]).tolist() == [0]
-    assert sampler_of([greedy, sampled], [0, 0], vocab).sample(logits)[0] == 0
+    assert sample(sampler_of([greedy], [0], vocab), logits[:1]).tolist() == [0]
+    assert sample(sampler_of([greedy, sampled], [0, 0], vocab), logits)[0] == 0
     logits[:, vocab // 2 :] = 3.0
-    assert sampler_of([greedy], [0], vocab).sample(logits[:1]).tolist() == [vocab // 2]
-    assert sampler_of([greedy, sampled], [0, 0], vocab).sample(logits)[0] == vocab // 2
+    assert sample(sampler_of([greedy], [0], vocab), logits[:1]).tolist() == [vocab // 2]
+    assert sample(sampler_of([greedy, sampled], [0, 0], vocab), logits)[0] == vocab // 2
 
 
 @pytest.mark.parametrize("beside", [SamplingParams(temperature=0), SamplingParams(temperature=1, top_p=0.5)])
@@ -217,7 +224,7 @@ def test_filters_do_not_reach_greedy_rows(beside: SamplingParams, knobs: dict[st
     """A greedy row's tie is decided by its ids, also when its own top-p would keep only the highest of them."""
     greedy = make_sequence(0, [1], SamplingParams(temperature=0, **knobs))  # type: ignore[arg-type]
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    assert sampler_of([greedy, make_sequence(1, [1], beside)], [0, 0], 4).sample(logits)[0] == 1
+    assert sample(sampler_of([greedy, make_sequence(1, [1], beside)], [0, 0], 4), logits)[0] == 1
 
 
 def test_end_tokens_are_banned_under_min_tokens() -> None:
@@ -227,7 +234,7 @@ def test_end_tokens_are_banned_under_min_tokens() -> None:
         sequence.num_prompt = 2
         logits = torch.zeros(5, 6)
         logits[:, [1, 4]] = 50.0
-        drawn = sampler_of([sequence], [4], 6, [1, 4]).sample(logits).tolist()
+        drawn = sample(sampler_of([sequence], [4], 6, [1, 4]), logits).tolist()
         assert all(token not in (1, 4) for token in drawn[:3])
         assert all(token in (1, 4) for token in drawn[3:])
 
@@ -235,11 +242,19 @@ def test_end_tokens_are_banned_under_min_tokens() -> None:
 def test_banned_logits_of_the_caller_are_left_alone() -> None:
     sequence = make_sequence(0, [1], SamplingParams(temperature=0, min_tokens=3))
     logits = torch.ones(1, 4)
-    sampler_of([sequence], [0], 4, [2]).sample(logits)
+    sample(sampler_of([sequence], [0], 4, [2]), logits)
     assert torch.equal(logits, torch.ones(1, 4))
 
 
 def test_parameters_cost_nothing_where_no_row_uses_them() -> None:
     greedy, plain = (make_sequence(i, [1], SamplingParams(temperature=t)) for i, t in enumerate((0.0, 1.0)))
-    assert sampler_of([greedy], [3], 10) == Sampler(None, None, None)
-    assert sampler_of([greedy, plain], [3, 2], 10).filters is None
+    assert sampler_of([greedy], [3], 10).greedy
+    mixed = sampler_of([greedy, plain], [3, 2], 10)
+    assert mixed.noise is not None
+    assert mixed.noise.shape == (3, 10)  # the plain sequence's rows only
+    assert mixed.filters is None
+
+
+def test_ignoring_the_end_leaves_its_token_in_the_law() -> None:
+    sequence = make_sequence(0, [1], SamplingParams(temperature=0, min_tokens=3, ignore_eos=True))
+    assert sample(sampler_of([sequence], [0], 4, [2]), torch.tensor([[0.0, 1.0, 2.0, 0.0]])).tolist() == [2]

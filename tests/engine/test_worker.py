@@ -5,12 +5,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from deployments.engine import worker as worker_module
 from deployments.engine.engine import Engine, StepResult
-from deployments.engine.types import InvalidRequest, Output, Overloaded, Request, SamplingParams
-from deployments.engine.worker import EngineWorker
+from deployments.engine.scheduler import Plan
+from deployments.engine.types import EngineStopped, InvalidRequest, Output, Overloaded, Request, SamplingParams
+from deployments.engine.worker import IDLE_WAIT_S, EngineWorker
+from policies.admission import Admission
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 
@@ -54,9 +58,16 @@ def desk() -> Desk:
 
 
 @pytest.fixture
-def worker(engine: Engine, desk: Desk, caplog: pytest.LogCaptureFixture) -> Iterator[EngineWorker]:
+def stalled_after_s() -> float:
+    return 0.2
+
+
+@pytest.fixture
+def worker(
+    engine: Engine, desk: Desk, stalled_after_s: float, caplog: pytest.LogCaptureFixture
+) -> Iterator[EngineWorker]:
     caplog.set_level(logging.CRITICAL, "deployments.engine")
-    worker = EngineWorker(engine, desk.deliver, stalled_after_s=0.2)
+    worker = EngineWorker(engine, desk.deliver, stalled_after_s=stalled_after_s)
     worker.start()
     yield worker
     worker.stop()
@@ -136,7 +147,7 @@ def test_stopping_ends_what_runs_and_refuses_what_comes(worker: EngineWorker, de
     worker.stop()
     (end,) = desk.ends("r")
     assert end.finish_reason in ("cancelled", "length")  # the latter if it was faster than the stop
-    with pytest.raises(Overloaded):
+    with pytest.raises(EngineStopped):
         worker.submit(make_request("late"))
     assert not worker.stats().healthy
 
@@ -165,7 +176,7 @@ def test_a_step_that_raises_ends_its_requests_and_the_worker_goes_on(
 def test_a_request_that_cannot_be_started_ends_alone(
     worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "submit", lambda request: 1 / 0)
+    monkeypatch.setattr(engine, "submit", lambda request, arrived: 1 / 0)
     worker.submit(make_request("bad"))
     desk.wait_for_end("bad")
     assert desk.ends("bad")[0].finish_reason == "error"
@@ -200,8 +211,177 @@ def test_a_failed_audit_ends_the_thread_and_health_says_so(worker: EngineWorker,
     assert desk.ends("late")[0].error == "the engine has stopped"
     _eventually(lambda: not worker.stats().healthy)
     assert worker.stats().reason == "the engine thread is not running"
-    with pytest.raises(Overloaded):
+    with pytest.raises(EngineStopped):
         worker.submit(make_request("later"))
+
+
+def test_an_id_in_use_is_refused_until_its_request_ends(worker: EngineWorker, desk: Desk) -> None:
+    gate = threading.Event()
+    desk.on_delivery = lambda outputs: assert_set(gate)
+    worker.submit(make_request("r"))
+    with pytest.raises(InvalidRequest, match="in use") as refused:
+        worker.submit(make_request("r"))
+    assert refused.value.param == "id"
+    gate.set()
+    desk.wait_for_end("r")
+    worker.submit(make_request("r"))
+    desk.wait(lambda: len(desk.ends("r")) == 2)
+
+
+def test_waiting_for_the_engines_attention_is_queue_time(worker: EngineWorker, desk: Desk) -> None:
+    """A request that arrives while a step is under way has arrived then, and not when the step is over."""
+    held, gate = threading.Event(), threading.Event()
+
+    def hold(outputs: list[Output]) -> None:
+        held.set()
+        assert_set(gate)
+
+    desk.on_delivery = hold
+    worker.submit(make_request("first"))
+    assert_set(held)
+    worker.submit(make_request("second"))
+    released = time.monotonic()
+    gate.set()
+    desk.wait_for_end("first", "second")
+    record = desk.ends("second")[0].record
+    assert record is not None
+    assert record.admitted is not None
+    assert record.arrived <= released <= record.admitted
+
+
+@pytest.mark.parametrize("stalled_after_s", [2 * PATIENCE_S])  # an idle engine's heart beats slower than 0.2 s
+def test_steps_that_all_fail_are_unhealthy_until_one_succeeds(
+    worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that fails twice, and a step that raises, count alike; idle turns between them change nothing."""
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("boom")
+
+    def fail(name: str) -> None:
+        worker.submit(make_request(name))
+        desk.wait_for_end(name)
+        assert desk.ends(name)[0].finish_reason == "error"
+
+    run, step = engine.target.run, Engine.step
+    monkeypatch.setattr(engine.target, "run", broken)
+    fail("a")
+    fail("b")
+    monkeypatch.setattr(engine.target, "run", run)
+    worker.submit(make_request("good"))
+    desk.wait_for_end("good")
+    monkeypatch.setattr(engine.target, "run", broken)
+    fail("c")
+    fail("d")
+    assert worker.stats().healthy  # four in all, but never three in a row
+    monkeypatch.setattr(Engine, "step", broken)
+    fail("e")
+    assert worker.stats().reason == "the engine's last 3 steps failed"
+    _pass_idle_turns(worker)
+    assert not worker.stats().healthy
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(engine.target, "run", run)
+    worker.submit(make_request("better"))
+    desk.wait_for_end("better")
+    assert worker.stats().healthy
+
+
+def _pass_idle_turns(worker: EngineWorker) -> None:
+    """Until the idle engine has proved again that it lives."""
+
+    def last_beat() -> float:
+        return time.monotonic() - worker.stats().heartbeat_age_s
+
+    start = last_beat()
+    _eventually(lambda: last_beat() > start + IDLE_WAIT_S)
+
+
+def test_a_step_that_feeds_nothing_while_work_is_left_is_no_progress(
+    worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = engine.scheduler.plan
+    monkeypatch.setattr(engine.scheduler, "plan", lambda: Plan(()))
+    worker.submit(make_request("r"))
+    _eventually(lambda: not worker.stats().healthy)
+    steps = worker.stats().steps
+    _eventually(lambda: worker.stats().steps > steps)  # it turns, and feeds nothing
+    assert "no progress" in worker.stats().reason
+    monkeypatch.setattr(engine.scheduler, "plan", plan)
+    desk.wait_for_end("r")
+    _eventually(lambda: worker.stats().healthy)
+
+
+def test_every_step_that_feeds_a_token_is_progress(
+    worker: EngineWorker, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that moves only in deliveries, each by more than half of what counts as stalled."""
+    now = [time.monotonic()]
+    healthy: list[bool] = []
+
+    def tick(outputs: list[Output]) -> None:
+        now[0] += 0.15
+        healthy.append(worker.stats().healthy)
+
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    worker.submit(make_request("r", max_tokens=60))
+    desk.on_delivery = tick
+    desk.wait_for_end("r")
+    _eventually(lambda: worker.stats().free_slots == 2)
+    assert len(healthy) > 5
+    assert all(healthy)
+
+
+def test_a_delivery_that_fails_costs_only_its_outputs(worker: EngineWorker, desk: Desk) -> None:
+    def fail_once(outputs: list[Output]) -> None:
+        desk.on_delivery = lambda outputs: None
+        raise RuntimeError("nobody there")
+
+    for finish_first in (False, True):
+        desk.on_delivery = fail_once
+        worker.submit(make_request(f"r{finish_first}", max_tokens=1 if finish_first else 8))
+        desk.wait_for_end(f"r{finish_first}")
+    for name in ("a", "b", "c"):  # as many as there are places: none was lost
+        worker.submit(make_request(name))
+    desk.wait_for_end("a", "b", "c")
+
+
+def test_a_command_that_fails_does_not_end_the_thread(
+    worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    desk.on_delivery = lambda outputs: assert_set(gate)
+    tried: list[str] = []
+
+    def fail(request_id: str) -> None:
+        tried.append(request_id)
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(engine, "cancel", fail)
+    worker.submit(make_request("r"))
+    worker.cancel("r")
+    worker.submit(make_request("behind"))
+    gate.set()
+    desk.wait_for_end("r", "behind")
+    assert tried == ["r"]
+    assert [desk.ends(r)[0].finish_reason for r in ("r", "behind")] == ["length", "length"]
+
+
+def test_only_requests_that_reach_their_own_end_teach_the_wait(
+    worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught: list[float] = []
+    monkeypatch.setattr(Admission, "finished", lambda self, duration_s: taught.append(duration_s))
+    desk.on_delivery = lambda outputs: worker.cancel("cancelled")
+    worker.submit(make_request("cancelled", max_tokens=80))
+    desk.wait_for_end("cancelled")
+    assert taught == []
+    worker.submit(make_request("whole"))
+    desk.wait_for_end("whole")
+    assert len(taught) == 1
+    monkeypatch.setattr(engine, "submit", lambda *args: 1 / 0)
+    worker.submit(make_request("bad"))
+    desk.wait_for_end("bad")
+    assert len(taught) == 1
 
 
 def _eventually(condition: Callable[[], bool]) -> None:

@@ -11,7 +11,15 @@ def test_retry_after_is_the_time_until_a_place_is_free() -> None:
     assert admission.refusal(2) == 1  # nothing is known yet
     for _ in range(100):
         admission.finished(9.0)
-    assert admission.refusal(2) == 5  # two running requests of 9 s: one ends every 4.5 s
+    assert admission.refusal(2) == 5  # two open requests of 9 s each: one ends every 4.5 s
+
+
+def test_requests_that_wait_do_not_lengthen_the_wait_for_a_place() -> None:
+    """A request's 12 s contain its waiting, so six open ones end one every 2 s, however few run at once."""
+    admission = Admission(max_running=2, max_waiting=4)
+    for _ in range(100):
+        admission.finished(12.0)
+    assert admission.refusal(6) == 2
 
 
 def test_retry_after_stays_within_a_minute() -> None:

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 240
 
 # fp64: there the served text must equal the offline text, without exception. Small numbers make limits reachable.
-ARGS = {"dtype": "float64", "max_running": 8, "max_waiting": 24, "max_model_len": 512}
+ARGS: dict[str, Any] = {"dtype": "float64", "max_running": 8, "max_waiting": 24, "max_model_len": 512}
+# An option that deployments/build.py also sets: the YAML's value must win.
+OPTIONS = {"graceful_shutdown_timeout_s": 61.0}
 AUTOSCALING = {
     "min_replicas": 1,
     "max_replicas": 2,
@@ -43,16 +45,29 @@ class Served:
 
     def replicas(self) -> int:
         """Replicas that run now, as Serve counts them."""
-        script = (
-            "import json, ray; from ray import serve; ray.init(address='auto', log_to_driver=False);"
+        states = self._ask(
             "d = serve.status().applications['foretoken'].deployments['Replica'];"
-            "print(json.dumps({str(getattr(k, 'value', k)): v for k, v in d.replica_states.items()}))"
+            "answer = {str(getattr(k, 'value', k)): v for k, v in d.replica_states.items()}"
         )
+        return int(states.get("RUNNING", 0))
+
+    def deployment_config(self) -> dict[str, Any]:
+        """The options that Serve runs the deployment with, wherever they came from."""
+        return self._ask(
+            "details = serve.context._get_global_client().get_serve_details()['applications']['foretoken'];"
+            "answer = details['deployments']['Replica']['deployment_config']"
+        )
+
+    def _ask(self, question: str) -> dict[str, Any]:
+        """Run `question`, which sets `answer`, in a driver of the application's cluster."""
+        connect = "import json, ray; from ray import serve; ray.init(address='auto', log_to_driver=False);"
+        script = connect + question + ";print(json.dumps(answer, default=str))"
         done = subprocess.run(
             [sys.executable, "-c", script], env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        return int(json.loads(done.stdout.splitlines()[-1]).get("RUNNING", 0))
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +77,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     port = _free_port()
     config = folder / "serve_config.yaml"
     config.write_text(yaml.safe_dump(_shortened(port)), encoding="utf-8")
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": ray_folder,  # so that no other cluster of this machine is taken for this one
@@ -71,10 +86,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     }
     with open(folder / "log", "wb") as log:
         command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
-        # A group of its own, so that an interrupt of the tests does not reach it; SIGINT must drain, not kill.
+        # A group of its own, so that an interrupt of the tests does not reach it; SIGINT ends the cluster in order.
+        # RAY_ADDRESS=local: a cluster of its own, whichever the machine's environment names.
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            command, cwd=ROOT, env=environment | {"RAY_ADDRESS": "local"}, stdout=log, stderr=log,
+            start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
@@ -96,7 +112,7 @@ def _shortened(port: int) -> dict[str, Any]:
     (application,) = config["applications"]
     application["args"] |= ARGS
     (deployment,) = application["deployments"]
-    deployment["autoscaling_config"] = AUTOSCALING
+    deployment |= OPTIONS | {"autoscaling_config": AUTOSCALING}
     return config
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from deployments.engine.llm import LLM
 from deployments.engine.types import SamplingParams
-from tests.serving.conftest import ARGS, Served
+from tests.serving.conftest import ARGS, AUTOSCALING, OPTIONS, Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -151,34 +151,48 @@ def _wait_until_idle(served: Served) -> None:
 
 
 def test_scales_from_one_replica_to_two_and_back_and_no_stream_breaks(served: Served) -> None:
+    """Many users until a second replica runs, then two, which stream on until it has gone: each stream is whole."""
     _wait_for_replicas(served, 1)
 
-    async def load() -> tuple[int, int]:
-        """Keep 16 streams open until a second replica runs, then let them end; (most replicas seen, streams read)."""
-        done, most = 0, 1
-        scaled = asyncio.Event()
+    async def user(client: httpx.AsyncClient, leave: asyncio.Event) -> int:
+        done = 0
+        while not leave.is_set():
+            _, parsed = await stream(client, body(PROMPTS[0], max_tokens=400, ignore_eos=True))
+            assert parsed[-1] == "[DONE]"
+            assert parsed[-2]["usage"]["completion_tokens"] == 400
+            done += 1
+        return done
 
-        async def user(client: httpx.AsyncClient) -> None:
-            nonlocal done
-            while not scaled.is_set():
-                _, parsed = await stream(client, body(PROMPTS[0], max_tokens=400, ignore_eos=True))
-                assert parsed[-1] == "[DONE]"
-                assert parsed[-2]["usage"]["completion_tokens"] == 400
-                done += 1
+    async def until_replicas(count: int, users: list["asyncio.Task[int]"]) -> None:
+        """Or until a user has given up, which whoever awaits it learns."""
+        limit = time.monotonic() + 120
+        while await asyncio.to_thread(served.replicas) != count and not any(u.done() for u in users):
+            assert time.monotonic() < limit, f"never {count} replicas"
 
+    async def load() -> tuple[list[int], list[int]]:
+        many, few = asyncio.Event(), asyncio.Event()
         async with connect(served) as client:
-            users = [asyncio.create_task(user(client)) for _ in range(16)]
-            limit = time.monotonic() + 120
-            while most < 2 and time.monotonic() < limit and not any(u.done() for u in users):
-                most = max(most, await asyncio.to_thread(served.replicas))
-            scaled.set()
-            await asyncio.gather(*users)
-        return most, done
+            crowd = [asyncio.create_task(user(client, many)) for _ in range(14)]
+            pair = [asyncio.create_task(user(client, few)) for _ in range(2)]  # fewer than target_ongoing_requests
+            await until_replicas(2, crowd + pair)
+            many.set()
+            crowd_done = await asyncio.gather(*crowd)
+            await until_replicas(1, pair)
+            few.set()
+            return crowd_done, await asyncio.gather(*pair)
 
-    most, done = asyncio.run(load())
-    assert most == 2
-    assert done >= 16
+    crowd_done, pair_done = asyncio.run(load())
+    assert min(crowd_done) >= 1
+    assert min(pair_done) >= 2
     _wait_for_replicas(served, 1)
+
+
+def test_the_yaml_goes_before_the_builders_defaults_and_leaves_the_others(served: Served) -> None:
+    config = served.deployment_config()
+    assert config["graceful_shutdown_timeout_s"] == OPTIONS["graceful_shutdown_timeout_s"]
+    assert config["max_ongoing_requests"] == ARGS["max_running"] + ARGS["max_waiting"] + 32
+    assert (config["health_check_period_s"], config["health_check_timeout_s"]) == (2, 30)
+    assert config["autoscaling_config"]["max_replicas"] == AUTOSCALING["max_replicas"]
 
 
 def _wait_for_replicas(served: Served, count: int) -> None:

@@ -1,6 +1,8 @@
 """What a drafter is (architecture R11). A new one is a small class; nothing else learns its name."""
 
+import logging
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -9,6 +11,8 @@ from torch import Tensor
 from deployments.engine.acceptance import Verdict
 from deployments.engine.sampling import Sampler
 from deployments.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,8 @@ class Drafter(Protocol):
         """The sequence is gone: free what it held. Idempotent."""
         ...
 
-    def audit(self) -> None:
-        """Raise AssertionError unless everything it holds is accounted for."""
+    def audit(self, live: Set[int]) -> None:
+        """Raise AssertionError unless everything it holds is accounted for, and held for these handles only."""
         ...
 
 
@@ -71,5 +75,15 @@ class NoDrafter:
     def forget(self, sequence: Sequence) -> None:
         pass
 
-    def audit(self) -> None:
+    def audit(self, live: Set[int]) -> None:
         pass
+
+
+def try_forget(drafter: Drafter, sequence: Sequence) -> bool:
+    """Whether the drafter forgot the sequence. Its failure may cost no request (R9); a leak is the audit's to find."""
+    try:
+        drafter.forget(sequence)
+    except Exception:
+        log.exception("the drafter failed to forget request %s", sequence.request_id)
+        return False
+    return True

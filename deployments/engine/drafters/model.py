@@ -1,6 +1,7 @@
 """The draft-model drafter: a smaller decoder proposes k tokens one after the other, for all sequences at once."""
 
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from typing import ClassVar
 
 import torch
@@ -26,27 +27,27 @@ class ModelDrafter:
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         """Drafts drawn by the round's sampler with the target's own noise, so that they agree as often as they can."""
-        forward_ns = self.runner.forward_ns
-        ks = self._catch_up(batch.sequences, ks)
-        depth = max(ks)
-        if not depth:
-            return Draft.none(len(ks))
-        active = [i for i, k in enumerate(ks) if k]
-        tokens = torch.zeros(len(ks), depth, dtype=torch.int64, device=self.runner.device)
-        logits = self.runner.run([Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)])
-        for j in range(depth):
-            drawn = batch.sampler.sample(logits[:, : self._vocab], self._rows(batch, active, j))
-            if len(active) == len(ks):
-                tokens[:, j] = drawn
-            else:
-                tokens[self._index(active), j] = drawn
+        before = self.runner.forward_ns
+        ks, pieces = self._catch_up(batch.sequences, ks)
+        active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
+        feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
+        first = self.runner.run(feeds) if feeds else None
+        tokens = None if first is None or not active else self._draw(batch, ks, active, first)
+        return Draft(tuple(ks), tokens, steps=max(ks), forward_us=(self.runner.forward_ns - before) // 1000)
+
+    def _draw(self, batch: DraftBatch, ks: Seq[int], active: list[int], logits: Tensor) -> Tensor:
+        """[B, max k] ids, one forward per column; `logits` [len(active), vocab] draw the first."""
+        tokens = torch.zeros(len(ks), max(ks), dtype=torch.int64, device=self.runner.device)
+        for j in range(max(ks)):
+            drawn = batch.sampler.sample(logits[:, : self._vocab], [batch.offsets[i] + j for i in active])
+            tokens[self._index(active), j] = drawn
             still = [n for n, i in enumerate(active) if ks[i] > j + 1]
             if not still:
                 break
             if len(still) < len(active):
                 drawn, active = drawn[self._index(still)], [active[n] for n in still]
             logits = self.runner.step([batch.sequences[i] for i in active], drawn)
-        return Draft(tuple(ks), tokens, steps=depth, forward_us=(self.runner.forward_ns - forward_ns) // 1000)
+        return tokens
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache = self.runner.cache
@@ -58,28 +59,30 @@ class ModelDrafter:
     def forget(self, sequence: Sequence) -> None:
         self.runner.cache.release(sequence.handle)
 
-    def audit(self) -> None:
-        self.runner.cache.audit()
+    def audit(self, live: Set[int]) -> None:
+        self.runner.cache.audit(live)
 
-    def _catch_up(self, sequences: Seq[Sequence], ks: Seq[int]) -> list[int]:
-        """Feed one piece of each gap that is too large; those sequences get k = 0 this round."""
+    def _catch_up(self, sequences: Seq[Sequence], ks: Seq[int]) -> tuple[list[int], list[Feed]]:
+        """Which gaps are closed now, the smallest first, and one piece of the first that is too large for that; the
+        sequences left behind get k = 0 this round."""
+        gaps = [self.runner.uncached(s) if k else 0 for s, k in zip(sequences, ks, strict=True)]
         allowed, budget = list(ks), self._max_catch_up
-        pieces = []
-        for i, sequence in enumerate(sequences):
-            gap = self.runner.uncached(sequence) if allowed[i] else 0
-            if gap > budget:
+        pieces: list[Feed] = []
+        for i in sorted(range(len(gaps)), key=gaps.__getitem__):
+            if gaps[i] > budget:
                 allowed[i] = 0
                 if budget:
-                    pieces.append(Feed(sequence, budget, outputs=0))
-            budget -= min(gap, budget)
-        if pieces:
-            self.runner.run(pieces)
-        return allowed
+                    pieces.append(Feed(sequences[i], budget, outputs=0))
+            budget -= min(gaps[i], budget)
+        return allowed, pieces
 
-    def _rows(self, batch: DraftBatch, active: Seq[int], j: int) -> Tensor | None:
-        if not batch.sampler.per_row:
-            return None
-        return self._index([batch.offsets[i] + j for i in active])
+    def _by_slot(self, sequences: Seq[Sequence], active: list[int]) -> list[int]:
+        """Neighbours in the draft's memory are neighbours in its pass; its slots have an order of their own."""
+        cache = self.runner.cache
+        for i in active:
+            if not cache.holds(sequences[i].handle):
+                cache.allocate(sequences[i].handle)
+        return sorted(active, key=lambda i: cache.slot(sequences[i].handle))
 
     def _index(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, device=self.runner.device)

@@ -2,8 +2,8 @@
 
 On CPU in fp32 and bf16 the weight is reordered once, at load, into oneDNN's blocked layout. Two properties matter here
 (measured, docs/log.md): a product of two to eight rows costs about what one row costs, which is what makes verification
-cheap, and a row's result does not depend, bit for bit, on how many others share the call. Everywhere else it is
-torch's own linear.
+cheap, and a row's result does not depend, bit for bit, on how many others share the call. A small weight takes a plain
+product for few rows, which has neither property but a fifth of the fixed cost. Elsewhere it is torch's own linear.
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,33 @@ from deployments.engine.models.decoder import Decoder, DecoderConfig, Layer
 from deployments.engine.models.linear import Linear
 from deployments.engine.models.rope import rotation_table
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = ("llama", "qwen2")  # by config.json's model_type
 
 
-def load_config(directory: str) -> tuple[DecoderConfig, dict[str, Any]]:
-    """The decoder's shape and the raw config. Raises ConfigError for what the decoder cannot represent."""
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint directory whose config.json has been read and can be served."""
+
+    path: Path
+    shape: DecoderConfig
+    raw: dict[str, Any]  # config.json, older spellings brought to today's by transformers
+
+
+def open_checkpoint(directory: str) -> Checkpoint:
+    """Read and check config.json. Raises ConfigError for what is malformed or what the decoder cannot represent."""
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json: it is not a Hugging Face checkpoint directory")
     kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
     if kind not in ARCHITECTURES:
-        raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(sorted(ARCHITECTURES))}")
-    raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
+        raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(ARCHITECTURES)}")
+    try:
+        raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
+    except Exception as error:  # transformers' validation raises what it likes, KeyError among others
+        raise ConfigError(f"{path}: config.json is malformed: {error}") from error
     _refuse_unsupported(path, raw)
     heads = raw["num_attention_heads"]
-    config = DecoderConfig(
+    shape = DecoderConfig(
         architecture=kind,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -42,7 +55,7 @@ def load_config(directory: str) -> tuple[DecoderConfig, dict[str, Any]]:
         max_position_embeddings=raw["max_position_embeddings"],
         tied=bool(raw.get("tie_word_embeddings")),
     )
-    return config, raw
+    return Checkpoint(path, shape, raw)
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
@@ -56,17 +69,19 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         raise ConfigError(f"{path} is quantised, which is not supported")
 
 
-def load_decoder(directory: str, *, dtype: torch.dtype, device: torch.device, max_len: int) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_len: int) -> Decoder:
     """Read a checkpoint's weights into the decoder's fused layout, one tensor at a time.
 
     Raises ConfigError naming the file or tensor that is missing or has another shape than config.json says.
     """
-    config, raw = load_config(directory)
+    config, raw = checkpoint.shape, checkpoint.raw
     try:
         rotations = rotation_table(raw, config.head_dim, max_len, dtype, device)
     except ConfigError as error:
-        raise ConfigError(f"{directory}: {error}") from None
-    read = _tensor_reader(Path(directory), dtype, device)
+        raise ConfigError(f"{checkpoint.path}: {error}") from None
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{checkpoint.path}: the rope configuration is malformed: {error!r}") from error
+    read = _tensor_reader(checkpoint.path, dtype, device)
     embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     head = embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size))
     return Decoder(

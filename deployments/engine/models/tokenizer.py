@@ -17,12 +17,19 @@ class Tokenizer:
             raise ConfigError(f"{directory} holds no tokenizer.json (only fast tokenizers are supported)")
         self.pretrained: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         self._backend = self.pretrained.backend_tokenizer
+        self._backend.no_truncation()  # a checkpoint may save either with its tokenizer: meant for training batches
+        self._backend.no_padding()
         self.vocab: dict[str, int] = self.pretrained.get_vocab()
         self.special_ids = frozenset(self.pretrained.all_special_ids)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the checkpoint's tokenizer adds."""
         ids: list[int] = self._backend.encode(text).ids
+        return ids
+
+    def encode_long(self, text: str) -> list[int]:
+        """The same ids. Computes no offsets, whose building and freeing hold the GIL long for a text of megabytes."""
+        ids: list[int] = self._backend.encode_batch_fast([text])[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
 
 from deployments.engine.config import ConfigError, EngineConfig
-from deployments.engine.models.loader import load_decoder
+from deployments.engine.models.loader import load_decoder, open_checkpoint
 from deployments.engine.models.pair import load_pair
+from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.pairs import LLAMA3, VOCAB, Pair, Shape, copy_of, edit_json, save_checkpoint, save_tokenizer
@@ -49,6 +51,7 @@ def narrowed_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][:16].contiguous()
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another architecture": (lambda p: edit_json(p / "config.json", model_type="gpt2"), "'gpt2' model; supported"),
@@ -63,6 +66,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a rope that is not known": (
         lambda p: edit_json(p / "config.json", rope_parameters=DYNAMIC),
         "rope type 'dynamic'",
+    ),
+    "a rope without its fields": (
+        lambda p: edit_json(p / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        "config.json is malformed",
+    ),
+    "a rope whose field is no number": (
+        lambda p: edit_json(p / "config.json", rope_parameters={**LINEAR, "factor": "two"}),
+        "the rope configuration is malformed",
+    ),
+    "a shape that is no number": (
+        lambda p: edit_json(p / "config.json", num_attention_heads="four"),
+        "config.json is malformed",
     ),
 }
 
@@ -151,6 +166,31 @@ def test_a_context_longer_than_a_model_allows(pair: Pair, tmp_path: Path) -> Non
     assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 64
 
 
+@pytest.mark.parametrize(
+    ("device", "message"), [("cuda", "torch sees 0 CUDA devices"), ("cuda:x", "'cuda:x' is malformed")]
+)
+def test_a_device_that_this_machine_has_not(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, device: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        load_pair(EngineConfig(pair.target, device=device))
+
+
+def test_prompts_are_whole_whatever_the_checkpoint_saved(pair: Pair, tmp_path: Path) -> None:
+    """Truncation and padding are saved with a tokenizer that was last used for training batches."""
+    path = copy_of(pair.target, tmp_path / "saved")
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=24)
+    backend.save(str(path / "tokenizer.json"))
+    assert len(Backend.from_file(str(path / "tokenizer.json")).encode("def main").ids) == 24
+    saved, clean = Tokenizer(str(path)), Tokenizer(pair.target)
+    for text in ("a", "def main(argv=None):", "the cat sat on the mat, the dog did not"):
+        assert saved.encode(text) == clean.encode(text)
+        assert clean.decode(clean.encode(text)) == text
+
+
 def test_end_tokens_come_from_the_generation_config_first(pair: Pair, tmp_path: Path) -> None:
     path = copy_of(pair.target, tmp_path / "ends")
     edit_json(path / "generation_config.json", eos_token_id=[3, 4])
@@ -167,7 +207,8 @@ def test_older_configurations_of_rope_mean_the_same(tmp_path: Path) -> None:
 
     def rotations(path: Path | str) -> torch.Tensor:
         device = torch.device("cpu")
-        return load_decoder(str(path), dtype=torch.float64, device=device, max_len=128).rotations
+        checkpoint = open_checkpoint(str(path))
+        return load_decoder(checkpoint, dtype=torch.float64, device=device, max_len=128).rotations
 
     newer = save_checkpoint(tmp_path / "newer", Shape(rope=LLAMA3), seed=1)
     older = copy_of(newer, tmp_path / "older")

@@ -12,7 +12,7 @@ from torch import Tensor
 import deployments.engine.models.attention as attention
 import deployments.engine.runner as runner_module
 from deployments.engine.models.attention import AttentionPlan, Span, plan_attention
-from deployments.engine.models.loader import load_decoder
+from deployments.engine.models.loader import load_decoder, open_checkpoint
 from deployments.engine.runner import Feed, Runner
 from tests.engine.driving import make_sequence
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
@@ -57,7 +57,7 @@ class Reader:
 
     def __init__(self, checkpoint: str, texts: list[list[int]], expected: Tensor, dtype: torch.dtype) -> None:
         device = torch.device("cpu")
-        decoder = load_decoder(checkpoint, dtype=dtype, device=device, max_len=LENGTH)
+        decoder = load_decoder(open_checkpoint(checkpoint), dtype=dtype, device=device, max_len=LENGTH)
         self.runner = Runner(decoder, SLOTS, LENGTH, device)
         self.expected = expected
         self.tolerance = TOLERANCE[dtype]
@@ -219,7 +219,7 @@ def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, 
 
 def test_bfloat16(checkpoint: str, texts: list[list[int]], expected: Tensor) -> None:
     device = torch.device("cpu")
-    decoder = load_decoder(checkpoint, dtype=torch.bfloat16, device=device, max_len=LENGTH)
+    decoder = load_decoder(open_checkpoint(checkpoint), dtype=torch.bfloat16, device=device, max_len=LENGTH)
     runner = Runner(decoder, 2, LENGTH, device)
     with torch.inference_mode():
         logits = runner.run([Feed(make_sequence(s, texts[s]), LENGTH, outputs=LENGTH) for s in (0, 1)])
