@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deployments.engine.models.attention import Attention
 from deployments.engine.models.linear import Linear
+from deployments.engine.models.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    input_norm: Tensor  # [hidden]
+    input_norm: RMSNorm
     qkv: Linear  # hidden → (heads + 2·kv_heads)·head_dim
     out: Linear
-    post_norm: Tensor  # [hidden]
+    post_norm: RMSNorm
     gate_up: Linear  # hidden → 2·intermediate
     down: Linear
 
@@ -52,7 +53,7 @@ class Decoder:
     config: DecoderConfig
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
-    norm: Tensor  # [hidden]
+    norm: RMSNorm
     head: Linear  # hidden → vocab
     rotations: Tensor  # complex [max_len, 1, head_dim / 2]: e^(i·position·frequency)
 
@@ -67,22 +68,20 @@ class Decoder:
         """
         c = self.config
         rows = ids.shape[0]
-        eps, shape = c.rms_norm_eps, (c.hidden_size,)
         rotated = c.num_heads + c.num_kv_heads
         rotations = self.rotations[attention.plan.positions]  # [N, 1, head_dim / 2]
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(torch.rms_norm(x, shape, layer.input_norm, eps)).view(rows, -1, c.head_dim)
+            qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, c.head_dim)
             _rotate(qkv[:, :rotated], rotations)
             x = x + layer.out(attention(index, qkv[:, : c.num_heads], qkv[:, c.num_heads :]))
-            gate, up = layer.gate_up(torch.rms_norm(x, shape, layer.post_norm, eps)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] → [R, vocab], for the rows that are asked for only."""
-        c = self.config
-        return self.head(torch.rms_norm(hidden, (c.hidden_size,), self.norm, c.rms_norm_eps))
+        return self.head(self.norm(hidden))
 
 
 def _rotate(heads: Tensor, rotations: Tensor) -> None:

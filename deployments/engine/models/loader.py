@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from deployments.engine.config import ConfigError
 from deployments.engine.models.decoder import Decoder, DecoderConfig, Layer
 from deployments.engine.models.linear import Linear
+from deployments.engine.models.norm import RMSNorm
 from deployments.engine.models.rope import rotation_table
 
 ARCHITECTURES = ("llama", "qwen2")  # by config.json's model_type
@@ -88,7 +89,7 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
         config=config,
         embedding=embedding,
         layers=tuple(_load_layer(config, read, i, raw) for i in range(config.num_layers)),
-        norm=read("model.norm.weight", (config.hidden_size,)),
+        norm=RMSNorm(read("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
         head=Linear(head),
         rotations=rotations,
     )
@@ -110,16 +111,19 @@ def _load_layer(c: DecoderConfig, read: Read, index: int, raw: dict[str, Any]) -
             bias = None if bias is None else _pair_neighbours(bias, c.head_dim)
         return weight, bias
 
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(read(f"{prefix}{name}.weight", (c.hidden_size,)), c.rms_norm_eps)
+
     parts = [attention_part("q", q_rows, True), attention_part("k", kv_rows, True), attention_part("v", kv_rows, False)]
     biases = [b for _, b in parts if b is not None]
     # llama's attention_bias puts one on the output product too; qwen2 has none there.
     out_bias = read(f"{prefix}self_attn.o_proj.bias", (c.hidden_size,)) if raw.get("attention_bias") else None
     gate_up = [read(f"{prefix}mlp.{n}_proj.weight", (c.intermediate_size, c.hidden_size)) for n in ("gate", "up")]
     return Layer(
-        input_norm=read(f"{prefix}input_layernorm.weight", (c.hidden_size,)),
+        input_norm=norm("input_layernorm"),
         qkv=Linear(torch.cat([w for w, _ in parts]), torch.cat(biases) if biases else None),
         out=Linear(read(f"{prefix}self_attn.o_proj.weight", (c.hidden_size, q_rows)), out_bias),
-        post_norm=read(f"{prefix}post_attention_layernorm.weight", (c.hidden_size,)),
+        post_norm=norm("post_attention_layernorm"),
         gate_up=Linear(torch.cat(gate_up)),
         down=Linear(read(f"{prefix}mlp.down_proj.weight", (c.hidden_size, c.intermediate_size))),
     )
