@@ -36,10 +36,13 @@ def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int], vo
         return Verdict([0] * len(ks), [[token] for token in tokens], [not g for g in good], 0)
     depth = drafts.shape[1]
     tables = _padded(torch.stack([drawn, finite]), ks, depth)  # [2, B, depth + 1]
-    proposed = torch.arange(depth, device=drawn.device) < torch.tensor(ks, device=drawn.device)[:, None]
-    agrees = (drafts == tables[0, :, :-1]) & proposed
+    agrees = drafts == tables[0, :, :-1]
+    outside = drafts.clamp(0, vocab_size - 1) != drafts
+    if min(ks) < depth:
+        proposed = torch.arange(depth, device=drawn.device) < torch.tensor(ks, device=drawn.device)[:, None]
+        agrees, outside = agrees & proposed, outside & proposed
     accepted = agrees.cumprod(1).sum(1, keepdim=True)
-    illegal = (((drafts < 0) | (drafts >= vocab_size)) & proposed).any(1, keepdim=True)
+    illegal = outside.any(1, keepdim=True)
     # The round's one device-to-host copy.
     rows = torch.cat([accepted, illegal, tables[0], tables[1]], 1).tolist()
     return Verdict(

@@ -46,7 +46,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -
     forward_ns = target.forward_ns
     logits = target.run(_feeds(plan, draft), draft.tokens)
     drawn = batch.sampler.sample(logits, _rows(batch, draft))
-    finite = logits.gather(1, drawn[:, None])[:, 0].isfinite()  # an argmax over NaN picks a NaN
+    finite = logits.gather(1, drawn[:, None])[:, 0].abs() < torch.inf  # an argmax over NaN picks a NaN
     verdict = match(drawn, finite, draft.tokens, draft.ks, target.vocab_size)
     scored = perf_counter_ns()
 

@@ -95,7 +95,8 @@ class Runner:
         return logits
 
     def _forward(self, tokens: Tensor, spans: Seq[Span], rows: Tensor | None) -> Tensor:
-        """Logits of `rows` of the pass; None: of all."""
+        """Logits of `rows` of the pass; None: of all. Timed as one forward: from ids to logits, mask included."""
+        started = perf_counter_ns()
         config = self.decoder.config
         plan = plan_attention(
             spans,
@@ -105,7 +106,6 @@ class Runner:
             dtype=self.decoder.dtype,
             device=self.device,
         )
-        started = perf_counter_ns()
         hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])
         self.forward_ns += perf_counter_ns() - started

@@ -141,7 +141,7 @@ class StepStats:
     draft_us: int  # proposing, all drafts of the round
     draft_steps: int  # sequential forwards of the draft
     score_us: int  # the target's pass: input, forward, sampling, acceptance
-    target_forward_us: int  # of score_us, the forward alone
+    target_forward_us: int  # of score_us, the forward: from token ids to logits, positions and mask included
     draft_forward_us: int  # of draft_us, the forwards alone
     step_us: int  # the whole step, host work included
     running: int

@@ -37,17 +37,19 @@ class ModelDrafter:
 
     def _draw(self, batch: DraftBatch, ks: Seq[int], active: list[int], logits: Tensor) -> Tensor:
         """[B, max k] ids, one forward per column; `logits` [len(active), vocab] draw the first."""
-        tokens = torch.zeros(len(ks), max(ks), dtype=torch.int64, device=self.runner.device)
-        for j in range(max(ks)):
+        columns = torch.zeros(max(ks), len(ks), dtype=torch.int64, device=self.runner.device)
+        places = self._index(active)
+        for j, column in enumerate(columns):
             drawn = batch.sampler.sample(logits[:, : self._vocab], [batch.offsets[i] + j for i in active])
-            tokens[self._index(active), j] = drawn
+            column.index_copy_(0, places, drawn)
             still = [n for n, i in enumerate(active) if ks[i] > j + 1]
             if not still:
                 break
             if len(still) < len(active):
                 drawn, active = drawn[self._index(still)], [active[n] for n in still]
+                places = self._index(active)
             logits = self.runner.step([batch.sequences[i] for i in active], drawn)
-        return tokens
+        return columns.t()
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache = self.runner.cache

@@ -64,12 +64,12 @@ def plan_attention(
         index += range(s.start, s.end)
     for s in spans:
         index += range(s.slot * max_len + s.start, s.slot * max_len + s.end)
+    positions, cache_rows = torch.tensor(index, device=device).view(2, -1).unbind(0)
     groups, row = [], 0
     for members in _grouped(spans):
-        make = _solo_group if len(members) == 1 else _batched_group
-        groups.append(make(members, row, num_heads // num_kv_heads, dtype, device))
-        row += sum(s.count for s in members)
-    positions, cache_rows = torch.tensor(index, device=device).view(2, row).unbind(0)
+        rows = slice(row, row + sum(s.count for s in members))
+        groups.append(_make_group(members, rows, positions[rows], num_heads // num_kv_heads, dtype))
+        row = rows.stop
     return AttentionPlan(positions, cache_rows, tuple(groups))
 
 
@@ -135,45 +135,35 @@ def _grouped(spans: Sequence[Span]) -> list[list[Span]]:
     return runs
 
 
-def _solo_group(members: Sequence[Span], row: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Group:
-    (span,) = members
-    mask = None
-    if span.count > 1:
-        last_visible = torch.arange(span.start, span.end, device=device)
-        mask = _additive_mask(last_visible[None], span.end, group_size, dtype)
-    return Group(span.slot, 1, span.count, span.end, mask, slice(row, row + span.count), None, None)
-
-
-def _batched_group(
-    members: Sequence[Span], row: int, group_size: int, dtype: torch.dtype, device: torch.device
-) -> Group:
+def _make_group(members: Sequence[Span], rows: slice, positions: Tensor, group_size: int, dtype: torch.dtype) -> Group:
+    """positions [rows]: of the group's queries. A query sees the keys up to its own position."""
     first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
     queries, keys = max(s.count for s in members), max(s.end for s in members)
-    rows = sum(s.count for s in members)
-    # Padding queries, and the queries of idle slots between, see key 0 only: a softmax over nothing would be NaN.
-    visible = [[0] * queries for _ in range(slots)]
-    gather, packed = [0] * (slots * queries), 0
+    if positions.shape[0] < slots * queries:
+        last_visible, gather, scatter = _padded(members, slots, queries, positions.device)
+    else:
+        last_visible, gather, scatter = positions.view(slots, queries), None, None
+    mask = None
+    if queries > 1 or any(s.end < keys for s in members) or gather is not None:
+        mask = _additive_mask(last_visible, keys, group_size, dtype)
+    return Group(first, slots, queries, keys, mask, rows, gather, scatter)
+
+
+def _padded(members: Sequence[Span], slots: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(last visible key [slots, queries], gather, scatter) of a group whose spans leave places empty.
+
+    Padding queries, and those of idle slots between, see key 0 only: a softmax over nothing would be NaN.
+    """
+    visible, gather, packed = [0] * (slots * queries), [0] * (slots * queries), 0
     scatter: list[int] = []
     for span in members:
-        place = (span.slot - first) * queries
-        visible[span.slot - first][: span.count] = range(span.start, span.end)
+        place = (span.slot - members[0].slot) * queries
+        visible[place : place + span.count] = range(span.start, span.end)
         gather[place : place + span.count] = range(packed, packed + span.count)
         scatter.extend(range(place, place + span.count))
         packed += span.count
-    mask = None
-    if any(v != keys - 1 for slot in visible for v in slot):
-        mask = _additive_mask(torch.tensor(visible, device=device), keys, group_size, dtype)
-    dense = rows == slots * queries
-    return Group(
-        first,
-        slots,
-        queries,
-        keys,
-        mask,
-        slice(row, row + rows),
-        None if dense else torch.tensor(gather, device=device),
-        None if dense else torch.tensor(scatter, device=device),
-    )
+    last_visible = torch.tensor(visible, device=device).view(slots, queries)
+    return last_visible, torch.tensor(gather, device=device), torch.tensor(scatter, device=device)
 
 
 def _additive_mask(last_visible: Tensor, keys: int, group_size: int, dtype: torch.dtype) -> Tensor:
