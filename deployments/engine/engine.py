@@ -12,6 +12,7 @@ from deployments.engine.commit import commit
 from deployments.engine.config import EngineConfig
 from deployments.engine.detokenize import Detokenizer, TextStream
 from deployments.engine.drafters.base import Drafter, try_forget
+from deployments.engine.memory import keep_freed_memory
 from deployments.engine.models.pair import load_pair
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.randomness import sequence_key
@@ -67,6 +68,7 @@ class Engine:
         """Load the pair. Raises ConfigError for anything that cannot be served."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        keep_freed_memory()
         return cls(config, *load_pair(config))
 
     @property
