@@ -21,23 +21,17 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
-        self.weight = weight
-        self.packed: Tensor | None = None
-        self.plain: Tensor | None = None
-        self.plain_rows = 0  # up to this many rows go through `plain`
-        if _can_pack(weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-            self.weight = self.packed
-            self.plain_rows = PLAIN_LIMIT // weight.numel()
-            if self.plain_rows:
-                self.plain = weight.t().contiguous()
+        self.packed = _can_pack(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
+        self.plain_rows = PLAIN_LIMIT // weight.numel() if self.packed else 0  # up to this many go through `plain`
+        self.plain = weight.t().contiguous() if self.plain_rows else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
         if self.plain is not None and x.shape[0] <= self.plain_rows:
             return torch.mm(x, self.plain) if self.bias is None else torch.addmm(self.bias, x, self.plain)
-        return _linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.packed:
+            return _linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
