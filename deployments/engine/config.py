@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
+
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
@@ -15,7 +17,9 @@ class EngineConfig:
     """Everything the engine needs to know at start-up; nothing changes it afterwards."""
 
     target: str  # directory of a Hugging Face checkpoint
-    draft: str | None = None  # None: no draft model, every round is plain (k = 0)
+    draft: str | None = None  # None: no draft model
+    drafter: DrafterName | None = None  # for requests that do not say; None: "model" if there is a draft, else off
+    verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"
     spec_length: int = 5  # k for requests that do not set their own; 0: off
@@ -31,6 +35,12 @@ class EngineConfig:
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.device.partition(":")[0] not in DEVICES:
             raise ConfigError(f"device {self.device!r} is not one of {', '.join(DEVICES)}")
+        if self.verifier not in VERIFIERS:
+            raise ConfigError(f"verifier {self.verifier!r} is not one of {', '.join(VERIFIERS)}")
+        if self.drafter is not None and self.drafter not in DRAFTERS:
+            raise ConfigError(f"drafter {self.drafter!r} is not one of {', '.join(DRAFTERS)}")
+        if self.drafter == "model" and self.draft is None:
+            raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if not 0 <= self.spec_length <= self.max_spec_length:

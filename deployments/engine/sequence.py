@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from deployments.engine.detokenize import TextStream
-from deployments.engine.types import FinishReason, RequestRecord, SamplingParams
+from deployments.engine.types import DrafterName, FinishReason, RequestRecord, SamplingParams, Verifier
 
 
 class State(Enum):
@@ -34,6 +34,10 @@ class Sequence:
     max_len: int  # tokens at which the context ends
     text: TextStream  # owned by the sequence: detokeniser and stop-string state
     record: RequestRecord
+    verifier: Verifier = "match"
+    drafter: DrafterName | None = None  # who drafts for it; None: nobody
+    prediction: tuple[int, ...] = ()  # the client's guess of the output
+    lenience: float | None = None
     state: State = field(default=State.WAITING)
     finish_reason: FinishReason | None = None
 
@@ -45,6 +49,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens it may still emit."""
         return min(self.params.max_tokens - self.num_output, self.max_len - len(self.tokens))
+
+    @property
+    def coupled(self) -> bool:
+        """Whether draft and target draw with the same noise. At temperature 0 every verifier comes to equality."""
+        return self.verifier == "match" or self.params.temperature == 0
 
     def start(self) -> None:
         self._move("start")

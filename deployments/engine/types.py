@@ -5,11 +5,19 @@ The HTTP edge imports this module, so nothing here may import torch. Token ids a
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from math import isfinite
+from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Verifier = Literal["match", "rejection", "block"]
+DrafterName = Literal["model", "ngram", "lookup", "prediction", "cascade"]
+VERIFIERS: tuple[Verifier, ...] = get_args(Verifier)
+DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024  # tokens that one request may bias
+MAX_LOGPROBS = 20  # alternatives told per token
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 
@@ -48,10 +56,18 @@ class SamplingParams:
     top_k: int = 0  # 0: every token
     min_p: float = 0.0
     seed: int | None = None  # None: the engine draws one and reports it
-    max_tokens: int = 16
-    min_tokens: int = 0  # end-of-sequence tokens and stop strings cannot end the text earlier
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
+    repetition_penalty: float = 1.0  # of tokens in prompt or output: positive logits divided by it, others multiplied
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # the same, once per occurrence
+    max_tokens: int = 16  # 0: the prompt is read, nothing is generated
+    min_tokens: int = 0  # neither end tokens nor stop strings end the text earlier; end tokens are not even drawn
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # end the text like an end-of-sequence token
+    include_stop_str_in_output: bool = False  # whether the text keeps what stopped it
     ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives to tell per emitted token; 0: the token's own only; None: nothing
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
         for name in ("top_k", "max_tokens", "min_tokens"):
@@ -62,10 +78,33 @@ class SamplingParams:
         _require(0 <= self.top_k <= MAX_TOP_K, "top_k", f"must lie between 0 (every token) and {MAX_TOP_K}")
         _require(0.0 <= self.min_p <= 1.0, "min_p", "must lie between 0 and 1")
         _require(self.seed is None or -MAX_SEED <= self.seed <= MAX_SEED, "seed", "must fit a signed 64-bit integer")
-        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be greater than 0 and at most 10")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2.0 <= getattr(self, name) <= 2.0, name, "must lie between -2 and 2")
+        self._check_logit_bias()
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            legal = count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS)
+            _require(legal, name, f"must be an integer between 0 and {MAX_LOGPROBS}")
+        _require(self.max_tokens >= 0, "max_tokens", "must not be negative")
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must lie between 0 and max_tokens")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
         _require(all(self.stop), "stop", "must not contain an empty string")
+        _require(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"takes at most {MAX_STOP_TOKENS} ids")
+        _require(all(isinstance(t, int) for t in self.stop_token_ids), "stop_token_ids", "must hold integers")
+
+    def _check_logit_bias(self) -> None:
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"takes at most {MAX_LOGIT_BIAS} tokens")
+        ids = [token for token, _ in self.logit_bias]
+        _require(all(isinstance(t, int) for t in ids), "logit_bias", "must have token ids as keys")
+        _require(len(set(ids)) == len(ids), "logit_bias", "must not name a token twice")
+        legal = all(isfinite(b) and -100.0 <= b <= 100.0 for _, b in self.logit_bias)
+        _require(legal, "logit_bias", "must have values between -100 and 100")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the law depends on which tokens came before, beyond what the model makes of them."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def _require(condition: bool, param: str, rule: str) -> None:
@@ -83,6 +122,19 @@ class Request:
     k: int | None = None  # drafts per round; None: the engine's spec_length; 0: speculation off
     prompt_index: int = 0  # place in a prompt list; with choice_index it keys the request's randomness
     choice_index: int = 0
+    verifier: Verifier | None = None  # None: the engine's own
+    drafter: DrafterName | None = None  # None: the engine's own, or "cascade" where there is a prediction
+    prediction_ids: tuple[int, ...] = ()  # the client's guess of the output
+    lenience: float | None = None  # l in (0, 1): accept with min(1, p / (l·q)), which changes the law (Leviathan A.5)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log-probability under the target's raw logits, before any sampling parameter."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest (token, logprob), best first; ties by lowest id
 
 
 @dataclass(slots=True)
@@ -94,6 +146,9 @@ class RequestRecord:
     prompt_tokens: int
     k_max: int  # the largest k this request may get
     arrived: float
+    verifier: Verifier = "match"
+    drafter: DrafterName | None = None  # None: speculation is off
+    lenience: float | None = None
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -101,6 +156,9 @@ class RequestRecord:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
     emitted: list[int] = field(default_factory=list)  # tokens that reached the client
+    proposer: list[int] = field(default_factory=list)  # index in DRAFTERS of who proposed the drafts; -1: no drafts
+    prediction_tokens: int = 0  # of the client's guess of the output
+    prediction_accepted: int = 0  # of these, tokens that the output followed
 
     @property
     def rounds(self) -> int:
@@ -126,6 +184,8 @@ class Output:
     finish_reason: FinishReason | None = None
     error: str | None = None  # safe to show to the client; only with finish_reason "error"
     record: RequestRecord | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, where asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
 
 
 @dataclass(frozen=True, slots=True)

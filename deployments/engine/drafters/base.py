@@ -1,9 +1,9 @@
 """What a drafter is (architecture R11). A new one is a small class; nothing else learns its name."""
 
 import logging
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from deployments.engine.acceptance import Verdict
 from deployments.engine.sampling import Sampler
 from deployments.engine.sequence import Sequence
+from deployments.engine.types import DrafterName
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,11 @@ class Draft:
     """Proposals. ks may be smaller than what was asked for: a drafter offers what it has."""
 
     ks: tuple[int, ...]
-    tokens: Tensor | None  # [B, max k] int64; row i holds ks[i] ids, then anything. None: nothing proposed
-    logq: Tensor | None = None  # [B, max k, vocab] the law each was drawn from, for verifiers that need it
+    tokens: Tensor | None  # [B, ≥ max k] int64; row i holds ks[i] ids, then anything. None: nothing proposed
+    logq: Tensor | None = None  # [n, ≥ max k, vocab] log-laws that tokens were drawn from, for verifiers that need it
+    logq_rows: Mapping[int, int] = field(default_factory=dict)  # sequence of the batch → its row in logq
+    # A sequence that is not in logq_rows was not drawn for: its q is one-hot at each token.
+    proposers: tuple[DrafterName | None, ...] | None = None  # who proposed for each sequence; None: the drafter itself
     parents: Tensor | None = None  # [B, max k] for trees; None: a chain
     steps: int = 0  # sequential forwards it took
     forward_us: int = 0  # of the time it took, the forwards alone
