@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from deployments.engine.types import StepStats
+from policies.analysis import expected_tokens
 
 REPETITION_LIMIT = 0.10  # from this share of repeated 8-grams on, α is that of loops
 
@@ -16,11 +17,6 @@ def acceptance_rate(drafted: Sequence[int], accepted: Sequence[int]) -> float | 
     """
     reached = sum(min(a + 1, d) for d, a in zip(drafted, accepted, strict=True))
     return sum(accepted) / reached if reached else None
-
-
-def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens one round emits for one sequence: 1 + α + … + αᵏ (Leviathan et al. 2023, equation 1)."""
-    return float(sum(alpha**j for j in range(k + 1)))
 
 
 def predicted_speedup(alpha: float, k: int, plain_s: float, draft_step_s: float, verify_s: float) -> float:

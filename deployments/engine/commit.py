@@ -13,19 +13,25 @@ class Committed:
     finish_reason: FinishReason | None
 
 
-def commit(sequence: Sequence, emitted: list[int], eos_ids: frozenset[int]) -> Committed:
+def commit(sequence: Sequence, emitted: list[int]) -> Committed:
     """Append a round's tokens in order until one of them ends the text; those after it never existed.
 
-    An end-of-sequence token counts as a token and adds no text. Text before a stop string is kept, the string is not.
+    What ends the text, an end token or a stop string, counts as tokens, and is part of the text only if its request
+    says so (include_stop_str_in_output).
     """
+    params = sequence.params
+    if params.max_tokens == 0:
+        return Committed((), "", "length")
     pieces: list[str] = []
     reason: FinishReason | None = None
     first = len(sequence.tokens)
     for token in emitted:
         sequence.tokens.append(token)
-        may_stop = sequence.num_output >= sequence.params.min_tokens
-        if token in eos_ids and may_stop and not sequence.params.ignore_eos:
+        may_stop = sequence.num_output >= params.min_tokens
+        if token in sequence.end_ids and may_stop:
             reason = "stop"
+            if params.include_stop_str_in_output:
+                pieces.append(sequence.text.push(token, may_stop=False)[0])
             pieces.append(sequence.text.flush())
             break
         piece, stopped = sequence.text.push(token, may_stop=may_stop)

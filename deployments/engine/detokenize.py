@@ -69,23 +69,25 @@ class Detokenizer:
 
 
 class TextStream:
-    """A sequence's output text: detokenised, cut at the first stop string."""
+    """A sequence's output text: detokenised, cut at the first stop string; before it, or behind it if `include`."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], *, include: bool = False) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
+        self._include = include
         self._held = ""  # text that may be the beginning of a stop string
 
     def push(self, token: int, *, may_stop: bool) -> tuple[str, bool]:
-        """(text to send now, whether a stop string was completed; then the text ends before it)."""
+        """(text to send now, whether a stop string was completed; then the text ends there)."""
         text = self._held + self._detokenizer.push(token)
         if not self._stop:
             return text, False
         if may_stop:
-            found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+            found = [(at, len(s)) for s in self._stop if (at := text.find(s)) >= 0]
             if found:
+                at, length = min(found)
                 self._held = ""
-                return text[: min(found)], True
+                return text[: at + length if self._include else at], True
         # A stop string that came too early does not count later either, so nothing of it may be held.
         over = max((text.rfind(s) + len(s) for s in self._stop if s in text), default=0)
         keep = min(len(text) - over, max(_overlap(text, s) for s in self._stop))

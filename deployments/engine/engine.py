@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import secrets
 import time
 from dataclasses import dataclass, replace
 
@@ -10,29 +9,27 @@ import torch
 
 from deployments.engine.commit import commit
 from deployments.engine.config import EngineConfig
-from deployments.engine.detokenize import Detokenizer, TextStream
-from deployments.engine.drafters.base import Drafter, try_forget
+from deployments.engine.drafters.base import Draft, Drafter, try_forget
+from deployments.engine.intake import Intake
 from deployments.engine.memory import keep_freed_memory
 from deployments.engine.models.pair import load_pair
 from deployments.engine.models.tokenizer import Tokenizer
-from deployments.engine.randomness import sequence_key
 from deployments.engine.round import Outcome, run_round
 from deployments.engine.runner import Runner
 from deployments.engine.scheduler import Plan, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
+    DRAFTERS,
+    DrafterName,
     FinishReason,
     InvalidRequest,
     Output,
     Request,
-    RequestRecord,
     StepStats,
 )
 from policies.spec_length import Fixed
 
 log = logging.getLogger(__name__)
-
-SEED_RANGE = 2**53  # of seeds drawn here: a client in JavaScript must be able to send them back
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +42,20 @@ class Engine:
     """Owns the models, the caches and every sequence. Not thread-safe: see worker.py."""
 
     def __init__(
-        self, config: EngineConfig, target: Runner, drafter: Drafter, tokenizer: Tokenizer, eos_ids: frozenset[int]
+        self,
+        config: EngineConfig,
+        target: Runner,
+        drafter: Drafter,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        drafters: tuple[DrafterName, ...] = (),
     ) -> None:
         self.config = config
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        # Drafts per round: for requests that do not say, and the most that one may ask for.
-        self.spec_length, self.max_spec_length = (
-            (0, 0) if config.draft is None else (config.spec_length, config.max_spec_length)
-        )
-        self.scheduler = Scheduler(target, Fixed(self.spec_length), config.max_running, config.max_step_tokens)
+        self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
+        self.scheduler = Scheduler(target, Fixed(config.spec_length), config.max_running, config.max_step_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
@@ -69,11 +68,21 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         keep_freed_memory()
-        return cls(config, *load_pair(config))
+        pair = load_pair(config)
+        return cls(config, pair.target, pair.drafter, pair.tokenizer, pair.eos_ids, pair.drafter.names)
 
     @property
     def max_model_len(self) -> int:
         return self.target.cache.max_len
+
+    @property
+    def max_spec_length(self) -> int:
+        """The most drafts per round that a request may ask for."""
+        return self.intake.max_spec_length
+
+    @property
+    def drafters(self) -> tuple[DrafterName, ...]:
+        return self.intake.drafters
 
     @property
     def has_work(self) -> bool:
@@ -81,20 +90,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest for what can never be served. Reads only constants, so any thread may call it."""
-        prompt, limit = len(request.prompt_ids), self.max_model_len
-        if not prompt:
-            raise InvalidRequest("the prompt holds no tokens", "prompt")
-        if bad := next((t for t in request.prompt_ids if not 0 <= t < self.target.vocab_size), None):
-            raise InvalidRequest(f"prompt token id {bad} is outside the vocabulary", "prompt")
-        if prompt + request.params.max_tokens > limit:
-            raise InvalidRequest(
-                f"the prompt's {prompt} tokens and max_tokens {request.params.max_tokens} exceed the context of "
-                f"{limit} tokens",
-                "max_tokens" if prompt < limit else "prompt",
-                "context_length_exceeded",
-            )
-        if request.k is not None and not 0 <= request.k <= self.max_spec_length:
-            raise InvalidRequest(f"k must lie between 0 and {self.max_spec_length}", "speculation")
+        self.intake.check(request)
 
     def submit(self, request: Request, arrived: float | None = None) -> None:
         """Queue a request that passed `check`; it arrived then (monotonic seconds; None: now).
@@ -103,7 +99,7 @@ class Engine:
         """
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "id")
-        sequence = self._make_sequence(request)
+        sequence = self.intake.sequence(request, next(self._handles))
         if arrived is not None:
             sequence.record.arrived = arrived
         self._sequences[request.id] = sequence
@@ -141,24 +137,6 @@ class Engine:
         held = self.config.max_running - self.target.cache.free_slots
         assert held == len(self.scheduler.running), f"{held} slots held by {len(self.scheduler.running)} sequences"
 
-    def _make_sequence(self, request: Request) -> Sequence:
-        params = request.params
-        seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
-        k_max = self.spec_length if request.k is None else request.k
-        prompt = list(request.prompt_ids)
-        return Sequence(
-            handle=next(self._handles),
-            request_id=request.id,
-            tokens=prompt,
-            num_prompt=len(prompt),
-            params=params,
-            k=request.k,
-            key=sequence_key(seed, request.prompt_index, request.choice_index),
-            max_len=self.max_model_len,
-            text=TextStream(Detokenizer(self.tokenizer.decode, prompt), params.stop),
-            record=RequestRecord(request.id, seed, len(prompt), k_max, arrived=time.monotonic()),
-        )
-
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
             sequence.record.admitted = time.monotonic()
@@ -172,7 +150,7 @@ class Engine:
             try:
                 with torch.inference_mode():
                     attempt = plan if with_drafts else plan.without_drafts()
-                    outcome = run_round(attempt, self.target, self.drafter, sorted(self.eos_ids))
+                    outcome = run_round(attempt, self.target, self.drafter)
                 return outcome if with_drafts else replace(outcome, draft=replace(outcome.draft, failed=True))
             except Exception:
                 log.exception("a round over %d sequences failed", len(plan.slices))
@@ -186,32 +164,46 @@ class Engine:
         outputs: list[Output] = []
         if outcome is None:
             return outputs
-        verdict = outcome.verdict
-        for part, k, accepted, emitted, bad in zip(
-            outcome.slices, outcome.draft.ks, verdict.accepted, verdict.emitted, verdict.bad, strict=True
-        ):
-            sequence, record = part.sequence, part.sequence.record
-            if bad:
-                log.error("request %s ends: its logits are not finite", sequence.request_id)
-                self.target.storage.clear(self.target.cache.slot(sequence.handle))
-                self._finish(sequence, "error", "the model gave no valid distribution for this request")
-                continue
-            try:
-                committed = commit(sequence, emitted, self.eos_ids)
-            except Exception:
-                log.exception("request %s failed while its tokens were committed", sequence.request_id)
-                self._finish(sequence, "error", "the output of this request could not be processed")
-                continue
-            record.drafted.append(k)
-            record.accepted.append(accepted)
-            record.emitted.append(len(committed.tokens))
-            if record.first_token is None:
-                record.first_token = time.monotonic()
-            if committed.finish_reason:
-                self._finish(sequence, committed.finish_reason, None, committed.tokens, committed.text)
-            else:
-                outputs.append(Output(sequence.request_id, committed.tokens, committed.text))
+        for part, told in outcome.prompt_logprobs:
+            part.sequence.prompt_logprobs += told
+        for i, part in enumerate(outcome.slices):
+            output = self._commit_one(part.sequence, i, outcome)
+            if output is not None:
+                outputs.append(output)
         return outputs
+
+    def _commit_one(self, sequence: Sequence, i: int, outcome: Outcome) -> Output | None:
+        """What the i-th sequence of the round adds to its text; None if that ended it."""
+        verdict, record = outcome.verdict, sequence.record
+        if verdict.bad[i]:
+            log.error("request %s ends: its logits are not finite", sequence.request_id)
+            self.target.storage.clear(self.target.cache.slot(sequence.handle))
+            self._finish(sequence, "error", "the model gave no valid distribution for this request")
+            return None
+        try:
+            committed = commit(sequence, verdict.emitted[i])
+        except Exception:
+            log.exception("request %s failed while its tokens were committed", sequence.request_id)
+            self._finish(sequence, "error", "the output of this request could not be processed")
+            return None
+        prompt_logprobs = () if record.emitted else tuple(sequence.prompt_logprobs)
+        record.drafted.append(outcome.draft.ks[i])
+        record.accepted.append(verdict.accepted[i])
+        record.emitted.append(len(committed.tokens))
+        record.proposer.append(_proposer(outcome.draft, i, sequence))
+        if record.first_token is None and committed.tokens:
+            record.first_token = time.monotonic()
+        output = Output(
+            sequence.request_id,
+            committed.tokens,
+            committed.text,
+            logprobs=outcome.logprobs[i][: len(committed.tokens)],
+            prompt_logprobs=prompt_logprobs,
+        )
+        if committed.finish_reason is None:
+            return output
+        self._finish(sequence, committed.finish_reason, None, output)
+        return None
 
     def _publish(self, plan: Plan, outcome: Outcome | None, outputs: list[Output], started: int) -> StepResult:
         self.steps += 1
@@ -241,12 +233,7 @@ class Engine:
         return StepResult(outputs, stats)
 
     def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        error: str | None = None,
-        tokens: tuple[int, ...] = (),
-        text: str = "",
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, last: Output | None = None
     ) -> None:
         """The one way a request ends: free what it holds, and queue its last output (I5)."""
         self.scheduler.remove(sequence)
@@ -256,4 +243,13 @@ class Engine:
         record = sequence.record
         record.finished = time.monotonic()
         record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
-        self._finished.append(Output(sequence.request_id, tokens, text, reason, error, record))
+        last = last or Output(sequence.request_id, (), "")
+        self._finished.append(replace(last, finish_reason=reason, error=error, record=record))
+
+
+def _proposer(draft: Draft, i: int, sequence: Sequence) -> int:
+    """Who proposed, as an index in DRAFTERS; -1: nobody."""
+    if not draft.ks[i]:
+        return -1
+    name = sequence.drafter if draft.proposers is None else draft.proposers[i]
+    return -1 if name is None else DRAFTERS.index(name)

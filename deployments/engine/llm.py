@@ -7,7 +7,17 @@ from typing import Any
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
-from deployments.engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
+from deployments.engine.types import (
+    DrafterName,
+    FinishReason,
+    Output,
+    Request,
+    RequestRecord,
+    SamplingParams,
+    StepStats,
+    TokenLogprob,
+    Verifier,
+)
 
 Prompt = str | Sequence[int]
 DEFAULT_PARAMS = SamplingParams()
@@ -15,13 +25,15 @@ DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt got. drafted and accepted have one entry per round."""
+    """What one prompt got. drafted and accepted have one entry per round; logprobs are there where asked for."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
     record: RequestRecord
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
 
     @property
     def seed(self) -> int:
@@ -52,16 +64,31 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
         k: int | Sequence[int | None] | None = None,
+        *,
+        verifier: Verifier | None = None,
+        drafter: DrafterName | None = None,
+        predictions: Sequence[Prompt] | None = None,
     ) -> list[Completion]:
         """Completions in the order of the prompts; params and k may be one for all or one each.
+
+        verifier and drafter: None for the engine's own. predictions: guesses of the outputs, one per prompt.
 
         Raises InvalidRequest before anything runs, RuntimeError if a request fails while running.
         """
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ks = list(k) if isinstance(k, Sequence) else [k] * len(prompts)
+        guesses = [()] * len(prompts) if predictions is None else [self._ids_of(p) for p in predictions]
         requests = [
-            Request(f"offline-{next(self._ids)}", self._ids_of(prompt), p, each)
-            for prompt, p, each in zip(prompts, all_params, ks, strict=True)
+            Request(
+                f"offline-{next(self._ids)}",
+                self._ids_of(prompt),
+                p,
+                each,
+                verifier=verifier,
+                drafter=drafter,
+                prediction_ids=guess,
+            )
+            for prompt, p, each, guess in zip(prompts, all_params, ks, guesses, strict=True)
         ]
         for request in requests:
             self.engine.check(request)
@@ -91,6 +118,8 @@ def _complete(request: Request, outputs: list[Output]) -> Completion:
     return Completion(
         prompt_token_ids=request.prompt_ids,
         token_ids=[t for o in outputs for t in o.token_ids],
+        logprobs=[entry for o in outputs for entry in o.logprobs],
+        prompt_logprobs=[entry for o in outputs for entry in o.prompt_logprobs],
         text="".join(o.text for o in outputs),
         finish_reason=last.finish_reason,
         record=last.record,

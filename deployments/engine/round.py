@@ -7,18 +7,23 @@ tokens; the caller does, so a round that raises leaves every sequence as it was.
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from time import perf_counter_ns
 
 import torch
+from torch import Tensor
 
-from deployments.engine.acceptance import Verdict, match
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, try_forget
+from deployments.engine.acceptance import Verdict
+from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, check_draft, try_forget
+from deployments.engine.logprobs import token_logprobs
 from deployments.engine.runner import Feed, Runner
-from deployments.engine.sampling import make_sampler
+from deployments.engine.sampling import Sampler
 from deployments.engine.scheduler import Plan, Slice
+from deployments.engine.types import TokenLogprob
+from deployments.engine.verification import verify
 
 log = logging.getLogger(__name__)
+
+Told = tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +33,30 @@ class Outcome:
     slices: tuple[Slice, ...]
     draft: Draft
     verdict: Verdict
+    logprobs: tuple[Told, ...]  # of each slice's emitted tokens; empty where not asked for
+    prompt_logprobs: tuple[tuple[Slice, Told], ...]  # for any slices of the plan, of the prompt tokens that they scored
     draft_us: int
     score_us: int
     target_forward_us: int
 
 
-def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -> Outcome:
-    """One speculative round (Leviathan et al. 2023, Algorithm 1, with acceptance by equality: architecture R6)."""
+def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
+    """One speculative round (Leviathan et al. 2023, Algorithm 1), each sequence with the verifier it asked for."""
     slices = tuple(s for s in plan.slices if s.emits)
     wanted = [s.k for s in slices]
-    batch = _draft_batch(slices, wanted, target, eos_ids)
+    sequences = tuple(s.sequence for s in slices)
+    batch = DraftBatch(sequences, Sampler(sequences, wanted, target.vocab_size, target.device))
     started = perf_counter_ns()
 
     draft = _propose(drafter, batch, wanted, target.device)
     drafted = perf_counter_ns()
 
     forward_ns = target.forward_ns
-    logits = target.run(_feeds(plan, draft), draft.tokens)
-    drawn = batch.sampler.sample(logits, _rows(batch, draft))
-    finite = logits.gather(1, drawn[:, None])[:, 0].abs() < torch.inf  # an argmax over NaN picks a NaN
-    verdict = match(drawn, finite, draft.tokens, draft.ks, target.vocab_size)
+    feeds = _feeds(plan, draft)
+    logits, prompt_logits = _split(target.run(feeds, draft.tokens), feeds)
+    verdict = verify(batch, draft, logits)
+    logprobs = _logprobs(batch, draft, verdict, logits)
+    prompt_logprobs = _prompt_logprobs(plan, feeds, prompt_logits, target)
     scored = perf_counter_ns()
 
     for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
@@ -57,17 +66,12 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, eos_ids: Seq[int]) -
         slices,
         draft if observed else replace(draft, failed=True),
         verdict,
+        logprobs,
+        prompt_logprobs,
         draft_us=(drafted - started) // 1000,
         score_us=(scored - drafted) // 1000,
         target_forward_us=(target.forward_ns - forward_ns) // 1000,
     )
-
-
-def _draft_batch(slices: Seq[Slice], wanted: Seq[int], target: Runner, eos_ids: Seq[int]) -> DraftBatch:
-    sequences = tuple(s.sequence for s in slices)
-    sampler = make_sampler(sequences, wanted, target.vocab_size, eos_ids, target.device)
-    first_rows = accumulate((k + 1 for k in wanted), initial=0)
-    return DraftBatch(sequences, sampler, tuple(first_rows)[:-1])
 
 
 def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int], device: torch.device) -> Draft:
@@ -76,26 +80,11 @@ def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int], device: torc
         return Draft.none(len(wanted))
     try:
         draft = drafter.propose(batch, wanted)
-        _check(draft, wanted, device)
+        check_draft(draft, wanted, device)
         return draft
     except Exception:
         log.exception("the drafter failed; this round runs without drafts")
         return Draft.none(len(wanted), failed=True)
-
-
-def _check(draft: Draft, wanted: Seq[int], device: torch.device) -> None:
-    """Raise ValueError unless the draft is what was asked for, in the form that the pass and the verifier take."""
-    if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):
-        raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
-    tokens = draft.tokens
-    if tokens is None:
-        if any(draft.ks):
-            raise ValueError(f"the drafter announced {draft.ks} tokens and gave none")
-        return
-    if tokens.dim() != 2 or tokens.shape[0] != len(wanted) or tokens.shape[1] < max(draft.ks):
-        raise ValueError(f"the drafter announced {draft.ks} tokens and gave a table of shape {tuple(tokens.shape)}")
-    if tokens.dtype is not torch.int64 or tokens.device.type != device.type:
-        raise ValueError(f"the drafter gave {tokens.dtype} on {tokens.device}, not int64 on {device}")
 
 
 def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
@@ -115,10 +104,55 @@ def _feeds(plan: Plan, draft: Draft) -> list[Feed]:
     feeds = []
     for s in plan.slices:
         k = next(ks) if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0))
+        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0, scored=s.scored))
     return feeds
 
 
-def _rows(batch: DraftBatch, draft: Draft) -> list[int]:
-    """The sampler's rows that were scored; all of them unless the drafter offered less than it was asked for."""
-    return [first + j for first, k in zip(batch.offsets, draft.ks, strict=True) for j in range(k + 1)]
+def _split(logits: Tensor, feeds: Seq[Feed]) -> tuple[Tensor, Tensor | None]:
+    """(rows to draw from, rows that score a prompt; None: no such rows)."""
+    if not any(feed.scored for feed in feeds):
+        return logits, None
+    scores_prompt = [part for feed in feeds for part in [True] * feed.scored + [False] * feed.outputs]
+    mask = torch.tensor(scores_prompt, device=logits.device)
+    return logits[~mask], logits[mask]
+
+
+def _logprobs(batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor) -> tuple[Told, ...]:
+    """A second copy to the host, in rounds of which somebody asked for it."""
+    counts = [s.params.logprobs for s in batch.sequences]
+    if all(count is None for count in counts):
+        return ((),) * len(counts)
+    rows: list[int] = []
+    tokens: list[int] = []
+    tops: list[int] = []
+    first = 0
+    for k, emitted, count in zip(draft.ks, verdict.emitted, counts, strict=True):
+        if count is not None:
+            rows += range(first, first + len(emitted))
+            tokens += emitted
+            tops += [count] * len(emitted)
+        first += k + 1
+    told = iter(token_logprobs(logits[torch.tensor(rows, device=logits.device)], tokens, tops))
+    return tuple(
+        () if count is None else tuple(next(told) for _ in emitted)
+        for emitted, count in zip(verdict.emitted, counts, strict=True)
+    )
+
+
+def _prompt_logprobs(
+    plan: Plan, feeds: Seq[Feed], logits: Tensor | None, target: Runner
+) -> tuple[tuple[Slice, Told], ...]:
+    """The row of a prompt's token tells of the next one."""
+    if logits is None:
+        return ()
+    told, first = [], 0
+    for s, feed in zip(plan.slices, feeds, strict=True):
+        if not feed.scored:
+            continue
+        # The pass has fed this slice already: its first row is so far behind the cache's end.
+        start = target.cache.length(s.sequence.handle) - feed.committed - feed.drafts + 1
+        tokens = s.sequence.tokens[start : start + feed.scored]
+        counts = [s.sequence.params.prompt_logprobs or 0] * len(tokens)
+        told.append((s, tuple(token_logprobs(logits[first : first + feed.scored], tokens, counts))))
+        first += feed.scored
+    return tuple(told)

@@ -22,6 +22,7 @@ class Feed:
     committed: int
     drafts: int = 0
     outputs: int = 1  # logits rows wanted, counted from the end of the feed
+    scored: int = 0  # and from its beginning: rows that tell what the prompt's own next tokens were worth
 
 
 class Runner:
@@ -53,7 +54,7 @@ class Runner:
         return len(sequence.tokens) - cached
 
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
-        """One pass over all feeds; returns logits [Σ outputs, vocab], and the caches then hold what was fed.
+        """One pass over all feeds; returns logits [Σ (scored + outputs), vocab], and the caches hold what was fed.
 
         drafts [B, ≥ max drafts]: row i holds the ids fed after the committed tokens of the i-th feed with outputs.
         """
@@ -70,6 +71,7 @@ class Runner:
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts
             spans.append(Span.at(self.cache.slot(handle), start, count))
+            wanted += range(len(ids), len(ids) + feed.scored)
             ids += feed.sequence.tokens[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
             draft_places += [(draft_index, j) for j in range(feed.drafts)]

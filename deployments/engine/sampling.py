@@ -1,184 +1,169 @@
-"""From logits to tokens: the one transform (architecture R4), used alike for plain decoding, drafting and verification.
+"""From logits to the law and to tokens: the one transform (architecture R4), used alike for plain decoding, q and p.
 
-A round's rows are sequence-major: sequence i owns rows offset[i] … offset[i] + k[i], and row (i, j) draws the token at
-absolute position len(tokens[i]) + j. Draft token j + 1 and the target's own token are drawn for the same row, hence
-with the same parameters and the same noise.
+A round's rows are sequence-major: sequence i owns rows offset[i] … offset[i] + k[i], and row (i, j) is about the token
+at absolute position len(tokens[i]) + j, given the committed tokens and the first j drafts. Draft j + 1 and the target's
+own token are drawn for the same row, hence with the same parameters; under `match` also with the same noise.
+
+The transform, in transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no end
+tokens before min_tokens, temperature, top-k, top-p, min-p (filters.py).
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from deployments.engine.randomness import TARGET_STREAM, gumbel_noise, stream_key
+from deployments.engine.filters import Filters, removed, truncates
+from deployments.engine.penalties import History, adjust
+from deployments.engine.randomness import (
+    COIN_STREAM,
+    DRAFT_STREAM,
+    RESIDUAL_STREAM,
+    TARGET_STREAM,
+    argmax,
+    race,
+    stream_key,
+    uniforms,
+)
 from deployments.engine.sequence import Sequence
 
-Places = dict[int, int]  # row of the round → row of a tensor that holds only the rows concerned
 
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """Truncation of the law, for the rows that ask for it; a neutral value keeps every token."""
-
-    temperature: Tensor  # [F] fp64, positive
-    top_k: Tensor  # [F] int64, vocab size: off
-    top_p: Tensor  # [F] fp64, 1: off
-    min_p: Tensor  # [F] fp64, 0: off
-    nucleus: bool  # whether any row has a top-p: known on the host
-
-    def pick(self, rows: Tensor) -> "Filters":
-        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.nucleus)
-
-
-@dataclass(frozen=True, slots=True)
 class Sampler:
-    """A round's sampling parameters. Greedy rows cost an argmax; noise and filters exist for the rows that use them."""
+    """A round's sampling parameters. A greedy row costs an argmax; everything else exists for the rows that use it.
 
-    noise: Tensor | None  # [S, vocab] fp64: Gumbel noise times the row's temperature
-    noisy: Places  # rows with a temperature → rows of noise
-    filters: Filters | None
-    filtered: Places  # rows → rows of filters
-    banned: frozenset[int]  # rows that may not draw an end-of-sequence token
-    eos_ids: tuple[int, ...]
+    Rows are named by their number in the round, in the order in which their logits are given. The logits' vocabulary
+    may be smaller than the target's (a draft's table).
+    """
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every row is its logits' argmax and nothing else."""
-        return not self.noisy and not self.banned
+    def __init__(self, sequences: Seq[Sequence], ks: Seq[int], vocab_size: int, device: torch.device) -> None:
+        self.device = device
+        self._sequences = sequences
+        self._vocab_size = vocab_size
+        self.offsets = tuple(accumulate((k + 1 for k in ks), initial=0))[:-1]
+        self._rows = [(i, j) for i, k in enumerate(ks) for j in range(k + 1)]  # sequence, drafts that the row sees
+        params = [sequences[i].params for i, _ in self._rows]
+        self._noisy = frozenset(row for row, p in enumerate(params) if p.temperature)
+        truncated = [row for row, p in enumerate(params) if truncates(p)]
+        self._truncated = {row: place for place, row in enumerate(truncated)}
+        self._adjusted = frozenset(row for row, p in enumerate(params) if p.penalised or p.logit_bias)
+        self._banned = {row: ids for row, (i, j) in enumerate(self._rows) if (ids := _banned(sequences[i], j))}
+        self._filters = Filters.make([params[row] for row in truncated], vocab_size, device) if truncated else None
+        self._histories = [self._history(s) for s in sequences]
 
-    def sample(self, logits: Tensor, rows: Seq[int]) -> Tensor:
-        """Token ids [R] drawn for these rows of the round from logits [R, vocab]. Ties take the lowest id.
+    def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
+        """The transform up to the division by the temperature, [R, vocab] → [R, vocab]; −inf for what p does not hold.
 
-        argmax(logits / T + noise) = argmax(logits + T · noise): no division, and no case of its own for temperature 0.
-        The logits' vocabulary may be smaller than the noise's (a draft's table).
+        drafts [B, ≥ those the rows see]: the round's drafts so far; None if no row sees any. The logits are left alone.
         """
-        if self.greedy:
-            return argmax(logits)
-        logits = self._without_eos(logits, rows)
-        at = [i for i, row in enumerate(rows) if row in self.noisy]
-        if not at or self.noise is None:
-            return argmax(logits)
-        noise = _rows(self.noise, [self.noisy[rows[i]] for i in at])
-        drawn = argmax(self._scores(_rows(logits, at), noise, [rows[i] for i in at]))
-        if len(at) == len(rows):
-            return drawn
-        tokens = argmax(logits)
-        tokens[_index(at, tokens.device)] = drawn
-        return tokens
+        if logits.dtype is torch.bfloat16:
+            logits = logits.float()
+        if at := [i for i, row in enumerate(rows) if row in self._adjusted]:
+            logits = _put(logits, at, self._adjust(_take(logits, at), [rows[i] for i in at], drafts))
+        if self._banned:
+            logits = self._without_banned(logits, rows)
+        at = [i for i, row in enumerate(rows) if row in self._truncated]
+        if at and self._filters is not None:
+            filters = self._filters.pick(self._index([self._truncated[rows[i]] for i in at]))
+            kept = _take(logits, at)
+            logits = _put(logits, at, kept.masked_fill(removed(kept, filters), -torch.inf))
+        return logits
 
-    def _scores(self, logits: Tensor, noise: Tensor, rows: Seq[int]) -> Tensor:
-        scores = noise[:, : logits.shape[-1]] + logits
-        at = [i for i, row in enumerate(rows) if row in self.filtered]
-        if not at or self.filters is None:
-            return scores
-        filters = self.filters.pick(_index([self.filtered[rows[i]] for i in at], scores.device))
-        gone = removed(_rows(logits, at), filters)
-        if len(at) == len(rows):
-            return scores.masked_fill_(gone, -torch.inf)
-        where = _index(at, scores.device)
-        scores[where] = scores[where].masked_fill_(gone, -torch.inf)
-        return scores
+    def sample(self, scores: Tensor, rows: Seq[int]) -> Tensor:
+        """Token ids [R]: the target's own draws for these rows (stream 0). Ties take the lowest id."""
+        noisy = [i for i, row in enumerate(rows) if row in self._noisy]
+        if not noisy:
+            return argmax(scores)
+        chosen = [rows[i] for i in noisy]
+        positions = [len(self._sequences[i].tokens) + j for i, j in (self._rows[row] for row in chosen)]
+        keys = self._keys(TARGET_STREAM, [self._rows[row][0] for row in chosen])
+        drawn = race(_take(scores, noisy), self._temperatures(chosen), keys, self._index(positions))
+        return drawn if len(noisy) == len(rows) else _put(argmax(scores), noisy, drawn)
 
-    def _without_eos(self, logits: Tensor, rows: Seq[int]) -> Tensor:
-        at = [i for i, row in enumerate(rows) if row in self.banned]
-        ids = [eos for eos in self.eos_ids if eos < logits.shape[-1]]
-        if not at or not ids:
+    def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
+        """The log of the law [R, vocab] that these rows' tokens follow, in fp32 or fp64. They need a temperature."""
+        return scores.div(self._temperatures(rows).to(scores.dtype)[:, None]).log_softmax(-1)
+
+    def propose(self, laws: Tensor, rows: Seq[int]) -> Tensor:
+        """Token ids [R] drawn from these rows' log-laws [R, vocab] for a draft (stream 1)."""
+        which, ahead = zip(*(self._rows[row] for row in rows), strict=True)
+        return self._draw(laws, DRAFT_STREAM, which, self._index(ahead))
+
+    def emit(self, weights: Tensor, which: Seq[int], ahead: Tensor) -> Tensor:
+        """Token ids [N] drawn from log-weights [N, vocab] to end the round of sequences `which` (stream 3), `ahead` [N]
+        positions past their committed text."""
+        return self._draw(weights, RESIDUAL_STREAM, which, ahead)
+
+    def _draw(self, weights: Tensor, stream: int, which: Seq[int], ahead: Tensor) -> Tensor:
+        ones = torch.ones(len(which), dtype=torch.float64, device=self.device)
+        return race(weights, ones, self._keys(stream, which), self._ends(which) + ahead)
+
+    def coins(self, which: Seq[int], depth: int) -> Tensor:
+        """Uniform numbers [N, depth] in [0, 1), fp64, that decide about the drafts of sequences `which`."""
+        positions = self._ends(which)[:, None] + torch.arange(depth, device=self.device)
+        return uniforms(self._keys(COIN_STREAM, which)[:, None], positions)
+
+    def _keys(self, stream: int, which: Seq[int]) -> Tensor:
+        """Keys [N] of a stream; all but the target's own begin anew with every round (R5)."""
+        own = stream == TARGET_STREAM
+        keys = {i: _key(self._sequences[i], stream, own) for i in set(which)}
+        return self._index([keys[i] for i in which])
+
+    def _ends(self, which: Seq[int]) -> Tensor:
+        return self._index([len(self._sequences[i].tokens) for i in which])
+
+    def _temperatures(self, rows: Seq[int]) -> Tensor:
+        values = [self._sequences[self._rows[row][0]].params.temperature for row in rows]
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+    def _history(self, sequence: Sequence) -> History | None:
+        """The sequence's own, counted up to its end; made in its first round."""
+        params = sequence.params
+        if not (params.penalised or params.logit_bias):
+            return None
+        if sequence.history is None:
+            sequence.history = History(params, sequence.num_prompt, self._vocab_size, self.device)
+        sequence.history.sync(sequence.tokens)
+        return sequence.history
+
+    def _adjust(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
+        places = [self._rows[row] for row in rows]
+        histories = [h for h in (self._histories[i] for i, _ in places) if h is not None]
+        seen = [(n, i, j) for n, (i, ahead) in enumerate(places) for j in range(ahead)]
+        owners, which, columns = self._index([x for triple in seen for x in triple]).view(-1, 3).unbind(1)
+        # An illegal draft is rejected, so what is made of the rows behind it does not matter.
+        drafted = owners if drafts is None else drafts[which, columns].clamp(0, self._vocab_size - 1)
+        return adjust(logits, histories, drafted, owners)
+
+    def _without_banned(self, logits: Tensor, rows: Seq[int]) -> Tensor:
+        pairs = [(i, t) for i, row in enumerate(rows) for t in self._banned.get(row, ()) if t < logits.shape[-1]]
+        if not pairs:
             return logits
-        where, which = _index(at, logits.device)[:, None], _index(ids, logits.device)
+        where, which = self._index([x for pair in pairs for x in pair]).view(-1, 2).unbind(1)
         return logits.index_put((where, which), logits.new_tensor(-torch.inf))
 
-
-def argmax(scores: Tensor) -> Tensor:
-    """[R, vocab] → [R], the lowest id among equals. On CPU numpy's is a tenth of the time of torch's."""
-    if scores.device.type == "cpu" and scores.dtype is not torch.bfloat16:
-        return torch.from_numpy(scores.numpy().argmax(-1))
-    return scores.argmax(-1)
+    def _index(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def _index(values: Seq[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def _banned(sequence: Sequence, ahead: int) -> tuple[int, ...]:
+    """Tokens that would end the text too early, if drawn `ahead` positions past its end."""
+    early = sequence.num_output + ahead < sequence.params.min_tokens
+    return tuple(sorted(sequence.end_ids)) if early else ()
 
 
-def _rows(values: Tensor, at: Seq[int]) -> Tensor:
+def _key(sequence: Sequence, stream: int, own: bool) -> int:
+    return stream_key(sequence.key, stream, None if own else len(sequence.tokens))
+
+
+def _take(values: Tensor, at: Seq[int]) -> Tensor:
     """values[at], without a copy where that is all of them in order."""
-    return values if list(at) == list(range(values.shape[0])) else values[_index(at, values.device)]
+    whole = list(at) == list(range(values.shape[0]))
+    return values if whole else values[torch.tensor(at, device=values.device)]
 
 
-def removed(logits: Tensor, filters: Filters) -> Tensor:
-    """Which tokens top-k, then top-p, then min-p remove from logits [F, vocab]; bool of that shape.
-
-    Each works on what the one before left, renormalised, as transformers' processors do: top-k keeps the k best; top-p
-    removes the largest set of least likely tokens whose mass is at most 1 − p; min-p removes what is less likely than
-    min_p times the likeliest. Each comes to a threshold, so equals stay or go together, and the likeliest always stay.
-    """
-    vocab = logits.shape[-1]
-    scores = logits.double() / filters.temperature[:, None]
-    ascending = _sorted(scores)
-    kth = ascending.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
-    floor = ascending[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
-    threshold = torch.maximum(kth, floor)
-    if filters.nucleus:
-        mass = ascending.masked_fill(ascending < kth, -torch.inf).softmax(-1).cumsum(-1)
-        outside = (mass <= (1 - filters.top_p)[:, None]).sum(-1, keepdim=True).clamp_(max=vocab - 1)
-        first_kept = ascending.gather(-1, outside)
-        threshold = torch.where(filters.top_p[:, None] < 1, torch.maximum(threshold, first_kept), threshold)
-    return scores < threshold
-
-
-def _sorted(scores: Tensor) -> Tensor:
-    """Ascending. On CPU numpy's sort takes a tenth of the time of torch's, which also tracks indices."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores.numpy(), axis=-1))
-    return scores.sort(dim=-1).values
-
-
-def make_sampler(
-    sequences: Seq[Sequence], ks: Seq[int], vocab_size: int, eos_ids: Seq[int], device: torch.device
-) -> Sampler:
-    """The round's sampler. Every tensor is made once, on the device; nothing is made for rows that do not need it."""
-    rows = [(s, len(s.tokens) + j) for s, k in zip(sequences, ks, strict=True) for j in range(k + 1)]
-    noisy = [i for i, (s, _) in enumerate(rows) if s.params.temperature]
-    filtered = [i for i in noisy if _filters(rows[i][0])]
-    banned = frozenset(i for i, (s, position) in enumerate(rows) if _may_not_end(s, position))
-    return Sampler(
-        noise=_noise([rows[i] for i in noisy], vocab_size, device) if noisy else None,
-        noisy={row: i for i, row in enumerate(noisy)},
-        filters=_make_filters([rows[i][0] for i in filtered], vocab_size, device) if filtered else None,
-        filtered={row: i for i, row in enumerate(filtered)},
-        banned=banned,
-        eos_ids=tuple(eos_ids),
-    )
-
-
-def _filters(sequence: Sequence) -> bool:
-    params = sequence.params
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
-def _may_not_end(sequence: Sequence, position: int) -> bool:
-    params = sequence.params
-    return position - sequence.num_prompt < params.min_tokens and not params.ignore_eos
-
-
-def _noise(rows: Seq[tuple[Sequence, int]], vocab_size: int, device: torch.device) -> Tensor:
-    keys = _index([stream_key(s.key, TARGET_STREAM) for s, _ in rows], device)
-    temperatures = torch.tensor([s.params.temperature for s, _ in rows], dtype=torch.float64, device=device)
-    noise = gumbel_noise(keys, _index([position for _, position in rows], device), vocab_size)
-    return noise.mul_(temperatures[:, None])
-
-
-def _make_filters(sequences: Seq[Sequence], vocab_size: int, device: torch.device) -> Filters:
-    params = [s.params for s in sequences]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)
-
-    return Filters(
-        temperature=column([p.temperature for p in params]),
-        top_k=_index([min(p.top_k, vocab_size) or vocab_size for p in params], device),
-        top_p=column([p.top_p for p in params]),
-        min_p=column([p.min_p for p in params]),
-        nucleus=any(p.top_p < 1 for p in params),
-    )
+def _put(values: Tensor, at: Seq[int], new: Tensor) -> Tensor:
+    """A copy of values with rows `at` replaced; `new` itself where that is all of them."""
+    if len(at) == values.shape[0]:
+        return new
+    return values.index_copy(0, torch.tensor(at, device=values.device), new)

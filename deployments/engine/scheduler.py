@@ -16,6 +16,7 @@ class Slice:
     committed: int
     k: int
     emits: bool  # False: a prefill chunk that leaves more of the prompt to come
+    scored: int = 0  # tokens of the prompt whose log-probability this part tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Scheduler:
         """Every decoding sequence gets its token and its drafts; prefill shares what the budget has left."""
         uncached = {s.handle: self._target.uncached(s) for s in self.running}
         decoding = [s for s in self.running if uncached[s.handle] == 1]
-        ks = self._policy.plan([s.k for s in decoding], [s.remaining - 1 for s in decoding])
+        ks = self._policy.plan([s.k for s in decoding], [max(0, s.remaining - 1) for s in decoding])
         slices = [Slice(s, 1, k, emits=True) for s, k in zip(decoding, ks, strict=True)]
         budget = self._max_step_tokens - len(ks) - sum(ks)
         for sequence in self.running:
@@ -68,10 +69,18 @@ class Scheduler:
                 continue
             chunk = min(left, budget)
             if chunk > 0:
-                slices.append(Slice(sequence, chunk, 0, emits=chunk == left))
+                scored = self._scored(sequence, chunk)
+                slices.append(Slice(sequence, chunk, 0, emits=chunk == left, scored=scored))
                 budget -= chunk
         slices.sort(key=lambda s: self._target.cache.slot(s.sequence.handle))
         return Plan(tuple(slices))
+
+    def _scored(self, sequence: Sequence, chunk: int) -> int:
+        """Rows of a chunk that precede another token of the prompt, where their log-probabilities were asked for."""
+        if sequence.params.prompt_logprobs is None:
+            return 0
+        start = len(sequence.tokens) - self._target.uncached(sequence)
+        return max(0, min(chunk, sequence.num_prompt - 1 - start))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is and free its slot. Idempotent, so that every exit path may call it."""

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from deployments.engine.detokenize import TextStream
-from deployments.engine.types import DrafterName, FinishReason, RequestRecord, SamplingParams, Verifier
+from deployments.engine.penalties import History
+from deployments.engine.types import (
+    DrafterName,
+    FinishReason,
+    RequestRecord,
+    SamplingParams,
+    TokenLogprob,
+    Verifier,
+)
 
 
 class State(Enum):
@@ -34,10 +42,13 @@ class Sequence:
     max_len: int  # tokens at which the context ends
     text: TextStream  # owned by the sequence: detokeniser and stop-string state
     record: RequestRecord
+    end_ids: frozenset[int] = frozenset()  # tokens that end its text
     verifier: Verifier = "match"
     drafter: DrafterName | None = None  # who drafts for it; None: nobody
     prediction: tuple[int, ...] = ()  # the client's guess of the output
-    lenience: float | None = None
+    lenience: float | None = None  # None: exact
+    history: History | None = None  # of its tokens, where bias or penalties need it; the sampler makes it
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)
     finish_reason: FinishReason | None = None
 

@@ -1,12 +1,13 @@
 """Drive an engine step by step and keep all that it says; the laws of every request are checked on the way."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.detokenize import Detokenizer, TextStream
+from deployments.engine.drafters.chain import Drafters
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
@@ -23,8 +24,21 @@ def load(pair: Pair, **config: Any) -> Engine:
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 
+def model_drafter(engine: Engine) -> ModelDrafter:
+    """The draft model's, of all that the engine has."""
+    assert isinstance(engine.drafter, Drafters)
+    (drafter,) = (part for part in engine.drafter.parts if isinstance(part, ModelDrafter))
+    return drafter
+
+
 def make_sequence(
-    handle: int, tokens: Seq[int], params: SamplingParams = DEFAULT, *, key: int = 0, k: int = 0
+    handle: int,
+    tokens: Seq[int],
+    params: SamplingParams = DEFAULT,
+    *,
+    key: int = 0,
+    k: int = 0,
+    end_ids: Iterable[int] = (),
 ) -> Sequence:
     """A sequence outside any engine: its tokens are all prompt."""
     return Sequence(
@@ -38,6 +52,7 @@ def make_sequence(
         max_len=1024,
         text=TextStream(Detokenizer(lambda ids: "".join(map(chr, ids))), params.stop),
         record=RequestRecord(f"sequence-{handle}", 0, len(tokens), k, arrived=0.0),
+        end_ids=frozenset(end_ids),
     )
 
 
@@ -107,8 +122,8 @@ def drive(
         step += 1
     engine.audit()
     assert engine.target.cache.free_slots == engine.config.max_running
-    if isinstance(engine.drafter, ModelDrafter):
-        assert engine.drafter.runner.cache.free_slots == engine.config.max_running
+    if isinstance(engine.drafter, Drafters):
+        assert model_drafter(engine).runner.cache.free_slots == engine.config.max_running
     for request_id, told in run.told.items():
         check_finished(request_id, told)
     return run

@@ -6,8 +6,11 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+from torch import Tensor
 
 from deployments.engine.acceptance import Verdict, match
+from deployments.engine.drafters.base import Draft
+from deployments.engine.verification import on_host
 
 JUNK = -99  # fills what lies beyond a row's drafts; never looked at
 
@@ -28,8 +31,14 @@ def run(drawn: Seq[Seq[int]], drafts: Seq[Seq[int]], vocab: int, extra: int = 0)
     """match over lists; `extra` columns of junk widen the table."""
     width = max(map(len, drafts)) + extra
     table = torch.tensor([[*row, *[JUNK] * (width - len(row))] for row in drafts], dtype=torch.int64)
-    own = torch.tensor([t for row in drawn for t in row])
-    return match(own, torch.ones_like(own, dtype=torch.bool), table, [len(row) for row in drafts], vocab)
+    return decide([t for row in drawn for t in row], table, [len(row) for row in drafts], vocab)
+
+
+def decide(drawn: Seq[int], table: Tensor | None, ks: Seq[int], vocab: int, finite: Tensor | None = None) -> Verdict:
+    """The verdict on the host; all scores are finite unless told otherwise."""
+    own = torch.tensor(drawn, dtype=torch.int64)
+    finite = torch.ones_like(own, dtype=torch.bool) if finite is None else finite
+    return on_host(match(own, finite, table, ks), Draft(tuple(ks), table), vocab)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -59,9 +68,8 @@ def test_ragged_batches(seed: int) -> None:
 
 def test_without_drafts() -> None:
     finite = torch.tensor([True, False])
-    assert match(torch.tensor([4, 5]), finite, None, [0, 0], 9) == Verdict([0, 0], [[4], [5]], [False, True], 0)
-    nothing = torch.tensor([], dtype=torch.int64)
-    assert match(nothing, nothing.bool(), None, [], 9) == Verdict([], [], [], 0)
+    assert decide([4, 5], None, [0, 0], 9, finite) == Verdict([0, 0], [[4], [5]], [False, True], 0)
+    assert decide([], None, [], 9) == Verdict([], [], [], 0)
 
 
 def test_the_docstrings_example() -> None:
@@ -76,7 +84,7 @@ def test_illegal_ids_cost_their_own_sequence_only() -> None:
 def test_an_illegal_id_that_was_drawn_is_accepted_by_nobody_else() -> None:
     """Junk beyond a row's drafts may equal the draw; it was never proposed."""
     table = torch.tensor([[1, 2], [1, 2]])
-    verdict = match(torch.tensor([1, 2, 1, 2, 3]), torch.ones(5, dtype=torch.bool), table, [1, 2], 10)
+    verdict = decide([1, 2, 1, 2, 3], table, [1, 2], 10)
     assert verdict == Verdict([1, 2], [[1, 2], [1, 2, 3]], [False, False], 0)
 
 
@@ -86,7 +94,7 @@ def test_a_score_that_is_not_finite_matters_where_it_was_emitted(row: int) -> No
     finite = torch.ones(5, dtype=torch.bool)
     finite[row] = False
     table = torch.tensor([[7, 0, 9], [0, 0, 0]])
-    verdict = match(torch.tensor([7, 3, 9, 4, 5]), finite, table, [3, 0], 10)
+    verdict = decide([7, 3, 9, 4, 5], table, [3, 0], 10, finite)
     assert verdict == Verdict([1, 0], [[7, 3], [5]], [row < 2, False], 0)
 
 

@@ -15,7 +15,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
-from tests.engine.driving import Drive, drive, load, make_sequence
+from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
 from tests.engine.pairs import VOCAB, Pair
 
 TOLERANCE = 1e-9
@@ -25,9 +25,8 @@ class Checker:
     """Compares an engine's caches with fresh ones, computed by a one-slot Runner over the same weights."""
 
     def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine.drafter, ModelDrafter)
         self.engine = engine
-        self.runners = {"target": engine.target, "draft": engine.drafter.runner}
+        self.runners = {"target": engine.target, "draft": model_drafter(engine).runner}
         self.fresh = {n: Runner(r.decoder, 1, r.cache.max_len, r.device) for n, r in self.runners.items()}
         self.compared = {"target": 0, "draft": 0}
 
@@ -160,8 +159,7 @@ def test_negative_control_wrong_drafts_scored(pair: Pair, monkeypatch: pytest.Mo
 
 def test_draft_memory_is_made_when_first_needed(pair: Pair) -> None:
     engine = load(pair, max_running=2, max_spec_length=2, max_step_tokens=8)
-    assert isinstance(engine.drafter, ModelDrafter)
-    cache = engine.drafter.runner.cache
+    cache = model_drafter(engine).runner.cache
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     plain = Request("plain", (5, 6, 7), params, k=0)
     seen: list[int] = []
@@ -174,8 +172,7 @@ def test_draft_memory_is_made_when_first_needed(pair: Pair) -> None:
 def test_no_round_makes_the_draft_read_more_than_a_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three long prompts at once are caught up with in pieces, 18 tokens a round between them, and then drafted for."""
     engine = load(pair, max_running=3, max_spec_length=5, max_step_tokens=18)
-    assert isinstance(engine.drafter, ModelDrafter)
-    draft, read = engine.drafter.runner, [0]
+    draft, read = model_drafter(engine).runner, [0]
     run = draft.run
 
     def counting(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import State
 from deployments.engine.types import InvalidRequest, Request, SamplingParams
-from tests.engine.driving import drive, load
+from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -22,8 +22,7 @@ def engine(pair: Pair) -> Engine:
 
 def free(engine: Engine) -> tuple[int, int]:
     """Free slots of the target and of the draft."""
-    assert isinstance(engine.drafter, ModelDrafter)
-    return engine.target.cache.free_slots, engine.drafter.runner.cache.free_slots
+    return engine.target.cache.free_slots, model_drafter(engine).runner.cache.free_slots
 
 
 def request(name: str, length: int = 3, k: int = 2) -> Request:
@@ -164,7 +163,7 @@ def test_accepted_counts_what_the_verifier_kept_not_what_a_stop_left(twins: Pair
     prompt = tuple(range(5, 9))
     plain = drive(engine, [Request("p", prompt, PARAMS, k=0)]).tokens["p"]
     n = next(n for n in range(3, 9) if plain[n] not in plain[:n])
-    engine.eos_ids = frozenset({plain[n]})
+    engine.intake.eos_ids = frozenset({plain[n]})
     record = drive(engine, [Request("r", prompt, replace(PARAMS, ignore_eos=False), k=8)]).told["r"].record
     assert record is not None
     assert record.accepted == [0, 8]
@@ -180,8 +179,8 @@ def test_accepted_counts_what_the_verifier_kept_not_what_a_stop_left(twins: Pair
         (Request("r", (1, -1)), "prompt", "id -1 is outside"),
         (Request("r", (5,) * 90, PARAMS), "max_tokens", "90 tokens and max_tokens 20 exceed the context of 96"),
         (Request("r", (5,) * 96, replace(PARAMS, max_tokens=1)), "prompt", "exceed the context"),
-        (Request("r", (5,), PARAMS, k=5), "speculation", "between 0 and 4"),
-        (Request("r", (5,), PARAMS, k=-1), "speculation", "between 0 and 4"),
+        (Request("r", (5,), PARAMS, k=5), "speculation.k", "between 0 and 4"),
+        (Request("r", (5,), PARAMS, k=-1), "speculation.k", "between 0 and 4"),
     ],
 )
 def test_requests_that_can_never_be_served(engine: Engine, bad: Request, param: str, message: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import deployments.engine.round as round_module
-from deployments.engine.acceptance import Verdict, match
+from deployments.engine import acceptance
+from deployments.engine.acceptance import Decision, Verdict, match
 from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
@@ -333,12 +333,12 @@ def test_a_failed_verifier_is_tried_again(
 ) -> None:
     now = Sometimes(*range(0, 1000, 3))
 
-    def raising(*args: Any) -> Verdict:
+    def raising(*args: Any) -> Decision:
         if now():
             raise RuntimeError("cannot tell")
         return match(*args)
 
-    monkeypatch.setattr(round_module, "match", raising)
+    monkeypatch.setattr(acceptance, "match", raising)
     assert drive(engine, make_requests(), after_step=Checker(engine)).tokens == expected
 
 
@@ -411,10 +411,10 @@ def test_negative_control_memory_that_is_not_cleared(engine: Engine, monkeypatch
 def test_a_request_whose_text_fails_ends_alone(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = engine._make_sequence
+    make = engine.intake.sequence
 
-    def sabotaged(request: Request) -> Any:
-        sequence = make(request)
+    def sabotaged(request: Request, handle: int) -> Any:
+        sequence = make(request, handle)
         if request.id == "r3":
             push, count = sequence.text.push, Sometimes(7)
 
@@ -426,7 +426,7 @@ def test_a_request_whose_text_fails_ends_alone(
             monkeypatch.setattr(sequence.text, "push", raising)
         return sequence
 
-    monkeypatch.setattr(engine, "_make_sequence", sabotaged)
+    monkeypatch.setattr(engine.intake, "sequence", sabotaged)
     run = drive(engine, make_requests())
     bad = run.told.pop("r3")
     assert {name: told.tokens for name, told in run.told.items()} == {n: t for n, t in expected.items() if n != "r3"}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import deployments.engine.round as round_module
-from deployments.engine.acceptance import Verdict, match
+from deployments.engine import acceptance
+from deployments.engine.acceptance import Decision, match
 from deployments.engine.drafters.base import Draft, DraftBatch, NoDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.types import Request, SamplingParams
@@ -176,13 +176,13 @@ def test_negative_control(
 ) -> None:
     """A verifier that keeps a wrong draft once in a while changes the text, and these tests see it."""
 
-    def careless(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int], vocab_size: int) -> Verdict:
+    def careless(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> Decision:
         if drafts is not None and ks[0] == drafts.shape[1]:
             drawn = drawn.clone()
             drawn[0] = drafts[0, 0]
-        return match(drawn, finite, drafts, ks, vocab_size)
+        return match(drawn, finite, drafts, ks)
 
-    monkeypatch.setattr(round_module, "match", careless)
+    monkeypatch.setattr(acceptance, "match", careless)
     tokens, _, _ = run_alone(engine, with_k(requests[:5], 4))
     assert tokens != {r.id: expected[r.id] for r in requests[:5]}
 

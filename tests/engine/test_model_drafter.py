@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.models import attention
 from deployments.engine.models.attention import AttentionPlan
 from deployments.engine.types import Request, SamplingParams
-from tests.engine.driving import drive, load
+from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair
 
 
@@ -36,8 +35,7 @@ def test_a_long_prompt_takes_nobody_elses_drafts(pair: Pair) -> None:
 def test_a_gap_is_closed_piece_by_piece(pair: Pair) -> None:
     """Each round feeds max_step_tokens of it while one more token is emitted; after that it is one or two tokens."""
     engine = load(pair, max_running=1, max_spec_length=4, max_step_tokens=12, max_model_len=128)
-    drafter = engine.drafter
-    assert isinstance(drafter, ModelDrafter)
+    drafter = model_drafter(engine)
     gaps: list[int] = []
 
     def watch() -> None:
@@ -52,8 +50,6 @@ def test_a_gap_is_closed_piece_by_piece(pair: Pair) -> None:
 def test_a_draft_pass_is_in_the_order_of_its_own_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences reach the draft in another order than the target; one attention group still serves a whole step."""
     engine = load(pair, max_running=4, max_spec_length=4, max_step_tokens=20, max_model_len=128)
-    drafter = engine.drafter
-    assert isinstance(drafter, ModelDrafter)
     plans: list[AttentionPlan] = []
     plan_attention = attention.plan_attention
 

@@ -16,8 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from deployments.engine.randomness import sequence_key
-from deployments.engine.sampling import Filters, Sampler, make_sampler, removed
+import deployments.engine.sampling as sampling_module
+from deployments.engine.filters import Filters, removed
+from deployments.engine.randomness import race, sequence_key
+from deployments.engine.sampling import Sampler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import SamplingParams
 from tests.engine.driving import make_sequence
@@ -100,12 +102,14 @@ def test_filters_by_hand(params: SamplingParams, kept: list[int]) -> None:
     assert (~gone[0]).nonzero().flatten().tolist() == kept
 
 
-def sampler_of(sequences: Seq[Sequence], ks: Seq[int], vocab: int, eos: Seq[int] = ()) -> Sampler:
-    return make_sampler(sequences, ks, vocab, eos, CPU)
+def sampler_of(sequences: Seq[Sequence], ks: Seq[int], vocab: int) -> Sampler:
+    return Sampler(sequences, ks, vocab, CPU)
 
 
-def sample(sampler: Sampler, logits: Tensor) -> Tensor:
-    return sampler.sample(logits, range(logits.shape[0]))
+def sample(sampler: Sampler, logits: Tensor, rows: Seq[int] | None = None) -> Tensor:
+    """The target's own draws; no row may look at drafts."""
+    rows = range(logits.shape[0]) if rows is None else rows
+    return sampler.sample(sampler.scores(logits, rows), rows)
 
 
 def draws(logits: Tensor, params: SamplingParams, count: int) -> Tensor:
@@ -179,20 +183,22 @@ def test_a_batch_is_its_rows(seed: int, ties: bool) -> None:
     rng, vocab = random.Random(seed), 40
     generator = torch.Generator().manual_seed(seed)
     params = [random_params(rng, i) for i in range(6)]
-    sequences = [make_sequence(i, range(rng.randint(1, 9)), p, key=i * 77) for i, p in enumerate(params)]
+    sequences = [
+        make_sequence(i, range(rng.randint(1, 9)), p, key=i * 77, end_ids=(3, 7)) for i, p in enumerate(params)
+    ]
     ks = [rng.randint(0, 4) for _ in sequences]
     logits = torch.randn(sum(ks) + 6, vocab, generator=generator)
     if ties:
         logits = logits.round()
-    together = sampler_of(sequences, ks, vocab, [3, 7])
+    together = sampler_of(sequences, ks, vocab)
     drawn = sample(together, logits)
     first = 0
     for sequence, k in zip(sequences, ks, strict=True):
         rows = list(range(first, first + k + 1))
-        alone = sample(sampler_of([sequence], [k], vocab, [3, 7]), logits[rows])
+        alone = sample(sampler_of([sequence], [k], vocab), logits[rows])
         assert torch.equal(drawn[rows], alone)
         rows.reverse()  # any selection of rows, in any order, gives the same
-        assert torch.equal(together.sample(logits[rows], rows), alone.flip(0))
+        assert torch.equal(sample(together, logits[rows], rows), alone.flip(0))
         first += k + 1
 
 
@@ -230,31 +236,37 @@ def test_filters_do_not_reach_greedy_rows(beside: SamplingParams, knobs: dict[st
 def test_end_tokens_are_banned_under_min_tokens() -> None:
     """Rows 0 … 4 draw outputs 3 … 7; with min_tokens 5 the first three of them cannot end the text."""
     for temperature in (0.0, 1.0):
-        sequence = make_sequence(0, [1, 2, 3, 4], SamplingParams(temperature=temperature, min_tokens=5), key=9)
+        params = SamplingParams(temperature=temperature, min_tokens=5)
+        sequence = make_sequence(0, [1, 2, 3, 4], params, key=9, end_ids=(1, 4))
         sequence.num_prompt = 2
         logits = torch.zeros(5, 6)
         logits[:, [1, 4]] = 50.0
-        drawn = sample(sampler_of([sequence], [4], 6, [1, 4]), logits).tolist()
+        drawn = sample(sampler_of([sequence], [4], 6), logits).tolist()
         assert all(token not in (1, 4) for token in drawn[:3])
         assert all(token in (1, 4) for token in drawn[3:])
 
 
 def test_banned_logits_of_the_caller_are_left_alone() -> None:
-    sequence = make_sequence(0, [1], SamplingParams(temperature=0, min_tokens=3))
+    knobs = SamplingParams(temperature=1, min_tokens=3, top_k=1, presence_penalty=1, logit_bias=((0, 1.0),))
+    sequence = make_sequence(0, [1], knobs, end_ids=(2,))
     logits = torch.ones(1, 4)
-    sample(sampler_of([sequence], [0], 4, [2]), logits)
+    sample(sampler_of([sequence], [0], 4), logits)
     assert torch.equal(logits, torch.ones(1, 4))
 
 
-def test_parameters_cost_nothing_where_no_row_uses_them() -> None:
+def test_parameters_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy logits come back as they are, and only the sampled sequence's rows run the race."""
     greedy, plain = (make_sequence(i, [1], SamplingParams(temperature=t)) for i, t in enumerate((0.0, 1.0)))
-    assert sampler_of([greedy], [3], 10).greedy
+    logits = torch.randn(7, 10, generator=torch.Generator().manual_seed(0))
     mixed = sampler_of([greedy, plain], [3, 2], 10)
-    assert mixed.noise is not None
-    assert mixed.noise.shape == (3, 10)  # the plain sequence's rows only
-    assert mixed.filters is None
+    assert mixed.scores(logits, range(7)) is logits
+    raced = []
 
+    def watched(scores: Tensor, *args: Tensor) -> Tensor:
+        raced.append(scores.shape[0])
+        return race(scores, *args)
 
-def test_ignoring_the_end_leaves_its_token_in_the_law() -> None:
-    sequence = make_sequence(0, [1], SamplingParams(temperature=0, min_tokens=3, ignore_eos=True))
-    assert sample(sampler_of([sequence], [0], 4, [2]), torch.tensor([[0.0, 1.0, 2.0, 0.0]])).tolist() == [2]
+    monkeypatch.setattr(sampling_module, "race", watched)
+    sample(mixed, logits)
+    sample(sampler_of([greedy], [3], 10), logits[:4])
+    assert raced == [3]

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
@@ -16,13 +17,17 @@ from deployments.engine.types import DrafterName
 log = logging.getLogger(__name__)
 
 
+class DrafterFault(RuntimeError):
+    """A part of the drafter failed to observe or to forget. It is logged and dealt with: the part forgot the round's
+    sequences, the others did their work. All that is left is to count it."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The sequences of a round in its order, with the sampling parameters and noise of its rows."""
+    """The sequences of a round in its order, with the sampling parameters of its rows."""
 
     sequences: tuple[Sequence, ...]
     sampler: Sampler
-    offsets: tuple[int, ...]  # first row of each sequence in the sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,37 @@ class NoDrafter:
 
     def audit(self, live: Set[int]) -> None:
         pass
+
+
+def check_draft(draft: Draft, wanted: Seq[int], device: torch.device) -> None:
+    """Raise ValueError unless the draft is what was asked for, in the form that the pass and the verifier take."""
+    if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):
+        raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
+    tokens = draft.tokens
+    if tokens is None:
+        if any(draft.ks):
+            raise ValueError(f"the drafter announced {draft.ks} tokens and gave none")
+        return
+    if tokens.dim() != 2 or tokens.shape[0] != len(wanted) or tokens.shape[1] < max(draft.ks):
+        raise ValueError(f"the drafter announced {draft.ks} tokens and gave a table of shape {tuple(tokens.shape)}")
+    if tokens.dtype is not torch.int64 or tokens.device.type != device.type:
+        raise ValueError(f"the drafter gave {tokens.dtype} on {tokens.device}, not int64 on {device}")
+    _check_laws(draft, device)
+
+
+def _check_laws(draft: Draft, device: torch.device) -> None:
+    """The same of logq: a row for every sequence that logq_rows names, as deep as the deepest draft."""
+    logq, rows = draft.logq, draft.logq_rows
+    if logq is None:
+        if rows:
+            raise ValueError(f"the drafter announced the laws of sequences {sorted(rows)} and gave none")
+        return
+    if logq.dim() != 3 or logq.shape[1] < max(draft.ks) or not logq.is_floating_point():
+        raise ValueError(f"the drafter announced {draft.ks} tokens and gave {logq.dtype} laws {tuple(logq.shape)}")
+    if logq.device.type != device.type:
+        raise ValueError(f"the drafter gave laws on {logq.device}, not on {device}")
+    if any(not (0 <= i < len(draft.ks) and 0 <= row < logq.shape[0]) for i, row in rows.items()):
+        raise ValueError(f"the drafter gave laws {tuple(logq.shape)} of {len(draft.ks)} sequences as {dict(rows)}")
 
 
 def try_forget(drafter: Drafter, sequence: Sequence) -> bool:

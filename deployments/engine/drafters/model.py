@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from collections.abc import Set
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -26,21 +27,24 @@ class ModelDrafter:
         self._max_catch_up = max_catch_up
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        """Drafts drawn by the round's sampler with the target's own noise, so that they agree as often as they can."""
+        """Drafts drawn with the round's own parameters: under `match` with the target's own noise, so that they agree
+        as often as they can; for the other verifiers with noise of their own, and with the laws they were drawn from.
+        """
         before = self.runner.forward_ns
         ks, pieces = self._catch_up(batch.sequences, ks)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
         first = self.runner.run(feeds) if feeds else None
-        tokens = None if first is None or not active else self._draw(batch, ks, active, first)
-        return Draft(tuple(ks), tokens, steps=max(ks), forward_us=(self.runner.forward_ns - before) // 1000)
+        draft = Draft.none(len(ks)) if first is None or not active else self._draw(batch, ks, active, first)
+        return replace(draft, steps=max(ks), forward_us=(self.runner.forward_ns - before) // 1000)
 
-    def _draw(self, batch: DraftBatch, ks: Seq[int], active: list[int], logits: Tensor) -> Tensor:
-        """[B, max k] ids, one forward per column; `logits` [len(active), vocab] draw the first."""
+    def _draw(self, batch: DraftBatch, ks: Seq[int], active: list[int], logits: Tensor) -> Draft:
+        """One forward per column; `logits` [len(active), vocab] draw the first."""
         columns = torch.zeros(max(ks), len(ks), dtype=torch.int64, device=self.runner.device)
+        laws = _Laws([i for i in active if not batch.sequences[i].coupled], max(ks))
         places = self._index(active)
         for j, column in enumerate(columns):
-            drawn = batch.sampler.sample(logits[:, : self._vocab], [batch.offsets[i] + j for i in active])
+            drawn = self._next(batch, active, logits[:, : self._vocab], columns[:j].t(), laws)
             column.index_copy_(0, places, drawn)
             still = [n for n, i in enumerate(active) if ks[i] > j + 1]
             if not still:
@@ -49,7 +53,23 @@ class ModelDrafter:
                 drawn, active = drawn[self._index(still)], [active[n] for n in still]
                 places = self._index(active)
             logits = self.runner.step([batch.sequences[i] for i in active], drawn)
-        return columns.t()
+        return Draft(tuple(ks), columns.t(), laws.table, laws.rows)
+
+    def _next(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor, laws: "_Laws") -> Tensor:
+        """The next draft of each active sequence, given those so far [B, j]."""
+        sampler, ahead = batch.sampler, drafts.shape[1]
+        rows = [sampler.offsets[i] + ahead for i in active]
+        scores = sampler.scores(logits, rows, drafts)
+        exact = [n for n, i in enumerate(active) if i in laws.rows]
+        if not exact:
+            return sampler.sample(scores, rows)
+        chosen = [rows[n] for n in exact]
+        law = sampler.laws(scores[self._index(exact)], chosen)
+        own = sampler.propose(law, chosen)
+        laws.put([active[n] for n in exact], ahead, law)
+        if len(exact) == len(active):
+            return own
+        return sampler.sample(scores, rows).index_copy(0, self._index(exact), own)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache = self.runner.cache
@@ -88,3 +108,17 @@ class ModelDrafter:
 
     def _index(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, device=self.runner.device)
+
+
+class _Laws:
+    """The log-laws [n, depth, vocab] that a round's drafts were drawn from, made when the first of them is known."""
+
+    def __init__(self, sequences: Seq[int], depth: int) -> None:
+        self.rows = {i: row for row, i in enumerate(sequences)}
+        self.table: Tensor | None = None
+        self._depth = depth
+
+    def put(self, sequences: Seq[int], column: int, laws: Tensor) -> None:
+        if self.table is None:
+            self.table = laws.new_full((len(self.rows), self._depth, laws.shape[-1]), -torch.inf)
+        self.table[[self.rows[i] for i in sequences], column] = laws

@@ -1,21 +1,36 @@
 """Load a target and its draft, checked against each other before any weight is read."""
 
 import json
+from dataclasses import dataclass
 
 import torch
 
 from deployments.engine.config import ConfigError, EngineConfig
-from deployments.engine.drafters.base import Drafter, NoDrafter
+from deployments.engine.drafters.chain import Chain, Drafters
+from deployments.engine.drafters.lookup import lookup_drafter
 from deployments.engine.drafters.model import ModelDrafter
+from deployments.engine.drafters.ngram import ngram_drafter
+from deployments.engine.drafters.prediction import PredictionDrafter
 from deployments.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from deployments.engine.models.tokenizer import Tokenizer, require_same_tokenizer
 from deployments.engine.runner import Runner
+from deployments.engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # when the models allow more and the configuration says nothing
 
 
-def load_pair(config: EngineConfig) -> tuple[Runner, Drafter, Tokenizer, frozenset[int]]:
-    """(target, drafter, tokenizer, end-of-sequence ids). Raises ConfigError naming both sides of any conflict."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine is made of."""
+
+    target: Runner
+    drafter: Drafters
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+
+
+def load_pair(config: EngineConfig) -> Loaded:
+    """The pair and its drafters. Raises ConfigError naming both sides of any conflict."""
     device = _device(config.device)
     opened = open_checkpoint(config.target)
     tokenizer = Tokenizer(config.target)
@@ -25,11 +40,26 @@ def load_pair(config: EngineConfig) -> tuple[Runner, Drafter, Tokenizer, frozens
         require_same_tokenizer(tokenizer, Tokenizer(config.draft), (config.target, config.draft))
     max_len = _context(config, opened, draft_opened)
     target = _load_runner(config, opened, max_len, device)
-    drafter: Drafter = NoDrafter()
+    model = None
     if draft_opened is not None:
         draft = _load_runner(config, draft_opened, max_len, device)
-        drafter = ModelDrafter(draft, opened.shape.vocab_size, config.max_step_tokens)
-    return target, drafter, tokenizer, _eos_ids(opened)
+        model = ModelDrafter(draft, opened.shape.vocab_size, config.max_step_tokens)
+    return Loaded(target, make_drafters(model, device), tokenizer, _eos_ids(opened))
+
+
+def make_drafters(model: ModelDrafter | None, device: torch.device) -> Drafters:
+    """Every drafter by its name. `cascade` asks the model only where nothing else has an offer."""
+    lookup, prediction = lookup_drafter(device), PredictionDrafter(device)
+    chains: dict[DrafterName, Chain] = {
+        "ngram": (("ngram", ngram_drafter(device)),),
+        "lookup": (("lookup", lookup),),
+        "prediction": (("prediction", prediction),),
+        "cascade": (("prediction", prediction), ("lookup", lookup)),
+    }
+    if model is not None:
+        chains["model"] = (("model", model),)
+        chains["cascade"] += (("model", model),)
+    return Drafters(chains, device)
 
 
 def _device(name: str) -> torch.device:

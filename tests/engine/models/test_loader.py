@@ -195,11 +195,11 @@ def test_end_tokens_come_from_the_generation_config_first(pair: Pair, tmp_path: 
     path = copy_of(pair.target, tmp_path / "ends")
     edit_json(path / "generation_config.json", eos_token_id=[3, 4])
     edit_json(path / "config.json", eos_token_id=5)
-    assert load(Pair(str(path), pair.draft)).eos_ids == {3, 4}
+    assert load(Pair(str(path), pair.draft)).intake.eos_ids == {3, 4}
     (path / "generation_config.json").unlink()
-    assert load(Pair(str(path), pair.draft)).eos_ids == {5}
+    assert load(Pair(str(path), pair.draft)).intake.eos_ids == {5}
     edit_json(path / "config.json", eos_token_id=None)
-    assert load(Pair(str(path), pair.draft)).eos_ids == frozenset()
+    assert load(Pair(str(path), pair.draft)).intake.eos_ids == frozenset()
 
 
 def test_older_configurations_of_rope_mean_the_same(tmp_path: Path) -> None:

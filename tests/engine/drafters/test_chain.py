@@ -1,0 +1,276 @@
+"""The engine's one drafter: who is asked, what is made of the offers, and what a failing drafter costs."""
+
+import logging
+from collections.abc import Callable, Mapping, Set
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from graphlib import CycleError
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, check_draft
+from deployments.engine.drafters.chain import Drafters
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import DRAFTERS, DrafterName
+from tests.engine.drafters.rounds import make_batch, make_verdict, rows
+from tests.engine.driving import make_sequence
+
+CPU = torch.device("cpu")
+VOCAB = 5
+
+
+class Fake:
+    """Offers what its script says, its own tokens and, if `lawful`, its own laws; writes down what it is asked."""
+
+    needs_hidden: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, number: int, script: Mapping[int, int], *, lawful: bool = False, wider: int = 0) -> None:
+        self.number, self.script, self.lawful, self.wider = number, script, lawful, wider
+        self.asked: list[list[int]] = []
+        self.observed: list[DraftBatch] = []
+        self.forgotten: list[int] = []
+        self.fails: Set[str] = frozenset()
+        self.spoil: Callable[[Draft], Draft] = lambda draft: draft
+
+    def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        self.asked.append(list(ks))
+        self._may_fail("propose")
+        offered = [min(k, self.script.get(s.handle, 0)) for s, k in zip(batch.sequences, ks, strict=True)]
+        nothing = replace(Draft.none(len(ks)), steps=self.number + 1, forward_us=10 * self.number)
+        if not any(offered):
+            return nothing
+        depth = max(offered) + self.wider
+        sequences = [i for i, k in enumerate(offered) if k] if self.lawful else []
+        law = torch.stack([self.law(batch.sequences[i], depth) for i in sequences]) if sequences else None
+        table = torch.tensor([self.tokens(s, depth) for s in batch.sequences])
+        places = {i: row for row, i in enumerate(sequences)}
+        return self.spoil(replace(nothing, ks=tuple(offered), tokens=table, logq=law, logq_rows=places))
+
+    def tokens(self, sequence: Sequence, depth: int) -> list[int]:
+        return [1000 * self.number + 100 * sequence.handle + j for j in range(depth)]
+
+    def law(self, sequence: Sequence, depth: int) -> torch.Tensor:
+        """[depth, VOCAB], unlike any other drafter's or sequence's."""
+        return torch.arange(depth * VOCAB).view(depth, VOCAB) + 1000.0 * self.number + 100 * sequence.handle
+
+    def observe(self, batch: DraftBatch, verdict: Any) -> None:
+        self.observed.append(batch)
+        self._may_fail("observe")
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence.handle)
+        self._may_fail("forget")
+
+    def audit(self, live: Set[int]) -> None:
+        assert "audit" not in self.fails, f"drafter {self.number} leaks"
+
+    def _may_fail(self, what: str) -> None:
+        if what in self.fails:
+            raise RuntimeError(f"drafter {self.number} cannot {what}")
+
+
+def make_chains(fakes: Mapping[DrafterName, Fake]) -> Drafters:
+    """A chain of each one alone, and the cascade of all that are no n-grams."""
+    chains: dict[DrafterName, tuple[tuple[DrafterName, Drafter], ...]] = {n: ((n, f),) for n, f in fakes.items()}
+    chains["cascade"] = tuple((n, fakes[n]) for n in ("prediction", "lookup", "model"))
+    return Drafters(chains, CPU)
+
+
+def make_sequences(*drafters: DrafterName | None) -> tuple[Sequence, ...]:
+    sequences = tuple(make_sequence(i, [1]) for i in range(len(drafters)))
+    for sequence, drafter in zip(sequences, drafters, strict=True):
+        sequence.drafter = drafter
+    return sequences
+
+
+def make_fakes(**scripts: Mapping[int, int]) -> dict[DrafterName, Fake]:
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    return {n: Fake(i, scripts.get(n, {}), lawful=n == "model") for i, n in enumerate(names)}
+
+
+SCRIPTS = st.dictionaries(st.integers(0, 5), st.integers(0, 4))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([None, *DRAFTERS]), st.integers(0, 4)), min_size=1, max_size=6),
+    st.tuples(SCRIPTS, SCRIPTS, SCRIPTS, SCRIPTS),
+    st.sets(st.integers(0, 3)),
+    st.tuples(*[st.integers(0, 2)] * 4),
+)
+@settings(deadline=None, derandomize=True, max_examples=600)
+def test_every_mix_of_chains_offers_and_laws(
+    asked: list[tuple[DrafterName | None, int]],
+    scripts: tuple[Mapping[int, int], ...],
+    lawful: set[int],
+    wider: tuple[int, ...],
+) -> None:
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    fakes = {n: Fake(i, scripts[i], lawful=i in lawful, wider=wider[i]) for i, n in enumerate(names)}
+    sequences, ks = make_sequences(*(drafter for drafter, _ in asked)), [k for _, k in asked]
+    draft = make_chains(fakes).propose(make_batch(*sequences), ks)
+    check_draft(draft, ks, CPU)
+    chains: dict[DrafterName | None, tuple[DrafterName, ...]] = {None: (), **{n: (n,) for n in names}}
+    chains["cascade"] = ("prediction", "lookup", "model")
+    wanted = {n: [0] * len(ks) for n in names}
+    for i, (sequence, k) in enumerate(zip(sequences, ks, strict=True)):
+        owner: DrafterName | None = None
+        for name in chains[sequence.drafter]:
+            wanted[name][i] = k
+            if min(k, fakes[name].script.get(i, 0)):
+                owner = name
+                break
+        assert (draft.proposers or [None] * len(ks))[i] == owner
+        if owner is None:
+            assert draft.ks[i] == 0
+            assert i not in draft.logq_rows
+            continue
+        fake, offered = fakes[owner], draft.ks[i]
+        assert offered == min(k, fake.script[i])
+        assert rows(draft)[i] == fake.tokens(sequence, offered)
+        assert (i in draft.logq_rows) == fake.lawful
+        if fake.lawful:
+            assert draft.logq is not None
+            assert draft.logq[draft.logq_rows[i], :offered].equal(fake.law(sequence, offered))
+    for name, fake in fakes.items():
+        assert fake.asked == ([wanted[name]] if any(wanted[name]) else [])
+    called = [fake for fake in fakes.values() if fake.asked]
+    assert draft.steps == sum(fake.number + 1 for fake in called)
+    assert draft.forward_us == sum(10 * fake.number for fake in called)
+    assert not draft.failed
+
+
+def test_a_model_behind_a_cascade_is_asked_once_for_all() -> None:
+    """Those that want nobody else wait for those whom the others could not help."""
+    fakes = make_fakes(lookup={0: 4}, model={0: 4, 1: 4, 2: 4})
+    draft = make_chains(fakes).propose(make_batch(*make_sequences("cascade", "cascade", "model")), [4, 4, 4])
+    assert draft.proposers == ("lookup", "model", "model")
+    assert fakes["model"].asked == [[0, 4, 4]]
+    assert fakes["prediction"].asked == fakes["lookup"].asked[:1] == [[4, 4, 0]]
+
+
+@pytest.mark.parametrize("chain", ["model", "cascade"])
+def test_a_single_offer_is_not_copied(chain: DrafterName) -> None:
+    fakes = make_fakes(model={0: 3, 1: 2})
+    given: list[Draft] = []
+
+    def keep(draft: Draft) -> Draft:
+        given.append(draft)
+        return draft
+
+    fakes["model"].spoil = keep
+    draft = make_chains(fakes).propose(make_batch(*make_sequences(chain, "model")), [4, 4])
+    assert draft.tokens is given[0].tokens
+    assert draft.logq is given[0].logq
+    assert draft.ks == (3, 2)
+    assert draft.proposers == ("model", "model")
+
+
+def test_two_contradicting_chains() -> None:
+    a, b = Fake(0, {}), Fake(1, {})
+    Drafters({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b),)}, CPU)
+    with pytest.raises(CycleError):
+        Drafters({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b), ("ngram", a))}, CPU)
+
+
+def test_a_drafter_named_differently_in_two_chains() -> None:
+    """It is one drafter still, asked once."""
+    fake = Fake(0, {0: 2, 1: 2})
+    drafters = Drafters({"cascade": (("lookup", fake),), "ngram": (("ngram", fake),)}, CPU)
+    draft = drafters.propose(make_batch(*make_sequences("cascade", "ngram")), [2, 2])
+    assert draft.proposers == ("lookup", "ngram")
+    assert fake.asked == [[2, 2]]
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "deployments.engine")
+
+
+def law_of_nobody(draft: Draft) -> Draft:
+    return replace(draft, logq_rows={99: 0})
+
+
+def raising(draft: Draft) -> Draft:
+    raise RuntimeError("no idea")
+
+
+def shallow_law(draft: Draft) -> Draft:
+    return replace(draft, logq=None if draft.logq is None else draft.logq[:, :-1])
+
+
+BROKEN: list[Callable[[Draft], Draft]] = [
+    lambda draft: replace(draft, ks=tuple(k + 1 for k in draft.ks)),
+    lambda draft: replace(draft, ks=(*draft.ks, 0)),
+    lambda draft: replace(draft, tokens=None),
+    lambda draft: replace(draft, tokens=torch.zeros(9, 9)),
+    law_of_nobody,
+    lambda draft: replace(draft, logq_rows={0: 7}),
+    lambda draft: replace(draft, logq=None),
+    lambda draft: replace(draft, logq=torch.zeros(2, 9, VOCAB, dtype=torch.int64)),
+    lambda draft: replace(draft, logq=torch.zeros(2, 9, VOCAB, device="meta")),
+    shallow_law,
+    raising,
+]
+
+
+@pytest.mark.parametrize("broken", range(len(BROKEN)))
+def test_a_bad_draft_costs_its_own_sequences_theirs(broken: int) -> None:
+    """The others' offers stand, and the next in the chain may still help."""
+    fakes = make_fakes(ngram={1: 2}, lookup={0: 3, 2: 3}, model={2: 1})
+    fakes["lookup"].lawful = True
+    sequences = make_sequences("lookup", "ngram", "cascade")
+    sound = make_chains(fakes).propose(make_batch(*sequences), [4, 4, 4])
+    assert (sound.ks, sound.failed) == ((3, 2, 3), False)
+    fakes["lookup"].spoil = BROKEN[broken]
+    draft = make_chains(fakes).propose(make_batch(*sequences), [4, 4, 4])
+    assert draft.ks == (0, 2, 1)
+    assert draft.failed
+    assert draft.proposers == (None, "ngram", "model")
+    assert rows(draft) == [[], fakes["ngram"].tokens(sequences[1], 2), fakes["model"].tokens(sequences[2], 1)]
+    check_draft(draft, [4, 4, 4], CPU)
+
+
+def test_all_of_them_failing() -> None:
+    fakes = make_fakes()
+    for fake in fakes.values():
+        fake.fails = {"propose"}
+    draft = make_chains(fakes).propose(make_batch(*make_sequences("cascade", "ngram")), [2, 2])
+    assert (draft.ks, draft.tokens, draft.failed) == ((0, 0), None, True)
+
+
+def test_all_observe_though_one_of_them_cannot() -> None:
+    """It alone forgets, also where it cannot do that either; the caller is told."""
+    fakes = make_fakes(model={0: 1})
+    drafters, batch = make_chains(fakes), make_batch(*make_sequences("model", "cascade"))
+    drafters.observe(batch, make_verdict(0, 0))
+    fakes["lookup"].fails = {"observe", "forget"}
+    with pytest.raises(DrafterFault):
+        drafters.observe(batch, make_verdict(0, 0))
+    assert all(fake.observed == [batch, batch] for fake in fakes.values())
+    assert {name: fake.forgotten for name, fake in fakes.items() if fake.forgotten} == {"lookup": [0, 1]}
+
+
+def test_all_forget_though_one_of_them_cannot() -> None:
+    fakes = make_fakes()
+    drafters, (sequence,) = make_chains(fakes), make_sequences("ngram")
+    drafters.forget(sequence)
+    fakes["ngram"].fails = {"forget"}
+    with pytest.raises(DrafterFault):
+        drafters.forget(sequence)
+    assert all(fake.forgotten == [0, 0] for fake in fakes.values())
+
+
+@pytest.mark.parametrize("leaking", ["ngram", "lookup", "prediction", "model"])
+def test_an_audit_looks_at_all(leaking: DrafterName) -> None:
+    fakes = make_fakes()
+    make_chains(fakes).audit({1})
+    fakes[leaking].fails = {"audit"}
+    with pytest.raises(AssertionError, match="leaks"):
+        make_chains(fakes).audit({1})

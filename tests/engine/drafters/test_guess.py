@@ -1,0 +1,160 @@
+"""What all drafters without a model share: feeding, tables, pauses, and letting go."""
+
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+
+from deployments.engine.drafters.guess import MAX_PAUSE, GuessDrafter
+from deployments.engine.sequence import Sequence
+from tests.engine.drafters.rounds import make_batch, make_verdict, rows
+from tests.engine.driving import make_sequence
+
+CPU = torch.device("cpu")
+
+
+class Echo:
+    """Guesses the latest tokens, in order; remembers all it was fed."""
+
+    def __init__(self, most: int = 99) -> None:
+        self.fed: list[int] = []
+        self.most = most
+
+    def push(self, token: int) -> None:
+        self.fed.append(token)
+
+    def guess(self, k: int) -> list[int]:
+        return self.fed[-min(k, self.most) :] if self.most else []
+
+
+def echoes(most: int = 99, max_pause: int = MAX_PAUSE) -> tuple[GuessDrafter[Echo], list[Echo]]:
+    made: list[Echo] = []
+
+    def make(_: Sequence) -> Echo:
+        made.append(Echo(most))
+        return made[-1]
+
+    return GuessDrafter(make, CPU, max_pause), made
+
+
+def offered(drafter: GuessDrafter[Echo], sequence: Sequence, accepted: int, k: int = 2) -> int:
+    """Tokens offered in one round, of which `accepted` are right."""
+    batch = make_batch(sequence)
+    draft = drafter.propose(batch, [k])
+    drafter.observe(batch, make_verdict(accepted if draft.ks[0] else 0))
+    return draft.ks[0]
+
+
+def test_it_is_fed_every_committed_token_once_whatever_rounds_it_is_asked_in() -> None:
+    rng = random.Random(1)
+    drafter, made = echoes()
+    sequences = [make_sequence(i, [i] * (i + 1)) for i in range(3)]
+    fed = [0] * 3
+    for _ in range(60):
+        batch = make_batch(*sequences)
+        ks = [rng.randrange(3) for _ in sequences]
+        draft = drafter.propose(batch, ks)
+        drafter.observe(batch, make_verdict(*(rng.randint(0, k) for k in draft.ks)))
+        for i, sequence in enumerate(sequences):
+            if draft.ks[i]:
+                fed[i] = len(sequence.tokens)
+            sequence.tokens += [rng.randrange(100) for _ in range(rng.randrange(4))]
+    assert len(made) == 3
+    for sequence, length in zip(sequences, fed, strict=True):
+        (echo,) = [e for e in made if e.fed[0] == sequence.handle]
+        assert echo.fed == sequence.tokens[:length]
+        assert length > 20
+
+
+def test_a_ragged_table() -> None:
+    drafter, made = echoes()
+    batch = make_batch(make_sequence(0, [1, 2, 3]), make_sequence(1, [4, 5]), make_sequence(2, [6]))
+    draft = drafter.propose(batch, [3, 0, 2])
+    assert draft.ks == (3, 0, 1)
+    assert draft.tokens is not None
+    assert draft.tokens.dtype is torch.int64
+    assert draft.tokens.shape == (3, 3)
+    assert rows(draft) == [[1, 2, 3], [], [6]]
+    assert draft.logq is None
+    assert not draft.logq_rows
+    assert len(made) == 2  # nothing is kept for whom it was never asked
+
+
+@pytest.mark.parametrize("ks", [[3, 3], [0, 0]], ids=["asked", "not asked"])
+def test_no_table_where_there_is_nothing_to_offer(ks: Seq[int]) -> None:
+    drafter, _ = echoes(most=0)
+    draft = drafter.propose(make_batch(make_sequence(0, [1]), make_sequence(1, [2])), ks)
+    assert draft.ks == (0, 0)
+    assert draft.tokens is None
+    assert not draft.failed
+
+
+def test_pauses_double_while_nothing_is_accepted() -> None:
+    drafter, _ = echoes()
+    sequence = make_sequence(0, [1, 2])
+    said = "".join("x" if offered(drafter, sequence, 0) else "." for _ in range(130))
+    assert [len(pause) for pause in said.split("x")][1:-1] == [1, 2, 4, 8, 16, 32, 32]
+
+
+def test_any_acceptance_ends_the_pauses() -> None:
+    drafter, _ = echoes()
+    sequence = make_sequence(0, [1, 2])
+    said = [offered(drafter, sequence, 0) for _ in range(5)]
+    assert said == [2, 0, 2, 0, 0]
+    assert [offered(drafter, sequence, 1) for _ in range(4)] == [2] * 4
+    assert [offered(drafter, sequence, 0) for _ in range(3)] == [2, 0, 2]  # from one round again
+
+
+def test_a_drafter_without_pauses() -> None:
+    drafter, _ = echoes(max_pause=0)
+    sequence = make_sequence(0, [1, 2])
+    assert [offered(drafter, sequence, 0) for _ in range(9)] == [2] * 9
+
+
+def test_a_pause_is_of_its_own_sequence_and_counts_the_rounds_it_was_asked_in() -> None:
+    drafter, _ = echoes()
+    batch = make_batch(make_sequence(0, [1, 2]), make_sequence(1, [3, 4]))
+    assert drafter.propose(batch, [1, 1]).ks == (1, 1)
+    drafter.observe(batch, make_verdict(0, 1))
+    for _ in range(5):
+        assert drafter.propose(make_batch(*batch.sequences), [0, 1]).ks == (0, 1)
+    assert drafter.propose(make_batch(*batch.sequences), [1, 1]).ks == (0, 1)
+    assert drafter.propose(make_batch(*batch.sequences), [1, 1]).ks == (1, 1)
+
+
+def test_who_was_offered_nothing_is_left_alone() -> None:
+    """Another drafter's failure is not its own."""
+    drafter, _ = echoes()
+    first, second = make_sequence(0, [1, 2]), make_sequence(1, [3, 4])
+    batch = make_batch(first, second)
+    drafter.propose(batch, [0, 1])
+    drafter.observe(batch, make_verdict(0, 1))
+    assert drafter.propose(make_batch(first, second), [1, 1]).ks == (1, 1)
+
+
+def test_a_round_that_failed_is_no_verdict() -> None:
+    """Its second attempt runs without drafts, and accepts none."""
+    drafter, _ = echoes()
+    sequence = make_sequence(0, [1, 2])
+    drafter.propose(make_batch(sequence), [2])
+    retried = make_batch(sequence)
+    drafter.observe(retried, make_verdict(0))
+    drafter.observe(make_batch(sequence), make_verdict(0))
+    assert offered(drafter, sequence, 0) == 2
+    assert offered(drafter, sequence, 0) == 0  # a verdict on the round itself counts
+
+
+def test_forgetting() -> None:
+    drafter, made = echoes()
+    first, second = make_sequence(0, [1, 2]), make_sequence(1, [3])
+    drafter.propose(make_batch(first, second), [1, 1])
+    drafter.audit({0, 1})
+    with pytest.raises(AssertionError, match=r"gone: \[1\]"):
+        drafter.audit({0})
+    drafter.forget(second)
+    drafter.forget(second)
+    drafter.audit({0})
+    second.tokens.append(5)
+    assert offered(drafter, second, 1) == 2
+    assert made[-1].fed == [3, 5]
