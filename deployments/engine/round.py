@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, check_draft, try_forget
+from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, check_draft, try_forget
 from deployments.engine.logprobs import token_logprobs
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sampling import Sampler
@@ -91,6 +91,8 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
     """Whether the drafter took the verdict in. If not, it starts from nothing: what its caches hold is unknown (R9)."""
     try:
         drafter.observe(batch, verdict)
+    except DrafterFault:  # dealt with by the part that failed
+        return False
     except Exception:
         log.exception("the drafter failed to observe; it forgets the round's sequences")
         for sequence in batch.sequences:

@@ -4,11 +4,13 @@ Nothing is drawn at run time, so a test passes always or never. The thresholds a
 each time: a sound generator would exceed one with the stated probability.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from deployments.engine import randomness
+from deployments.engine.hashing import mix_array, mix_int, mix_tensor, signed
 from deployments.engine.randomness import gumbel_noise, sequence_key, stream_key
 
 ROWS, VOCAB = 64, 1024
@@ -98,18 +100,19 @@ def test_inputs_are_left_alone() -> None:
 INTERESTING = [0, 1, -1, 2**63 - 1, -(2**63), 2**62, -(2**62), 0x5555555555555555, 12345678901234567]
 
 
-def test_tensor_mix_equals_integer_mix() -> None:
+def test_tensor_and_array_mix_equal_integer_mix() -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**63), 2**63 - 1, (2000,), generator=generator)
     values = torch.cat([torch.tensor(INTERESTING), drawn])
-    integers = [randomness._signed(randomness._mix_int(v)) for v in values.tolist()]
-    assert randomness._mix_(values.clone()).tolist() == integers
+    integers = [signed(mix_int(v)) for v in values.tolist()]
+    assert mix_tensor(values.clone()).tolist() == integers
+    assert mix_array(values.numpy().view(np.uint64)).view(np.int64).tolist() == integers
 
 
 def test_known_answers() -> None:
     """splitmix64 from state 0, as published with the reference implementation."""
     golden = 0x9E3779B97F4A7C15
-    assert [randomness._mix_int(n * golden) for n in (1, 2, 3)] == [
+    assert [mix_int(n * golden) for n in (1, 2, 3)] == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,
@@ -119,7 +122,7 @@ def test_known_answers() -> None:
 @pytest.mark.parametrize("bits", [0, -1, 1, -(2**63)], ids=["all zeros", "all ones", "lowest", "highest"])
 def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     """An infinite number would let a token of probability 0 win (−∞ + ∞), or turn a greedy row's 0 · ∞ into NaN."""
-    monkeypatch.setattr(randomness, "_mix_", lambda z: torch.full_like(z, bits))
+    monkeypatch.setattr(randomness, "mix_tensor", lambda z: torch.full_like(z, bits))
     assert torch.isfinite(gumbel_noise(torch.tensor([1]), torch.tensor([1]), 4)).all()
 
 

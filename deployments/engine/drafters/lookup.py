@@ -61,16 +61,15 @@ class Lookup:
         earlier = ends[-2 : -2 - CANDIDATES : -1] if self._recent else ends[:-1][:CANDIDATES]
         best, length = None, 0
         for end in earlier:
-            if best is None or self._may_exceed(length, end):
+            # Only a place that agrees where the best one ended can be better. At the text's beginning this index wraps
+            # around, and what passes by chance is no longer than the text before it.
+            if best is None or self._tokens[end - 1 - length] == self._tokens[-1 - length]:
                 agreed = self._agreement(end)
                 if agreed > length:
                     best, length = end, agreed
             if length == MAX_MATCH:
                 break
         return best
-
-    def _may_exceed(self, length: int, end: int) -> bool:
-        return end > length and self._tokens[end - 1 - length] == self._tokens[-1 - length]
 
     def _agreement(self, end: int) -> int:
         """How many tokens before `end` equal those before the end of the text, up to MAX_MATCH."""

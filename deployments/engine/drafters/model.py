@@ -41,10 +41,10 @@ class ModelDrafter:
     def _draw(self, batch: DraftBatch, ks: Seq[int], active: list[int], logits: Tensor) -> Draft:
         """One forward per column; `logits` [len(active), vocab] draw the first."""
         columns = torch.zeros(max(ks), len(ks), dtype=torch.int64, device=self.runner.device)
-        laws = _Laws([i for i in active if not batch.sequences[i].coupled], max(ks))
+        laws = Laws([i for i in active if not batch.sequences[i].coupled], max(ks))
         places = self._index(active)
         for j, column in enumerate(columns):
-            drawn = self._next(batch, active, logits[:, : self._vocab], columns[:j].t(), laws)
+            drawn = laws.draw(batch, active, logits[:, : self._vocab], columns[:j].t())
             column.index_copy_(0, places, drawn)
             still = [n for n, i in enumerate(active) if ks[i] > j + 1]
             if not still:
@@ -54,22 +54,6 @@ class ModelDrafter:
                 places = self._index(active)
             logits = self.runner.step([batch.sequences[i] for i in active], drawn)
         return Draft(tuple(ks), columns.t(), laws.table, laws.rows)
-
-    def _next(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor, laws: "_Laws") -> Tensor:
-        """The next draft of each active sequence, given those so far [B, j]."""
-        sampler, ahead = batch.sampler, drafts.shape[1]
-        rows = [sampler.offsets[i] + ahead for i in active]
-        scores = sampler.scores(logits, rows, drafts)
-        exact = [n for n, i in enumerate(active) if i in laws.rows]
-        if not exact:
-            return sampler.sample(scores, rows)
-        chosen = [rows[n] for n in exact]
-        law = sampler.laws(scores[self._index(exact)], chosen)
-        own = sampler.propose(law, chosen)
-        laws.put([active[n] for n in exact], ahead, law)
-        if len(exact) == len(active):
-            return own
-        return sampler.sample(scores, rows).index_copy(0, self._index(exact), own)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache = self.runner.cache
@@ -110,15 +94,30 @@ class ModelDrafter:
         return torch.tensor(values, device=self.runner.device)
 
 
-class _Laws:
-    """The log-laws [n, depth, vocab] that a round's drafts were drawn from, made when the first of them is known."""
+class Laws:
+    """Draws a round's drafts, and keeps the log-laws [n, depth, vocab] of those whose verifier needs them."""
 
     def __init__(self, sequences: Seq[int], depth: int) -> None:
-        self.rows = {i: row for row, i in enumerate(sequences)}
+        self.rows = {i: row for row, i in enumerate(sequences)}  # sequence of the batch → row of the table
         self.table: Tensor | None = None
         self._depth = depth
 
-    def put(self, sequences: Seq[int], column: int, laws: Tensor) -> None:
+    def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+        """The next draft of each active sequence, from logits [len(active), vocab], given those so far [B, j]."""
+        sampler, ahead = batch.sampler, drafts.shape[1]
+        rows = [sampler.offsets[i] + ahead for i in active]
+        scores = sampler.scores(logits, rows, drafts)
+        exact = [n for n, i in enumerate(active) if i in self.rows]
+        if not exact:
+            return sampler.sample(scores, rows)
+        places = torch.tensor(exact, device=scores.device)
+        chosen = [rows[n] for n in exact]
+        laws = sampler.laws(scores[places], chosen)
+        self._keep([active[n] for n in exact], ahead, laws)
+        own = sampler.propose(laws, chosen)
+        return own if len(exact) == len(active) else sampler.sample(scores, rows).index_copy(0, places, own)
+
+    def _keep(self, sequences: Seq[int], column: int, laws: Tensor) -> None:
         if self.table is None:
             self.table = laws.new_full((len(self.rows), self._depth, laws.shape[-1]), -torch.inf)
         self.table[[self.rows[i] for i in sequences], column] = laws

@@ -1,0 +1,41 @@
+"""splitmix64's finaliser (Steele, Lea, Flood 2014) of Python integers, tensors and numpy arrays: the same bits."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ over the golden ratio: multiples of it are well spread
+STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, then factor
+
+BLOCK = 32  # neighbouring token ids whose earliest clock has a hash of its own
+BLOCKS_APART = 0x6A09E667F3BCC909  # turns the key of a row's tokens into that of its blocks
+
+
+def signed(x: int) -> int:
+    """As a signed 64-bit integer, which is what tensors hold."""
+    x &= MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def mix_int(z: int) -> int:
+    z &= MASK
+    for shift, factor in STEPS:
+        z = ((z ^ (z >> shift)) * factor) & MASK
+    return z
+
+
+def mix_tensor(z: Tensor) -> Tensor:
+    """Of int64, with logical shifts; in place, since at [40, 4096] fresh memory would cost more than the sums."""
+    shifted = torch.empty_like(z)
+    for shift, factor in STEPS:
+        torch.bitwise_right_shift(z, shift, out=shifted)
+        z.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(signed(factor))
+    return z
+
+
+def mix_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    for shift, factor in STEPS:
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return z
