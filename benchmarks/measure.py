@@ -1,7 +1,7 @@
 """One timed `generate` call of the engine, and what can be derived from its records."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -97,13 +97,22 @@ def merge(runs: Sequence[Run]) -> Run:
     )
 
 
-def timed_run(llm: Generator, prompts: Sequence[Sequence[int]], params: SamplingParams, k: int) -> Run:
-    """Generate for all prompts at k drafts per round.
+Generate = Callable[[Sequence[Sequence[int]], SamplingParams, int], Sequence[Generated]]
+
+
+def timed_run(
+    llm: Generator,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    k: int,
+    generate: Generate | None = None,
+) -> Run:
+    """Generate for all prompts at k drafts per round; `generate`: llm's own with more arguments bound.
 
     Raises RuntimeError when a request emitted another number of tokens than asked, since rates would not compare.
     """
     start = time.perf_counter()
-    completions = llm.generate(prompts, params, k)
+    completions = (generate or llm.generate)(prompts, params, k)
     seconds = time.perf_counter() - start
     outputs = [list(c.token_ids) for c in completions]
     lengths = {len(tokens) for tokens in outputs}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.sampling --target models/demo/target --draft models/demo/draft --threads 2
 
-Logits are synthetic: a Zipf law over the vocabulary (exponent 1.1, entropy near a language model's), the draft's disturbed
-by noise. Columns, in microseconds per round, medians: prepare (the round's parameters), draft (drawing k drafts from
-their logits), verify (laws, draws, acceptance, the copy to the host), total; and total over the time of a whole round
-of the pair given, same batch and k, measured in turn with it at temperature 0 and with `match`.
+Logits are synthetic: a Zipf law over the vocabulary (exponent 1.1, entropy near a language model's), the draft's
+disturbed by noise. Columns, in microseconds per round, medians: prepare (the round's parameters), draft (drawing k
+drafts from their logits), verify (laws, draws, acceptance, the copy to the host), total; and total over the time of a
+whole round of the pair given, same batch and k, measured before and after at temperature 0 with `match`.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def make_sequences(case: Case, batch: int, length: int = 64) -> tuple[Sequence, 
 
 
 def run_round(case: Case, target: Tensor, draft: Tensor, k: int, times: Times) -> float:
-    """One round's sampling and acceptance over given logits [B·(k + 1), vocab]; returns drafts accepted per sequence."""
+    """One round's sampling and acceptance over logits [B·(k + 1), vocab]; returns drafts accepted per sequence."""
     count = len(target) // (k + 1)
     sequences = make_sequences(case, count)
     started = perf_counter()

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
 
-from app.client import ModelCard
+from app.client import ModelCard, Token
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStats, InvalidRequest, Output, Request
 from deployments.engine.worker import EngineWorker
@@ -19,7 +20,11 @@ class LocalClient:
         self.model = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
+            spec_length=engine.config.spec_length if engine.config.drafter or "model" in engine.drafters else 0,
             max_spec_length=engine.max_spec_length,
+            drafters=engine.drafters,
+            verifier=engine.config.verifier,
+            max_choices=engine.config.max_running + engine.config.max_waiting,
             created=int(time.time()),
         )
         self._tokenizer = engine.tokenizer
@@ -31,17 +36,26 @@ class LocalClient:
         self.worker = EngineWorker(engine, self._deliver)
         self.worker.start()
 
-    async def tokenize(self, text: str) -> list[int]:
+    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
+        special = field == "prompt"
         if len(text) <= TOKENIZE_INLINE:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, special=special)
         if len(text) > self._max_characters:
             limit = self.model.max_model_len
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; no prompt of {len(text)} characters fits it",
-                "prompt",
+                f"this model's context is {limit} tokens; no {field} of {len(text)} characters fits it",
+                field,
                 "context_length_exceeded",
             )
-        return await asyncio.to_thread(self._tokenizer.encode_long, text)
+        return await asyncio.to_thread(self._tokenizer.encode_long, text, special=special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def token(self, token_id: int) -> Token:
+        """Special tokens are shown by their names, and ids that only the model's tables have by their numbers."""
+        data = self._tokenizer.data(token_id)
+        return Token.of(data) if data else Token(self._tokenizer.name(token_id) or f"token_id:{token_id}", b"")
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         self._loop = asyncio.get_running_loop()

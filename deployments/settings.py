@@ -30,6 +30,11 @@ def _not_a_bool(value: Any) -> Any:
     return value
 
 
+def _off(value: Any) -> Any:
+    """YAML's `off` is false."""
+    return "off" if value is False else value
+
+
 Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
 
@@ -46,6 +51,10 @@ class Settings(BaseModel):
     model_name: Annotated[str | None, BeforeValidator(_none)] = None  # what clients call it; none: see name
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    drafter: Annotated[
+        Literal["auto", "off", "model", "ngram", "lookup", "prediction", "cascade"], BeforeValidator(_off)
+    ] = "auto"  # for requests that do not say; auto: the draft if there is one; off: none, as spec_length 0
+    verifier: Literal["match", "rejection", "block"] = "match"  # for requests that do not say
     spec_length: Count = 5  # drafts per round for requests that do not say; 0: off
     max_spec_length: Count = 16
     max_running: Positive = 16
@@ -73,9 +82,11 @@ class Settings(BaseModel):
         return EngineConfig(
             target=_resolve(self.target),
             draft=None if self.draft is None else _resolve(self.draft),
+            drafter=None if self.drafter in ("auto", "off") else self.drafter,
+            verifier=self.verifier,
             device=device,
             dtype=by_device[device] if self.dtype == "auto" else self.dtype,
-            spec_length=self.spec_length,
+            spec_length=0 if self.drafter == "off" else self.spec_length,
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,
             max_waiting=self.max_waiting,

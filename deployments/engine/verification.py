@@ -85,9 +85,9 @@ def draft_laws(draft: Draft, which: Seq[int], drafts: Tensor, logp: Tensor) -> T
         logq[places, :, : draft.logq.shape[-1]] = draft.logq[sources, :depth].to(logp.dtype)
     legal = drafts.clamp(0, vocab - 1)
     own = logq.gather(2, legal[..., None])
-    certain = ~torch.isfinite(own)
-    logq.masked_fill_(certain, -torch.inf)
     outside = (legal != drafts)[..., None]
+    certain = outside | ~torch.isfinite(own)
+    logq.masked_fill_(certain, -torch.inf)
     return logq.scatter_(2, legal[..., None], own.masked_fill_(certain, 0.0).masked_fill_(outside, -torch.inf))
 
 

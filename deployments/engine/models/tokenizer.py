@@ -1,12 +1,16 @@
 """The checkpoint's tokenizer, and the check that a draft's agrees with its target's."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from deployments.engine.config import ConfigError
+
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece names the bytes that it has no characters for
 
 
 class Tokenizer:
@@ -21,21 +25,86 @@ class Tokenizer:
         self._backend.no_padding()
         self.vocab: dict[str, int] = self.pretrained.get_vocab()
         self.special_ids = frozenset(self.pretrained.all_special_ids)
+        self._skipped = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        self._bytes_of = _bytes_of(self._backend.decoder)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens that the checkpoint's tokenizer adds."""
-        ids: list[int] = self._backend.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a prompt, with the special tokens that the checkpoint's tokenizer adds; or without them."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return ids
 
-    def encode_long(self, text: str) -> list[int]:
+    def encode_long(self, text: str, *, special: bool = True) -> list[int]:
         """The same ids. Computes no offsets, whose building and freeing hold the GIL long for a text of megabytes."""
-        ids: list[int] = self._backend.encode_batch_fast([text])[0].ids
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens."""
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
+
+    def name(self, token: int) -> str | None:
+        """A token's entry in the vocabulary; None for an id that only the model's tables have."""
+        name: str | None = self._backend.id_to_token(token)
+        return name
+
+    def data(self, token: int) -> bytes:
+        """The bytes that a token adds to a text in which it does not come first; none for a special token."""
+        name = self.name(token)
+        if name is None or token in self._skipped:
+            return b""
+        if self._bytes_of is not None:
+            return self._bytes_of(name)
+        return self.decode([token, token])[len(self.decode([token])) :].encode()
+
+
+def _bytes_of(decoder: Any) -> Callable[[str], bytes] | None:
+    """How the backend's decoder reads one vocabulary entry as bytes; None if not each entry stands for itself."""
+    parts = [] if decoder is None else list(_parts(json.loads(decoder.__getstate__())))
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return _byte_level
+    spaces = {part["replacement"] for part in parts if part["type"] == "Metaspace"} | {
+        part["pattern"].get("String")
+        for part in parts
+        if part["type"] == "Replace" and part["content"] == " " and "pattern" in part
+    }
+    if len(spaces) != 1 or kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        return None
+    (space,) = spaces
+
+    def sentencepiece(name: str) -> bytes:
+        byte = BYTE_TOKEN.fullmatch(name) if "ByteFallback" in kinds else None
+        return bytes.fromhex(byte[1]) if byte else name.replace(space, " ").encode()
+
+    return sentencepiece
+
+
+def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A decoder's steps, those of nested sequences included."""
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _parts(part)
+    else:
+        yield decoder
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (Radford et al. 2019, GPT-2): a printable byte of
+    Latin-1 is its own character, the others are numbered from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _gpt2_alphabet()
+
+
+def _byte_level(name: str) -> bytes:
+    """An entry with characters outside the alphabet is an added token, and stands for its own text."""
+    data = [BYTE_OF.get(character) for character in name]
+    return name.encode() if None in data else bytes(byte for byte in data if byte is not None)
 
 
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
