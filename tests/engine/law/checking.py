@@ -1,7 +1,7 @@
 """Draw many texts of one configuration through a whole engine, and test them against the exact law."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle, islice
@@ -9,17 +9,21 @@ from typing import Any
 from zlib import crc32
 
 from deployments.engine.engine import Engine
-from deployments.engine.types import DRAFTERS, Output, Request, RequestRecord, SamplingParams
+from deployments.engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, SamplingParams
 from tests.engine.law.configurations import MAX_TOKENS, SETTINGS, Configuration
 from tests.engine.law.exact import Text, exact_law
 from tests.engine.law.statistics import g_test
 from tests.engine.law.tables import table_engine
 
 LENGTH = 4  # tokens whose joint law is tested
-# Whatever follows, its last tokens with it have occurred before: there is always something to look up.
-PROMPT: Text = (0, 1, 0, 0, 1, 1, 0, 1, 2, 0, 1)
-PREDICTION: Text = (2, 0, 1, 2, 0, 1)
-COMPANIONS = (  # every third request of a mixed batch
+PROMPT: Text = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)  # 2 and the end token are new to the repetition penalty
+REPETITIVE: Text = (0, 1, 0, 0, 1, 1, 0, 1, 2, 0, 1)  # whatever follows but the end, there is something to look up
+PREDICTION = max(exact_law(PROMPT, SETTINGS["plain"], MAX_TOKENS).items(), key=lambda item: (len(item[0]), item[1]))[0]
+PREDICTIONS: Mapping[DrafterName | None, Text] = {
+    "prediction": PREDICTION,
+    "cascade": PREDICTION[:2],  # so that others in the cascade have their turn
+}
+COMPANIONS = (  # every fifth request of a mixed batch
     Request("", (2,), SETTINGS["combined"], k=3, drafter="model", verifier="block"),
     Request("", (0, 1, 2, 0, 1, 2, 0), SETTINGS["presence"], k=2, drafter="ngram", verifier="rejection"),
     Request("", (1, 1), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), k=1, drafter="model"),
@@ -63,12 +67,16 @@ def check(configuration: Configuration, draws: int = 4000) -> float:
     """
     sample = draw(configuration, draws)
     check_speculation(configuration, sample)
-    return g_test(sample.counts, law_of(configuration.params))
+    return g_test(sample.counts, law_of(configuration.params, prompt_of(configuration)))
 
 
 @cache
-def law_of(params: SamplingParams) -> dict[Text, float]:
-    return exact_law(PROMPT, params, LENGTH)
+def law_of(params: SamplingParams, prompt: Text = PROMPT) -> dict[Text, float]:
+    return exact_law(prompt, params, LENGTH)
+
+
+def prompt_of(configuration: Configuration) -> Text:
+    return REPETITIVE if configuration.drafter == "lookup" else PROMPT
 
 
 def check_speculation(configuration: Configuration, sample: Sample) -> None:
@@ -100,12 +108,12 @@ def _requests(configuration: Configuration, first: int, draws: int, changes: dic
     seed = crc32(str(configuration).encode()) << 20  # configurations draw apart: their p-values are independent
     request = Request(
         "",
-        PROMPT,
+        prompt_of(configuration),
         configuration.params,
         k=configuration.k if configuration.drafter else 0,
         verifier=configuration.verifier,
         drafter=configuration.drafter,
-        prediction_ids=PREDICTION if configuration.drafter in ("prediction", "cascade") else (),
+        prediction_ids=PREDICTIONS.get(configuration.drafter, ()),
     )
     request = replace(request, **changes)
     for number in range(first, first + draws):
@@ -116,7 +124,7 @@ def _requests(configuration: Configuration, first: int, draws: int, changes: dic
 def _with_companions(requests: Iterator[Request]) -> Iterator[Request]:
     companions = cycle(COMPANIONS)
     for number, request in enumerate(requests):
-        if number % 2 == 0:
+        if number % 4 == 0:
             companion = next(companions)
             yield replace(companion, id=f"companion-{number}", params=replace(companion.params, seed=number))
         yield request
@@ -134,6 +142,7 @@ def _run(engine: Engine, requests: Iterator[Request]) -> dict[str, tuple[Text, R
         if not running:
             break
         result = engine.step()
+        assert result.stats.sequences, "a step did nothing, and requests are left"
         assert not result.stats.failed, "a pass failed"
         assert not result.stats.draft_faults, "a drafter failed"
         for output in result.outputs:

@@ -1,4 +1,4 @@
-"""What the engine's law must not depend on: all factors and their levels, the full product, and a small covering array."""
+"""What the engine's law must not depend on: the factors, their full product, a small covering array."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -94,7 +94,7 @@ def covering_array(factors: Seq[Seq[object]]) -> Iterator[tuple[object, ...]]:
         for factor, levels in enumerate(factors):
             if factor not in row:
                 turn = len(left) % len(levels)  # ties go round, not always to the first level
-                row[factor] = max((*levels[turn:], *levels[:turn]), key=lambda level: gain(row, factor, level))  # noqa: B023
+                row[factor] = max((*levels[turn:], *levels[:turn]), key=lambda level: gain(row, factor, level))
         for (i, a), (j, b) in combinations(sorted(row.items(), key=lambda item: item[0]), 2):
             left.pop(_pair(i, a, j, b), None)
         yield tuple(row[n] for n in range(len(factors)))

@@ -1,8 +1,8 @@
-"""The exact law of a text's first tokens, from the definitions of the sampling parameters and none of the engine's code.
+"""The exact law of a text's first tokens, from the sampling parameters, by none of the engine's code.
 
 Plain Python floats. In transformers' order: logit bias; repetition penalty over prompt and output, as its processor;
-frequency and presence penalty over the output, as OpenAI defines them; no end token before min_tokens; temperature; then
-its top-k, top-p and min-p warpers.
+frequency and presence penalty over the output, as OpenAI defines them; no end token before min_tokens; temperature;
+then its top-k, top-p and min-p warpers.
 """
 
 from collections import Counter

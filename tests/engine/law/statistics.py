@@ -1,10 +1,14 @@
-"""Tests of draws against an exact law. Each states its false-alarm probability; all are deterministic given the draws."""
+"""Tests of draws against an exact law. Each states its false-alarm probability."""
 
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from math import isclose, log
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T", bound=Hashable)
+Cell = tuple[float, tuple[int, ...]]  # expected, counted in each sample
 
 MIN_EXPECTED = 5.0  # per cell, below which χ² is no good approximation
 
@@ -15,13 +19,13 @@ def chi2_sf(statistic: float, df: int) -> float:
     return torch.special.gammaincc(half[0], half[1]).item()
 
 
-def g_test(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> float:
+def g_test(counts: Mapping[T, int], law: Mapping[T, float]) -> float:
     """p-value of independent draws under the law: refusing below a level is a false alarm with that probability.
 
     Cells expected less than 5 times are pooled. Williams' correction (Sokal and Rohlf, Biometry, section 17.2) brings
     the statistic's mean to that of χ². Raises AssertionError for an outcome that the law excludes (false alarm: never).
     """
-    impossible = sorted((o, n) for o, n in counts.items() if n and not law.get(o))
+    impossible = [(o, n) for o, n in counts.items() if n and not law.get(o)]
     assert not impossible, f"outcomes that the law excludes were drawn: {impossible[:5]}"
     assert isclose(sum(law.values()), 1.0, rel_tol=1e-9), "the law does not sum to 1"
     total = sum(counts.values())
@@ -34,7 +38,7 @@ def g_test(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> flo
     return chi2_sf(g / correction, df)
 
 
-def two_sample_g_test(left: Mapping[Hashable, int], right: Mapping[Hashable, int]) -> float:
+def two_sample_g_test(left: Mapping[T, int], right: Mapping[T, int]) -> float:
     """p-value of both samples coming from one law, whatever that is; false alarms as in `g_test`.
 
     Outcomes expected less than 5 times in the smaller sample are pooled.
@@ -54,7 +58,11 @@ def two_sample_g_test(left: Mapping[Hashable, int], right: Mapping[Hashable, int
 
 
 def uniformity(p_values: Seq[float], bins: int = 5) -> float:
-    """p-value of p-values being uniform on (0, 1), by their counts in equal bins; false alarms as in `g_test`."""
+    """p-value of p-values being uniform on (0, 1), by their counts in equal bins; false alarms as in `g_test`.
+
+    Raises AssertionError for so few that the bins would be pooled.
+    """
+    assert len(p_values) >= MIN_EXPECTED * bins, f"{len(p_values)} p-values are too few for {bins} bins"
     counts = [0] * bins
     for p in p_values:
         counts[min(int(p * bins), bins - 1)] += 1
@@ -72,9 +80,9 @@ def benjamini_hochberg(p_values: Mapping[str, float], level: float) -> list[str]
     return ranked[: max(passing, default=0)]
 
 
-def _pooled(cells: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
-    """(expected, counts) with the smallest cells joined until each expects at least 5; one pool, so shape-free."""
-    rest = sorted(cells)
+def _pooled(cells: list[Cell]) -> list[Cell]:
+    """The cells, the smallest of them joined into one until each expects at least 5."""
+    rest = sorted(cells, key=lambda cell: cell[0])  # never by what was counted
     expected, counts = rest.pop(0)
     while rest and (expected < MIN_EXPECTED or rest[0][0] < MIN_EXPECTED):
         more, others = rest.pop(0)

@@ -2,8 +2,8 @@
 else. So a wrong rollback, a wrong position or a missing token changes the law, and the law is known exactly.
 
 A token's value is (id + 1)·BASE^position, and all queries and keys are zero, so attention is the mean of the values so
-far. Times their number it is the prefix written as an integer in base BASE, exact in fp64; modulo ROWS it is the table's
-row. (Contexts that share a row are still told apart by what follows.)
+far. Times their number it is the prefix written as an integer in base BASE, exact in fp64; modulo ROWS it is the
+table's row. (Contexts that share a row are still told apart by what follows.)
 """
 
 from collections.abc import Sequence as Seq
@@ -27,6 +27,7 @@ END = 3  # the end-of-sequence token
 BASE = VOCAB + 1
 MAX_LEN = 17  # tokens: BASE^17 < 2^40 leaves the mean's rounding far below ½
 ROWS = 4093  # a prime
+CANDIDATES = 64  # draft rows, of which the one with most bite is taken
 CPU = torch.device("cpu")
 
 POWERS = torch.tensor([BASE**n for n in range(MAX_LEN)], dtype=torch.float64)
@@ -80,24 +81,37 @@ def row_of(prefix: Seq[int]) -> int:
 def make_tables(seed: int = 0) -> tuple[Tensor, Tensor]:
     """(target, draft) logits [ROWS, VOCAB].
 
-    The end token is less likely than others; a tenth of the rows are near one-hot. The draft's logits are the target's
-    with two of the four tokens raised and two lowered by the same amount s, so p exceeds q for exactly two tokens: the
-    noise of a recovered token always decides something. In a tenth of the rows s = 0, and p = q.
+    The end token is less likely than others; a twentieth of the rows are near one-hot. The draft's logits are the
+    target's plus noise; in a twentieth of the rows they are equal, p = q.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(ROWS, 1, generator=generator, dtype=torch.float64)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    target = torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64)
+    def one_in_twenty() -> Tensor:
+        return torch.rand(ROWS, 1, generator=generator, dtype=torch.float64) < 0.05
+
+    target = normal(ROWS, VOCAB)
     target[:, END] -= 1.0
     favourite = torch.randint(VOCAB, (ROWS, 1), generator=generator)
-    bonus = 5.0 * (uniform(0, 1) < 0.1)
-    target.scatter_add_(1, favourite, bonus)
-    size = uniform(0.3, 1.0) * (uniform(0, 1) < 0.9)
-    order = torch.rand(ROWS, VOCAB, generator=generator).argsort(1)
-    sign = torch.where(order < VOCAB // 2, 1.0, -1.0)
-    return target, target + size * sign
+    target.scatter_add_(1, favourite, 5.0 * one_in_twenty().double())
+    drafts = target + normal(CANDIDATES, ROWS, VOCAB)
+    best = _bite(target.softmax(-1), drafts.softmax(-1)).argmax(0)
+    return target, torch.where(one_in_twenty(), target, drafts[best, torch.arange(ROWS)])
+
+
+def _bite(p: Tensor, q: Tensor) -> Tensor:
+    """How much it matters [..., ROWS] with what noise a recovered token is drawn; 0 if more than half is rejected.
+
+    It matters if the residual has two tokens or more, in other shares than q: clocks that a draft was drawn with, and
+    that did not ring first, are still right for shares as in q, as exponentials have no memory.
+    """
+    residual = (p - q).clamp(min=0)
+    rejected = residual.sum(-1)
+    others = q * (residual > 0)
+    shares, stale = residual / rejected[..., None], others / others.sum(-1, keepdim=True)
+    return torch.where(rejected < 0.5, (shares - stale).abs().sum(-1) * rejected, 0.0)
 
 
 TARGET, DRAFT = make_tables()
@@ -105,7 +119,7 @@ TARGET, DRAFT = make_tables()
 
 def table_engine(target: Tensor = TARGET, draft: Tensor = DRAFT, **config: Any) -> Engine:
     """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load."""
-    settings: dict[str, Any] = {"max_running": 64, "max_spec_length": 3, "spec_length": 3, **config}
+    settings: dict[str, Any] = {"max_running": 256, "max_spec_length": 3, "spec_length": 3, **config}
     settings.setdefault("max_step_tokens", settings["max_running"] * (1 + settings["max_spec_length"]))
     full = EngineConfig(target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **settings)
     drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, full.max_step_tokens), CPU)

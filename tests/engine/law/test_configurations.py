@@ -1,0 +1,37 @@
+"""The covering array covers, and the product is whole."""
+
+from dataclasses import astuple
+from itertools import combinations, product
+
+from tests.engine.law.configurations import FACTORS, SETTINGS, covering_array, everything, pairwise
+
+
+def pairs(rows: list[tuple[object, ...]]) -> set[tuple[int, object, int, object]]:
+    return {(i, row[i], j, row[j]) for row in rows for i, j in combinations(range(len(row)), 2)}
+
+
+def wanted(factors: tuple[tuple[object, ...], ...]) -> set[tuple[int, object, int, object]]:
+    return pairs(list(product(*factors)))
+
+
+def test_every_pair_of_levels_occurs() -> None:
+    rows = [astuple(c) for c in pairwise()]
+    assert pairs(rows) == wanted(tuple(tuple(levels) for levels in FACTORS))
+    assert len(set(rows)) == len(rows)
+    assert len(rows) <= 100  # at least 14 · 6 for the two largest factors
+
+
+def test_the_array_is_small_where_that_is_possible() -> None:
+    """Four factors of three levels: 9 rows are the least; a pair at a time would take 54."""
+    factors = (("a", "b", "c"),) * 4
+    rows = list(covering_array(factors))
+    assert pairs(rows) == wanted(factors)
+    assert len(rows) <= 13
+    assert pairs(rows[:-1]) != wanted(factors)
+
+
+def test_everything_holds_every_combination_that_means_something() -> None:
+    rows = everything()
+    assert len(rows) == len(SETTINGS) * (5 * 3 + 1) * 3 * 2
+    assert len({str(c) for c in rows}) == len(rows)
+    assert not any(c.drafter is None and c.k > 1 for c in rows)

@@ -1,0 +1,144 @@
+"""The law of what a whole engine emits is the target's: whatever is asked for, whoever drafts, however it is verified.
+
+Every configuration's joint law of four tokens is tested against the exact one; then one decision is made over all of
+them. Seeds are fixed, so an outcome repeats; over other seeds a correct engine would fail a decision with probability
+LEVEL at most, and with four decisions in `make test` that is 0.4 %.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.engine import intake
+from deployments.engine.randomness import sequence_key
+from deployments.engine.types import SamplingParams
+from tests.engine.law import checking, tables
+from tests.engine.law.checking import PROMPT, check, check_speculation, draw, law_of
+from tests.engine.law.configurations import SETTINGS, Configuration, everything, pairwise
+from tests.engine.law.statistics import benjamini_hochberg, g_test, two_sample_g_test, uniformity
+
+LEVEL = 1e-3
+CHUNK = 200  # texts of each side of one comparison; a multiple of four, the texts that share a seed
+MODEL_BLOCK = Configuration("plain", "model", "block", 3, mixed=False)
+MODEL_REJECTION = Configuration("plain", "model", "rejection", 3, mixed=False)
+MODEL_MATCH = Configuration("plain", "model", "match", 2, mixed=False)
+
+
+def p_values(configurations: Seq[Configuration], draws: int) -> dict[str, float]:
+    return {str(configuration): check(configuration, draws) for configuration in configurations}
+
+
+def refused(found: Mapping[str, float]) -> dict[str, float]:
+    return {name: found[name] for name in benjamini_hochberg(found, LEVEL)}
+
+
+@pytest.fixture(scope="module")
+def covering() -> dict[str, float]:
+    return p_values(pairwise(), draws=4000)
+
+
+@pytest.mark.slow
+def test_the_law_holds_for_every_pair_of_levels(covering: Mapping[str, float]) -> None:
+    assert refused(covering) == {}
+
+
+@pytest.mark.slow
+def test_p_values_of_the_law_are_uniform(covering: Mapping[str, float]) -> None:
+    """Draws that fit too well are wrong as well: noise that repeats or avoids itself."""
+    assert uniformity(list(covering.values())) > LEVEL
+
+
+@pytest.mark.proofs
+def test_the_law_holds_for_every_pair_of_levels_with_ten_times_the_draws() -> None:
+    found = p_values(pairwise(), draws=40_000)
+    assert refused(found) == {}
+    assert uniformity(list(found.values())) > LEVEL
+
+
+@pytest.mark.proofs
+def test_the_law_holds_for_everything() -> None:
+    found = p_values(everything(), draws=4000)
+    assert refused(found) == {}
+    assert uniformity(list(found.values()), bins=20) > LEVEL
+
+
+def chunks(configuration: Configuration, count: int, first: int, **changes: Any) -> list[Mapping[Any, int]]:
+    """Counts of `count` disjoint samples of CHUNK texts each."""
+    texts = draw(configuration, count * CHUNK, first, **changes).texts
+    return [Counter(texts[n : n + CHUNK]) for n in range(0, len(texts), CHUNK)]
+
+
+def test_two_samples_of_the_same_configuration_agree() -> None:
+    """The A/A null: forty comparisons, whose p-values are uniform."""
+    left, right = chunks(MODEL_BLOCK, 40, first=0), chunks(MODEL_BLOCK, 40, first=40 * CHUNK)
+    found = [two_sample_g_test(a, b) for a, b in zip(left, right, strict=True)]
+    assert uniformity(found) > LEVEL
+    assert benjamini_hochberg({str(n): p for n, p in enumerate(found)}, LEVEL) == []
+
+
+def test_two_samples_of_different_laws_do_not_agree() -> None:
+    warm = replace(SETTINGS["plain"], temperature=1.5)
+    left, right = chunks(MODEL_BLOCK, 25, first=0), chunks(MODEL_BLOCK, 25, first=25 * CHUNK, params=warm)
+    found = [two_sample_g_test(a, b) for a, b in zip(left, right, strict=True)]
+    assert uniformity(found) < LEVEL
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(SETTINGS["plain"], temperature=1.1),
+        replace(SETTINGS["plain"], presence_penalty=0.25),
+        replace(SETTINGS["plain"], logit_bias=((1, 0.2),)),
+    ],
+    ids=["temperature", "presence", "logit_bias"],
+)
+def test_a_law_that_is_off_by_a_few_percent_is_refused(params: SamplingParams) -> None:
+    sample = draw(MODEL_MATCH, 8000, params=params)
+    assert g_test(sample.counts, law_of(SETTINGS["plain"])) < LEVEL / 100
+    assert g_test(sample.counts, law_of(params)) > LEVEL
+
+
+def test_lenience_is_seen() -> None:
+    """The one lossy mode there is comes out as one."""
+    sample = draw(MODEL_REJECTION, 4000, lenience=0.7)
+    assert g_test(sample.counts, law_of(SETTINGS["plain"])) < LEVEL / 100
+
+
+def test_an_impossible_text_is_refused_at_once() -> None:
+    sample = draw(MODEL_REJECTION, 400)
+    with pytest.raises(AssertionError, match="excludes"):
+        g_test(sample.counts, law_of(SETTINGS["top_k"]))
+
+
+def test_noise_shared_by_choices_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text has the right law then, and pairs of them are equal."""
+    monkeypatch.setattr(intake, "sequence_key", lambda seed, prompt, choice: sequence_key(seed, prompt, 0))
+    assert check(MODEL_MATCH) < LEVEL / 100
+
+
+def test_a_context_that_is_read_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models overlook what stands behind the first token of the output; the exact law does not."""
+    powers = tables.POWERS.clone()
+    powers[len(PROMPT) + 1 :] = 0
+    monkeypatch.setattr(tables, "POWERS", powers)
+    assert check(MODEL_MATCH) < LEVEL / 100
+
+
+def test_speculation_that_does_not_happen_is_no_proof() -> None:
+    with pytest.raises(AssertionError, match="0 of 0"):
+        check_speculation(MODEL_MATCH, draw(MODEL_MATCH, 40, k=0))
+    off, sample = replace(MODEL_MATCH, drafter=None), draw(MODEL_MATCH, 40)
+    with pytest.raises(AssertionError, match="speculation is off"):
+        check_speculation(off, sample)
+
+
+def test_speculation_without_rejections_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "table_engine", lambda: tables.table_engine(draft=tables.TARGET))
+    sample = draw(MODEL_MATCH, 40)
+    assert 0 < sample.accepted == sample.drafted
+    with pytest.raises(AssertionError, match="drafts accepted"):
+        check_speculation(MODEL_MATCH, sample)

@@ -1,0 +1,178 @@
+"""Faults that were shipped somewhere, put into the engine one at a time: the law test refuses each of them.
+
+The configurations are among those that test_law.py finds right; a correct engine's p-value is below REFUSED with
+probability 1e-5.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deployments.engine import acceptance, sampling
+from deployments.engine.acceptance import emitted_law, log_residual
+from deployments.engine.drafters.base import Draft, DraftBatch
+from deployments.engine.drafters.model import Laws, ModelDrafter
+from deployments.engine.penalties import History, adjust
+from deployments.engine.randomness import DRAFT_STREAM, argmax, stream_key
+from deployments.engine.sampling import Sampler
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import Verifier
+from tests.engine.law.checking import check, draw, law_of
+from tests.engine.law.configurations import SETTINGS, Configuration
+from tests.engine.law.statistics import g_test
+
+REFUSED = 1e-5
+COLD = SETTINGS["temperature"].temperature
+Patch = pytest.MonkeyPatch
+EXACT = pytest.mark.parametrize("verifier", ["rejection", "block"])
+
+
+def ask(verifier: Verifier, setting: str = "plain", k: int = 3) -> Configuration:
+    return Configuration(setting, "model", verifier, k, mixed=False)
+
+
+def p_value(configuration: Configuration, draws: int = 8000) -> float:
+    """0 for a text that the law excludes."""
+    try:
+        return check(configuration, draws)
+    except AssertionError as error:
+        if "excludes" in str(error):
+            return 0.0
+        raise
+
+
+@EXACT
+def test_the_drafts_noise_reused_for_the_residual(verifier: Verifier, monkeypatch: Patch) -> None:
+    """vLLM #47386 and #54282."""
+    monkeypatch.setattr(sampling, "RESIDUAL_STREAM", DRAFT_STREAM)
+    assert p_value(ask(verifier), draws=24_000) < REFUSED
+
+
+def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patch) -> None:
+    """The noise of positions that a round discards decided about its length: in the next round it is no longer free."""
+
+    def timeless(sequence: Sequence, stream: int, own: bool) -> int:
+        return stream_key(sequence.key, stream)
+
+    monkeypatch.setattr(sampling, "_key", timeless)
+    assert p_value(ask("block"), draws=40_000) < REFUSED
+
+
+@EXACT
+def test_the_draft_models_raw_law_returned(verifier: Verifier, monkeypatch: Patch) -> None:
+    """transformers #47932: q before the temperature."""
+    keep = Laws._keep
+
+    def raw(self: Laws, sequences: Seq[int], column: int, laws: Tensor) -> None:
+        keep(self, sequences, column, (laws * COLD).log_softmax(-1))
+
+    monkeypatch.setattr(Laws, "_keep", raw)
+    assert p_value(ask(verifier, "temperature")) < REFUSED
+
+
+def truncating(monkeypatch: Patch) -> None:
+    """Only drafts that the draft model itself finds likely are submitted: a choice that looks at the token drawn."""
+    propose = ModelDrafter.propose
+
+    def picky(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        draft = propose(self, batch, ks)
+        if draft.tokens is None:
+            return draft
+        kept = [0 if token == 0 else k for token, k in zip(draft.tokens[:, 0].tolist(), draft.ks, strict=True)]
+        return replace(draft, ks=tuple(kept))
+
+    monkeypatch.setattr(ModelDrafter, "propose", picky)
+
+
+@EXACT
+def test_truncation_that_looks_at_the_token(verifier: Verifier, monkeypatch: Patch) -> None:
+    truncating(monkeypatch)
+    assert p_value(ask(verifier)) < REFUSED
+
+
+def test_under_match_any_truncation_is_harmless(monkeypatch: Patch) -> None:
+    truncating(monkeypatch)
+    assert p_value(ask("match")) > 1e-3
+
+
+def at_coin_zero(monkeypatch: Patch, verifier: Verifier) -> float:
+    """The p-value with every coin at 0, where < and ≤ differ: the law is wrong then, but no text that p excludes."""
+
+    def within(chances: Tensor, ks: Seq[int]) -> Tensor:
+        """Nothing beyond a sequence's own drafts can be accepted, not even with ≤."""
+        return chances.double().masked_fill(~acceptance.proposed(ks, chances.device), -1.0)
+
+    monkeypatch.setattr(acceptance, "_within", within)
+    monkeypatch.setattr(Sampler, "coins", lambda self, which, depth: torch.zeros(len(which), depth).double())
+    sample = draw(ask(verifier, "top_k"), 800)
+    try:
+        return g_test(sample.counts, law_of(SETTINGS["top_k"]))
+    except AssertionError:
+        return -1.0
+
+
+def careless_failure(chances: Tensor, coins: Tensor) -> Tensor:
+    return (coins <= chances).cumprod(1).sum(1)
+
+
+def careless_success(chances: Tensor, coins: Tensor) -> Tensor:
+    return ((coins <= chances) * torch.arange(1, chances.shape[1] + 1)).amax(1)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "name", "careless"),
+    [("rejection", "first_failure", careless_failure), ("block", "last_success", careless_success)],
+)
+def test_a_coin_of_zero_accepts_nothing_impossible(
+    verifier: Verifier, name: str, careless: Callable[..., Tensor], monkeypatch: Patch
+) -> None:
+    """u ≤ p/q accepts a draft that p excludes when u is 0 (transformers uses ≤)."""
+    assert at_coin_zero(monkeypatch, verifier) >= 0
+    monkeypatch.setattr(acceptance, name, careless)
+    assert at_coin_zero(monkeypatch, verifier) == -1
+
+
+@EXACT
+def test_the_bonus_from_raw_logits(verifier: Verifier, monkeypatch: Patch) -> None:
+    def raw(logp: Tensor, logq: Tensor, log_scales: Tensor, accepted: Tensor, ks: Seq[int]) -> Tensor:
+        weights = emitted_law(logp, logq, log_scales, accepted, ks)
+        complete = accepted == torch.tensor(ks)
+        return torch.where(complete[:, None], weights * COLD, weights)
+
+    monkeypatch.setattr(acceptance, "emitted_law", raw)
+    assert p_value(ask(verifier, "temperature", k=1)) < REFUSED
+
+
+@pytest.mark.parametrize("setting", ["presence", "frequency", "repetition"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+def test_penalties_frozen_at_the_rounds_start(verifier: Verifier, setting: str, monkeypatch: Patch) -> None:
+    """text-generation-inference's utils/tokens.py; SGLang calls it a relaxed version of penalties."""
+
+    def frozen(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
+        return adjust(logits, histories, drafted[:0], owners[:0])
+
+    monkeypatch.setattr(sampling, "adjust", frozen)
+    assert p_value(ask(verifier, setting), draws=16_000) < REFUSED
+
+
+@EXACT
+def test_the_residual_clamped(verifier: Verifier, monkeypatch: Patch) -> None:
+    """An ε against a mass of 0 gives tokens a chance that p excludes. (Smaller ones: tests/engine/test_exact.py.)"""
+
+    def clamped(*args: Any) -> Tensor:
+        return log_residual(*args).clamp(min=-6.0)
+
+    monkeypatch.setattr(acceptance, "log_residual", clamped)
+    assert p_value(ask(verifier, "top_k")) < REFUSED
+
+
+@EXACT
+def test_an_argmax_draft_scored_as_a_sample(verifier: Verifier, monkeypatch: Patch) -> None:
+    """jaymody/speculative-sampling #3: the likeliest token is drafted, and q is still the whole law."""
+    monkeypatch.setattr(Sampler, "propose", lambda self, laws, rows: argmax(laws))
+    assert p_value(ask(verifier)) < REFUSED
