@@ -1,12 +1,25 @@
 """The seam between the HTTP edge and an engine: the EngineClient protocol, and a fake to test and show the edge."""
 
 import asyncio
+import codecs
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import takewhile
+from typing import Literal, Protocol
 
-from deployments.engine.types import EngineStats, InvalidRequest, Output, Overloaded, Request, RequestRecord
+from deployments.engine.types import (
+    DRAFTERS,
+    DrafterName,
+    EngineStats,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    Request,
+    RequestRecord,
+    TokenLogprob,
+    Verifier,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +28,28 @@ class ModelCard:
 
     name: str
     max_model_len: int
+    spec_length: int  # drafts per round for requests that do not say
     max_spec_length: int  # 0 when there is no drafter
+    drafters: tuple[DrafterName, ...]  # those that a request may name
+    verifier: Verifier  # for requests that do not say
+    max_choices: int  # that the engine can hold at once, running and waiting
     created: int  # Unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One entry of the vocabulary, as replies show it."""
+
+    text: str
+    data: bytes  # what it adds to a text, maybe not whole characters; empty for a special token
+
+    @classmethod
+    def of(cls, data: bytes) -> "Token":
+        """A token that stands for these bytes: shown as text if they are text, else as OpenAI shows them."""
+        try:
+            return cls(data.decode(), data)
+        except UnicodeDecodeError:
+            return cls("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
 
 
 class EngineClient(Protocol):
@@ -25,12 +58,19 @@ class EngineClient(Protocol):
     @property
     def model(self) -> ModelCard: ...
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens added as the model's tokenizer does.
+    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
+        """Token ids of that field's text: a prompt's with the special tokens that the model's tokenizer adds, a
+        prediction's, which goes on where a prompt ends, without.
 
-        Raises InvalidRequest for a text so long that no tokenization of it fits the context.
+        Raises InvalidRequest, naming the field, for a text so long that no tokenization of it fits the context.
         """
         ...
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids that `submit` took, without special tokens."""
+        ...
+
+    def token(self, token_id: int) -> Token: ...
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Admit the request now and return the iterator of its outputs, which ends after the one with finish_reason.
@@ -51,18 +91,56 @@ Script = Callable[[Request], Iterable[Output]]
 
 def spell(request: Request) -> Iterator[Output]:
     """The default script: the prompt's ids again as text, three tokens a round (k = 3, two drafts accepted)."""
-    ids = [request.prompt_ids[i % len(request.prompt_ids)] for i in range(request.params.max_tokens)]
-    now = time.monotonic()
-    record = RequestRecord(request.id, request.params.seed or 0, len(request.prompt_ids), 3, now, now, now)
-    for start in range(0, len(ids), 3):
+    params, prompt = request.params, request.prompt_ids
+    ids = [prompt[i % len(prompt)] for i in range(params.max_tokens)]
+    record = _record(request, ids)
+    before = (
+        tuple(_logprob(t, params.prompt_logprobs) for t in prompt[1:]) if params.prompt_logprobs is not None else ()
+    )
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    for start in range(0, max(1, len(ids)), 3):
         part = tuple(ids[start : start + 3])
-        record.drafted.append(3)
-        record.accepted.append(2)
+        record.drafted.append(3 if record.k_max else 0)
+        record.accepted.append(2 if record.k_max else 0)
         record.emitted.append(len(part))
         record.output_tokens += len(part)
         last = record.output_tokens == len(ids)
         record.finished = time.monotonic() if last else None
-        yield Output(request.id, part, bytes(part).decode("latin-1"), *(("length", None, record) if last else ()))
+        yield Output(
+            request.id,
+            part,
+            utf8.decode(bytes(part), last),
+            "length" if last else None,
+            record=record if last else None,
+            logprobs=tuple(_logprob(t, params.logprobs) for t in part) if params.logprobs is not None else (),
+            prompt_logprobs=() if start else before,
+        )
+
+
+def _record(request: Request, ids: Sequence[int]) -> RequestRecord:
+    now = time.monotonic()
+    k = 0 if request.k == 0 else 3
+    guess = request.prediction_ids
+    return RequestRecord(
+        request.id,
+        request.params.seed or 0,
+        len(request.prompt_ids),
+        k,
+        arrived=now,
+        admitted=now,
+        first_token=now,
+        verifier=request.verifier or "match",
+        drafter=(request.drafter or ("cascade" if guess else "model")) if k else None,
+        lenience=request.lenience,
+        prediction_tokens=len(guess),
+        prediction_accepted=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guess, ids, strict=False))),
+    )
+
+
+def _logprob(token: int, count: int | None) -> TokenLogprob:
+    """Every second token is the likeliest of all, the others are none of the likeliest."""
+    top = tuple(((token + rank + token % 2) % 256, -0.5 * (rank + 1)) for rank in range(count or 0))
+    return TokenLogprob(token, -9.5 if token % 2 else -0.5, top)
 
 
 class FakeEngineClient:
@@ -73,9 +151,24 @@ class FakeEngineClient:
     """
 
     def __init__(
-        self, script: Script = spell, *, name: str = "fake", max_model_len: int = 256, max_open: int = 64
+        self,
+        script: Script = spell,
+        *,
+        name: str = "fake",
+        max_model_len: int = 256,
+        max_open: int = 64,
+        max_choices: int = 64,
     ) -> None:
-        self.model = ModelCard(name=name, max_model_len=max_model_len, max_spec_length=8, created=1_700_000_000)
+        self.model = ModelCard(
+            name=name,
+            max_model_len=max_model_len,
+            spec_length=3,
+            max_spec_length=8,
+            drafters=DRAFTERS,
+            verifier="match",
+            max_choices=max_choices,
+            created=1_700_000_000,
+        )
         self.script = script
         self.max_open = max_open
         self.unhealthy = ""  # set it to the reason to be unhealthy for
@@ -83,9 +176,15 @@ class FakeEngineClient:
         self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
         self.cancelled: list[str] = []  # those cancelled while they ran
 
-    async def tokenize(self, text: str) -> list[int]:
+    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         await asyncio.sleep(0)
         return list(text.encode())
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    def token(self, token_id: int) -> Token:
+        return Token.of(bytes([token_id]))
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         if any(token > 255 for token in request.prompt_ids):

@@ -5,12 +5,14 @@ Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request met
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from starlette.responses import Response
 
-from deployments.engine.types import FinishReason, RequestRecord
+from deployments.engine.types import RequestRecord
 
 # JSON leaves these raw, and many stream readers take them for ends of lines.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -36,61 +38,76 @@ class Envelope:
     id: str
     created: int  # Unix seconds
     model: str
+    n: int = 1  # choices per prompt
 
-    def whole(self, text: str, reason: FinishReason, record: RequestRecord) -> dict[str, Any]:
-        return self._body([_choice(text, reason)]) | closing(record)
-
-    def chunk(self, text: str, reason: FinishReason | None) -> dict[str, Any]:
-        return self._body([_choice(text, reason)])
-
-    def usage_chunk(self, record: RequestRecord) -> dict[str, Any]:
-        return self._body([]) | closing(record)
-
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
         return identity | {"choices": choices}
 
-
-def _choice(text: str, reason: FinishReason | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-def closing(record: RequestRecord) -> dict[str, Any]:
-    """What is known only at the end: usage, metrics and the seed that was used."""
-    prompt, output = record.prompt_tokens, record.output_tokens
-    usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-    return {"usage": usage, "metrics": metrics(record), "seed": record.seed}
+    def closing(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
+        """What is known only at the end, over all choices: usage, metrics, the seed, and a label if it was lossy."""
+        lenience = records[0].lenience
+        label = {} if lenience is None else {"lossy": {"lenience": lenience}}
+        return {"usage": usage(records, self.n), "metrics": metrics(records), "seed": records[0].seed} | label
 
 
-def metrics(record: RequestRecord) -> dict[str, Any]:
-    """Times in milliseconds. generation_time_ms runs from arrival to the last token, and tokens_per_second is over it.
+def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
+    """Tokens, those of a prompt once for all its n choices; what became of the client's prediction if it sent one."""
+    prompt = sum(record.prompt_tokens for record in records[::n])
+    output = sum(record.output_tokens for record in records)
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    if predicted := sum(record.prediction_tokens for record in records):
+        accepted = sum(record.prediction_accepted for record in records)
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
+        counts["completion_tokens_details"] = details
+    return counts
 
-    A value that this request does not define (a gap between tokens, when there is one token) is null.
+
+def metrics(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Times in milliseconds, from the first arrival. generation_time_ms runs to the last token of all choices, and
+    tokens_per_second is over it; mean_itl_ms is the mean gap between two tokens of one choice.
+
+    A value that these requests do not define (a gap between tokens, when there is one token) is null.
     """
-    total = _ms(record.arrived, record.finished)
-    decode = _ms(record.first_token, record.finished)
-    gaps = record.output_tokens - 1
+    arrived = min(record.arrived for record in records)
+    total = _ms(arrived, max((r.finished for r in records if r.finished is not None), default=None))
+    output = sum(record.output_tokens for record in records)
     return {
-        "time_to_first_token_ms": _ms(record.arrived, record.first_token),
+        "time_to_first_token_ms": _ms(arrived, _first(record.first_token for record in records)),
         "generation_time_ms": total,
-        "queue_time_ms": _ms(record.arrived, record.admitted),
-        "mean_itl_ms": round(decode / gaps, 3) if decode is not None and gaps > 0 else None,
-        "tokens_per_second": round(1000 * record.output_tokens / total, 3) if total else None,
-        "speculative_decoding": _speculative_decoding(record) if record.k_max else None,
+        "queue_time_ms": _ms(arrived, _first(record.admitted for record in records)),
+        "mean_itl_ms": _mean_gap(records),
+        "tokens_per_second": round(1000 * output / total, 3) if total else None,
+        "speculative_decoding": _speculative_decoding(records) if any(r.k_max for r in records) else None,
     }
 
 
-def _speculative_decoding(record: RequestRecord) -> dict[str, Any]:
-    """Rounds that verified at least one draft; null in `metrics` when the request ran without speculation."""
-    rounds, drafted, accepted = record.rounds, sum(record.drafted), sum(record.accepted)
+def _first(times: Iterable[float | None]) -> float | None:
+    return min((t for t in times if t is not None), default=None)
+
+
+def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
+    spans = [(_ms(r.first_token, r.finished), r.output_tokens - 1) for r in records]
+    gaps = sum(n for ms, n in spans if ms is not None and n > 0)
+    return round(sum(ms for ms, n in spans if ms is not None and n > 0) / gaps, 3) if gaps else None
+
+
+def _speculative_decoding(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Rounds that verified at least one draft, of all choices; null in `metrics` when they ran without speculation."""
+    rounds = sum(record.rounds for record in records)
+    drafted = sum(sum(record.drafted) for record in records)
+    accepted = sum(sum(record.accepted) for record in records)
+    histograms = [record.histogram() for record in records]
     return {
+        "drafter": records[0].drafter,
+        "verifier": records[0].verifier,
         "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": record.histogram(),
+        "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
         "num_spec_steps": rounds,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
-        "num_spec_tokens": record.k_max,
+        "num_spec_tokens": max(record.k_max for record in records),
     }
 
 

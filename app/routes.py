@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -10,11 +10,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.choices import Choice, engine_requests, merged
 from app.client import EngineClient, ModelCard
 from app.errors import ModelNotFound
+from app.fields import Prompt
 from app.replies import JSON, Envelope
 from app.schemas import Completion, parse
-from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected, until_finish
+from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
 from deployments.engine import types
 from deployments.engine.types import InvalidRequest, Output
 
@@ -64,30 +66,48 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = parse(await Request(scope, receive).body(), self.client.model)
         require_model(asked.model, self.client.model)
-        request = types.Request(
-            id=scope["state"]["request_id"], prompt_ids=await self._prompt_ids(asked), params=asked.params, k=asked.k
-        )
-        envelope = Envelope(f"cmpl-{request.id}", int(time.time()), self.client.model.name)
-        outputs = self.client.submit(request)
+        requests = await self._requests(asked, scope["state"]["request_id"])
         try:
-            send = leaving_is_disconnect(send)
-            if asked.stream:
-                reply = send_stream(completion_events(outputs, envelope, asked.include_usage), send)
-            else:
-                reply = send_whole(outputs, envelope, scope, receive, send)
+            # All or nothing: when one is refused, the `finally` takes back those before it.
+            streams = [self.client.submit(request) for request in requests]
+            reply = self._reply(asked, requests, merged(streams), scope, receive, leaving_is_disconnect(send))
             await unless_disconnected(receive, reply)
         except ClientDisconnect:
-            log.info("request %s: the client left", request.id)
+            log.info("request %s: the client left", scope["state"]["request_id"])
         finally:
-            self.client.cancel(request.id)
+            for request in requests:
+                self.client.cancel(request.id)
 
-    async def _prompt_ids(self, asked: Completion) -> tuple[int, ...]:
+    def _reply(
+        self,
+        asked: Completion,
+        requests: list[types.Request],
+        outputs: AsyncGenerator[tuple[int, Output]],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> Coroutine[Any, Any, None]:
+        envelope = Envelope(f"cmpl-{scope['state']['request_id']}", int(time.time()), self.client.model.name, asked.n)
+        echoes = self._echoes(asked, requests)
+        choices = [
+            Choice(index, request, self.client.token, echoes[request.prompt_index])
+            for index, request in enumerate(requests)
+        ]
+        if asked.stream:
+            return send_stream(completion_events(outputs, choices, envelope, asked.include_usage), send)
+        return send_whole(outputs, choices, envelope, scope, receive, send)
+
+    async def _requests(self, asked: Completion, request_id: str) -> list[types.Request]:
+        """The engine requests. Raises InvalidRequest for what does not fit the model's context."""
+        prompts = [await self._prompt_ids(prompt, asked.params.max_tokens) for prompt in asked.prompts]
+        return engine_requests(asked, request_id, prompts, await self._prediction_ids(asked.drafting.prediction))
+
+    async def _prompt_ids(self, prompt: Prompt, room: int) -> tuple[int, ...]:
         """Raises InvalidRequest unless the prompt and the tokens asked for fit the model's context."""
-        prompt = asked.prompt
         ids = await self.client.tokenize(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidRequest("prompt must hold at least one token", "prompt")
-        limit, room = self.client.model.max_model_len, asked.params.max_tokens
+        limit = self.client.model.max_model_len
         if len(ids) + room > limit:
             raise InvalidRequest(
                 f"this model's context is {limit} tokens; {len(ids)} in the prompt and max_tokens {room} "
@@ -97,17 +117,42 @@ class Completions:
             )
         return tuple(ids)
 
+    async def _prediction_ids(self, text: str | None) -> tuple[int, ...]:
+        if text is None:
+            return ()
+        ids = await self.client.tokenize(text, "prediction")
+        limit = self.client.model.max_model_len
+        if not ids:
+            raise InvalidRequest("prediction must hold at least one token", "prediction")
+        if len(ids) > limit:
+            message = f"this model's context is {limit} tokens; a prediction of {len(ids)} can never come true"
+            raise InvalidRequest(message, "prediction", "context_length_exceeded")
+        return tuple(ids)
+
+    def _echoes(self, asked: Completion, requests: list[types.Request]) -> list[str | None]:
+        """Each prompt's text, if the reply is to begin with it. Ids are decoded only once the engine took them."""
+        if not asked.echo:
+            return [None] * len(asked.prompts)
+        return [
+            prompt if isinstance(prompt, str) else self.client.detokenize(request.prompt_ids)
+            for prompt, request in zip(asked.prompts, requests[:: asked.n], strict=True)
+        ]
+
 
 async def send_whole(
-    outputs: AsyncIterator[Output], envelope: Envelope, scope: Scope, receive: Receive, send: Send
+    outputs: AsyncGenerator[tuple[int, Output]],
+    choices: Sequence[Choice],
+    envelope: Envelope,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
 ) -> None:
-    texts = []
-    async with aclosing(until_finish(outputs)) as live:
-        async for output in live:
-            texts.append(output.text)
-    assert output.finish_reason is not None, "until_finish ends with the output that finishes"
-    assert output.record is not None, "the output that finishes carries the record"
-    body = envelope.whole("".join(texts), output.finish_reason, output.record)
+    async with aclosing(outputs) as live:
+        async for index, output in live:
+            choices[index].add(output)
+    records = [choice.record for choice in choices if choice.record is not None]
+    assert len(records) == len(choices), "the output that finishes a choice carries its record"
+    body = envelope.body([choice.take() for choice in choices]) | envelope.closing(records)
     await JSON(body)(scope, receive, send)
 
 

@@ -2,16 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
-from app.errors import EngineFailure, error_body
-from app.replies import Envelope, closing, encode_json
-from deployments.engine.types import EngineStopped, Output
+from app.choices import Choice
+from app.errors import error_body
+from app.replies import Envelope, encode_json
+from deployments.engine.types import Output
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,41 +28,21 @@ def event(payload: dict[str, Any]) -> bytes:
     return b"data: " + encode_json(payload) + b"\n\n"
 
 
-async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]:
-    """The outputs up to and including the one that finishes the request.
-
-    Raises EngineFailure if the engine reports an error or falls silent, EngineStopped if it let go of the request.
-    """
-    try:
-        async for output in outputs:
-            if output.finish_reason == "error":
-                raise EngineFailure(output.error or "the engine could not finish this request")
-            if output.finish_reason == "cancelled":
-                raise EngineStopped("the engine is shutting down; the request was not finished")
-            yield output
-            if output.finish_reason is not None:
-                return
-    finally:
-        # Left to the garbage collector, an unfinished generator is closed in a task of its own, whenever that runs.
-        if isinstance(outputs, AsyncGenerator):
-            await outputs.aclose()
-    raise EngineFailure("the engine ended the stream before the text was finished")
-
-
 async def completion_events(
-    outputs: AsyncIterator[Output], envelope: Envelope, include_usage: bool
+    outputs: AsyncGenerator[tuple[int, Output]], choices: Sequence[Choice], envelope: Envelope, include_usage: bool
 ) -> AsyncGenerator[bytes]:
-    """One event per output that adds text or ends it, then the usage, then [DONE].
+    """One event per output that adds text to its choice or ends it, then the usage, then [DONE].
 
     The usage comes in an event of its own if the client asked for one (include_usage, as OpenAI does it), else in the
-    last event with text. An error before the first event is raised, so that it can still become a status; a later one
-    becomes an error event, and no [DONE] follows.
+    event that ends the last choice. An error before the first event is raised, so that it can still become a status; a
+    later one becomes an error event, and no [DONE] follows.
     """
     started = False
     try:
-        async with aclosing(until_finish(outputs)) as live:
-            async for output in live:
-                for payload in _payloads(output, envelope, include_usage):
+        async with aclosing(outputs) as live:
+            async for index, output in live:
+                choices[index].add(output)
+                for payload in _payloads(choices, index, envelope, include_usage):
                     started = True
                     yield event(payload)
     except Exception as error:
@@ -73,16 +54,21 @@ async def completion_events(
     yield DONE
 
 
-def _payloads(output: Output, envelope: Envelope, include_usage: bool) -> Iterator[dict[str, Any]]:
-    if not output.text and output.finish_reason is None:
-        return  # half a character, or what may become a stop string: nothing to show yet
-    chunk = envelope.chunk(output.text, output.finish_reason)
+def _payloads(
+    choices: Sequence[Choice], index: int, envelope: Envelope, include_usage: bool
+) -> Iterator[dict[str, Any]]:
+    """What can be sent once choice `index` got an output."""
+    if not choices[index].due:
+        return
+    chunk = envelope.body([choices[index].take()])
+    records = [choice.record for choice in choices if choice.record is not None]
+    end = envelope.closing(records) if len(records) == len(choices) else None
     if include_usage:
         yield chunk | {"usage": None}
-        if output.record is not None:
-            yield envelope.usage_chunk(output.record)
+        if end is not None:
+            yield envelope.body([]) | end
     else:
-        yield chunk if output.record is None else chunk | closing(output.record)
+        yield chunk | (end or {})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -82,7 +82,7 @@ class Settings(BaseModel):
         return EngineConfig(
             target=_resolve(self.target),
             draft=None if self.draft is None else _resolve(self.draft),
-            drafter=None if self.drafter in ("auto", "off") else self.drafter,
+            drafter=None if self.drafter == "auto" or self.drafter == "off" else self.drafter,
             verifier=self.verifier,
             device=device,
             dtype=by_device[device] if self.dtype == "auto" else self.dtype,

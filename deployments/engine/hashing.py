@@ -9,8 +9,9 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ over the golden ratio: multiples of it are well spread
 STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, then factor
 
-BLOCK = 32  # neighbouring token ids whose earliest clock has a hash of its own
-BLOCKS_APART = 0x6A09E667F3BCC909  # turns the key of a row's tokens into that of its blocks
+BLOCK = 32  # neighbouring token ids whose two earliest clocks have hashes of their own
+# What turns a row's key, then a block's, into others: digits of √2, √3 and √5.
+FIRST, SECOND, WHICH = 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B
 
 
 def signed(x: int) -> int:

@@ -1,90 +1,109 @@
 """Gumbel races on the CPU, block by block: the winners of the plain race over all of gumbel_noise, for less work.
 
-No token of a block beats the block's best score with the block's earliest clock, so most blocks need no noise at all.
-Plain numpy, whose calls on arrays of this size cost a third of torch's.
+The two earliest clocks of a block of tokens are known from the block's own hashes. The best token that is the first of
+its block gives a score to beat; no other token of a block exceeds the block's best score with its second clock; so most
+blocks need no more noise. Plain numpy, whose calls on arrays of this size cost a third of torch's.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deployments.engine.hashing import BLOCK, BLOCKS_APART, GOLDEN, mix_array
+from deployments.engine.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_array
 
-FAVOURITES = 4  # blocks of a row that are run at once; the winner is mostly among them
-SLACK = 1e-5  # relative, and absolute: more than fp32 rounds off the bounds
+SLACK = 1e-6  # of a bound, for rounding
 
 Floats = NDArray[np.float64]
 Bits = NDArray[np.uint64]
 Ids = NDArray[np.int64]
+_WITHIN = np.arange(BLOCK)
 
 
-def pruned_race(scores: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Token ids [R], drawn as randomness.race does, from CPU tensors."""
-    block_maxima = _block_maxima(scores)
-    runner = _Runner(scores.numpy(), temperatures.numpy(), keys.numpy(), positions.numpy(), block_maxima.shape[1])
-    bounds = runner.bounds(block_maxima)
-    every = np.arange(len(bounds))[:, None]
-    favourites = np.empty((len(bounds), min(FAVOURITES, bounds.shape[1])), np.int64)
-    for place in favourites.T:
-        place[:] = bounds.argmax(1)
-        bounds[every[:, 0], place] = -np.inf
-    favourites.sort(1)  # the lowest id of a tie is the first that argmax sees
-    finals, ids = runner.run(every, favourites)
-    row, block = np.nonzero(bounds >= finals[:, None])
-    if len(row):
-        rivals = runner.run(row[:, None], block[:, None])
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The two earliest clocks of blocks of tokens, and which of the block's tokens have them."""
+
+    first: Floats
+    second: Floats
+    first_id: Ids
+    second_id: Ids
+
+    @classmethod
+    def of(cls, rows: Bits, blocks: int) -> "Clocks":
+        """Of every block of rows [R, 1]; [R, blocks] each."""
+        numbers = np.arange(1, blocks + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        bits = mix_array(mix_array(rows ^ np.uint64(FIRST)) + numbers)
+        others = mix_array(bits + np.uint64(SECOND))
+        first, start = _clocks(bits) / BLOCK, np.arange(blocks) * BLOCK
+        first_place = (bits % np.uint64(BLOCK)).view(np.int64)
+        turn = (mix_array(bits + np.uint64(WHICH)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
+        second = first + _clocks(others) / (BLOCK - 1)
+        return cls(first, second, start + first_place, start + (first_place + turn) % BLOCK)
+
+
+class BlockNoise:
+    """The noise of R rows, as far as a race over them needs it: made once, raced over as often as there are scores."""
+
+    def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
+        bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
+        self._rows = mix_array(bits)[:, None]
+        self._temperatures = temperatures.numpy()[:, None]
+        self._clocks = Clocks.of(self._rows, -(-vocab_size // BLOCK))
+        self._first_noise = -np.log(self._clocks.first) * self._temperatures
+        bounds = -np.log(self._clocks.second) * self._temperatures
+        self._bounds = bounds + SLACK * (1 + np.abs(bounds))
+
+    def race(self, scores: Tensor, at: Ids) -> Ids:
+        """Winners [n] of rows `at` [n] over their scores [n, vocab'], fp32 or fp64; vocab' at most the noise's."""
+        maxima, known = _block_maxima(scores), scores.numpy()
+        blocks, every = maxima.shape[1], np.arange(len(at))
+        firsts = self._clocks.first_id[at, :blocks]
+        leaders = self._first_noise[at, :blocks] + _scores(known, every[:, None], firsts)
+        best = leaders.argmax(1)
+        finals, ids = leaders[every, best], firsts[every, best]
+        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < finals[:, None]))  # NaN passes, and wins
+        rivals = self._run(known, at[row], row, block)
         for r, final, token in zip(row.tolist(), *(part.tolist() for part in rivals), strict=True):
-            if final > finals[r] or (final == finals[r] and token < ids[r]):
+            if not final < finals[r] and (final != finals[r] or token < ids[r]):
                 finals[r], ids[r] = final, token
-    return torch.from_numpy(ids)
+        return ids
+
+    def _run(self, scores: NDArray[np.floating], at: Ids, row: Ids, block: Ids) -> tuple[Floats, Ids]:
+        """(winning score, its token) of each block [n], of row `row` [n] of the scores and `at` [n] of the noise."""
+        ids = block[:, None] * BLOCK + _WITHIN
+        finals = _scores(scores, row[:, None], ids) + self._temperatures[at] * self._noise(at, block, ids)
+        every, winners = np.arange(len(row)), finals.argmax(1)
+        return finals[every, winners], ids[every, winners]
+
+    def _noise(self, at: Ids, block: Ids, ids: Ids) -> Floats:
+        """What gumbel_noise gives the ids [n, BLOCK] of these blocks."""
+        place, clocks = (at, block), self._clocks
+        times = _clocks(mix_array(self._rows[at] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
+        times += clocks.second[place][:, None]
+        every = np.arange(len(at))
+        times[every, clocks.second_id[place] % BLOCK] = clocks.second[place]
+        times[every, clocks.first_id[place] % BLOCK] = clocks.first[place]
+        return -np.log(times)
+
+
+def _scores(scores: NDArray[np.floating], row: Ids, ids: Ids) -> NDArray[np.floating]:
+    """Scores of ids in their rows; −inf beyond the vocabulary, where its last block may reach."""
+    vocab = scores.shape[1]
+    if vocab % BLOCK == 0:
+        return scores[row, ids]
+    return np.where(ids < vocab, scores[row, np.minimum(ids, vocab - 1)], -np.inf)
 
 
 def _block_maxima(scores: Tensor) -> NDArray[np.floating]:
     """[R, vocab] → [R, blocks], by torch: numpy's maximum over short rows takes ten times as long."""
     whole = scores.shape[-1] // BLOCK * BLOCK
+    if whole == scores.shape[-1]:
+        return scores.unflatten(1, (-1, BLOCK)).amax(-1).numpy()
     parts = [scores[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)] if whole else []
-    if whole < scores.shape[-1]:
-        parts.append(scores[:, whole:].amax(-1, keepdim=True))
-    return torch.cat(parts, 1).numpy()
-
-
-class _Runner:
-    """Bounds of all blocks, and exact results of those that are run."""
-
-    def __init__(
-        self, scores: NDArray[np.floating], temperatures: Floats, keys: Ids, positions: Ids, blocks: int
-    ) -> None:
-        self._scores = scores
-        self._temperatures = temperatures[:, None]
-        self._rows = mix_array(keys.view(np.uint64) + (positions + 1).view(np.uint64) * np.uint64(GOLDEN))[:, None]
-        numbers = np.arange(1, blocks + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-        self._block_bits = mix_array(mix_array(self._rows ^ np.uint64(BLOCKS_APART)) + numbers)
-
-    def bounds(self, block_maxima: NDArray[np.floating]) -> Floats:
-        """[R, blocks]: what no token of a block exceeds. From 24 bits of its clock, rounded so that it comes early."""
-        upper = ((self._block_bits >> np.uint64(40)).astype(np.float32) + np.float32(1)) * np.float32(2.0**-24)
-        with np.errstate(divide="ignore"):  # a clock at 0 bounds nothing, and its block is run
-            noise = -np.log(np.log(upper) * np.float32(-1 / BLOCK)) * self._temperatures
-        bounds: Floats = block_maxima + noise
-        return bounds + SLACK * (1 + np.abs(noise))
-
-    def run(self, row: Ids, blocks: Ids) -> tuple[Floats, Ids]:
-        """(winning score, its token), [n] each, among blocks [n, m] of rows [n, 1]; the blocks of a row ascend."""
-        vocab = self._scores.shape[1]
-        ids = (blocks[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(len(blocks), -1)
-        scores = self._scores[row, np.minimum(ids, vocab - 1)]
-        finals = np.where(ids < vocab, scores + self._temperatures[row[:, 0]] * self._noise(row, blocks, ids), -np.inf)
-        winners = finals.argmax(1)[:, None]
-        return np.take_along_axis(finals, winners, 1)[:, 0], np.take_along_axis(ids, winners, 1)[:, 0]
-
-    def _noise(self, row: Ids, blocks: Ids, ids: Ids) -> Floats:
-        """What gumbel_noise gives these ids [n, m · BLOCK]."""
-        bits = self._block_bits[row, blocks]
-        clocks = _clocks(mix_array(self._rows[row[:, 0]] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
-        first = (bits % np.uint64(BLOCK)).view(np.int64) + blocks * BLOCK
-        clocks[ids == np.repeat(first, BLOCK, 1)] = 0.0
-        return -np.log(clocks + np.repeat(_clocks(bits) / BLOCK, BLOCK, 1))
+    return torch.cat([*parts, scores[:, whole:].amax(-1, keepdim=True)], 1).numpy()
 
 
 def _clocks(bits: Bits) -> Floats:

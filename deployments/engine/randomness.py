@@ -3,12 +3,14 @@
 There is no global generator, and the bits are the same on every device.
 """
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from deployments.engine.hashing import BLOCK, BLOCKS_APART, GOLDEN, mix_int, mix_tensor, signed
-from deployments.engine.race import pruned_race
+from deployments.engine.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_int, mix_tensor, signed
+from deployments.engine.race import BlockNoise
 
 # Streams of a sequence's randomness (architecture R5). Stream 0 is keyed by absolute position and token alone: draft
 # and target share it, which is what makes them agree. The others also carry the committed length at the round's start,
@@ -18,7 +20,7 @@ DRAFT_STREAM = 1
 COIN_STREAM = 2  # whether a draft is accepted
 RESIDUAL_STREAM = 3  # the recovered or bonus token
 
-DENSE = 2_000  # scores up to which the plain race is the faster one on CPU
+DENSE = 512  # tokens up to which the plain race is the faster one on CPU
 
 
 def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
@@ -41,33 +43,58 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 
-def race(scores: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Token ids [R] drawn from softmax(scores / temperature): argmax(scores + temperature · gumbel_noise).
+class Race:
+    """Gumbel noise for R rows, keys and positions [R] int64, temperatures [R] fp64 and positive.
 
-    scores [R, vocab] in fp32 or fp64, −inf for what cannot be drawn; temperatures [R] fp64, positive; keys and
-    positions [R] int64. Ties take the lowest id.
+    The noise is made once, and raced over as often as there are scores: a draft's and the target's for the same row.
     """
-    if scores.device.type == "cpu" and scores.numel() > DENSE:
-        return pruned_race(scores, temperatures, keys, positions)
-    noise = gumbel_noise(keys, positions, scores.shape[-1])
-    return argmax(noise.mul_(temperatures[:, None]).add_(scores))
+
+    def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
+        self._blocks: BlockNoise | None = None
+        if keys.device.type == "cpu" and vocab_size > DENSE:
+            self._blocks = BlockNoise(keys, positions, temperatures, vocab_size)
+        else:
+            self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
+
+    def run(self, scores: Tensor, at: Seq[int]) -> Tensor:
+        """Ids [n] for rows `at`, drawn from softmax(scores / temperature) as argmax(scores + temperature · noise).
+
+        scores [n, vocab'] in fp32 or fp64, −inf for what cannot be drawn; vocab' at most the noise's. Ties take the
+        lowest id.
+        """
+        if self._blocks is not None:
+            return torch.from_numpy(self._blocks.race(scores, np.array(at)))
+        noise = self._noise[:, : scores.shape[1]]
+        if list(at) != list(range(len(noise))):
+            noise = noise[torch.tensor(at, device=noise.device)]
+        return argmax(noise + scores)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
 
     It is −log of a token's exponential clock. The clocks of a block of 32 ids are made from the top: the earliest is
-    exponential with rate 32, whose it is is uniform, and the others exceed it by exponentials of their own. (The
-    exponential law has no memory, so they are independent exponentials all the same.) A token's noise does not depend
-    on the vocabulary's size.
+    exponential with rate 32 and any token's with equal chances, the second exceeds it by an exponential with rate 31
+    and is any other's, the rest exceed that by exponentials of their own. (The exponential law has no memory, so they
+    are 32 independent ones all the same.) A token's noise does not depend on the vocabulary's size.
     """
     rows = _row_keys(keys, positions)[:, None]
     ids = torch.arange(vocab_size, device=keys.device)
     numbers = torch.arange(1, -(-vocab_size // BLOCK) + 1, device=keys.device) * signed(GOLDEN)
-    block_bits = mix_tensor(mix_tensor(rows ^ signed(BLOCKS_APART)) + numbers)[:, ids // BLOCK]
+    bits = mix_tensor(mix_tensor(rows ^ signed(FIRST)) + numbers)  # [R, blocks]
+    first = _clocks(bits).div_(BLOCK)
+    second = first + _clocks(mix_tensor(bits + signed(SECOND))).div_(BLOCK - 1)
+    first_place = bits % BLOCK
+    second_place = (first_place + 1 + _unsigned_remainder(mix_tensor(bits + signed(WHICH)), BLOCK - 1)) % BLOCK
+    block, place = ids // BLOCK, ids % BLOCK
     clocks = _clocks(mix_tensor(rows + (ids + 1) * signed(GOLDEN)))
-    clocks.masked_fill_(ids % BLOCK == block_bits % BLOCK, 0.0).add_(_clocks(block_bits).div_(BLOCK))
-    return _log(clocks).neg_()
+    clocks.masked_fill_(place == second_place[:, block], 0.0).add_(second[:, block])
+    return _log(torch.where(place == first_place[:, block], first[:, block], clocks)).neg_()
+
+
+def _unsigned_remainder(bits: Tensor, divisor: int) -> Tensor:
+    """Of the 64 bits read as an unsigned number."""
+    return (bits % divisor + (bits < 0) * (2**64 % divisor)) % divisor
 
 
 def argmax(scores: Tensor) -> Tensor:

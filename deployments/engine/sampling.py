@@ -21,8 +21,8 @@ from deployments.engine.randomness import (
     DRAFT_STREAM,
     RESIDUAL_STREAM,
     TARGET_STREAM,
+    Race,
     argmax,
-    race,
     stream_key,
     uniforms,
 )
@@ -43,7 +43,9 @@ class Sampler:
         self.offsets = tuple(accumulate((k + 1 for k in ks), initial=0))[:-1]
         self._rows = [(i, j) for i, k in enumerate(ks) for j in range(k + 1)]  # sequence, drafts that the row sees
         params = [sequences[i].params for i, _ in self._rows]
-        self._noisy = frozenset(row for row, p in enumerate(params) if p.temperature)
+        noisy = [row for row, p in enumerate(params) if p.temperature]
+        self._noisy = {row: place for place, row in enumerate(noisy)}
+        self._race: Race | None = None
         truncated = [row for row, p in enumerate(params) if truncates(p)]
         self._truncated = {row: place for place, row in enumerate(truncated)}
         self._adjusted = frozenset(row for row, p in enumerate(params) if p.penalised or p.logit_bias)
@@ -74,10 +76,7 @@ class Sampler:
         noisy = [i for i, row in enumerate(rows) if row in self._noisy]
         if not noisy:
             return argmax(scores)
-        chosen = [rows[i] for i in noisy]
-        positions = [len(self._sequences[i].tokens) + j for i, j in (self._rows[row] for row in chosen)]
-        keys = self._keys(TARGET_STREAM, [self._rows[row][0] for row in chosen])
-        drawn = race(_take(scores, noisy), self._temperatures(chosen), keys, self._index(positions))
+        drawn = self._target_race().run(_take(scores, noisy), [self._noisy[rows[i]] for i in noisy])
         return drawn if len(noisy) == len(rows) else _put(argmax(scores), noisy, drawn)
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
@@ -96,7 +95,8 @@ class Sampler:
 
     def _draw(self, weights: Tensor, stream: int, which: Seq[int], ahead: Tensor) -> Tensor:
         ones = torch.ones(len(which), dtype=torch.float64, device=self.device)
-        return race(weights, ones, self._keys(stream, which), self._ends(which) + ahead)
+        race = Race(self._keys(stream, which), self._ends(which) + ahead, ones, weights.shape[1])
+        return race.run(weights, range(len(which)))
 
     def coins(self, which: Seq[int], depth: int) -> Tensor:
         """Uniform numbers [N, depth] in [0, 1), fp64, that decide about the drafts of sequences `which`."""
@@ -108,6 +108,15 @@ class Sampler:
         own = stream == TARGET_STREAM
         keys = {i: _key(self._sequences[i], stream, own) for i in set(which)}
         return self._index([keys[i] for i in which])
+
+    def _target_race(self) -> Race:
+        """Of every row with a temperature, in order; draft and target draw with it."""
+        if self._race is None:
+            rows = list(self._noisy)
+            keys = self._keys(TARGET_STREAM, [self._rows[row][0] for row in rows])
+            positions = [len(self._sequences[i].tokens) + j for i, j in (self._rows[row] for row in rows)]
+            self._race = Race(keys, self._index(positions), self._temperatures(rows), self._vocab_size)
+        return self._race
 
     def _ends(self, which: Seq[int]) -> Tensor:
         return self._index([len(self._sequences[i].tokens) for i in which])

@@ -10,6 +10,7 @@ import pytest
 
 from app.client import FakeEngineClient
 from app.main import create_app
+from app.schemas import Body
 from deployments.engine.types import Output, Request, RequestRecord, SamplingParams
 from tests.app.harness import PROMPT, Exchange, call, events
 
@@ -18,6 +19,8 @@ def record(request: Request, **values: Any) -> RequestRecord:
     """A finished request: queued 10 ms, first token at 30 ms, last at 130 ms, three rounds (one of them plain)."""
     facts: dict[str, Any] = {
         "k_max": 4,
+        "verifier": "block",
+        "drafter": "lookup",
         "arrived": 1.0,
         "admitted": 1.01,
         "first_token": 1.03,
@@ -61,6 +64,8 @@ def test_metrics_follow_from_the_record() -> None:
         "mean_itl_ms": 20.0,
         "tokens_per_second": 46.154,
         "speculative_decoding": {
+            "drafter": "lookup",
+            "verifier": "block",
             "mean_acceptance_length": 2.5,
             "draft_acceptance_rate": 3 / 7,
             "acceptance_histogram": [0, 1, 1, 0, 0],
@@ -79,6 +84,8 @@ def test_metrics_follow_from_the_record() -> None:
         (
             {"drafted": [0] * 3, "accepted": [0] * 3},
             {
+                "drafter": "lookup",
+                "verifier": "block",
                 "mean_acceptance_length": 1.0,
                 "draft_acceptance_rate": 0.0,
                 "acceptance_histogram": [0] * 5,
@@ -164,7 +171,14 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "seed": -3,
         "stop": ["x", "yz"],
         "ignore_eos": True,
-        "speculation": {"k": 3},
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 1, "17": -100.0},
+        "stop_token_ids": [9, 8],
+        "include_stop_str_in_output": True,
+        "logprobs": 4,
+        "speculation": {"k": 3, "drafter": "lookup", "verifier": "block"},
     }
     assert post(client, **fields).status == 200
     (request,) = client.submitted
@@ -178,16 +192,26 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         seed=-3,
         stop=("x", "yz"),
         ignore_eos=True,
+        presence_penalty=0.5,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.1,
+        logit_bias=((5, 1.0), (17, -100.0)),
+        stop_token_ids=(9, 8),
+        include_stop_str_in_output=True,
+        logprobs=4,
+        prompt_logprobs=None,
     )
-    assert request.k == 3
+    assert (request.k, request.drafter, request.verifier) == (3, "lookup", "block")
+    untouched = {name for name in Body.model_fields if name not in fields}
+    assert untouched == {"model", "prompt", "n", "echo", "stream", "stream_options", "prediction", "lossy"}
 
 
 def test_defaults_and_nulls_reach_the_engine_as_defaults() -> None:
     client = FakeEngineClient()
-    names = ("max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "speculation")
+    names = Body.model_fields.keys() - PROMPT.keys()
     assert post(client, **dict.fromkeys(names)).status == 200
     (request,) = client.submitted
-    assert (request.params, request.k) == (SamplingParams(), None)
+    assert request == Request(request.id, (97, 98, 99))
 
 
 @pytest.mark.parametrize(
@@ -209,9 +233,12 @@ def test_the_forms_of_a_prompt(prompt: Any, ids: tuple[int, ...]) -> None:
         ({"mode": "off", "k": 0}, 0),
         ({"mode": "fixed", "k": 2}, 2),
         ({"mode": None, "k": 2}, 2),
+        ({"mode": "fixed"}, None),
+        ({"verifier": "rejection"}, None),
+        ({}, None),
     ],
 )
-def test_the_forms_of_speculation(speculation: dict[str, Any], k: int) -> None:
+def test_the_forms_of_speculation(speculation: dict[str, Any], k: int | None) -> None:
     client = FakeEngineClient()
     assert post(client, speculation=speculation).status == 200
     assert client.submitted[0].k == k

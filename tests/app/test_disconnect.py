@@ -11,13 +11,18 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from app import routes
-from app.client import FakeEngineClient
+from app.client import FakeEngineClient, spell
 from app.main import create_app
 from app.sse import unless_disconnected
 from deployments.engine.types import Output, Request
 from tests.app.harness import PROMPT, Exchange
 
-BODIES = {stream: json.dumps(PROMPT | {"stream": stream}).encode() for stream in (False, True)}
+
+def body(stream: bool, n: int = 1) -> bytes:
+    return json.dumps(PROMPT | {"stream": stream, "n": n}).encode()
+
+
+several = pytest.mark.parametrize("n", [1, 3])
 
 
 def silent(request: Request) -> Iterator[Output]:
@@ -50,18 +55,19 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario())
 
 
-def assert_released(client: FakeEngineClient) -> None:
+def assert_released(client: FakeEngineClient, n: int = 1) -> None:
     assert client.open == {}
     assert client.cancelled == [request.id for request in client.submitted]
-    assert len(client.submitted) == 1
+    assert len(client.submitted) == n
 
 
+@several
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_before_the_first_byte(stream: bool) -> None:
+def test_leaving_before_the_first_byte(stream: bool, n: int) -> None:
     client = FakeEngineClient(silent)
 
     async def scenario() -> None:
-        exchange = Exchange(create_app(client), BODIES[stream])
+        exchange = Exchange(create_app(client), body(stream, n))
         running = asyncio.create_task(exchange.run())
         await until(lambda: bool(client.open))
         exchange.leave()
@@ -69,30 +75,34 @@ def test_leaving_before_the_first_byte(stream: bool) -> None:
         assert exchange.sent == []
 
     run(scenario())
-    assert_released(client)
+    assert_released(client, n)
 
 
+@several
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_as_soon_as_the_request_is_sent(stream: bool) -> None:
+def test_leaving_as_soon_as_the_request_is_sent(stream: bool, n: int) -> None:
     """The client is gone at once: the body's generator may never start, and its `finally` would never run."""
     client = FakeEngineClient(endless)
 
     async def scenario() -> None:
-        exchange = Exchange(create_app(client), BODIES[stream])
+        exchange = Exchange(create_app(client), body(stream, n))
         exchange.leave()
         await exchange.run()
 
     run(scenario())
-    assert_released(client)
+    assert_released(client, n)
 
 
+@several
 @pytest.mark.parametrize("script", [two_then_silent, endless])
 @pytest.mark.parametrize("fail_sends", [False, True])
-def test_leaving_in_the_middle_of_a_stream(script: Callable[[Request], Iterator[Output]], fail_sends: bool) -> None:
+def test_leaving_in_the_middle_of_a_stream(
+    script: Callable[[Request], Iterator[Output]], fail_sends: bool, n: int
+) -> None:
     client = FakeEngineClient(script)
 
     async def scenario() -> None:
-        exchange = Exchange(create_app(client), BODIES[True], fail_sends=fail_sends)
+        exchange = Exchange(create_app(client), body(True, n), fail_sends=fail_sends)
         running = asyncio.create_task(exchange.run())
         await until(lambda: len(exchange.sent) >= 3)
         exchange.leave()
@@ -101,7 +111,7 @@ def test_leaving_in_the_middle_of_a_stream(script: Callable[[Request], Iterator[
         assert b"[DONE]" not in exchange.reply
 
     run(scenario())
-    assert_released(client)
+    assert_released(client, n)
 
 
 def test_a_send_that_fails_is_a_departure_too() -> None:
@@ -109,7 +119,7 @@ def test_a_send_that_fails_is_a_departure_too() -> None:
     client = FakeEngineClient(endless)
 
     async def scenario() -> None:
-        exchange = Exchange(create_app(client), BODIES[True])
+        exchange = Exchange(create_app(client), body(True))
 
         async def send(message: Message) -> None:
             raise OSError("the connection is closed")
@@ -135,7 +145,7 @@ def test_leaving_while_a_send_hangs_closes_the_engines_generator_at_once() -> No
     async def scenario() -> None:
         kept: list[AsyncIterator[Output]] = []
         client.submit = lambda request: kept.append(outputs(request)) or kept[0]  # type: ignore[method-assign, func-returns-value]
-        exchange = Exchange(create_app(client), BODIES[True])
+        exchange = Exchange(create_app(client), body(True))
 
         async def stuck(message: Message) -> None:
             exchange.leave()
@@ -147,14 +157,15 @@ def test_leaving_while_a_send_hangs_closes_the_engines_generator_at_once() -> No
     run(scenario())
 
 
+@several
 @pytest.mark.parametrize("script", [silent, endless])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_server_cancelling_the_request(script: Callable[[Request], Iterator[Output]], stream: bool) -> None:
+def test_the_server_cancelling_the_request(script: Callable[[Request], Iterator[Output]], stream: bool, n: int) -> None:
     """Ray Serve cancels the task that runs the app when a client leaves."""
     client = FakeEngineClient(script)
 
     async def scenario() -> None:
-        exchange = Exchange(create_app(client), BODIES[stream])
+        exchange = Exchange(create_app(client), body(stream, n))
         running = asyncio.create_task(exchange.run())
         await until(lambda: bool(client.open))
         running.cancel()
@@ -162,14 +173,31 @@ def test_the_server_cancelling_the_request(script: Callable[[Request], Iterator[
             await running
 
     run(scenario())
-    assert_released(client)
+    assert_released(client, n)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_cancels_only_the_choices_that_still_run(stream: bool) -> None:
+    client = FakeEngineClient(lambda request: spell(request) if request.choice_index == 1 else two_then_silent(request))
+
+    async def scenario() -> None:
+        exchange = Exchange(create_app(client), body(stream, 3))
+        running = asyncio.create_task(exchange.run())
+        await until(lambda: bool(client.open))
+        await until(lambda: len(client.open) == 2)
+        exchange.leave()
+        await running
+
+    run(scenario())
+    assert client.open == {}
+    assert client.cancelled == [request.id for request in client.submitted if request.choice_index != 1]
 
 
 def test_leaving_after_the_end_cancels_nothing() -> None:
     client = FakeEngineClient()
 
     async def scenario() -> None:
-        exchange = Exchange(create_app(client), BODIES[True])
+        exchange = Exchange(create_app(client), body(True))
         await exchange.run()
         exchange.leave()
         assert exchange.finished
@@ -196,9 +224,10 @@ def test_leaving_while_the_body_is_sent_submits_nothing() -> None:
     assert client.submitted == []
 
 
+@several
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_between_submit_and_the_reply_releases_the_request(
-    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stream: bool, n: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("no reply today")
@@ -207,11 +236,11 @@ def test_a_failure_between_submit_and_the_reply_releases_the_request(
     client = FakeEngineClient(silent)
 
     async def scenario() -> None:
-        exchange = await Exchange(create_app(client), BODIES[stream]).run()
+        exchange = await Exchange(create_app(client), body(stream, n)).run()
         assert exchange.status == 500
 
     run(scenario())
-    assert_released(client)
+    assert_released(client, n)
     assert "no reply today" in caplog.text
 
 
@@ -220,7 +249,7 @@ def test_many_departures_leak_nothing() -> None:
     app = create_app(client)
 
     async def visit(turns: int) -> None:
-        exchange = Exchange(app, BODIES[turns % 2 == 0], fail_sends=turns % 3 == 0)
+        exchange = Exchange(app, body(turns % 2 == 0, 1 + turns % 4), fail_sends=turns % 3 == 0)
         running = asyncio.create_task(exchange.run())
         for _ in range(turns):
             await asyncio.sleep(0)

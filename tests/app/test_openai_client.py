@@ -52,6 +52,49 @@ def test_a_stream_is_parsed(include_usage: bool) -> None:
     assert len(chunks[-1].choices) == (0 if include_usage else 1)
 
 
+def test_the_choices_of_a_stream_are_parsed() -> None:
+    async def scenario(client: AsyncOpenAI) -> list[Any]:
+        stream = await client.completions.create(model="fake", prompt=["abc", "xy"], n=2, max_tokens=7, stream=True)
+        return [chunk async for chunk in stream]
+
+    chunks = with_client(FakeEngineClient(), scenario)
+    texts, ends = [""] * 4, [0] * 4
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        ends[choice.index] += choice.finish_reason == "length"
+    assert texts == ["abcabca", "abcabca", "xyxyxyx", "xyxyxyx"]
+    assert ends == [1] * 4
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (5, 28)
+
+
+def test_logprobs_with_echo_are_parsed() -> None:
+    done = with_client(
+        FakeEngineClient(),
+        lambda client: client.completions.create(
+            model="fake", prompt="ab", max_tokens=2, logprobs=1, echo=True, logit_bias={"97": 5}
+        ),
+    )
+    (choice,) = done.choices
+    assert choice.text == "abab"
+    assert choice.logprobs.tokens == ["a", "b", "a", "b"]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -9.5, -0.5]
+    assert choice.logprobs.top_logprobs == [None, {"b": -0.5}, {"b": -0.5, "a": -9.5}, {"b": -0.5}]
+
+
+def test_what_became_of_a_prediction_is_parsed() -> None:
+    prediction = {"type": "content", "content": "abcax"}
+    done = with_client(
+        FakeEngineClient(),
+        lambda client: client.completions.create(
+            model="fake", prompt="abc", max_tokens=6, extra_body={"prediction": prediction}
+        ),
+    )
+    details = done.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 1)
+
+
 def test_models_are_parsed() -> None:
     async def scenario(client: AsyncOpenAI) -> tuple[list[str], str]:
         return [model.id async for model in client.models.list()], (await client.models.retrieve("fake")).id
@@ -62,7 +105,7 @@ def test_models_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("options", "fields", "error", "code"),
     [
-        ({}, {"prompt": ["a", "b"]}, openai.BadRequestError, None),
+        ({}, {"n": 65}, openai.BadRequestError, None),
         ({}, {"model": "gpt"}, openai.NotFoundError, "model_not_found"),
         ({"max_open": 0}, {}, openai.RateLimitError, "engine_overloaded"),
         ({"max_model_len": 8}, {}, openai.BadRequestError, "context_length_exceeded"),

@@ -1,17 +1,22 @@
 """What /v1/completions refuses, each with the status, the field's name and the reason, before the engine sees it."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, ModelCard
+from app.client import FakeEngineClient
 from app.main import create_app
 from app.schemas import INERT, NEUTRAL, Body, parse
+from app.speculation import Drafting
 from deployments.engine.types import InvalidRequest
 from tests.app.harness import PROMPT, call
 
-CARD = ModelCard("fake", max_model_len=256, max_spec_length=8, created=0)
+CARD = FakeEngineClient().model
+
+GUESS = {"type": "content", "content": "abc"}
+REJECTION = {"speculation": {"verifier": "rejection"}}
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "model is required"),
@@ -19,15 +24,50 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "prompt is required"),
     ({"prompt": 3}, "prompt", "must be a string"),
     ({"prompt": {"text": "a"}}, "prompt", "must be a string"),
-    ({"prompt": ["a", "b"]}, "prompt", "not a list of 2"),
-    ({"prompt": [[1], [2]]}, "prompt", "not a list of 2"),
+    ({"prompt": ["a", [1]]}, "prompt", "must be a string"),
+    ({"prompt": [[1], 2]}, "prompt", "must be a string"),
+    ({"prompt": ["a", "\ud800"]}, "prompt", "lone surrogate"),
+    ({"prompt": ["a", ""]}, "prompt", "at least one token"),
+    ({"prompt": ["a"] * 65}, "prompt", "at most 64 choices"),
+    ({"prompt": ["a"] * 13, "n": 5}, "n", "13 × n = 5 make 65"),
+    ({"n": 65}, "n", "at most 64 choices"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": True}, "n", "valid integer"),
+    ({"n": 2.0}, "n", "valid integer"),
+    ({"echo": 1}, "echo", "valid boolean"),
+    ({"logprobs": -1}, "logprobs", "between 0 and 20"),
+    ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"logprobs": True}, "logprobs", "valid integer"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "between -2 and 2"),
+    ({"presence_penalty": False}, "presence_penalty", "valid number"),
+    ({"presence_penalty": float("nan")}, "presence_penalty", "finite"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "between -2 and 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"logit_bias": [[5, 1]]}, "logit_bias", "must be an object"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "'a', which is not a token id"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"1.0": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"²": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "a token twice"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
+    ({"logit_bias": {"5": 10**400}}, "logit_bias", "between -100 and 100"),
+    ({"logit_bias": {"5": float("nan")}}, "logit_bias", "between -100 and 100"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", "must be a number"),
+    ({"logit_bias": {"5": True}}, "logit_bias", "must be a number"),
+    ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "list of token ids"),
+    ({"stop_token_ids": [1, True]}, "stop_token_ids", "list of token ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "list of token ids"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids", "at most 64"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", "valid boolean"),
     ({"prompt": [1, "a"]}, "prompt", "must be a string"),
     ({"prompt": [1, True]}, "prompt", "must be a string"),
     ({"prompt": [1, 2.0]}, "prompt", "must be a string"),
     ({"prompt": [-1]}, "prompt", "integers from 0"),
     ({"prompt": [["a"]]}, "prompt", "must be a string"),
     ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
-    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": -1}, "max_tokens", "must not be negative"),
     ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
     ({"max_tokens": "16"}, "max_tokens", "valid integer"),
     ({"max_tokens": True}, "max_tokens", "valid integer"),
@@ -70,14 +110,40 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "sup",
     ),
     ({"speculation": 3}, "speculation", "dictionary"),
-    ({"speculation": {}}, "speculation", "needs k"),
-    ({"speculation": {"mode": "fixed"}}, "speculation", "needs k"),
     ({"speculation": {"mode": "off", "k": 3}}, "speculation", "cannot be off and draft"),
     ({"speculation": {"mode": "fast"}}, "speculation.mode", "'off' or 'fixed'"),
     ({"speculation": {"k": -1}}, "speculation.k", "greater than or equal to 0"),
     ({"speculation": {"k": 9}}, "speculation.k", "maximum, 8"),
     ({"speculation": {"k": 1.0}}, "speculation.k", "valid integer"),
     ({"speculation": {"depth": 1}}, "speculation.depth", "unknown field"),
+    ({"speculation": {"drafter": "medusa"}}, "speculation.drafter", "'model', 'ngram'"),
+    ({"speculation": {"drafter": "prediction"}}, "speculation.drafter", "needs a prediction"),
+    ({"speculation": {"mode": "off", "drafter": "lookup"}}, "speculation.drafter", "no effect"),
+    ({"speculation": {"verifier": "typical"}}, "speculation.verifier", "'match', 'rejection'"),
+    ({"speculation": {"k": 0, "verifier": "block"}}, "speculation.verifier", "no effect"),
+    ({"prediction": "abc"}, "prediction", "dictionary"),
+    ({"prediction": {"content": "abc"}}, "prediction.type", "required"),
+    ({"prediction": {"type": "text", "content": "abc"}}, "prediction.type", "'content'"),
+    ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+    ({"prediction": {"type": "content", "content": 3}}, "prediction.content", "must be a string"),
+    ({"prediction": {"type": "content", "content": "\ud800"}}, "prediction.content", "surrogate"),
+    ({"prediction": {"type": "content", "content": ["abc"]}}, "prediction.content", "must be a string"),
+    ({"prediction": {"type": "content", "content": [{"type": "image", "text": "a"}]}}, "prediction.content", "must be"),
+    ({"prediction": {"type": "content", "content": ""}}, "prediction", "at least one token"),
+    ({"prediction": {"type": "content", "content": "a" * 257}}, "prediction", "can never come true"),
+    ({"prediction": GUESS, "speculation": {"mode": "off"}}, "prediction", "no effect"),
+    ({"prediction": GUESS, "speculation": {"k": 0}}, "prediction", "no effect"),
+    ({"prediction": GUESS, "speculation": {"drafter": "lookup"}}, "prediction", "would not look at"),
+    ({"lossy": 0.5}, "lossy", "dictionary"),
+    ({"lossy": {}}, "lossy.lenience", "required"),
+    ({"lossy": {"lenience": 0}} | REJECTION, "lossy.lenience", "greater than 0"),
+    ({"lossy": {"lenience": 1}} | REJECTION, "lossy.lenience", "less than 1"),
+    ({"lossy": {"lenience": float("nan")}} | REJECTION, "lossy.lenience", "finite"),
+    ({"lossy": {"lenience": 0.5, "tolerance": 1}} | REJECTION, "lossy.tolerance", "unknown field"),
+    ({"lossy": {"lenience": 0.5}}, "lossy", "this request's is 'match'"),
+    ({"lossy": {"lenience": 0.5}, "speculation": {"verifier": "block"}}, "lossy", "'block'"),
+    ({"lossy": {"lenience": 0.5}, "temperature": 0} | REJECTION, "lossy", "temperature above 0"),
+    ({"lossy": {"lenience": 0.5}, "speculation": {"mode": "off"}}, "lossy", "no effect"),
     ({"speculatoin": {"k": 1}}, "speculatoin", "unknown field 'speculatoin'"),
     ({"messages": []}, "messages", "unknown field"),
     ({"\ud800": 1}, "\ud800", "unknown field"),
@@ -109,24 +175,10 @@ def test_a_bad_field_is_a_400_that_names_it(fields: dict[str, Any], param: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", 0),
-        ("n", True),
         ("best_of", 3),
-        ("echo", True),
-        ("echo", 0),
-        ("logprobs", 0),
-        ("logprobs", False),
+        ("best_of", True),
         ("prompt_logprobs", 1),
         ("suffix", "end"),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
-        ("presence_penalty", False),
-        ("presence_penalty", float("nan")),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("stop_token_ids", [1]),
-        ("prediction", {"type": "content", "content": "a"}),
         ("response_format", {"type": "json_object"}),
     ],
 )
@@ -217,8 +269,60 @@ def test_what_just_fits_the_context_is_served() -> None:
     assert done.status == 200
 
 
+def settled(fields: dict[str, Any], **card: Any) -> Drafting:
+    return parse(json.dumps(PROMPT | fields).encode(), replace(CARD, **card)).drafting
+
+
 def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:
-    card = ModelCard("fake", max_model_len=256, max_spec_length=0, created=0)
-    assert parse(json.dumps(PROMPT | {"speculation": {"k": 0}}).encode(), card).k == 0
-    with pytest.raises(InvalidRequest, match="maximum, 0"):
-        parse(json.dumps(PROMPT | {"speculation": {"k": 1}}).encode(), card)
+    none: dict[str, Any] = {"max_spec_length": 0, "spec_length": 0, "drafters": ()}
+    assert settled({"speculation": {"k": 0}}, **none) == Drafting(k=0)
+    for speculation, param in (({"k": 1}, "speculation.k"), ({"drafter": "model"}, "speculation.drafter")):
+        with pytest.raises(InvalidRequest) as refused:
+            settled({"speculation": speculation}, **none)
+        assert refused.value.param == param
+
+
+def test_a_drafter_that_this_server_lacks_is_refused_with_those_it_has() -> None:
+    asked = {"speculation": {"drafter": "cascade"}}
+    assert settled(asked).drafter == "cascade"
+    with pytest.raises(InvalidRequest, match="it has: ngram, lookup") as refused:
+        settled(asked, drafters=("ngram", "lookup"))
+    assert refused.value.param == "speculation.drafter"
+    with pytest.raises(InvalidRequest, match="no drafter for predictions") as refused:
+        settled({"prediction": GUESS}, drafters=("ngram", "lookup"))
+    assert refused.value.param == "prediction"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"speculation": {"mode": "fixed"}}, "speculation"),
+        ({"speculation": {"verifier": "block"}}, "speculation.verifier"),
+        ({"lossy": {"lenience": 0.5}}, "lossy"),
+    ],
+)
+def test_where_speculation_is_off_by_default_what_needs_drafts_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        settled(fields, spec_length=0, verifier="rejection")
+    assert refused.value.param == param
+    settled(fields, verifier="rejection")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"speculation": {"k": 2, "verifier": "block"}},
+        {"speculation": {"mode": "fixed", "drafter": "lookup"}},
+        {"speculation": {"drafter": "lookup", "verifier": "rejection"}, "lossy": {"lenience": 0.5}},
+        {"prediction": GUESS},
+    ],
+)
+def test_where_speculation_is_off_by_default_it_can_be_asked_for(fields: dict[str, Any]) -> None:
+    assert settled(fields, spec_length=0) == settled(fields)
+
+
+def test_lossy_may_rest_on_the_servers_own_verifier() -> None:
+    lossy = {"lossy": {"lenience": 0.5}}
+    assert settled(lossy, verifier="rejection").lenience == 0.5
+    with pytest.raises(InvalidRequest, match="'rejection'"):
+        settled(lossy | {"speculation": {"verifier": "match"}}, verifier="rejection")

@@ -4,12 +4,14 @@ import asyncio
 import json
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from tokenizers import processors
 
+from app.client import Token
 from app.main import create_app
 from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
@@ -139,6 +141,108 @@ def test_a_closed_client_says_that_it_has_stopped() -> None:
 
     within(submit())
     assert within(ask()) == 503
+
+
+def test_a_prediction_is_tokenized_without_special_tokens(client: LocalClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = type(client._tokenizer)(CONFIG.target)
+    token = min(copy.vocab, key=copy.vocab.__getitem__)
+    copy._backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 0)])
+    monkeypatch.setattr(client, "_tokenizer", copy)
+    for text in ("def f", "def f():\n" * (TOKENIZE_INLINE // 8)):
+        assert [0, *within(client.tokenize(text, "prediction"))] == copy.encode(text)
+    with pytest.raises(InvalidRequest, match="no prediction of") as refused:
+        within(client.tokenize("a" * (client._max_characters + 1), "prediction"))
+    assert refused.value.param == "prediction"
+
+
+def test_tokens_are_shown_by_text_bytes_name_or_number(client: LocalClient) -> None:
+    tokenizer = client._tokenizer
+    ids = tokenizer.encode("naïve 🙂")
+    assert b"".join(client.token(i).data for i in ids).decode() == client.detokenize(ids) == "naïve 🙂"
+    assert client.token(min(tokenizer.special_ids)).data == b""
+    assert client.token(min(tokenizer.special_ids)).text == tokenizer.name(min(tokenizer.special_ids))
+    assert client.token(99_999) == Token("token_id:99999", b"")
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec_length", "verifier"),
+    [
+        ({}, 5, "match"),
+        ({"draft": None}, 0, "match"),
+        ({"draft": None, "drafter": "lookup"}, 5, "match"),
+        ({"spec_length": 0, "verifier": "block"}, 0, "block"),
+    ],
+)
+def test_the_card_says_what_the_engine_has(changes: dict[str, Any], spec_length: int, verifier: str) -> None:
+    engine = Engine.from_config(replace(CONFIG, **changes))
+    client = LocalClient(engine, "demo")
+    client.close()
+    card = client.model
+    assert (card.spec_length, card.verifier, card.max_choices) == (spec_length, verifier, 3)
+    assert card.drafters == engine.drafters
+    assert ("model" in card.drafters) == ("draft" not in changes)
+
+
+async def completion(client: LocalClient, **fields: Any) -> dict[str, Any]:
+    transport = httpx.ASGITransport(app=create_app(client))
+    body = {"model": "demo", "prompt": "import os\n", "max_tokens": 24, "temperature": 0.7, "seed": 3}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        reply = (await http.post("/v1/completions", json=body | fields)).json()
+    assert "choices" in reply, reply
+    return dict(reply)
+
+
+def test_choices_of_a_real_engine_differ_and_repeat_with_their_seed(client: LocalClient) -> None:
+    """The first is the text of a request for one, whoever drafts."""
+    first = within(completion(client, n=2))
+    texts = [c["text"] for c in first["choices"]]
+    assert texts[0] != texts[1]
+    assert [c["text"] for c in within(completion(client, n=2))["choices"]] == texts
+    again = within(completion(client, speculation={"drafter": "lookup"}))
+    assert again["choices"][0]["text"] == texts[0]
+    assert again["metrics"]["speculative_decoding"]["drafter"] == "lookup"
+
+
+def test_logprobs_of_a_real_engine_with_echo_point_into_the_text(client: LocalClient) -> None:
+    prompt = "naïve = '🙂日本'\n"
+    reply = within(completion(client, prompt=prompt, echo=True, logprobs=2, temperature=0))
+    (choice,) = reply["choices"]
+    told, text = choice["logprobs"], choice["text"]
+    assert text.startswith(prompt)
+    assert len({len(column) for column in told.values()}) == 1
+    assert len(told["tokens"]) == reply["usage"]["total_tokens"]
+    assert told["token_logprobs"][0] is None
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert text.startswith(token, offset)
+    for token, logprob, top in list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))[1:]:
+        assert top[token] == logprob
+        assert 2 <= len(top) <= 3
+    generated = told["top_logprobs"][reply["usage"]["prompt_tokens"] :]
+    chosen = told["token_logprobs"][reply["usage"]["prompt_tokens"] :]
+    assert [max(top.values()) for top in generated] == chosen  # greedy
+
+
+def test_a_prompt_alone_can_be_scored_by_a_real_engine(client: LocalClient) -> None:
+    reply = within(completion(client, echo=True, logprobs=0, max_tokens=0))
+    (choice,) = reply["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("import os\n", "length")
+    assert len(choice["logprobs"]["tokens"]) == reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"]
+
+
+def test_a_prediction_that_comes_true_is_counted(client: LocalClient) -> None:
+    told = within(completion(client, temperature=0))
+    guess = {"type": "content", "content": told["choices"][0]["text"]}
+    again = within(completion(client, temperature=0, prediction=guess))
+    assert again["choices"][0]["text"] == told["choices"][0]["text"]
+    details = again["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert again["metrics"]["speculative_decoding"]["drafter"] == "cascade"
+
+
+def test_lossy_reaches_a_real_engine_and_comes_back(client: LocalClient) -> None:
+    lossy = {"lossy": {"lenience": 0.5}, "speculation": {"verifier": "rejection"}}
+    assert within(completion(client, **lossy))["lossy"] == {"lenience": 0.5}
 
 
 def test_the_http_application_over_a_real_engine(client: LocalClient) -> None:

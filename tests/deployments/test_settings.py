@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from deployments.engine.config import EngineConfig
+from deployments.engine.types import DRAFTERS, VERIFIERS
 from deployments.settings import ROOT, Settings
 
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
@@ -105,6 +106,26 @@ def test_dtype_follows_the_device_unless_given(dtype: str, device: Any, expected
     assert (config.dtype, config.device) == (expected, device)
 
 
+@pytest.mark.parametrize(
+    ("drafter", "expected", "spec_length"),
+    [("auto", None, 5), ("off", None, 0), (False, None, 0), ("model", "model", 5), ("cascade", "cascade", 5)],
+)
+def test_drafter_is_a_name_or_left_to_the_engine_or_off(drafter: Any, expected: str | None, spec_length: int) -> None:
+    config = Settings.model_validate({"drafter": drafter}).freeze("cpu")
+    assert (config.drafter, config.spec_length) == (expected, spec_length)
+
+
+def test_off_needs_no_quotes_in_yaml() -> None:
+    assert Settings.model_validate(yaml.safe_load("drafter: off")).drafter == "off"
+
+
+def test_the_engines_drafters_and_verifiers_can_be_set() -> None:
+    for name in DRAFTERS:
+        assert Settings.model_validate({"drafter": name}).freeze("cpu").drafter == name
+    for verifier in VERIFIERS:
+        assert Settings.model_validate({"verifier": verifier}).freeze("cpu").verifier == verifier
+
+
 @pytest.mark.parametrize(("num_cpus", "threads"), [(0.5, 1), (1, 1), (2, 2), (3.5, 3)])
 def test_a_cpu_replica_has_as_many_threads_as_cpus(num_cpus: float, threads: int) -> None:
     settings = Settings(num_cpus=num_cpus)
@@ -143,6 +164,10 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"max_running": 64}, "cannot hold one verification of every sequence"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
         ({"dtype": "float16"}, "'bfloat16'"),
+        ({"drafter": "eagle"}, "'cascade'"),
+        ({"drafter": True}, "'cascade'"),
+        ({"drafter": "model", "draft": "none"}, "needs a draft checkpoint"),
+        ({"verifier": "typical"}, "'match', 'rejection' or 'block'"),
         ({"target": ""}, "at least 1 character"),
         ({"num_cpus": 0}, "greater than 0"),
         ({"num_cpus": "inf"}, "finite"),

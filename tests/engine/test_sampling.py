@@ -18,7 +18,7 @@ from transformers import (
 
 import deployments.engine.sampling as sampling_module
 from deployments.engine.filters import Filters, removed
-from deployments.engine.randomness import race, sequence_key
+from deployments.engine.randomness import Race, sequence_key
 from deployments.engine.sampling import Sampler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import SamplingParams
@@ -262,11 +262,12 @@ def test_parameters_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.Monk
     assert mixed.scores(logits, range(7)) is logits
     raced = []
 
-    def watched(scores: Tensor, *args: Tensor) -> Tensor:
-        raced.append(scores.shape[0])
-        return race(scores, *args)
+    class Watched(Race):
+        def run(self, scores: Tensor, at: Seq[int]) -> Tensor:
+            raced.append(scores.shape[0])
+            return super().run(scores, at)
 
-    monkeypatch.setattr(sampling_module, "race", watched)
+    monkeypatch.setattr(sampling_module, "Race", Watched)
     sample(mixed, logits)
     sample(sampler_of([greedy], [3], 10), logits[:4])
     assert raced == [3]

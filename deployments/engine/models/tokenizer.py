@@ -64,20 +64,24 @@ def _bytes_of(decoder: Any) -> Callable[[str], bytes] | None:
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
         return _byte_level
-    spaces = {part["replacement"] for part in parts if part["type"] == "Metaspace"} | {
-        part["pattern"].get("String")
-        for part in parts
-        if part["type"] == "Replace" and part["content"] == " " and "pattern" in part
-    }
-    if len(spaces) != 1 or kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+    spaces = {_space(part) for part in parts if part["type"] in ("Metaspace", "Replace")}
+    if len(spaces) != 1 or None in spaces or kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
         return None
     (space,) = spaces
 
     def sentencepiece(name: str) -> bytes:
         byte = BYTE_TOKEN.fullmatch(name) if "ByteFallback" in kinds else None
-        return bytes.fromhex(byte[1]) if byte else name.replace(space, " ").encode()
+        return bytes.fromhex(byte[1]) if byte else name.replace(str(space), " ").encode()
 
     return sentencepiece
+
+
+def _space(part: dict[str, Any]) -> str | None:
+    """What a step of the decoder reads as a space; None if it does something else."""
+    if part["type"] == "Metaspace":
+        return str(part["replacement"])
+    pattern: str | None = part["pattern"].get("String")
+    return pattern if part["content"] == " " else None
 
 
 def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
