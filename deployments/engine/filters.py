@@ -50,7 +50,7 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
     min_p times the likeliest. Each comes to a threshold, so equals stay or go together, and the likeliest always stay.
     """
     vocab = logits.shape[-1]
-    scores = logits.double() / filters.temperature[:, None]
+    scores = heated(logits.double(), filters.temperature)
     ascending = _sorted(scores)
     kth = ascending.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
     floor = ascending[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
@@ -61,6 +61,13 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
         first_kept = ascending.gather(-1, outside)
         threshold = torch.where(filters.top_p[:, None] < 1, torch.maximum(threshold, first_kept), threshold)
     return scores < threshold
+
+
+def heated(scores: Tensor, temperatures: Tensor) -> Tensor:
+    """Scores [R, vocab] over temperatures [R], the best at 0, where it is finite however low the temperature."""
+    least = torch.finfo(scores.dtype).tiny
+    best = scores.amax(-1, keepdim=True)
+    return (scores - best).div_(temperatures.to(scores.dtype).clamp(min=least)[:, None])
 
 
 def _sorted(scores: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.randomness import sequence_key
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
+    VERIFIERS,
     DrafterName,
     InvalidRequest,
     Request,
@@ -44,7 +45,7 @@ class Intake:
         max_model_len: int,
         drafters: tuple[DrafterName, ...],
     ) -> None:
-        self.drafters = drafters  # that a request may name
+        self.drafters = drafters if config.max_spec_length else ()  # that a request may name
         self.max_spec_length = config.max_spec_length if drafters else 0
         self._config = config
         self._tokenizer = tokenizer
@@ -52,7 +53,7 @@ class Intake:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         # For requests that do not say; None: they run without drafts.
-        self._default: DrafterName | None = config.drafter or ("model" if "model" in drafters else None)
+        self._default: DrafterName | None = config.drafter or ("model" if "model" in self.drafters else None)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest for what can never be served. Reads only constants, so any thread may call it."""
@@ -89,8 +90,11 @@ class Intake:
         """Raise InvalidRequest for a way to speculate that this engine does not have."""
         plan = self._speculation(request)
         if request.drafter is not None and request.drafter not in self.drafters:
-            has = ", ".join(self.drafters) or "none"
+            has = ", ".join(self.drafters) or "this engine's, which has none"
             raise InvalidRequest(f"drafter {request.drafter!r} is not one of {has}", "speculation.drafter")
+        if request.verifier is not None and request.verifier not in VERIFIERS:
+            known = ", ".join(VERIFIERS)
+            raise InvalidRequest(f"verifier {request.verifier!r} is not one of {known}", "speculation.verifier")
         if request.k is not None and not 0 <= request.k <= self.max_spec_length:
             raise InvalidRequest(f"k must lie between 0 and {self.max_spec_length}", "speculation.k")
         if request.k and plan.drafter is None:

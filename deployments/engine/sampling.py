@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from deployments.engine.filters import Filters, removed, truncates
+from deployments.engine.filters import Filters, heated, removed, truncates
 from deployments.engine.penalties import History, adjust
 from deployments.engine.randomness import (
     COIN_STREAM,
@@ -81,7 +81,7 @@ class Sampler:
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """The log of the law [R, vocab] that these rows' tokens follow, in fp32 or fp64. They need a temperature."""
-        return scores.div(self._temperatures(rows).to(scores.dtype)[:, None]).log_softmax(-1)
+        return heated(scores, self._temperatures(rows)).log_softmax(-1)
 
     def propose(self, laws: Tensor, rows: Seq[int]) -> Tensor:
         """Token ids [R] drawn from these rows' log-laws [R, vocab] for a draft (stream 1)."""

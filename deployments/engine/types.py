@@ -78,7 +78,7 @@ class SamplingParams:
         _require(0 <= self.top_k <= MAX_TOP_K, "top_k", f"must lie between 0 (every token) and {MAX_TOP_K}")
         _require(0.0 <= self.min_p <= 1.0, "min_p", "must lie between 0 and 1")
         _require(self.seed is None or -MAX_SEED <= self.seed <= MAX_SEED, "seed", "must fit a signed 64-bit integer")
-        _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be greater than 0 and at most 10")
+        _require(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "must lie between 0.01 and 10")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2.0 <= getattr(self, name) <= 2.0, name, "must lie between -2 and 2")
         self._check_logit_bias()
@@ -88,6 +88,8 @@ class SamplingParams:
             _require(legal, name, f"must be an integer between 0 and {MAX_LOGPROBS}")
         _require(self.max_tokens >= 0, "max_tokens", "must not be negative")
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must lie between 0 and max_tokens")
+        strings = isinstance(self.stop, tuple) and all(isinstance(s, str) for s in self.stop)
+        _require(strings, "stop", "must be a tuple of strings")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
         _require(all(self.stop), "stop", "must not contain an empty string")
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"takes at most {MAX_STOP_TOKENS} ids")

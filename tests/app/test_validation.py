@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": False}, "presence_penalty", "valid number"),
     ({"presence_penalty": float("nan")}, "presence_penalty", "finite"),
     ({"frequency_penalty": -2.1}, "frequency_penalty", "between -2 and 2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 10"),
     ({"logit_bias": [[5, 1]]}, "logit_bias", "must be an object"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "'a', which is not a token id"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "not a token id"),

@@ -82,7 +82,8 @@ REFRAIN = (1, 2, 50, 1, 2, 51, 9, 1, 2, 52, 1, 2, 53)
     ("output", "offers"),
     [
         ([70, 71, 1, 2], 50),  # the nearest after the last agreed place, which is the beginning
-        ([1, 2, 50, 1, 70, 71, 1, 2], 51),  # at the place itself
+        ([1, 2, 70, 71, 1, 2], 50),  # at that place itself
+        ([1, 2, 50, 1, 70, 71, 1, 2], 51),
         ([1, 2, 50, 1, 2, 51, 70, 71, 1, 2], 52),
         ([1, 2, 50, 1, 2, 51, 9, 1, 2, 52, 1, 2, 53, 70, 71, 1, 2], 53),  # none after it: the nearest before
         ([1, 2, 50, 1, 2, 51, 70, 71, 50, 1, 2], 51),  # the longer match, though it lies before
@@ -90,6 +91,12 @@ REFRAIN = (1, 2, 50, 1, 2, 51, 9, 1, 2, 52, 1, 2, 53)
 )
 def test_which_place_is_found(output: list[int], offers: int) -> None:
     assert after(output, REFRAIN).guess(1) == [offers]
+
+
+def test_a_match_ends_where_the_guess_begins() -> None:
+    """The token before the guess's first is not its last."""
+    guess = (1, 2, 50, 60, 61, 1, 2, 51, 77)
+    assert after([1, 2, 50, 98, 77, 1, 2], guess).guess(1) == [51]
 
 
 def test_of_matches_beyond_eight_tokens_the_nearer() -> None:

@@ -16,6 +16,7 @@ from tests.engine.law.statistics import g_test
 from tests.engine.law.tables import table_engine
 
 LENGTH = 4  # tokens whose joint law is tested
+SHARING = 8  # texts with the same seed
 PROMPT: Text = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)  # 2 and the end token are new to the repetition penalty
 REPETITIVE: Text = (0, 1, 0, 0, 1, 1, 0, 1, 2, 0, 1)  # whatever follows but the end, there is something to look up
 PREDICTION = max(exact_law(PROMPT, SETTINGS["plain"], MAX_TOKENS).items(), key=lambda item: (len(item[0]), item[1]))[0]
@@ -104,7 +105,7 @@ def draw(configuration: Configuration, draws: int, first: int = 0, **changes: An
 
 
 def _requests(configuration: Configuration, first: int, draws: int, changes: dict[str, Any]) -> Iterator[Request]:
-    """Every four share a seed, as two choices each of two prompts of a list: noise that they shared would show."""
+    """Every eight share a seed, as four choices each of two prompts: noise that they shared would show."""
     seed = crc32(str(configuration).encode()) << 20  # configurations draw apart: their p-values are independent
     request = Request(
         "",
@@ -117,8 +118,8 @@ def _requests(configuration: Configuration, first: int, draws: int, changes: dic
     )
     request = replace(request, **changes)
     for number in range(first, first + draws):
-        params = replace(request.params, seed=seed + number // 4)
-        yield replace(request, id=str(number), params=params, prompt_index=number // 2 % 2, choice_index=number % 2)
+        params = replace(request.params, seed=seed + number // SHARING)
+        yield replace(request, id=str(number), params=params, prompt_index=number // 4 % 2, choice_index=number % 4)
 
 
 def _with_companions(requests: Iterator[Request]) -> Iterator[Request]:
@@ -131,7 +132,8 @@ def _with_companions(requests: Iterator[Request]) -> Iterator[Request]:
 
 
 def _run(engine: Engine, requests: Iterator[Request]) -> dict[str, tuple[Text, RequestRecord]]:
-    """(output tokens, record) of each request by its id. The batch is kept full as long as there are requests."""
+    """(output tokens, record) of each request by its id. The batch is kept full as long as there are requests, and a
+    text that is long enough is cancelled."""
     running: dict[str, Text] = {}
     finished: dict[str, tuple[Text, RequestRecord]] = {}
     while True:
@@ -142,11 +144,13 @@ def _run(engine: Engine, requests: Iterator[Request]) -> dict[str, tuple[Text, R
         if not running:
             break
         result = engine.step()
-        assert result.stats.sequences, "a step did nothing, and requests are left"
+        assert result.stats.sequences or result.outputs, "a step did nothing, and requests are left"
         assert not result.stats.failed, "a pass failed"
         assert not result.stats.draft_faults, "a drafter failed"
         for output in result.outputs:
             _collect(output, running, finished)
+            if output.finish_reason is None and len(running[output.request_id]) >= LENGTH:
+                engine.cancel(output.request_id)  # its last output comes with the next step
     engine.audit()
     return finished
 
@@ -155,5 +159,5 @@ def _collect(output: Output, running: dict[str, Text], finished: dict[str, tuple
     running[output.request_id] += output.token_ids
     if output.finish_reason is not None:
         assert output.record is not None
-        assert output.finish_reason in ("stop", "length"), f"{output.request_id}: {output.error}"
+        assert output.finish_reason in ("stop", "length", "cancelled"), f"{output.request_id}: {output.error}"
         finished[output.request_id] = (running.pop(output.request_id), output.record)

@@ -17,12 +17,12 @@ from deployments.engine import intake
 from deployments.engine.randomness import sequence_key
 from deployments.engine.types import SamplingParams
 from tests.engine.law import checking, tables
-from tests.engine.law.checking import PROMPT, check, check_speculation, draw, law_of
+from tests.engine.law.checking import PROMPT, SHARING, check, check_speculation, draw, law_of
 from tests.engine.law.configurations import SETTINGS, Configuration, everything, pairwise
 from tests.engine.law.statistics import benjamini_hochberg, g_test, two_sample_g_test, uniformity
 
 LEVEL = 1e-3
-CHUNK = 200  # texts of each side of one comparison; a multiple of four, the texts that share a seed
+CHUNK = 25 * SHARING  # texts of each side of one comparison
 MODEL_BLOCK = Configuration("plain", "model", "block", 3, mixed=False)
 MODEL_REJECTION = Configuration("plain", "model", "rejection", 3, mixed=False)
 MODEL_MATCH = Configuration("plain", "model", "match", 2, mixed=False)
@@ -115,7 +115,7 @@ def test_an_impossible_text_is_refused_at_once() -> None:
 
 
 def test_noise_shared_by_choices_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text has the right law then, and pairs of them are equal."""
+    """Each text has the right law then, and four at a time are equal."""
     monkeypatch.setattr(intake, "sequence_key", lambda seed, prompt, choice: sequence_key(seed, prompt, 0))
     assert check(MODEL_MATCH) < LEVEL / 100
 
