@@ -82,7 +82,8 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
     ratios = _log_ratios(logp, logq, drafts)
     scales = [torch.zeros_like(ratios[:, 0])]
     for ratio in ratios.unbind(1):
-        scales.append((scales[-1] + ratio).clamp(max=0))  # log of min(p₁…pᵢ / q₁…qᵢ, 1), taken step by step
+        # log of min(p₁…pᵢ / q₁…qᵢ, 1), taken step by step; once at −inf it stays there, whatever is behind.
+        scales.append((scales[-1] + ratio).clamp(max=0).masked_fill(scales[-1] == -torch.inf, -torch.inf))
     log_scales = torch.stack(scales, 1)
     chances = log_scales[:, 1:].exp()
     if chances.shape[1] > 1:
@@ -90,7 +91,9 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
         mass = log_residual(logp[:, 1:-1], logq[:, 1:], inner[..., None]).logsumexp(-1).exp()
         room = mass - torch.expm1(inner)
         last = torch.tensor(ks, device=logp.device)[:, None] == torch.arange(1, chances.shape[1], device=logp.device)
-        inside = torch.where(room > 0, mass / room, torch.ones_like(mass))
+        # 0/0 is 1. So is NaN, for then the sequence must end, as it does by rejection; but not behind a draft that p
+        # excludes, where the scores are nobody's.
+        inside = torch.where(room > 0, mass / room, 1.0).masked_fill(inner == -torch.inf, 0.0)
         chances = torch.cat([torch.where(last, chances[:, :-1], inside), chances[:, -1:]], 1)
     return Acceptance(_within(chances, ks), log_scales)
 
@@ -135,7 +138,7 @@ def _log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:
 
 
 def _within(chances: Tensor, ks: Seq[int]) -> Tensor:
-    return chances.double() * proposed(ks, chances.device)
+    return chances.double().masked_fill(~proposed(ks, chances.device), 0.0)
 
 
 def proposed(ks: Seq[int], device: torch.device) -> Tensor:

@@ -63,7 +63,9 @@ def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], ver
             accepted = acceptance.last_success(decided.chances, coins)
         else:
             leniences = [batch.sequences[i].lenience or 1.0 for i in which]
-            decided = acceptance.rejection(logp, logq, legal, ks, torch.tensor(leniences, device=logits.device))
+            decided = acceptance.rejection(
+                logp, logq, legal, ks, torch.tensor(leniences, dtype=torch.float64, device=logits.device)
+            )
             accepted = acceptance.first_failure(decided.chances, coins)
         weights = acceptance.emitted_law(logp, logq, decided.log_scales, accepted, ks)
     # No row before this one can hold a NaN: nothing is accepted at one.
