@@ -54,6 +54,9 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.decode $(PAIR) $(BENCH)
 	$(BIN)/python -m benchmarks.peers $(PAIR) $(BENCH)
+	$(BIN)/python -m benchmarks.acceptance $(PAIR) --threads 2
+	$(BIN)/python -m benchmarks.copying $(PAIR) --threads 2
+	$(BIN)/python -m benchmarks.sampling $(PAIR) --threads 2
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
