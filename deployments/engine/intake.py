@@ -99,6 +99,8 @@ class Intake:
             raise InvalidRequest(f"k must lie between 0 and {self.max_spec_length}", "speculation.k")
         if request.k and plan.drafter is None:
             raise InvalidRequest("no drafter is configured here, and the request names none", "speculation.drafter")
+        if (count := len(request.prediction_ids)) > self._max_model_len:
+            raise InvalidRequest(f"no output is as long as a prediction of {count} tokens", "prediction")
         if request.prediction_ids and plan.drafter not in ("prediction", "cascade"):
             raise InvalidRequest("a prediction needs drafter 'prediction' or 'cascade', and k above 0", "prediction")
         if request.lenience is not None:

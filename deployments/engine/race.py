@@ -64,10 +64,12 @@ class BlockNoise:
         leaders = self._first_noise[at, :blocks] + _scores(known, every[:, None], firsts)
         best = leaders.argmax(1)
         finals, ids = leaders[every, best], firsts[every, best]
-        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < finals[:, None]))  # NaN passes, and wins
+        # A block with a NaN passes, and a NaN wins, so that it is seen.
+        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < finals[:, None]))
         rivals = self._run(known, at[row], row, block)
         for r, final, token in zip(row.tolist(), *(part.tolist() for part in rivals), strict=True):
-            if not final < finals[r] and (final != finals[r] or token < ids[r]):
+            held = finals[r]
+            if final > held or (np.isnan(final) and not np.isnan(held)) or (final == held and token < ids[r]):
                 finals[r], ids[r] = final, token
         return ids
 

@@ -115,8 +115,10 @@ def _split(logits: Tensor, feeds: Seq[Feed]) -> tuple[Tensor, Tensor | None]:
     if not any(feed.scored for feed in feeds):
         return logits, None
     scores_prompt = [part for feed in feeds for part in [True] * feed.scored + [False] * feed.outputs]
-    mask = torch.tensor(scores_prompt, device=logits.device)
-    return logits[~mask], logits[mask]
+    drawn = [row for row, scored in enumerate(scores_prompt) if not scored]
+    scored = [row for row, scored in enumerate(scores_prompt) if scored]
+    index = torch.tensor(drawn + scored, device=logits.device)
+    return logits[index[: len(drawn)]], logits[index[len(drawn) :]]
 
 
 def _logprobs(batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor) -> tuple[Told, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deployments.engine.filters import Filters, heated, removed, truncates
-from deployments.engine.penalties import History, adjust
+from deployments.engine.penalties import History, biased, penalised
 from deployments.engine.randomness import (
     COIN_STREAM,
     DRAFT_STREAM,
@@ -42,13 +42,14 @@ class Sampler:
         self._vocab_size = vocab_size
         self.offsets = tuple(accumulate((k + 1 for k in ks), initial=0))[:-1]
         self._rows = [(i, j) for i, k in enumerate(ks) for j in range(k + 1)]  # sequence, drafts that the row sees
-        params = [sequences[i].params for i, _ in self._rows]
-        noisy = [row for row, p in enumerate(params) if p.temperature]
-        self._noisy = {row: place for place, row in enumerate(noisy)}
-        self._race: Race | None = None
+        self._params = params = [sequences[i].params for i, _ in self._rows]
+        self._noisy = [row for row, (i, _) in enumerate(self._rows) if params[row].temperature and sequences[i].coupled]
+        self._places = {row: place for place, row in enumerate(self._noisy)}
+        self._race: Race | None = None  # of all noisy rows, once a draft draws
         truncated = [row for row, p in enumerate(params) if truncates(p)]
         self._truncated = {row: place for place, row in enumerate(truncated)}
-        self._adjusted = frozenset(row for row, p in enumerate(params) if p.penalised or p.logit_bias)
+        self._biased = frozenset(row for row, p in enumerate(params) if p.logit_bias)
+        self._penalised = frozenset(row for row, p in enumerate(params) if p.penalised)
         self._banned = {row: ids for row, (i, j) in enumerate(self._rows) if (ids := _banned(sequences[i], j))}
         self._filters = Filters.make([params[row] for row in truncated], vocab_size, device) if truncated else None
         self._histories = [self._history(s) for s in sequences]
@@ -60,8 +61,10 @@ class Sampler:
         """
         if logits.dtype is torch.bfloat16:
             logits = logits.float()
-        if at := [i for i, row in enumerate(rows) if row in self._adjusted]:
-            logits = _put(logits, at, self._adjust(_take(logits, at), [rows[i] for i in at], drafts))
+        if at := [i for i, row in enumerate(rows) if row in self._biased]:
+            logits = _put(logits, at, biased(_take(logits, at), [self._params[rows[i]] for i in at]))
+        if at := [i for i, row in enumerate(rows) if row in self._penalised]:
+            logits = _put(logits, at, self._penalise(_take(logits, at), [rows[i] for i in at], drafts))
         if self._banned:
             logits = self._without_banned(logits, rows)
         at = [i for i, row in enumerate(rows) if row in self._truncated]
@@ -71,12 +74,21 @@ class Sampler:
             logits = _put(logits, at, kept.masked_fill(removed(kept, filters), -torch.inf))
         return logits
 
-    def sample(self, scores: Tensor, rows: Seq[int]) -> Tensor:
-        """Token ids [R]: the target's own draws for these rows (stream 0). Ties take the lowest id."""
-        noisy = [i for i, row in enumerate(rows) if row in self._noisy]
+    def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:
+        """Token ids [R]: the target's own draws for these rows (stream 0), by `match`. Ties take the lowest id.
+
+        drafting: the target will draw for the same rows, so that their noise is worth making all at once.
+        """
+        noisy = [i for i, row in enumerate(rows) if row in self._places]
         if not noisy:
             return argmax(scores)
-        drawn = self._target_race().run(_take(scores, noisy), [self._noisy[rows[i]] for i in noisy])
+        chosen = [rows[i] for i in noisy]
+        if drafting and self._race is None:
+            self._race = self._make_race(self._noisy)
+        if self._race is None:
+            drawn = self._make_race(chosen).run(_take(scores, noisy), range(len(chosen)))
+        else:
+            drawn = self._race.run(_take(scores, noisy), [self._places[row] for row in chosen])
         return drawn if len(noisy) == len(rows) else _put(argmax(scores), noisy, drawn)
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
@@ -109,40 +121,35 @@ class Sampler:
         keys = {i: _key(self._sequences[i], stream, own) for i in set(which)}
         return self._index([keys[i] for i in which])
 
-    def _target_race(self) -> Race:
-        """Of every row with a temperature, in order; draft and target draw with it."""
-        if self._race is None:
-            rows = list(self._noisy)
-            keys = self._keys(TARGET_STREAM, [self._rows[row][0] for row in rows])
-            positions = [len(self._sequences[i].tokens) + j for i, j in (self._rows[row] for row in rows)]
-            self._race = Race(keys, self._index(positions), self._temperatures(rows), self._vocab_size)
-        return self._race
+    def _make_race(self, rows: Seq[int]) -> Race:
+        keys = self._keys(TARGET_STREAM, [self._rows[row][0] for row in rows])
+        positions = [len(self._sequences[i].tokens) + j for i, j in (self._rows[row] for row in rows)]
+        return Race(keys, self._index(positions), self._temperatures(rows), self._vocab_size)
 
     def _ends(self, which: Seq[int]) -> Tensor:
         return self._index([len(self._sequences[i].tokens) for i in which])
 
     def _temperatures(self, rows: Seq[int]) -> Tensor:
-        values = [self._sequences[self._rows[row][0]].params.temperature for row in rows]
+        values = [self._params[row].temperature for row in rows]
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def _history(self, sequence: Sequence) -> History | None:
         """The sequence's own, counted up to its end; made in its first round."""
-        params = sequence.params
-        if not (params.penalised or params.logit_bias):
+        if not sequence.params.penalised:
             return None
         if sequence.history is None:
-            sequence.history = History(params, sequence.num_prompt, self._vocab_size, self.device)
+            sequence.history = History(sequence.params, sequence.num_prompt, self._vocab_size, self.device)
         sequence.history.sync(sequence.tokens)
         return sequence.history
 
-    def _adjust(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
+    def _penalise(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
         places = [self._rows[row] for row in rows]
         histories = [h for h in (self._histories[i] for i, _ in places) if h is not None]
         seen = [(n, i, j) for n, (i, ahead) in enumerate(places) for j in range(ahead)]
         owners, which, columns = self._index([x for triple in seen for x in triple]).view(-1, 3).unbind(1)
         # An illegal draft is rejected, so what is made of the rows behind it does not matter.
         drafted = owners if drafts is None else drafts[which, columns].clamp(0, self._vocab_size - 1)
-        return adjust(logits, histories, drafted, owners)
+        return penalised(logits, histories, drafted, owners)
 
     def _without_banned(self, logits: Tensor, rows: Seq[int]) -> Tensor:
         pairs = [(i, t) for i, row in enumerate(rows) for t in self._banned.get(row, ()) if t < logits.shape[-1]]

@@ -84,7 +84,8 @@ def draft_laws(draft: Draft, which: Seq[int], drafts: Tensor, logp: Tensor) -> T
     given = [(n, draft.logq_rows[i]) for n, i in enumerate(which) if i in draft.logq_rows]
     if given and draft.logq is not None:
         places, sources = torch.tensor(given, device=logp.device).unbind(1)
-        logq[places, :, : draft.logq.shape[-1]] = draft.logq[sources, :depth].to(logp.dtype)
+        given_laws = draft.logq[sources, :depth, :vocab]  # what a larger table holds beyond is drawn, and excluded by p
+        logq[places, :, : given_laws.shape[-1]] = given_laws.to(logp.dtype)
     legal = drafts.clamp(0, vocab - 1)
     own = logq.gather(2, legal[..., None])
     outside = (legal != drafts)[..., None]

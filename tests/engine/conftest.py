@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from deployments.engine import randomness
 from tests.engine.pairs import Pair, Shape, save_pair
 
 
@@ -16,6 +17,14 @@ def _one_thread() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def pruned_races() -> Iterator[None]:
+    """Draw as the CPU does with real vocabularies, not as with tiny ones; test_race.py ties the two together."""
+    before, randomness.DENSE = randomness.DENSE, 0
+    yield
+    randomness.DENSE = before
 
 
 @pytest.fixture(scope="session")

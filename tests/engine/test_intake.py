@@ -168,6 +168,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prediction_ids": (5,), "drafter": "model"}, "prediction", "needs drafter 'prediction' or 'cascade'"),
     ({"prediction_ids": (5,), "drafter": "lookup"}, "prediction", "needs drafter 'prediction' or 'cascade'"),
     ({"prediction_ids": (5,), "k": 0}, "prediction", "and k above 0"),
+    ({"prediction_ids": (5,) * 97}, "prediction", "as long as a prediction of 97"),
 ]
 SAMPLED: dict[str, Any] = {"params": replace(GREEDY, temperature=0.7), "verifier": "rejection"}
 REFUSED_LENIENCE: list[tuple[dict[str, Any], str, str]] = [

@@ -25,7 +25,7 @@ from deployments.engine.acceptance import Decision, Verdict
 from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.drafters.chain import Drafters
 from deployments.engine.engine import Engine
-from deployments.engine.penalties import adjust
+from deployments.engine.penalties import penalised
 from deployments.engine.randomness import sequence_key
 from deployments.engine.types import (
     DRAFTERS,
@@ -41,6 +41,8 @@ from deployments.engine.types import (
 from tests.engine.driving import load, model_drafter
 from tests.engine.pairs import EOS, VOCAB, Pair, copy_of
 from tests.engine.test_logprobs import Heard, equal, hear
+
+pytestmark = pytest.mark.usefixtures("pruned_races")
 
 K = 4
 LENGTH = 24
@@ -325,7 +327,9 @@ def test_negative_control_penalties_that_do_not_see_the_drafts(
     engine: Engine, jobs: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """The rows of a round then have the penalties of its first row."""
-    monkeypatch.setattr(sampling_module, "adjust", lambda x, h, drafted, owners: adjust(x, h, drafted[:0], owners[:0]))
+    monkeypatch.setattr(
+        sampling_module, "penalised", lambda x, h, drafted, owners: penalised(x, h, drafted[:0], owners[:0])
+    )
     wanted = [j for d in DRAFTERS for j in cells(jobs, d, "match", case=case)]
     results = got(hear(engine, [j.request() for j in wanted]))
     assert any(not same(results[j.name], expected(j, plain)) for j in wanted)

@@ -178,22 +178,22 @@ ALL = SamplingParams(
 )
 TELLING = Case(prompt=(1, 3, 3, 4), output=(3, 5), drafts=(5, 6, 6, 1), params=ALL, seed=1)
 
-adjust, sync = penalties.adjust, History.sync
+penalised, sync = penalties.penalised, History.sync
 
 
 def freeze_at_the_rounds_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def frozen(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-        return adjust(logits, histories, drafted[:0], owners[:0])
+        return penalised(logits, histories, drafted[:0], owners[:0])
 
-    monkeypatch.setattr("deployments.engine.sampling.adjust", frozen)
+    monkeypatch.setattr("deployments.engine.sampling.penalised", frozen)
 
 
 def see_one_draft_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
         newest = torch.cat([owners[1:] != owners[:-1], torch.tensor([True])])
-        return adjust(logits, histories, drafted[~newest], owners[~newest])
+        return penalised(logits, histories, drafted[~newest], owners[~newest])
 
-    monkeypatch.setattr("deployments.engine.sampling.adjust", late)
+    monkeypatch.setattr("deployments.engine.sampling.penalised", late)
 
 
 def count_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +215,9 @@ def look_at_the_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def count_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
         unique = torch.stack([owners, drafted], 1).unique(dim=0)
-        return adjust(logits, histories, unique[:, 1], unique[:, 0])
+        return penalised(logits, histories, unique[:, 1], unique[:, 0])
 
-    monkeypatch.setattr("deployments.engine.sampling.adjust", once)
+    monkeypatch.setattr("deployments.engine.sampling.penalised", once)
 
 
 def ban_as_if_all_rows_were_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

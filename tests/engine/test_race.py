@@ -125,6 +125,18 @@ def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, m
 
 
 @pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
+@pytest.mark.parametrize("vocab", [40, 600, 4096])
+def test_a_score_that_is_not_a_number_wins(vocab: int, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it stands, so that it is seen: the verifier ends a sequence whose token has no finite score."""
+    monkeypatch.setattr(randomness, "DENSE", threshold)
+    g = torch.Generator().manual_seed(vocab)
+    scores, (temperatures, keys, positions) = normal((200, vocab), g), parameters(200, g)
+    scores[torch.arange(200), torch.randint(vocab, (200,), generator=g)] = torch.nan
+    drawn = Race(keys, positions, temperatures, vocab).run(scores, range(200))
+    assert scores.gather(1, drawn[:, None]).isnan().all()
+
+
+@pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
 def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any rows, in any order, several times, over smaller vocabularies too: the noise stays what it was."""
     monkeypatch.setattr(randomness, "DENSE", threshold)

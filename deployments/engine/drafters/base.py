@@ -70,24 +70,6 @@ class Drafter(Protocol):
         ...
 
 
-class NoDrafter:
-    """Every round is plain."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
-
-    def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        return Draft.none(len(ks))
-
-    def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
-        pass
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
-
-    def audit(self, live: Set[int]) -> None:
-        pass
-
-
 def check_draft(draft: Draft, wanted: Seq[int], device: torch.device) -> None:
     """Raise ValueError unless the draft is what was asked for, in the form that the pass and the verifier take."""
     if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):

@@ -109,13 +109,15 @@ class Laws:
         scores = sampler.scores(logits, rows, drafts)
         exact = [n for n, i in enumerate(active) if i in self.rows]
         if not exact:
-            return sampler.sample(scores, rows)
+            return sampler.sample(scores, rows, drafting=True)
         places = torch.tensor(exact, device=scores.device)
         chosen = [rows[n] for n in exact]
         laws = sampler.laws(scores[places], chosen)
         self._keep([active[n] for n in exact], ahead, laws)
         own = sampler.propose(laws, chosen)
-        return own if len(exact) == len(active) else sampler.sample(scores, rows).index_copy(0, places, own)
+        if len(exact) == len(active):
+            return own
+        return sampler.sample(scores, rows, drafting=True).index_copy(0, places, own)
 
     def _keep(self, sequences: Seq[int], column: int, laws: Tensor) -> None:
         if self.table is None:

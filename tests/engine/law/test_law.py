@@ -21,6 +21,8 @@ from tests.engine.law.checking import PROMPT, SHARING, check, check_speculation,
 from tests.engine.law.configurations import SETTINGS, Configuration, everything, pairwise
 from tests.engine.law.statistics import benjamini_hochberg, g_test, two_sample_g_test, uniformity
 
+pytestmark = pytest.mark.usefixtures("pruned_races")
+
 LEVEL = 1e-3
 CHUNK = 25 * SHARING  # texts of each side of one comparison
 MODEL_BLOCK = Configuration("plain", "model", "block", 3, mixed=False)

@@ -17,7 +17,7 @@ from deployments.engine import acceptance, sampling
 from deployments.engine.acceptance import emitted_law, log_residual
 from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.drafters.model import Laws, ModelDrafter
-from deployments.engine.penalties import History, adjust
+from deployments.engine.penalties import History, penalised
 from deployments.engine.randomness import DRAFT_STREAM, argmax, stream_key
 from deployments.engine.sampling import Sampler
 from deployments.engine.sequence import Sequence
@@ -25,6 +25,8 @@ from deployments.engine.types import Verifier
 from tests.engine.law.checking import check, draw, law_of
 from tests.engine.law.configurations import SETTINGS, Configuration
 from tests.engine.law.statistics import g_test
+
+pytestmark = pytest.mark.usefixtures("pruned_races")
 
 REFUSED = 1e-5
 COLD = SETTINGS["temperature"].temperature
@@ -154,9 +156,9 @@ def test_penalties_frozen_at_the_rounds_start(verifier: Verifier, setting: str, 
     """text-generation-inference's utils/tokens.py; SGLang calls it a relaxed version of penalties."""
 
     def frozen(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-        return adjust(logits, histories, drafted[:0], owners[:0])
+        return penalised(logits, histories, drafted[:0], owners[:0])
 
-    monkeypatch.setattr(sampling, "adjust", frozen)
+    monkeypatch.setattr(sampling, "penalised", frozen)
     assert p_value(ask(verifier, setting), draws=16_000) < REFUSED
 
 
