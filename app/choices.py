@@ -11,9 +11,7 @@ from app.client import Token
 from app.errors import EngineFailure
 from app.logprobs import Transcript
 from app.schemas import Completion
-from deployments.engine.types import EngineStopped, FinishReason, Output, Request, RequestRecord
-
-SEED_RANGE = 2**53  # of seeds drawn here: a client in JavaScript must be able to send them back
+from deployments.engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
 Ids = tuple[int, ...]
 

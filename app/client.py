@@ -72,8 +72,8 @@ class EngineClient(Protocol):
 
     def token(self, token_id: int) -> Token: ...
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Admit the request now and return the iterator of its outputs, which ends after the one with finish_reason.
+    def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
+        """Admit all requests now, or none; each one's iterator of outputs ends after the one with finish_reason.
 
         Raises InvalidRequest, Overloaded or EngineStopped before anything is queued.
         """
@@ -173,11 +173,13 @@ class FakeEngineClient:
         self.max_open = max_open
         self.unhealthy = ""  # set it to the reason to be unhealthy for
         self.submitted: list[Request] = []
+        self.tokenized: list[tuple[str, str]] = []  # (field, text)
         self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
         self.cancelled: list[str] = []  # those cancelled while they ran
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         await asyncio.sleep(0)
+        self.tokenized.append((field, text))
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -186,14 +188,14 @@ class FakeEngineClient:
     def token(self, token_id: int) -> Token:
         return Token.of(bytes([token_id]))
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
-        if any(token > 255 for token in request.prompt_ids):
+    def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
+        if any(token > 255 for request in requests for token in request.prompt_ids):
             raise InvalidRequest("prompt holds a token id outside 0..255", "prompt")
-        if len(self.open) >= self.max_open:
+        if len(self.open) + len(requests) > self.max_open:
             raise Overloaded(f"{len(self.open)} requests are running or waiting", retry_after=2)
-        self.submitted.append(request)
-        self.open[request.id] = asyncio.Event()
-        return self._replay(request, self.open[request.id])
+        self.submitted += requests
+        self.open |= {request.id: asyncio.Event() for request in requests}
+        return [self._replay(request, self.open[request.id]) for request in requests]
 
     async def _replay(self, request: Request, cancelled: asyncio.Event) -> AsyncIterator[Output]:
         for output in self.script(request):

@@ -8,16 +8,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import BodyTooLarge, error_reply
 
-MAX_LABEL = 128
 MAX_LENGTH_DIGITS = 15  # of a content-length; int() refuses to read thousands of digits
 
 log = logging.getLogger(__name__)
 
 
 class RequestId:
-    """Gives every request an id of our own making, in `scope["state"]["request_id"]`.
+    """Gives every request an id of our own making, in `scope["state"]["request_id"]`, and tells it to the client.
 
-    A client's x-request-id is a label: it is echoed when it is short and printable, and never used as a key.
+    Not to one that sent an x-request-id of its own: Serve's proxy gives every request one, and repeats it in the reply.
+    A client's id is never used as a key.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -30,19 +30,14 @@ class RequestId:
         request_id = uuid.uuid4().hex
         # A copy, as a server may share one state among requests.
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        label = Headers(scope=scope).get("x-request-id", "")
-        echo = label if _sane(label) else request_id
+        named = "x-request-id" in Headers(scope=scope)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = echo
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
-
-
-def _sane(label: str) -> bool:
-    return 0 < len(label) <= MAX_LABEL and label.isascii() and label.isprintable()
+        await self.app(scope, receive, send if named else send_with_id)
 
 
 class LastResort:

@@ -78,7 +78,7 @@ def metrics(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "queue_time_ms": _ms(arrived, _first(record.admitted for record in records)),
         "mean_itl_ms": _mean_gap(records),
         "tokens_per_second": round(1000 * output / total, 3) if total else None,
-        "speculative_decoding": _speculative_decoding(records) if any(r.k_max for r in records) else None,
+        "speculative_decoding": _speculative_decoding(records) if records[0].k_max else None,
     }
 
 
@@ -107,7 +107,7 @@ def _speculative_decoding(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "num_spec_steps": rounds,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
-        "num_spec_tokens": max(record.k_max for record in records),
+        "num_spec_tokens": records[0].k_max,  # the choices of a request have it in common
     }
 
 

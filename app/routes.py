@@ -68,8 +68,7 @@ class Completions:
         require_model(asked.model, self.client.model)
         requests = await self._requests(asked, scope["state"]["request_id"])
         try:
-            # All or nothing: when one is refused, the `finally` takes back those before it.
-            streams = [self.client.submit(request) for request in requests]
+            streams = self.client.submit(requests)
             reply = self._reply(asked, requests, merged(streams), scope, receive, leaving_is_disconnect(send))
             await unless_disconnected(receive, reply)
         except ClientDisconnect:

@@ -22,8 +22,10 @@ INERT = frozenset({"user", "metadata", "store"})
 NEUTRAL: dict[str, Any] = {
     "best_of": 1,
     "prompt_logprobs": None,
-    "suffix": None,
-    "response_format": None,
+    "suffix": "",
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+    "return_token_ids": False,
 }
 
 TOP_K_OFF = -1  # vLLM's way to say every token; ours is 0
@@ -60,9 +62,9 @@ class Body(Strict):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(without_nulls)] | None = None
-    speculation: Annotated[Speculation, BeforeValidator(without_nulls)] | None = None
-    prediction: Annotated[Prediction, BeforeValidator(without_nulls)] | None = None
-    lossy: Annotated[Lossy, BeforeValidator(without_nulls)] | None = None
+    speculation: Speculation | None = None
+    prediction: Prediction | None = None
+    lossy: Lossy | None = None
 
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(

@@ -57,12 +57,12 @@ class LocalClient:
         data = self._tokenizer.data(token_id)
         return Token.of(data) if data else Token(self._tokenizer.name(token_id) or f"token_id:{token_id}", b"")
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         self._loop = asyncio.get_running_loop()
-        self.worker.submit(request)
-        queue: asyncio.Queue[Output] = asyncio.Queue()
-        self._queues[request.id] = queue
-        return _until_finish(queue)
+        self.worker.submit(*requests)
+        queues: dict[str, asyncio.Queue[Output]] = {request.id: asyncio.Queue() for request in requests}
+        self._queues |= queues
+        return [_until_finish(queue) for queue in queues.values()]
 
     def cancel(self, request_id: str) -> None:
         queue = self._queues.pop(request_id, None)

@@ -10,6 +10,7 @@ from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.randomness import sequence_key
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
+    SEED_RANGE,
     VERIFIERS,
     DrafterName,
     InvalidRequest,
@@ -20,7 +21,6 @@ from deployments.engine.types import (
 )
 
 DEFAULT_SPEC_LENGTH = 5  # for a request that names a drafter where speculation is off by default
-SEED_RANGE = 2**53  # of seeds drawn here: a client in JavaScript must be able to send them back
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024  # tokens that one request may bias
 MAX_LOGPROBS = 20  # alternatives told per token
 MAX_SEED = 2**63 - 1
+SEED_RANGE = 2**53  # of seeds that are drawn: a client in JavaScript must be able to send them back
 MAX_TOP_K = 2**31 - 1
 
 
@@ -77,7 +78,7 @@ class SamplingParams:
         _require(0.0 < self.top_p <= 1.0, "top_p", "must be greater than 0 and at most 1")
         _require(0 <= self.top_k <= MAX_TOP_K, "top_k", f"must lie between 0 (every token) and {MAX_TOP_K}")
         _require(0.0 <= self.min_p <= 1.0, "min_p", "must lie between 0 and 1")
-        _require(self.seed is None or -MAX_SEED <= self.seed <= MAX_SEED, "seed", "must fit a signed 64-bit integer")
+        _require(self.seed is None or -MAX_SEED <= self.seed <= MAX_SEED, "seed", "must lie within ±(2⁶³ − 1)")
         _require(0.01 <= self.repetition_penalty <= 10.0, "repetition_penalty", "must lie between 0.01 and 10")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2.0 <= getattr(self, name) <= 2.0, name, "must lie between -2 and 2")

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
@@ -51,23 +52,31 @@ class EngineWorker:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def submit(self, request: Request) -> None:
-        """Admit or refuse, at once, from any thread. The request's time starts here.
+    def submit(self, *requests: Request) -> None:
+        """Admit them all or refuse them all, at once, from any thread. Their time starts here.
 
         Raises InvalidRequest (also for an id that is in use), Overloaded or EngineStopped; then nothing was queued.
         """
-        self.engine.check(request)
+        for request in requests:
+            self.engine.check(request)
         arrived = time.monotonic()
         with self._lock:
             if self._stopping:
                 raise EngineStopped("the engine is shutting down, or has stopped")
-            retry_after = self._admission.refusal(len(self._open))
+            retry_after = self._admission.refusal(len(self._open), len(requests))
             if retry_after is not None:
-                raise Overloaded(f"{len(self._open)} requests are running or waiting", retry_after)
-            if request.id in self._open:
-                raise InvalidRequest(f"request id {request.id!r} is in use", "id")
-            self._open[request.id] = arrived
-        self._inbox.put(lambda: self._start(request, arrived))
+                raise Overloaded(
+                    f"{len(self._open)} requests are running or waiting; {len(requests)} more exceed "
+                    f"{self._admission.places}",
+                    retry_after,
+                )
+            ids = [request.id for request in requests]
+            for request_id in ids:
+                if request_id in self._open or ids.count(request_id) > 1:
+                    raise InvalidRequest(f"request id {request_id!r} is in use", "id")
+            self._open |= dict.fromkeys(ids, arrived)
+        for request in requests:
+            self._inbox.put(partial(self._start, request, arrived))
 
     def cancel(self, request_id: str) -> None:
         """Free the request's slot before the next round. From any thread; unknown and finished ids are ignored."""

@@ -15,7 +15,7 @@ def request(name: str, ids: tuple[int, ...] = (97,)) -> Request:
 
 
 async def finish(client: EngineClient, asked: Request) -> list[str | None]:
-    return [output.finish_reason async for output in client.submit(asked)]
+    return [output.finish_reason async for output in client.submit([asked])[0]]
 
 
 def test_outputs_end_after_the_one_that_finishes() -> None:
@@ -27,10 +27,10 @@ def test_outputs_end_after_the_one_that_finishes() -> None:
 def test_refusals_come_before_anything_is_queued() -> None:
     client = FakeEngineClient(max_open=1)
     with pytest.raises(InvalidRequest):
-        client.submit(request("a", (256,)))
-    client.submit(request("b"))
+        client.submit([request("x"), request("a", (256,))])
+    client.submit([request("b")])
     with pytest.raises(Overloaded):
-        client.submit(request("c"))
+        client.submit([request("c")])
     assert list(client.open) == ["b"]
 
 

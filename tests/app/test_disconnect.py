@@ -144,7 +144,7 @@ def test_leaving_while_a_send_hangs_closes_the_engines_generator_at_once() -> No
 
     async def scenario() -> None:
         kept: list[AsyncIterator[Output]] = []
-        client.submit = lambda request: kept.append(outputs(request)) or kept[0]  # type: ignore[method-assign, func-returns-value]
+        client.submit = lambda requests: kept.append(outputs(requests[0])) or kept  # type: ignore[method-assign, func-returns-value]
         exchange = Exchange(create_app(client), body(True))
 
         async def stuck(message: Message) -> None:

@@ -39,7 +39,7 @@ def make_request(name: str, max_tokens: int = 8) -> Request:
 
 
 async def tokens_of(client: LocalClient, request: Request) -> list[int]:
-    return [t async for output in client.submit(request) for t in output.token_ids]
+    return [t async for output in client.submit([request])[0] for t in output.token_ids]
 
 
 def test_concurrent_requests_get_their_own_outputs(client: LocalClient) -> None:
@@ -54,7 +54,7 @@ def test_concurrent_requests_get_their_own_outputs(client: LocalClient) -> None:
 
 def test_cancelling_ends_the_iterator_and_frees_the_slot(client: LocalClient) -> None:
     async def cancel_midway() -> str | None:
-        outputs = client.submit(make_request("r", 200))
+        (outputs,) = client.submit([make_request("r", 200)])
         await anext(outputs)
         client.cancel("r")
         client.cancel("r")
@@ -72,10 +72,10 @@ def test_cancelling_ends_the_iterator_and_frees_the_slot(client: LocalClient) ->
 def test_refusals_leave_nothing_behind(client: LocalClient) -> None:
     async def overfill() -> None:
         with pytest.raises(InvalidRequest):
-            client.submit(make_request("long", 1000))
-        streams = [client.submit(make_request(f"r{i}", 100)) for i in range(3)]
+            client.submit([make_request("long", 1000)])
+        streams = client.submit([make_request(f"r{i}", 100) for i in range(3)])
         with pytest.raises(Overloaded):
-            client.submit(make_request("r3"))
+            client.submit([make_request("r3")])
         assert set(client._queues) == {"r0", "r1", "r2"}
         for i in range(3):
             client.cancel(f"r{i}")
@@ -137,7 +137,7 @@ def test_a_closed_client_says_that_it_has_stopped() -> None:
 
     async def submit() -> None:
         with pytest.raises(EngineStopped):
-            closed.submit(make_request("late"))
+            closed.submit([make_request("late")])
 
     within(submit())
     assert within(ask()) == 503

@@ -9,7 +9,6 @@ import pytest
 
 from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.engine import Engine
-from deployments.engine.intake import SEED_RANGE
 from deployments.engine.types import (
     DRAFTERS,
     MAX_LOGIT_BIAS,
@@ -17,6 +16,7 @@ from deployments.engine.types import (
     MAX_SEED,
     MAX_STOP_TOKENS,
     MAX_TOP_K,
+    SEED_RANGE,
     DrafterName,
     InvalidRequest,
     Output,
@@ -83,7 +83,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     *(("top_k", value, "between 0 \\(every token\\) and 2147483647") for value in (-1, MAX_TOP_K + 1)),
     ("top_k", 2.5, "must be an integer"),
     *(("min_p", value, "between 0 and 1") for value in (-0.1, 1.1, nan)),
-    *(("seed", value, "must fit a signed 64-bit integer") for value in (MAX_SEED + 1, -MAX_SEED - 1)),
+    *(("seed", value, "must lie within ±") for value in (MAX_SEED + 1, -MAX_SEED - 1)),
     ("seed", "7", "must be an integer"),
     *(("repetition_penalty", value, "between 0.01 and 10") for value in (0.0, -1.0, 0.009, 10.5, nan, inf)),
     *(("presence_penalty", value, "between -2 and 2") for value in (-2.1, 2.1, nan, inf)),

@@ -131,6 +131,24 @@ def test_a_full_engine_refuses_at_once_and_admits_again_later(worker: EngineWork
     desk.wait_for_end("d")
 
 
+def test_requests_of_a_list_are_admitted_together_or_not_at_all(worker: EngineWorker, desk: Desk) -> None:
+    """A list that does not fit takes nobody's place, not even for a moment."""
+    gate = threading.Event()
+    desk.on_delivery = lambda outputs: assert_set(gate)
+    worker.submit(make_request("a"))
+    with pytest.raises(Overloaded, match="1 requests are running or waiting; 3 more exceed 3") as refused:
+        worker.submit(*(make_request(f"x{i}") for i in range(3)))
+    assert refused.value.retry_after >= 1
+    worker.submit(make_request("b"), make_request("c"))
+    gate.set()
+    desk.wait_for_end("a", "b", "c")
+    with pytest.raises(InvalidRequest, match="in use"):
+        worker.submit(make_request("e"), make_request("f"), make_request("e"))
+    worker.submit(make_request("e"), make_request("f"))
+    desk.wait_for_end("e", "f")
+    assert not any(desk.ends(f"x{i}") for i in range(3))
+
+
 def assert_set(gate: threading.Event) -> None:
     assert gate.wait(PATIENCE_S)
 

@@ -6,6 +6,14 @@ def test_the_limit_is_running_plus_waiting() -> None:
     assert [admission.refusal(n) is None for n in (0, 4, 5, 6)] == [True, True, False, False]
 
 
+def test_several_are_taken_together_or_not_at_all() -> None:
+    admission = Admission(max_running=2, max_waiting=3)
+    assert [admission.refusal(2, more) is None for more in (1, 3, 4)] == [True, True, False]
+    for _ in range(100):
+        admission.finished(8.0)
+    assert [admission.refusal(4, more) for more in (2, 3)] == [2, 4]  # places that must come free, 2 s each
+
+
 def test_retry_after_is_the_time_until_a_place_is_free() -> None:
     admission = Admission(max_running=2, max_waiting=0)
     assert admission.refusal(2) == 1  # nothing is known yet
