@@ -20,7 +20,7 @@ DRAFT_STREAM = 1
 COIN_STREAM = 2  # whether a draft is accepted
 RESIDUAL_STREAM = 3  # the recovered or bonus token
 
-DENSE = 512  # tokens up to which the plain race is the faster one on CPU
+PLAIN = 16_384  # tokens up to which every one's noise is made: for larger vocabularies most of it is left out
 
 
 def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
@@ -51,7 +51,7 @@ class Race:
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         self._blocks: BlockNoise | None = None
-        if keys.device.type == "cpu" and vocab_size > DENSE:
+        if keys.device.type == "cpu" and vocab_size > PLAIN:
             self._blocks = BlockNoise(keys, positions, temperatures, vocab_size)
         else:
             self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
@@ -73,23 +73,32 @@ class Race:
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
 
-    It is −log of a token's exponential clock. The clocks of a block of 32 ids are made from the top: the earliest is
-    exponential with rate 32 and any token's with equal chances, the second exceeds it by an exponential with rate 31
-    and is any other's, the rest exceed that by exponentials of their own. (The exponential law has no memory, so they
-    are 32 independent ones all the same.) A token's noise does not depend on the vocabulary's size.
+    It is −log of a token's exponential clock. In a small vocabulary each clock is a hash of its own; in a large one
+    those of a block of tokens are made from the top (_block_clocks), so that a race need not make them all. Which of
+    the two depends on the vocabulary's size, a token's noise does not.
     """
     rows = _row_keys(keys, positions)[:, None]
-    ids = torch.arange(vocab_size, device=keys.device)
-    numbers = torch.arange(1, -(-vocab_size // BLOCK) + 1, device=keys.device) * signed(GOLDEN)
+    if vocab_size > PLAIN:
+        return _log_(_block_clocks(rows, vocab_size)).neg_()
+    ids = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GOLDEN)
+    return _log_(_clocks(mix_tensor(rows + ids))).neg_()
+
+
+def _block_clocks(rows: Tensor, vocab_size: int) -> Tensor:
+    """Clocks [R, vocab_size] of rows [R, 1]: the earliest of a block of 32 is exponential with rate 32 and any token's
+    with equal chances, the second exceeds it by an exponential with rate 31 and is any other's, the rest exceed that by
+    exponentials of their own. The exponential law has no memory, so they are 32 independent ones all the same."""
+    ids = torch.arange(vocab_size, device=rows.device)
+    numbers = torch.arange(1, -(-vocab_size // BLOCK) + 1, device=rows.device) * signed(GOLDEN)
     bits = mix_tensor(mix_tensor(rows ^ signed(FIRST)) + numbers)  # [R, blocks]
-    first = _clocks(bits).div_(BLOCK)
+    first = _clocks(bits.clone()).div_(BLOCK)
     second = first + _clocks(mix_tensor(bits + signed(SECOND))).div_(BLOCK - 1)
     first_place = bits % BLOCK
     second_place = (first_place + 1 + _unsigned_remainder(mix_tensor(bits + signed(WHICH)), BLOCK - 1)) % BLOCK
     block, place = ids // BLOCK, ids % BLOCK
     clocks = _clocks(mix_tensor(rows + (ids + 1) * signed(GOLDEN)))
     clocks.masked_fill_(place == second_place[:, block], 0.0).add_(second[:, block])
-    return _log(torch.where(place == first_place[:, block], first[:, block], clocks)).neg_()
+    return torch.where(place == first_place[:, block], first[:, block], clocks)
 
 
 def _unsigned_remainder(bits: Tensor, divisor: int) -> Tensor:
@@ -109,11 +118,14 @@ def _row_keys(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _clocks(bits: Tensor) -> Tensor:
-    """Standard exponentials, from 52 bits: with 53 the largest uniform number would round to 1."""
-    uniform = (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
-    return _log(uniform).neg_()
+    """Standard exponentials, from the upper 52 bits: with 53 the largest uniform number would round to 1. In place."""
+    uniform = bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+    return _log_(uniform).neg_()
 
 
-def _log(x: Tensor) -> Tensor:
-    """On CPU numpy's fp64 logarithm takes a third of the time of torch's, and the pruned race uses it too."""
-    return torch.from_numpy(np.log(x.numpy())) if x.device.type == "cpu" else x.log()
+def _log_(x: Tensor) -> Tensor:
+    """In place. On CPU numpy's fp64 logarithm takes a third of the time of torch's, and the pruned race uses it too."""
+    if x.device.type == "cpu":
+        np.log(x.numpy(), out=x.numpy())
+        return x
+    return x.log_()

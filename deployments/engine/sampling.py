@@ -46,13 +46,18 @@ class Sampler:
         self._noisy = [row for row, (i, _) in enumerate(self._rows) if params[row].temperature and sequences[i].coupled]
         self._places = {row: place for place, row in enumerate(self._noisy)}
         self._race: Race | None = None  # of all noisy rows, once a draft draws
-        truncated = [row for row, p in enumerate(params) if truncates(p)]
+        narrow = {i for i, s in enumerate(sequences) if truncates(s.params)}
+        truncated = [row for row, (i, _) in enumerate(self._rows) if i in narrow] if narrow else []
         self._truncated = {row: place for place, row in enumerate(truncated)}
         self._biased = frozenset(row for row, p in enumerate(params) if p.logit_bias)
         self._penalised = frozenset(row for row, p in enumerate(params) if p.penalised)
-        self._banned = {row: ids for row, (i, j) in enumerate(self._rows) if (ids := _banned(sequences[i], j))}
+        self._banned = {
+            row: ids
+            for row, (i, j) in enumerate(self._rows)
+            if params[row].min_tokens and (ids := _banned(sequences[i], j))
+        }
         self._filters = Filters.make([params[row] for row in truncated], vocab_size, device) if truncated else None
-        self._histories = [self._history(s) for s in sequences]
+        self._histories = [self._history(s) for s in sequences] if self._penalised else []
 
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
         """The transform up to the division by the temperature, [R, vocab] → [R, vocab]; −inf for what p does not hold.

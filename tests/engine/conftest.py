@@ -22,9 +22,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pruned_races() -> Iterator[None]:
     """Draw as the CPU does with real vocabularies, not as with tiny ones; test_race.py ties the two together."""
-    before, randomness.DENSE = randomness.DENSE, 0
+    before, randomness.PLAIN = randomness.PLAIN, 0
     yield
-    randomness.DENSE = before
+    randomness.PLAIN = before
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,14 @@ from deployments.engine import race as race_module
 from deployments.engine import randomness
 from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.hashing import BLOCK
-from deployments.engine.randomness import Race, gumbel_noise, sequence_key, stream_key, uniforms
+from deployments.engine.randomness import PLAIN, Race, gumbel_noise, sequence_key, stream_key, uniforms
 from deployments.engine.sampling import Sampler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import SamplingParams
 from deployments.engine.verification import verify
 from tests.engine.driving import make_sequence
+
+pytestmark = pytest.mark.usefixtures("pruned_races")  # noise in blocks, whatever the vocabulary
 
 CPU = torch.device("cpu")
 Z = 5.0  # normal deviates; a single comparison exceeds it with probability 6e-7
@@ -115,12 +117,12 @@ def draws_apart(kind: Kind, dtype: torch.dtype, draw: Draw = race) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("threshold", [0, randomness.DENSE, 10**9], ids=["pruned", "as configured", "dense"])
+@pytest.mark.parametrize("threshold", [0, PLAIN, 10**9], ids=["pruned", "as configured", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Id for id, above and below the threshold, for every size of the last block."""
-    monkeypatch.setattr(randomness, "DENSE", threshold)
+    monkeypatch.setattr(randomness, "PLAIN", threshold)
     assert draws_apart(kind, dtype) == 0
 
 
@@ -128,18 +130,18 @@ def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, m
 @pytest.mark.parametrize("vocab", [40, 600, 4096])
 def test_a_score_that_is_not_a_number_wins(vocab: int, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it stands, so that it is seen: the verifier ends a sequence whose token has no finite score."""
-    monkeypatch.setattr(randomness, "DENSE", threshold)
+    monkeypatch.setattr(randomness, "PLAIN", threshold)
     g = torch.Generator().manual_seed(vocab)
-    scores, (temperatures, keys, positions) = normal((200, vocab), g), parameters(200, g)
-    scores[torch.arange(200), torch.randint(vocab, (200,), generator=g)] = torch.nan
-    drawn = Race(keys, positions, temperatures, vocab).run(scores, range(200))
+    scores, (temperatures, keys, positions) = normal((50, vocab), g), parameters(50, g)
+    scores[torch.arange(50), torch.randint(vocab, (50,), generator=g)] = torch.nan
+    drawn = Race(keys, positions, temperatures, vocab).run(scores, range(50))
     assert scores.gather(1, drawn[:, None]).isnan().all()
 
 
 @pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
 def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any rows, in any order, several times, over smaller vocabularies too: the noise stays what it was."""
-    monkeypatch.setattr(randomness, "DENSE", threshold)
+    monkeypatch.setattr(randomness, "PLAIN", threshold)
     g = torch.Generator().manual_seed(0)
     scores, noise = peaks((20, 1000), g) + normal((20, 1000), g), parameters(20, g)
     dense, once = finals(scores, *noise), Race(noise[1], noise[2], noise[0], 1000)
@@ -186,7 +188,7 @@ def test_extreme_bits_race(bits: int, score: float, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(race_module, "mix_array", lambda z: np.full_like(z, filled))
     scores = torch.full((2, 100), -inf, dtype=torch.float64)
     scores[:, 70] = score
-    monkeypatch.setattr(randomness, "DENSE", 0)
+    monkeypatch.setattr(randomness, "PLAIN", 0)
     drawn = race(scores, torch.ones(2, dtype=torch.float64), torch.arange(2), torch.arange(2))
     assert drawn.tolist() == [70 if score == 0 else 0] * 2
 
