@@ -57,10 +57,12 @@ def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) ->
         return Decision(torch.zeros_like(drawn), drawn, finite)
     table, good = padded(drawn, ks), padded(finite, ks)  # [N, K + 1]
     depth = table.shape[1] - 1
-    agrees = (drafts[:, :depth] == table[:, :-1]) & proposed(ks, drawn.device)
+    agrees = drafts[:, :depth] == table[:, :-1]
+    if min(ks) < depth:
+        agrees &= proposed(ks, drawn.device)
     accepted = agrees.cumprod(1).sum(1, keepdim=True)
-    within = torch.arange(depth + 1, device=drawn.device) <= accepted
-    return Decision(accepted[:, 0], table.gather(1, accepted)[:, 0], (good | ~within).all(1))
+    so_far = good.cumprod(1).gather(1, accepted)  # 1 while every row up to this one is finite
+    return Decision(accepted[:, 0], table.gather(1, accepted)[:, 0], so_far[:, 0].bool())
 
 
 def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience: Tensor) -> Acceptance:

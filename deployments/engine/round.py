@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, check_draft, try_forget
+from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from deployments.engine.logprobs import token_logprobs
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sampling import Sampler
@@ -48,7 +48,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     batch = DraftBatch(sequences, Sampler(sequences, wanted, target.vocab_size, target.device))
     started = perf_counter_ns()
 
-    draft = _propose(drafter, batch, wanted, target.device)
+    draft = _propose(drafter, batch, wanted)
     drafted = perf_counter_ns()
 
     forward_ns = target.forward_ns
@@ -74,14 +74,12 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     )
 
 
-def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int], device: torch.device) -> Draft:
+def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int]) -> Draft:
     """The drafter's proposals; a drafter that fails costs this round its drafts and nothing else (R9)."""
     if not any(wanted):
         return Draft.none(len(wanted))
     try:
-        draft = drafter.propose(batch, wanted)
-        check_draft(draft, wanted, device)
-        return draft
+        return drafter.propose(batch, wanted)
     except Exception:
         log.exception("the drafter failed; this round runs without drafts")
         return Draft.none(len(wanted), failed=True)

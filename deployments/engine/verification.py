@@ -124,13 +124,11 @@ def on_host(decision: Decision, draft: Draft, vocab_size: int) -> Verdict:
     if draft.tokens is None:
         accepted, tokens, finite = torch.stack(columns).tolist()
         return Verdict(accepted, [[token] for token in tokens], [not good for good in finite], 0)
-    drafts = draft.tokens[:, : max(draft.ks)]
-    outside = (drafts < 0) | (drafts >= vocab_size)
-    illegal = (outside & acceptance.proposed(draft.ks, drafts.device)).any(1)
-    rows = torch.cat([torch.stack([*columns, illegal], 1), drafts], 1).tolist()  # the round's one copy
+    rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, : max(draft.ks)]], 1).tolist()  # the round's one copy
+    drafts = [row[3 : 3 + k] for row, k in zip(rows, draft.ks, strict=True)]
     return Verdict(
         accepted=[row[0] for row in rows],
-        emitted=[[*row[4 : 4 + row[0]], row[1]] for row in rows],
+        emitted=[[*tokens[: row[0]], row[1]] for row, tokens in zip(rows, drafts, strict=True)],
         bad=[not row[2] for row in rows],
-        illegal=sum(row[3] for row in rows),
+        illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
     )
