@@ -133,8 +133,8 @@ def test_a_thousand_requests_with_cancels_and_disconnects_leak_nothing(served: S
     asyncio.run(all_of_them())
     gc.collect()  # such sockets are reported here, and not in the next test
     assert sum(outcomes.values()) == 1000
-    assert outcomes["finished"] > 300, outcomes
-    assert outcomes["left"] > 100, outcomes
+    assert outcomes["finished"] > 50, outcomes  # how many of each is a matter of the machine's speed
+    assert outcomes["left"] > 50, outcomes
     _wait_until_idle(served)
 
 
