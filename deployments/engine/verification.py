@@ -68,7 +68,7 @@ def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], ver
             )
             accepted = acceptance.first_failure(decided.chances, coins)
         weights = acceptance.emitted_law(logp, logq, decided.log_scales, accepted, ks)
-    # No row before this one can hold a NaN: nothing is accepted at one.
+    # A NaN in an earlier row has made these weights NaN: rejection stops at it, block carries it on in its scales.
     return Decision(accepted, sampler.emit(weights, which, accepted), weights.amax(1).abs() < torch.inf)
 
 
