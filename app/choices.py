@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.client import Token
-from app.errors import EngineFailure
+from app.errors import DeadlineExceeded, EngineFailure
 from app.logprobs import Transcript
 from app.schemas import Completion
 from deployments.engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
@@ -16,7 +16,9 @@ from deployments.engine.types import SEED_RANGE, EngineStopped, FinishReason, Ou
 Ids = tuple[int, ...]
 
 
-def engine_requests(asked: Completion, request_id: str, prompts: Sequence[Ids], prediction: Ids) -> list[Request]:
+def engine_requests(
+    asked: Completion, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
+) -> list[Request]:
     """One request per choice, those of one prompt next to each other.
 
     They share one seed, so that the reply can name it: their indices keep their noise apart.
@@ -37,6 +39,8 @@ def engine_requests(asked: Completion, request_id: str, prompts: Sequence[Ids], 
             drafter=asked.drafting.drafter,
             prediction_ids=prediction,
             lenience=asked.drafting.lenience,
+            cache_salt=salt,
+            deadline_s=asked.deadline_s,
         )
         for prompt_index, ids in enumerate(prompts)
         for choice_index in range(asked.n)
@@ -82,12 +86,14 @@ class Choice:
 async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]:
     """The outputs up to and including the one that finishes the request.
 
-    Raises EngineFailure if the engine reports an error or falls silent, EngineStopped if it let go of the request.
+    Raises EngineFailure if the engine reports an error or falls silent, DeadlineExceeded if the error is that the
+    request's time is over, EngineStopped if the engine let go of the request.
     """
     try:
         async for output in outputs:
             if output.finish_reason == "error":
-                raise EngineFailure(output.error or "the engine could not finish this request")
+                failure = DeadlineExceeded if output.error_code == "deadline_exceeded" else EngineFailure
+                raise failure(output.error or "the engine could not finish this request")
             if output.finish_reason == "cancelled":
                 raise EngineStopped("the engine is shutting down; the request was not finished")
             yield output

@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,8 @@ class FakeEngineClient:
     """An engine that replays a script: each request's outputs come from `script(request)`, one per event-loop turn.
 
     Shipped with the protocol so that the edge can be tested, and shown, without a model. Its tokens are bytes. A
-    request whose script ends without a finish_reason stays open, as one that still runs, until it is cancelled.
+    request whose script ends without a finish_reason stays open, as one that still runs, until it is cancelled or its
+    deadline has passed.
     """
 
     def __init__(
@@ -195,20 +197,30 @@ class FakeEngineClient:
             raise Overloaded(f"{len(self.open)} requests are running or waiting", retry_after=2)
         self.submitted += requests
         self.open |= {request.id: asyncio.Event() for request in requests}
-        return [self._replay(request, self.open[request.id]) for request in requests]
+        now = time.monotonic()
+        return [
+            self._replay(request, self.open[request.id], now + (request.deadline_s or math.inf)) for request in requests
+        ]
 
-    async def _replay(self, request: Request, cancelled: asyncio.Event) -> AsyncIterator[Output]:
+    async def _replay(self, request: Request, cancelled: asyncio.Event, deadline: float) -> AsyncIterator[Output]:
         for output in self.script(request):
             await asyncio.sleep(0)
-            if cancelled.is_set():
+            if cancelled.is_set() or time.monotonic() >= deadline:
                 break
             if output.finish_reason is not None:
                 self.open.pop(request.id, None)
             yield output
             if output.finish_reason is not None:
                 return
-        await cancelled.wait()
-        yield Output(request.id, (), "", "cancelled")
+        try:
+            async with asyncio.timeout(None if deadline == math.inf else deadline - time.monotonic()):
+                await cancelled.wait()
+        except TimeoutError:
+            self.open.pop(request.id, None)
+            message = f"the deadline of {request.deadline_s} s has passed"
+            yield Output(request.id, (), "", "error", message, "deadline_exceeded")
+        else:
+            yield Output(request.id, (), "", "cancelled")
 
     def cancel(self, request_id: str) -> None:
         event = self.open.pop(request_id, None)

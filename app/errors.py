@@ -25,6 +25,10 @@ class EngineFailure(Exception):
     """The engine could not finish the request; the message is safe to show."""
 
 
+class DeadlineExceeded(Exception):
+    """The request was not finished by its deadline, or within the longest time that this server gives to any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     status: int
@@ -39,6 +43,7 @@ KINDS: dict[type[Exception], Kind] = {
     Overloaded: Kind(429, "rate_limit_error", "engine_overloaded"),
     EngineFailure: Kind(500, "server_error", "engine_error"),
     EngineStopped: Kind(503, "server_error", "engine_stopped"),
+    DeadlineExceeded: Kind(504, "server_error", "deadline_exceeded"),
 }
 INTERNAL = Kind(500, "server_error", "internal_error")
 
@@ -54,8 +59,17 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def error_reply(error: Exception) -> Response:
     status, body = error_body(error)
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, Overloaded) else None
-    return JSON(body, status, headers)
+    return JSON(body, status, _headers(error))
+
+
+def _headers(error: Exception) -> dict[str, str] | None:
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(error.retry_after)}
+    if isinstance(error, DeadlineExceeded):
+        # OpenAI's clients repeat what ended with a status from 500 on, unless told not to: the answer would then come
+        # after three deadlines.
+        return {"x-should-retry": "false"}
+    return None
 
 
 async def on_known_error(request: Request, error: Exception) -> Response:

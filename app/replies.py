@@ -1,7 +1,8 @@
 """The bodies of /v1/completions replies: text completions, stream chunks, usage and per-request metrics.
 
 Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request metrics, so that tools which read those
-(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can repeat the text.
+(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can repeat the text. So is
+`metrics.preemptions`: how often memory was taken back from a choice, which then had to be computed again.
 """
 
 import json
@@ -52,10 +53,12 @@ class Envelope:
 
 
 def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
-    """Tokens, those of a prompt once for all its n choices; what became of the client's prediction if it sent one."""
+    """Tokens, those of a prompt once for all its n choices, and how many of these the first choice found in the cache;
+    what became of the client's prediction if it sent one."""
     prompt = sum(record.prompt_tokens for record in records[::n])
     output = sum(record.output_tokens for record in records)
     counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counts["prompt_tokens_details"] = {"cached_tokens": sum(record.cached_tokens for record in records[::n])}
     if predicted := sum(record.prediction_tokens for record in records):
         accepted = sum(record.prediction_accepted for record in records)
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
@@ -78,6 +81,7 @@ def metrics(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "queue_time_ms": _ms(arrived, _first(record.admitted for record in records)),
         "mean_itl_ms": _mean_gap(records),
         "tokens_per_second": round(1000 * output / total, 3) if total else None,
+        "preemptions": sum(record.preemptions for record in records),
         "speculative_decoding": _speculative_decoding(records) if records[0].k_max else None,
     }
 

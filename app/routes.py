@@ -17,6 +17,7 @@ from app.fields import Prompt
 from app.replies import JSON, Envelope
 from app.schemas import Completion, parse
 from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
+from app.tenants import cache_salt
 from deployments.engine import types
 from deployments.engine.types import InvalidRequest, Output
 
@@ -64,9 +65,11 @@ class Completions:
         self.client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = parse(await Request(scope, receive).body(), self.client.model)
+        posted = Request(scope, receive)
+        asked = parse(await posted.body(), self.client.model)
         require_model(asked.model, self.client.model)
-        requests = await self._requests(asked, scope["state"]["request_id"])
+        salt = cache_salt(posted.headers.get("authorization"), asked.cache_salt)
+        requests = await self._requests(asked, scope["state"]["request_id"], salt)
         try:
             streams = self.client.submit(requests)
             reply = self._reply(asked, requests, merged(streams), scope, receive, leaving_is_disconnect(send))
@@ -96,10 +99,11 @@ class Completions:
             return send_stream(completion_events(outputs, choices, envelope, asked.include_usage), send)
         return send_whole(outputs, choices, envelope, scope, receive, send)
 
-    async def _requests(self, asked: Completion, request_id: str) -> list[types.Request]:
+    async def _requests(self, asked: Completion, request_id: str, salt: str) -> list[types.Request]:
         """The engine requests. Raises InvalidRequest for what does not fit the model's context."""
         prompts = [await self._prompt_ids(prompt, asked.params.max_tokens) for prompt in asked.prompts]
-        return engine_requests(asked, request_id, prompts, await self._prediction_ids(asked.drafting.prediction))
+        prediction = await self._prediction_ids(asked.drafting.prediction)
+        return engine_requests(asked, request_id, prompts, prediction, salt)
 
     async def _prompt_ids(self, prompt: Prompt, room: int) -> tuple[int, ...]:
         """Raises InvalidRequest unless the prompt and the tokens asked for fit the model's context."""

@@ -28,6 +28,8 @@ NEUTRAL: dict[str, Any] = {
     "return_token_ids": False,
 }
 
+MAX_SALT = 256  # characters of a cache_salt
+
 TOP_K_OFF = -1  # vLLM's way to say every token; ours is 0
 
 
@@ -65,6 +67,8 @@ class Body(Strict):
     speculation: Speculation | None = None
     prediction: Prediction | None = None
     lossy: Lossy | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
 
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(
@@ -100,6 +104,8 @@ class Completion:
     drafting: Drafting
     stream: bool
     include_usage: bool
+    cache_salt: str | None  # as asked for; what the engine gets depends on the API key too
+    deadline_s: float | None
 
 
 def parse(raw: bytes, card: ModelCard) -> Completion:
@@ -117,6 +123,8 @@ def parse(raw: bytes, card: ModelCard) -> Completion:
         drafting=settle(card, body.speculation, body.prediction, body.lossy, body.temperature),
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        cache_salt=body.cache_salt,
+        deadline_s=body.deadline_s,
     )
 
 

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
 from app.choices import Choice
-from app.errors import error_body
+from app.errors import DeadlineExceeded, error_body
 from app.replies import Envelope, encode_json
 from deployments.engine.types import Output
 
@@ -48,7 +48,10 @@ async def completion_events(
     except Exception as error:
         if not started:
             raise
-        log.exception("stream %s broke", envelope.id)
+        if isinstance(error, DeadlineExceeded):  # what its client or our operator asked for: no fault to look into
+            log.info("stream %s: %s", envelope.id, error)
+        else:
+            log.exception("stream %s broke", envelope.id)
         yield event(error_body(error)[1])
         return
     yield DONE

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cache.layout import Layout
 from deployments.engine.detokenize import Detokenizer, TextStream
 from deployments.engine.models.loader import load_decoder, open_checkpoint
 from deployments.engine.runner import Feed, Runner
@@ -37,7 +38,7 @@ class Reader:
         where = torch.device(device)
         checkpoint = open_checkpoint(directory)
         decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype), device=where, max_len=max_len)
-        self._runner = Runner(decoder, 1, max_len, where)
+        self._runner = Runner(decoder, Layout(1, max_len), where)
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:

@@ -1,45 +1,148 @@
-"""The tensors behind a slotted KV cache; the only module of cache/ that imports torch."""
+"""The tensors behind a KV cache: what a pass writes and attention reads, and what all kinds of them have in common.
+
+A position's row in a layer holds the kv heads' keys first, then their values, so that one copy stores both. Rows start
+as zeros, not empty: masked positions are multiplied by probability 0, and 0 · NaN would be NaN.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cache.paged import PagedCache
+from cache.protocol import KVCache
 
-class SlottedStorage:
-    """K and V of every layer, preallocated: slot s holds positions 0 … max_len − 1 of the sequence that owns it.
 
-    A position's row in a layer holds the kv heads' keys first, then their values, so that one copy stores both.
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one model stores for a position, and where."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def row(self) -> tuple[int, int]:
+        return 2 * self.kv_heads, self.head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a position's K and V in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a position's K and V in all layers."""
+        return self.num_layers * self.row_bytes
+
+
+class Window(Protocol):
+    """What one attention group reads in one pass."""
+
+    def __getitem__(self, layer: int, /) -> tuple[Tensor, Tensor]:
+        """K and V [slots, kv_heads, length, head_dim] as they are now: ask after the layer's rows were written."""
+        ...
+
+
+class Storage(Protocol):
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """Per layer [rows, 2·kv_heads, head_dim]: where a pass writes, at the rows that `places` names."""
+        ...
+
+    def prepare(self, handles: Sequence[int]) -> None:
+        """Bring the memory of these sequences in line with the cache's bookkeeping: before every pass, after the cache
+        reserved its positions, and before `places` and `window` are asked. Raises OSError; it may be tried again."""
+        ...
+
+    def places(self, slot: int, start: int, end: int) -> Iterable[int]:
+        """Row numbers of positions start … end − 1 of a slot that was prepared."""
+        ...
+
+    def window(self, first_slot: int, slots: int, length: int) -> Window:
+        """The first `length` positions of neighbouring slots. Positions that a prepared sequence has no memory for read
+        as zeros; a slot that was not prepared reads anything."""
+        ...
+
+    def clear(self, handle: int) -> None:
+        """Zero the memory that only this sequence holds: its next owner must not meet what is not finite. What the
+        cache took from the sequence before (`truncate_to`) is out of reach, so clear first."""
+        ...
+
+    def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads, length, head_dim] of the sequence's first positions, for tests and audits."""
+        ...
+
+
+class Contiguous:
+    """Slots whose positions follow each other in (virtual) memory, so that a window is a view.
+
+    memory [layers, slots, positions, 2·kv_heads, head_dim], contiguous.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        max_len: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.max_len = max_len
-        self.kv_heads = kv_heads
-        # Zeros, not empty: masked positions are multiplied by probability 0, and 0 · NaN would be NaN.
-        memory = torch.zeros(num_layers, num_slots, max_len, 2 * kv_heads, head_dim, dtype=dtype, device=device)
-        self.rows = memory.flatten(1, 2).unbind(0)  # per layer [slots·max_len, 2·kv_heads, head_dim], for writing
-        by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, max_len, head_dim]
+    def __init__(self, memory: Tensor, kv_heads: int) -> None:
+        self.rows = memory.flatten(1, 2).unbind(0)
+        self._stride = memory.shape[2]  # rows from one slot to the next
+        by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
         self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
 
-    def window(self, first_slot: int, slots: int, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Views of K and V, per layer [slots, kv_heads, length, head_dim]: what an attention group reads."""
+    def places(self, slot: int, start: int, end: int) -> range:
+        return range(slot * self._stride + start, slot * self._stride + end)
+
+    def window(self, first_slot: int, slots: int, length: int) -> Window:
         chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
-        return self._keys[chosen].unbind(0), self._values[chosen].unbind(0)
+        return tuple(zip(self._keys[chosen].unbind(0), self._values[chosen].unbind(0), strict=True))
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot, whose next owner must not meet what is not finite."""
-        rows = slice(slot * self.max_len, (slot + 1) * self.max_len)
+
+class SlottedStorage(Contiguous):
+    """All positions of all slots, preallocated."""
+
+    def __init__(self, cache: KVCache, slots: int, max_len: int, shape: KVShape) -> None:
+        self._cache = cache
+        size = (shape.num_layers, slots, max_len, *shape.row)
+        super().__init__(torch.zeros(size, dtype=shape.dtype, device=shape.device), shape.kv_heads)
+
+    def prepare(self, handles: Sequence[int]) -> None:
+        pass
+
+    def clear(self, handle: int) -> None:
+        rows = self.places(self._cache.slot(handle), 0, self._stride)
         for layer in self.rows:
-            layer[rows].zero_()
+            layer[rows.start : rows.stop].zero_()
 
-    def read(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V [kv_heads, length, head_dim] of a slot's first positions, for tests and audits."""
+    def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
+        slot = self._cache.slot(handle)
         return self._keys[layer, slot, :, :length], self._values[layer, slot, :, :length]
+
+
+class Blocks:
+    """Blocks of positions, which the tables of a paged cache refer to.
+
+    pool [layers, blocks, block_size, 2·kv_heads, head_dim].
+    """
+
+    def __init__(self, pool: Tensor, cache: PagedCache, kv_heads: int) -> None:
+        self.pool = pool
+        self._cache = cache
+        self._kv_heads = kv_heads
+
+    def settle(self) -> None:
+        """Copy the shared blocks that a sequence is about to write into; in order, for one's copy may be another's
+        source."""
+        for source, copy in self._cache.take_copies():
+            self.pool[:, copy] = self.pool[:, source]
+
+    def clear(self, handle: int) -> None:
+        self.settle()  # a copy that is still to come would bring back what is zeroed here
+        for block in self._cache.owned(handle):
+            self.pool[:, block].zero_()
+
+    def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
+        self.settle()
+        table = torch.tensor(self._cache.table(handle), dtype=torch.int64, device=self.pool.device)
+        rows = self.pool[layer, table].flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
+        return rows[: self._kv_heads], rows[self._kv_heads :]

@@ -1,7 +1,7 @@
 """What an operator may set, by plain names: in serve_config.yaml, or as `serve run deployments.build:build target=DIR`.
 
 The only reader of the application's arguments. Arguments from the command line arrive as strings, so "4" is 4 here,
-and "none" or "" is none.
+"false" is false, and "none" or "" is none.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from deployments.engine.config import EngineConfig
+from deployments.engine.config import CacheKind, EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"
@@ -37,6 +37,7 @@ def _off(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
+Number = Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)]
 
 
 class Settings(BaseModel):
@@ -61,8 +62,16 @@ class Settings(BaseModel):
     max_waiting: Count = 48
     max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what both models allow
     max_step_tokens: Positive = 512
+    prefill_chunk: Positive = 128
+    cache: CacheKind = "paged"
+    block_size: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what suits the models
+    kv_tokens: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: by memory_fraction
+    memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine's own choice
+    prefix_cache: bool = True
+    max_demand: Number = 8.0  # tokens of all admitted requests, over those that the cache has room for
+    request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
-    num_cpus: Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)] = 1.0  # per replica
+    num_cpus: Number = 1.0  # per replica
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
@@ -92,6 +101,14 @@ class Settings(BaseModel):
             max_waiting=self.max_waiting,
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
+            prefill_chunk=self.prefill_chunk,
+            cache=self.cache,
+            block_size=self.block_size,
+            kv_tokens=self.kv_tokens,
+            memory_fraction=self.memory_fraction,
+            prefix_cache=self.prefix_cache,
+            max_demand=self.max_demand,
+            request_timeout_s=self.request_timeout_s,
             threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
         )
 

@@ -8,6 +8,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 
+from tests.kv import KINDS, use
+
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kv", choices=KINDS, default="mapped", help="KV memory of the engines that tests load")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    use(config.getoption("--kv"))

@@ -1,11 +1,13 @@
 """The engine's configuration: one frozen value, checked when made. Standard library only; settings.py builds it."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+CacheKind = Literal["paged", "slotted"]
 
 
 class ConfigError(ValueError):
@@ -28,6 +30,14 @@ class EngineConfig:
     max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
     max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
     max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
+    prefill_chunk: int = 128  # prompt tokens of a pass that others' streams have to wait for
+    cache: CacheKind = "paged"
+    block_size: int | None = None  # positions per block; None: what suits the models, see budget.py
+    kv_tokens: int | None = None  # positions that each model's cache has memory for; None: by memory_fraction
+    memory_fraction: float | None = None  # of the device's memory, for weights, activations and both caches
+    prefix_cache: bool = True  # whether requests share the KV of what their prompts have in common
+    max_demand: float = 8.0  # prompt and output tokens of all admitted requests, over those that the cache has room for
+    request_timeout_s: float | None = None  # the longest any request may take, waiting included; None: any time
     threads: int | None = None  # intra-op CPU threads; None: torch's own default
 
     def __post_init__(self) -> None:
@@ -41,11 +51,12 @@ class EngineConfig:
             raise ConfigError(f"drafter {self.drafter!r} is not one of {', '.join(DRAFTERS)}")
         if self.drafter == "model" and self.draft is None:
             raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
+        self._check_cache()
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if not 0 <= self.spec_length <= self.max_spec_length:
             raise ConfigError(f"spec_length {self.spec_length} is outside 0..max_spec_length ({self.max_spec_length})")
-        for name in ("max_running", "max_step_tokens"):
+        for name in ("max_running", "max_step_tokens", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_waiting < 0:
@@ -55,3 +66,25 @@ class EngineConfig:
                 f"max_step_tokens {self.max_step_tokens} cannot hold one verification of every sequence: "
                 f"max_running {self.max_running} × (1 + max_spec_length {self.max_spec_length})"
             )
+
+    def _check_cache(self) -> None:
+        if self.cache not in get_args(CacheKind):
+            raise ConfigError(f"cache {self.cache!r} is not one of {', '.join(get_args(CacheKind))}")
+        if self.cache == "slotted":
+            given = [n for n in ("block_size", "kv_tokens", "memory_fraction") if getattr(self, n) is not None]
+            if given:
+                raise ConfigError(
+                    f"{', '.join(given)} cannot be honoured by a slotted cache: its slots are max_model_len"
+                )
+        if self.kv_tokens is not None and self.memory_fraction is not None:
+            raise ConfigError("kv_tokens and memory_fraction both say how large the cache is: set one of them")
+        for name in ("block_size", "kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction must lie between 0 and 1, not {self.memory_fraction}")
+        if not self.max_demand >= 1:
+            raise ConfigError(f"max_demand must be at least 1, not {self.max_demand}: one request may need all memory")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")

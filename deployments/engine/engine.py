@@ -21,6 +21,7 @@ from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
     DRAFTERS,
     DrafterName,
+    ErrorCode,
     FinishReason,
     InvalidRequest,
     Output,
@@ -55,7 +56,9 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
-        self.scheduler = Scheduler(target, Fixed(config.spec_length), config.max_running, config.max_step_tokens)
+        self.scheduler = Scheduler(
+            target, Fixed(config.spec_length), config.max_running, config.max_step_tokens, config.prefill_chunk
+        )
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
@@ -99,9 +102,7 @@ class Engine:
         """
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "id")
-        sequence = self.intake.sequence(request, next(self._handles))
-        if arrived is not None:
-            sequence.record.arrived = arrived
+        sequence = self.intake.sequence(request, next(self._handles), time.monotonic() if arrived is None else arrived)
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
@@ -122,12 +123,12 @@ class Engine:
         return outputs
 
     def step(self) -> StepResult:
-        """Admit, plan, run one round, commit its tokens, publish what came of it."""
+        """End what is overdue, plan, run one round, commit its tokens, publish what came of it."""
         started = time.perf_counter_ns()
-        self._admit()
-        plan = self.scheduler.plan()
+        self._expire()
+        plan = self._plan()
         outcome = self._round(plan)
-        outputs = self._commit(outcome)
+        outputs = self._commit(plan, outcome)
         return self._publish(plan, outcome, outputs, started)
 
     def audit(self) -> None:
@@ -137,9 +138,22 @@ class Engine:
         held = self.config.max_running - self.target.cache.free_slots
         assert held == len(self.scheduler.running), f"{held} slots held by {len(self.scheduler.running)} sequences"
 
-    def _admit(self) -> None:
-        for sequence in self.scheduler.admit():
-            sequence.record.admitted = time.monotonic()
+    def _expire(self) -> None:
+        now = time.monotonic()
+        overdue = [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
+        for sequence in overdue:
+            within = f"{sequence.deadline - sequence.record.arrived:g} s"  # type: ignore[operator]
+            self._finish(sequence, "error", f"the request was not finished within {within}", code="deadline_exceeded")
+
+    def _plan(self) -> Plan:
+        plan = self.scheduler.plan()
+        for sequence in plan.preempted:
+            self._draft_faults += not try_forget(self.drafter, sequence)
+        for sequence, cached in plan.started:
+            if sequence.record.admitted is None:
+                sequence.record.admitted = time.monotonic()
+                sequence.record.cached_tokens = cached
+        return plan
 
     def _round(self, plan: Plan) -> Outcome | None:
         """The round; if the pass fails it is tried once more without drafts, then its requests end (R9)."""
@@ -160,12 +174,15 @@ class Engine:
             self._finish(part.sequence, "error", "the model failed to process this request")
         return None
 
-    def _commit(self, outcome: Outcome | None) -> list[Output]:
+    def _commit(self, plan: Plan, outcome: Outcome | None) -> list[Output]:
         outputs: list[Output] = []
         if outcome is None:
             return outputs
         for part, told in outcome.prompt_logprobs:
             part.sequence.prompt_logprobs += told
+        for part in plan.slices:
+            if not part.emits:
+                self.target.cache.publish(part.sequence.handle, part.sequence.tokens)
         for i, part in enumerate(outcome.slices):
             output = self._commit_one(part.sequence, i, outcome)
             if output is not None:
@@ -177,7 +194,8 @@ class Engine:
         verdict, record = outcome.verdict, sequence.record
         if verdict.bad[i]:
             log.error("request %s ends: its logits are not finite", sequence.request_id)
-            self.target.storage.clear(self.target.cache.slot(sequence.handle))
+            self.target.cache.discard(sequence.handle)
+            self.target.storage.clear(sequence.handle)
             self._finish(sequence, "error", "the model gave no valid distribution for this request")
             return None
         try:
@@ -186,6 +204,7 @@ class Engine:
             log.exception("request %s failed while its tokens were committed", sequence.request_id)
             self._finish(sequence, "error", "the output of this request could not be processed")
             return None
+        self.target.cache.publish(sequence.handle, sequence.tokens)
         prompt_logprobs = () if record.emitted else tuple(sequence.prompt_logprobs)
         record.drafted.append(outcome.draft.ks[i])
         record.accepted.append(verdict.accepted[i])
@@ -229,11 +248,18 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             draft_faults=faults,
             failed=bool(plan.slices) and outcome is None,
+            preempted=len(plan.preempted),
+            cached_tokens=sum(cached for _, cached in plan.started),
         )
         return StepResult(outputs, stats)
 
     def _finish(
-        self, sequence: Sequence, reason: FinishReason, error: str | None = None, last: Output | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        last: Output | None = None,
+        code: ErrorCode = "engine_error",
     ) -> None:
         """The one way a request ends: free what it holds, and queue its last output (I5)."""
         self.scheduler.remove(sequence)
@@ -244,7 +270,7 @@ class Engine:
         record.finished = time.monotonic()
         record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
         last = last or Output(sequence.request_id, (), "")
-        self._finished.append(replace(last, finish_reason=reason, error=error, record=record))
+        self._finished.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
 
 
 def _proposer(draft: Draft, i: int, sequence: Sequence) -> int:

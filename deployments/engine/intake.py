@@ -1,8 +1,8 @@
 """What the engine takes, and how a request becomes a sequence: every refusal that depends on the model is made here."""
 
 import secrets
-import time
 from dataclasses import dataclass
+from math import inf
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.detokenize import Detokenizer, TextStream
@@ -69,6 +69,8 @@ class Intake:
                 "max_tokens" if prompt < limit else "prompt",
                 "context_length_exceeded",
             )
+        if request.deadline_s is not None and not 0 < request.deadline_s < inf:
+            raise InvalidRequest("deadline_s must be a number of seconds above 0", "deadline_s")
         self._check_tokens(request)
         self._check_speculation(request)
 
@@ -121,20 +123,21 @@ class Intake:
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         return (frozenset() if params.ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids)
 
-    def sequence(self, request: Request, handle: int) -> Sequence:
-        """A checked request as a waiting sequence. It arrives now; without a seed of its own it gets one."""
+    def sequence(self, request: Request, handle: int, arrived: float) -> Sequence:
+        """A checked request as a waiting sequence that arrived then; without a seed of its own it gets one."""
         params, plan = request.params, self._speculation(request)
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         prompt = list(request.prompt_ids)
         text = TextStream(
             Detokenizer(self._tokenizer.decode, prompt), params.stop, include=params.include_stop_str_in_output
         )
+        within = min((t for t in (request.deadline_s, self._config.request_timeout_s) if t is not None), default=None)
         record = RequestRecord(
             request.id,
             seed,
             len(prompt),
             plan.k_max,
-            arrived=time.monotonic(),
+            arrived=arrived,
             verifier=plan.verifier,
             drafter=plan.drafter,
             lenience=request.lenience,
@@ -155,6 +158,8 @@ class Intake:
             drafter=plan.drafter,
             prediction=request.prediction_ids,
             lenience=request.lenience,
+            cache_salt=request.cache_salt,
+            deadline=None if within is None else record.arrived + within,
         )
 
 

@@ -59,8 +59,9 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     prompt_logprobs = _prompt_logprobs(plan, feeds, prompt_logits, target)
     scored = perf_counter_ns()
 
-    for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
-        target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
+    for sequence, accepted, bad in zip(batch.sequences, verdict.accepted, verdict.bad, strict=True):
+        if not bad:  # else its memory, rejected drafts' too, is to be cleared before anybody gets it
+            target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
     observed = _observe(drafter, batch, verdict)
     return Outcome(
         slices,

@@ -7,10 +7,11 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from cache.slotted import SlottedCache
-from cache.storage import SlottedStorage
+from cache.layout import Layout, make_cache
+from cache.memory import make_storage
+from cache.storage import KVShape
 from deployments.engine.models.attention import Attention, Span, plan_attention
-from deployments.engine.models.decoder import Decoder
+from deployments.engine.models.decoder import Decoder, DecoderConfig
 from deployments.engine.sequence import Sequence
 
 
@@ -28,21 +29,13 @@ class Feed:
 class Runner:
     """A decoder, its KV memory and its bookkeeping. All state it has is in the cache."""
 
-    def __init__(self, decoder: Decoder, num_slots: int, max_len: int, device: torch.device) -> None:
-        config = decoder.config
+    def __init__(self, decoder: Decoder, layout: Layout, device: torch.device) -> None:
         self.decoder = decoder
         self.device = device
         self.forward_ns = 0  # spent in forwards so far, by the host's clock: the device's time on CPU, less on GPU
-        self.cache = SlottedCache(num_slots, max_len)
-        self.storage = SlottedStorage(
-            num_layers=config.num_layers,
-            num_slots=num_slots,
-            max_len=max_len,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=decoder.dtype,
-            device=device,
-        )
+        self.layout = layout
+        self.cache = make_cache(layout)
+        self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +49,7 @@ class Runner:
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
         """One pass over all feeds; returns logits [Σ (scored + outputs), vocab], and the caches hold what was fed.
 
+        Raises CacheFull, before anything is computed, for feeds that nobody reserved memory for and that find none.
         drafts [B, ≥ max drafts]: row i holds the ids fed after the committed tokens of the i-th feed with outputs.
         """
         ids: list[int] = []
@@ -70,6 +64,7 @@ class Runner:
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts
+            self.cache.reserve(handle, count)
             spans.append(Span.at(self.cache.slot(handle), start, count))
             wanted += range(len(ids), len(ids) + feed.scored)
             ids += feed.sequence.tokens[start : start + feed.committed]
@@ -82,7 +77,7 @@ class Runner:
         if drafts is not None and draft_rows:
             self._place_drafts(tokens, draft_rows, drafts, draft_places)
         rows = torch.tensor(wanted, dtype=torch.int64, device=self.device) if len(wanted) < len(ids) else None
-        logits = self._forward(tokens, spans, rows)
+        logits = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows)
         for feed, span in zip(feeds, spans, strict=True):
             self.cache.extend(feed.sequence.handle, span.count)
         return logits
@@ -90,19 +85,22 @@ class Runner:
     def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
         """Feed one more token each, ids [B] on the device (a draft's own); returns logits [B, vocab]."""
         handles = [s.handle for s in sequences]
+        for handle in handles:
+            self.cache.reserve(handle, 1)
         spans = [Span.at(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
-        logits = self._forward(tokens, spans, None)
+        logits = self._forward(handles, tokens, spans, None)
         for handle in handles:
             self.cache.extend(handle, 1)
         return logits
 
-    def _forward(self, tokens: Tensor, spans: Seq[Span], rows: Tensor | None) -> Tensor:
+    def _forward(self, handles: Seq[int], tokens: Tensor, spans: Seq[Span], rows: Tensor | None) -> Tensor:
         """Logits of `rows` of the pass; None: of all. Timed as one forward: from ids to logits, mask included."""
         started = perf_counter_ns()
         config = self.decoder.config
+        self.storage.prepare(handles)
         plan = plan_attention(
             spans,
-            max_len=self.cache.max_len,
+            self.storage,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             dtype=self.decoder.dtype,
@@ -122,3 +120,7 @@ class Runner:
             at = torch.tensor(places, device=self.device)
             values = legal[at[:, 0], at[:, 1]]
         tokens[torch.tensor(rows, device=self.device)] = values
+
+
+def kv_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
+    return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, device)

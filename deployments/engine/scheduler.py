@@ -1,11 +1,18 @@
-"""Who runs, and with how many tokens: continuous batching with chunked prefill under one token budget per pass."""
+"""Who runs, and with how many tokens: continuous batching with chunked prefill under budgets of tokens and memory."""
 
+from bisect import insort
 from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from cache.protocol import CacheFull
 from deployments.engine.runner import Runner
-from deployments.engine.sequence import Sequence
+from deployments.engine.sequence import Sequence, State
 from policies.spec_length import Fixed
+
+WORTH_SHARING = 16  # tokens in common, below which nobody waits for another's or shares its memory
+HEADROOM = 16  # positions per running sequence that must be free after an admission, or it would soon be undone
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,70 +29,181 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class Plan:
     slices: tuple[Slice, ...]  # by cache slot: neighbours in memory are neighbours in the pass
+    started: tuple[tuple[Sequence, int], ...] = ()  # admitted by this plan, with how many tokens the cache had of each
+    preempted: tuple[Sequence, ...] = ()  # whose memory this plan took back
 
     @property
     def prefill_tokens(self) -> int:
         return sum(s.committed for s in self.slices if s.committed > 1 or not s.emits)
 
     def without_drafts(self) -> "Plan":
-        return Plan(tuple(replace(s, k=0) for s in self.slices))
+        return replace(self, slices=tuple(replace(s, k=0) for s in self.slices))
 
 
 class Scheduler:
-    """First come, first served. Decoding goes before prefill: a long prompt delays a stream by one chunk per step."""
+    """First come, first served. Every running sequence advances in every step, or its memory is taken back.
 
-    def __init__(self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int) -> None:
+    Memory for what a plan feeds is reserved when it is made, that of a prompt when it is admitted. When memory runs out
+    there are fewer drafts, then the youngest sequence goes back to the head of the queue, and never the oldest: so the
+    oldest always ends, and all do in their turn.
+    """
+
+    def __init__(
+        self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, prefill_chunk: int
+    ) -> None:
         self._target = target
+        self._cache = target.cache
         self._policy = policy
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
+        self._prefill_chunk = prefill_chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Start waiting sequences while there are slots; returns those that started."""
-        started = []
-        while self.waiting and len(self.running) < self._max_running:
-            sequence = self.waiting.popleft()
-            sequence.start()
-            self._target.cache.allocate(sequence.handle)
-            self.running.append(sequence)
-            started.append(sequence)
-        return started
-
     def plan(self) -> Plan:
-        """Every decoding sequence gets its token and its drafts; prefill shares what the budget has left."""
-        uncached = {s.handle: self._target.uncached(s) for s in self.running}
-        decoding = [s for s in self.running if uncached[s.handle] == 1]
-        ks = self._policy.plan([s.k for s in decoding], [max(0, s.remaining - 1) for s in decoding])
-        slices = [Slice(s, 1, k, emits=True) for s, k in zip(decoding, ks, strict=True)]
-        budget = self._max_step_tokens - len(ks) - sum(ks)
+        """Decoding goes first, then what is left of prompts, then who waits, while the budget lasts."""
+        preempted = self._secure()
+        decoding = [s for s in self.running if self._target.uncached(s) == 1]
+        slices = self._verifications(decoding)
+        budget = self._max_step_tokens - sum(s.committed + s.k for s in slices)
+        if decoding:
+            budget = min(budget, self._prefill_chunk)  # what the streams have to wait for
         for sequence in self.running:
-            left = uncached[sequence.handle]
-            if left == 1:
-                continue
-            chunk = min(left, budget)
-            if chunk > 0:
-                scored = self._scored(sequence, chunk)
-                slices.append(Slice(sequence, chunk, 0, emits=chunk == left, scored=scored))
-                budget -= chunk
-        slices.sort(key=lambda s: self._target.cache.slot(s.sequence.handle))
-        return Plan(tuple(slices))
-
-    def _scored(self, sequence: Sequence, chunk: int) -> int:
-        """Rows of a chunk that precede another token of the prompt, where their log-probabilities were asked for."""
-        if sequence.params.prompt_logprobs is None:
-            return 0
-        start = len(sequence.tokens) - self._target.uncached(sequence)
-        return max(0, min(chunk, sequence.num_prompt - 1 - start))
+            if self._target.uncached(sequence) > 1:
+                slices.append(self._chunk(sequence, budget))
+                budget -= slices[-1].committed
+        started = () if preempted else tuple(self._admit(budget))
+        slices += [part for part, _ in started]
+        slices.sort(key=lambda s: self._cache.slot(s.sequence.handle))
+        return Plan(tuple(slices), tuple((part.sequence, cached) for part, cached in started), tuple(preempted))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out wherever it is and free its slot. Idempotent, so that every exit path may call it."""
+        """Take a sequence out wherever it is and free its memory. Idempotent, so that every exit path may call it."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
-        self._target.cache.release(sequence.handle)
+        self._cache.release(sequence.handle)
+
+    def _secure(self) -> list[Sequence]:
+        """Memory for one more token of every running sequence, the oldest first; returns those that had to give way."""
+        preempted: list[Sequence] = []
+        for sequence in tuple(self.running):
+            while sequence.state is State.RUNNING and self._cache.room(sequence.handle) < 1:
+                preempted.append(self._preempt())
+            if sequence.state is State.RUNNING:
+                self._cache.reserve(sequence.handle, 1)
+        return preempted
+
+    def _preempt(self) -> Sequence:
+        """Take back the memory of the youngest, to be computed again. Raises CacheFull if that is the oldest too."""
+        if len(self.running) == 1:
+            raise CacheFull("the cache has no room for one more token of the only sequence that holds memory")
+        youngest = self.running.pop()
+        self._cache.release(youngest.handle)
+        youngest.preempt()
+        self.waiting.appendleft(youngest)
+        return youngest
+
+    def _verifications(self, decoding: Seq[Sequence]) -> list[Slice]:
+        """Every decoding sequence gets its token, and as many of its drafts as there is memory for."""
+        ks = self._policy.plan([s.k for s in decoding], [max(0, s.remaining - 1) for s in decoding])
+        slices = []
+        for sequence, wanted in zip(decoding, ks, strict=True):
+            k = min(wanted, self._cache.room(sequence.handle) - 1) if wanted else 0
+            self._cache.reserve(sequence.handle, 1 + k)
+            slices.append(Slice(sequence, 1, k, emits=True))
+        return slices
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Slice:
+        left = self._target.uncached(sequence)
+        count = min(left, budget, self._cache.room(sequence.handle))
+        self._cache.reserve(sequence.handle, count)
+        return Slice(sequence, count, 0, emits=count == left, scored=self._scored(sequence, count))
+
+    def _scored(self, sequence: Sequence, chunk: int) -> int:
+        """Rows of a chunk that precede another token of the prompt, where their log-probabilities were asked for."""
+        if sequence.params.prompt_logprobs is None or sequence.record.emitted:
+            return 0
+        start = len(sequence.tokens) - self._target.uncached(sequence)
+        return max(0, min(chunk, sequence.num_prompt - 1 - start))
+
+    def _admit(self, budget: int) -> Iterator[tuple[Slice, int]]:
+        """Start waiting sequences, each with a first chunk, while there are tokens, slots and memory for them.
+
+        Yields the chunk and how many tokens the cache had. One that can share what another is about to compute is
+        passed over until then.
+        """
+        for sequence in tuple(self.waiting):
+            if budget < 1 or len(self.running) == self._max_running:
+                return
+            leader, common = self._leader(sequence)
+            if leader is not None and self._about_to_compute(leader, common):
+                continue
+            if not self._start(sequence, leader, common):
+                return
+            cached = self._cache.length(sequence.handle)
+            part = self._chunk(sequence, budget)
+            budget -= part.committed
+            yield part, cached
+
+    def _start(self, sequence: Sequence, leader: Sequence | None, common: int) -> bool:
+        """Whether there was memory for all its tokens, and some to go on for everybody; if so, it runs."""
+        try:
+            self._cache.allocate(sequence.handle, _findable(sequence), sequence.cache_salt)
+            if leader is not None:
+                self._cache.fork(leader.handle, sequence.handle, min(common, self._cache.length(leader.handle)))
+            self._cache.reserve(sequence.handle, self._target.uncached(sequence))
+        except CacheFull:
+            self._cache.release(sequence.handle)
+            return False
+        headroom = min(sequence.remaining, HEADROOM * len(self.running))
+        if self.running and self._cache.room(sequence.handle) < self._target.uncached(sequence) + headroom:
+            self._cache.release(sequence.handle)
+            return False
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda s: s.handle)
+        sequence.start()
+        return True
+
+    def _leader(self, sequence: Sequence) -> tuple[Sequence | None, int]:
+        """The running sequence that has most tokens in common with it, and how many: less than all of its own, since
+        the last one's logits are wanted."""
+        best: Sequence | None = None
+        most, tokens = 0, _findable(sequence)
+        if self._cache.shares:
+            for other in self.running:
+                if other.cache_salt == sequence.cache_salt and other.tokens[:WORTH_SHARING] == tokens[:WORTH_SHARING]:
+                    common = min(common_prefix(other.tokens, tokens), len(tokens) - 1)
+                    if common > most:
+                        best, most = other, common
+        return (best, most) if most >= WORTH_SHARING else (None, 0)
+
+    def _about_to_compute(self, leader: Sequence, common: int) -> bool:
+        """Whether the leader still reads a part of its prompt that is common and worth waiting for."""
+        missing = common - self._cache.length(leader.handle)
+        return missing >= WORTH_SHARING and self._target.uncached(leader) > 1
+
+
+def _findable(sequence: Sequence) -> list[int]:
+    """The tokens that need not be fed again where the cache has them: none while the prompt's own logits are wanted."""
+    if sequence.params.prompt_logprobs is not None and not sequence.record.emitted:
+        return []
+    return sequence.tokens
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """The length of the longest common prefix, by bisection over slices, which compare at the speed of memory."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

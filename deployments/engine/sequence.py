@@ -16,14 +16,14 @@ from deployments.engine.types import (
 
 
 class State(Enum):
-    WAITING = "waiting"  # admitted, holds no cache slot
+    WAITING = "waiting"  # admitted, holds no cache slot; also after its memory was taken back
     RUNNING = "running"  # holds a slot; prefilling while more than one token is uncached, decoding after
     FINISHED = "finished"
 
 
 TRANSITIONS: dict[State, dict[str, State]] = {
     State.WAITING: {"start": State.RUNNING, "finish": State.FINISHED},
-    State.RUNNING: {"finish": State.FINISHED},
+    State.RUNNING: {"preempt": State.WAITING, "finish": State.FINISHED},
     State.FINISHED: {},
 }
 
@@ -47,6 +47,8 @@ class Sequence:
     drafter: DrafterName | None = None  # who drafts for it; None: nobody
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact
+    cache_salt: str = ""  # shares prefixes with sequences of the same
+    deadline: float | None = None  # monotonic seconds after which it ends with an error
     history: History | None = None  # of its tokens, where bias or penalties need it; the sampler makes it
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)
@@ -68,6 +70,13 @@ class Sequence:
 
     def start(self) -> None:
         self._move("start")
+
+    def preempt(self) -> None:
+        """Its memory was taken back: what it emitted stays, what was read is read again."""
+        self._move("preempt")
+        self.record.preemptions += 1
+        if not self.record.emitted:
+            self.prompt_logprobs.clear()
 
     def finish(self, reason: FinishReason) -> None:
         self._move("finish")

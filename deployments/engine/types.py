@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorCode = Literal["engine_error", "deadline_exceeded"]
 Verifier = Literal["match", "rejection", "block"]
 DrafterName = Literal["model", "ngram", "lookup", "prediction", "cascade"]
 VERIFIERS: tuple[Verifier, ...] = get_args(Verifier)
@@ -129,6 +130,10 @@ class Request:
     drafter: DrafterName | None = None  # None: the engine's own, or "cascade" where there is a prediction
     prediction_ids: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # l in (0, 1): accept with min(1, p / (l·q)), which changes the law (Leviathan A.5)
+    cache_salt: str = ""  # prefixes are shared between requests of one salt only
+    deadline_s: float | None = (
+        None  # seconds from its arrival after which it ends with an error; None: the engine's own
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,8 @@ class RequestRecord:
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    cached_tokens: int = 0  # of the prompt, found in the target's cache when it was first admitted
+    preemptions: int = 0  # times that its memory was taken back, to be computed again
     output_tokens: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
@@ -186,6 +193,7 @@ class Output:
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None  # safe to show to the client; only with finish_reason "error"
+    error_code: ErrorCode = "engine_error"  # what `error` is about
     record: RequestRecord | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, where asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
@@ -211,6 +219,8 @@ class StepStats:
     waiting: int
     draft_faults: int = 0  # the drafter failed, or the pass did and was tried again without drafts
     failed: bool = False  # the pass failed twice, and its requests ended with an error
+    preempted: int = 0  # sequences whose memory was taken back
+    cached_tokens: int = 0  # of the prompts of sequences that were admitted, found in the target's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +235,4 @@ class EngineStats:
     max_running: int
     free_slots: int
     heartbeat_age_s: float
+    kv_used: float = 0.0  # share of the target's KV memory that running sequences hold, 0 … 1

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,11 @@ MAX_FAILURES = 3  # steps that fail one after another before health says so
 Deliver = Callable[[list[Output]], None]
 
 
+class _Open(NamedTuple):
+    arrived: float
+    tokens: int
+
+
 class EngineWorker:
     """Runs an engine in its own thread. `deliver` is called on that thread with each step's outputs and must not block.
 
@@ -33,9 +39,13 @@ class EngineWorker:
         self._deliver = deliver
         self._stalled_after_s = stalled_after_s
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _open, _admission and _stopping
-        self._open: dict[str, float] = {}  # submitted and not yet finished: id → when
-        self._admission = Admission(engine.config.max_running, engine.config.max_waiting)
+        self._lock = threading.Lock()  # guards _open, _open_tokens, _admission and _stopping
+        self._open: dict[str, _Open] = {}  # submitted and not yet finished, by id
+        self._open_tokens = 0  # that they may need
+        config = engine.config
+        self._admission = Admission(
+            config.max_running, config.max_waiting, engine.target.layout.tokens, config.max_demand
+        )
         self._stopping: bool = False
         self._progress = time.monotonic()  # of the last step that fed a token or left nothing, or of the last idle turn
         self._failures = 0  # failed steps since the last one that fed a token
@@ -60,21 +70,19 @@ class EngineWorker:
         for request in requests:
             self.engine.check(request)
         arrived = time.monotonic()
+        tokens = sum(map(_demand, requests))
         with self._lock:
             if self._stopping:
                 raise EngineStopped("the engine is shutting down, or has stopped")
-            retry_after = self._admission.refusal(len(self._open), len(requests))
-            if retry_after is not None:
-                raise Overloaded(
-                    f"{len(self._open)} requests are running or waiting; {len(requests)} more exceed "
-                    f"{self._admission.places}",
-                    retry_after,
-                )
+            refusal = self._admission.refusal(len(self._open), self._open_tokens, len(requests), tokens)
+            if refusal is not None:
+                raise Overloaded(refusal.reason, refusal.retry_after)
             ids = [request.id for request in requests]
             for request_id in ids:
                 if request_id in self._open or ids.count(request_id) > 1:
                     raise InvalidRequest(f"request id {request_id!r} is in use", "id")
-            self._open |= dict.fromkeys(ids, arrived)
+            self._open |= {request.id: _Open(arrived, _demand(request)) for request in requests}
+            self._open_tokens += tokens
         for request in requests:
             self._inbox.put(partial(self._start, request, arrived))
 
@@ -105,6 +113,7 @@ class EngineWorker:
             max_running=self.engine.config.max_running,
             free_slots=self.engine.target.cache.free_slots,
             heartbeat_age_s=age,
+            kv_used=self.engine.target.cache.used,
         )
 
     def _run(self) -> None:
@@ -190,10 +199,16 @@ class EngineWorker:
         now = time.monotonic()
         for output in outputs:
             if output.finish_reason:
-                arrived = self._open.pop(output.request_id)
+                done = self._open.pop(output.request_id)
+                self._open_tokens -= done.tokens
                 if output.finish_reason in ("stop", "length"):
-                    self._admission.finished(now - arrived)
+                    self._admission.finished(now - done.arrived)
 
 
 def _nothing() -> None:
     pass
+
+
+def _demand(request: Request) -> int:
+    """Positions of KV memory that it may come to need."""
+    return len(request.prompt_ids) + request.params.max_tokens

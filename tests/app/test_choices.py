@@ -101,7 +101,8 @@ def test_each_choice_of_a_stream_finishes_and_the_usage_comes_once(include_usage
     finished = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert sorted(finished) == [0, 1, 2, 3]
     assert [bool(chunk.get("usage")) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert chunks[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+    usage = chunks[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 24, 29)
     assert (chunks[-1]["choices"] == []) == include_usage
 
 
@@ -169,8 +170,8 @@ def record(arrived: float, first: float | None, finished: float, tokens: int, **
 
 def test_metrics_of_choices_span_and_sum_them() -> None:
     records = [
-        record(1.0, 1.1, 1.4, 4, drafted=[3, 0], accepted=[2, 0]),
-        record(1.02, 1.05, 1.45, 3, drafted=[3, 2, 3], accepted=[0, 2, 3]),
+        record(1.0, 1.1, 1.4, 4, drafted=[3, 0], accepted=[2, 0], preemptions=1),
+        record(1.02, 1.05, 1.45, 3, drafted=[3, 2, 3], accepted=[0, 2, 3], preemptions=2),
     ]
     told = metrics(records)
     assert told == {
@@ -179,6 +180,7 @@ def test_metrics_of_choices_span_and_sum_them() -> None:
         "queue_time_ms": 10.0,
         "mean_itl_ms": 140.0,  # (300 + 400) / (3 + 2)
         "tokens_per_second": 15.556,
+        "preemptions": 3,
         "speculative_decoding": {
             "drafter": "lookup",
             "verifier": "block",
@@ -196,7 +198,40 @@ def test_metrics_of_choices_span_and_sum_them() -> None:
 def test_usage_counts_a_prompt_once_for_all_its_choices() -> None:
     records = [record(1.0, 1.1, 1.2, tokens) for tokens in (1, 2, 3, 4)]
     assert usage(records, 1)["prompt_tokens"] == 20
-    assert usage(records, 2) == {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20}
+    assert usage(records, 2) == {
+        "prompt_tokens": 10,
+        "completion_tokens": 10,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
+    """The others find what the first has read: counted too, they could exceed the prompt's tokens."""
+    records = [record(1.0, 1.1, 1.2, 1, cached_tokens=cached) for cached in (1, 4, 2, 4)]
+    assert usage(records, 1)["prompt_tokens_details"] == {"cached_tokens": 11}
+    assert usage(records, 2)["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_and_preemptions_are_told_once_for_all_choices(stream: bool) -> None:
+    """The choices finish in the reverse of their order; it is their order that counts."""
+
+    def script(request: Request) -> Iterator[Output]:
+        *outputs, last = spell(request)
+        yield from outputs
+        while any(r.id in client.open for r in client.submitted if r.choice_index > request.choice_index):
+            yield Output(request.id, (), "")
+        assert last.record is not None
+        last.record.cached_tokens = 2 if request.choice_index == 0 else 3
+        last.record.preemptions = 1 + request.prompt_index
+        yield last
+
+    client = FakeEngineClient(script)
+    done = post(client, prompt=["abc", "xyz"], n=2, max_tokens=4, stream=stream)
+    body = events(done)[-2] if stream else json.loads(done.reply)
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert body["metrics"]["preemptions"] == 6
 
 
 def test_metrics_of_a_reply_without_tokens_are_null_where_undefined() -> None:

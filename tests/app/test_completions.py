@@ -14,6 +14,13 @@ from app.schemas import Body
 from deployments.engine.types import Output, Request, RequestRecord, SamplingParams
 from tests.app.harness import PROMPT, Exchange, call, events
 
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 6,
+    "total_tokens": 9,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
 
 def record(request: Request, **values: Any) -> RequestRecord:
     """A finished request: queued 10 ms, first token at 30 ms, last at 130 ms, three rounds (one of them plain)."""
@@ -52,7 +59,7 @@ def test_a_whole_completion_has_openais_shape() -> None:
     assert (body["object"], body["model"], body["seed"]) == ("text_completion", "fake", 42)
     assert isinstance(body["created"], int)
     assert body["choices"] == [{"index": 0, "text": "one\u2028é", "logprobs": None, "finish_reason": "stop"}]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert body["usage"] == USAGE
 
 
 def test_metrics_follow_from_the_record() -> None:
@@ -63,6 +70,7 @@ def test_metrics_follow_from_the_record() -> None:
         "queue_time_ms": 10.0,
         "mean_itl_ms": 20.0,
         "tokens_per_second": 46.154,
+        "preemptions": 0,
         "speculative_decoding": {
             "drafter": "lookup",
             "verifier": "block",
@@ -129,7 +137,7 @@ def test_a_stream_sends_one_event_per_output_with_text_and_ends_with_usage() -> 
         (f"cmpl-{client.submitted[0].id}", "text_completion", chunks[0]["created"])
     }
     assert "usage" not in chunks[0]
-    assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert chunks[-1]["usage"] == USAGE
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"] == 2
     assert chunks[-1]["seed"] == 42
 
@@ -202,8 +210,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         prompt_logprobs=None,
     )
     assert (request.k, request.drafter, request.verifier) == (3, "lookup", "block")
-    untouched = {name for name in Body.model_fields if name not in fields}
-    assert untouched == {"model", "prompt", "n", "echo", "stream", "stream_options", "prediction", "lossy"}
+    untouched = Body.model_fields.keys() - fields.keys() - {"model", "prompt", "n", "echo", "stream", "stream_options"}
+    assert untouched == {"prediction", "lossy", "cache_salt", "deadline_s"}  # which have tests of their own
 
 
 def test_defaults_and_nulls_reach_the_engine_as_defaults() -> None:

@@ -40,12 +40,14 @@ def error_of(done: Exchange) -> dict[str, Any]:
 
 ENGINE_ERROR = Output("r", (), "", "error", error="the detokeniser gave up")
 SILENT_ERROR = Output("r", (), "", "error")
+LATE = Output("r", (), "", "error", "out of time", "deadline_exceeded")
 CANCELLED = Output("r", (), "", "cancelled")
 SECRET = RuntimeError("/secret/path and tensor(7)")
 FAILURES: list[tuple[Any, int, str, str]] = [
     (ENGINE_ERROR, 500, "engine_error", "the detokeniser gave up"),
     (SILENT_ERROR, 500, "engine_error", "could not finish"),
     (CANCELLED, 503, "engine_stopped", "shutting down"),
+    (LATE, 504, "deadline_exceeded", "out of time"),
     (SECRET, 500, "internal_error", "its log has the details"),
 ]
 

@@ -1,7 +1,7 @@
 """OpenAI's own client reads our replies, streams and errors: typed parsing, in process."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -9,9 +9,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from app.client import FakeEngineClient
+from app.client import FakeEngineClient, spell
 from app.main import create_app
-from deployments.engine.types import Output
+from app.tenants import cache_salt
+from deployments.engine.types import Output, Request
 
 
 def with_client(engine: FakeEngineClient, scenario: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
@@ -93,6 +94,43 @@ def test_what_became_of_a_prediction_is_parsed() -> None:
     )
     details = done.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_parsed(stream: bool) -> None:
+    def with_a_hit(request: Request) -> Iterator[Output]:
+        for output in spell(request):
+            if output.record is not None:
+                output.record.cached_tokens = 2
+            yield output
+
+    async def scenario(client: AsyncOpenAI) -> Any:
+        asked: dict[str, Any] = {
+            "model": "fake",
+            "prompt": "abc",
+            "extra_body": {"cache_salt": "mine", "deadline_s": 60},
+        }
+        if not stream:
+            return (await client.completions.create(**asked)).usage
+        return [chunk async for chunk in await client.completions.create(**asked, stream=True)][-1].usage
+
+    engine = FakeEngineClient(with_a_hit)
+    assert with_client(engine, scenario).prompt_tokens_details.cached_tokens == 2
+    assert (engine.submitted[0].cache_salt, engine.submitted[0].deadline_s) == (cache_salt("Bearer none", "mine"), 60)
+
+
+@pytest.mark.parametrize(("code", "times"), [("deadline_exceeded", 1), ("engine_error", 2)])
+def test_the_client_waits_for_one_deadline_only(code: Any, times: int) -> None:
+    """By itself it tries again what ended with a status of 500 or more."""
+    engine = FakeEngineClient(lambda request: [Output(request.id, (), "", "error", "over", code)])
+
+    async def scenario(client: AsyncOpenAI) -> None:
+        await client.with_options(max_retries=1).completions.create(model="fake", prompt="abc")
+
+    with pytest.raises(openai.InternalServerError) as raised:
+        with_client(engine, scenario)
+    assert raised.value.code == code
+    assert len(engine.submitted) == times
 
 
 def test_models_are_parsed() -> None:

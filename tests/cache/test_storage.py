@@ -1,49 +1,255 @@
-"""The storage's three views are one memory."""
+"""Every storage reads, for every sequence, what was written for its tokens, whatever its cache did meanwhile."""
 
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from torch import Tensor
 
-from cache.storage import SlottedStorage
+from cache.gathered import GatheredStorage
+from cache.layout import Layout, make_cache
+from cache.mapped import MappedStorage
+from cache.memory import make_storage
+from cache.paged import PagedCache
+from cache.protocol import KVCache
+from cache.slotted import SlottedCache
+from cache.storage import KVShape, SlottedStorage, Storage
+
+SLOTS, MAX_LEN, BLOCK, BLOCKS = 3, 15, 4, 9
+SHAPE = KVShape(2, 1, mmap.PAGESIZE // (BLOCK * 2 * 8), torch.float64, torch.device("cpu"))  # a block is a page
+SLOTTED = Layout(SLOTS, MAX_LEN)
+PAGED = Layout(SLOTS, MAX_LEN, BLOCK, BLOCKS)
+HANDLES = st.integers(0, 4)
+BITS = st.integers(0, 1)
 
 
-def test_rows_written_are_keys_and_values_read() -> None:
-    storage = SlottedStorage(
-        num_layers=2, num_slots=3, max_len=5, kv_heads=2, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
-    )
-    slot, positions = 1, torch.tensor([0, 1, 2])
-    written = torch.randn(3, 4, 4, dtype=torch.float64)  # [positions, 2 kv heads of keys then of values, head_dim]
-    storage.rows[1].index_copy_(0, slot * storage.max_len + positions, written)
-    keys, values = storage.read(1, slot, 3)
-    assert torch.equal(keys, written[:, :2].transpose(0, 1))
-    assert torch.equal(values, written[:, 2:].transpose(0, 1))
-    assert storage.rows[0].abs().sum() == 0
-    # Unwritten positions are zero: they meet probability 0 in attention, and 0 · NaN would be NaN.
-    assert storage.rows[1].abs().sum() == written.abs().sum()
+def written(tokens: Sequence[int], start: int, layer: int) -> Tensor:
+    """Rows [positions, 2, head_dim] for tokens[start:]: like K and V, each depends on all tokens up to its own."""
+    codes = [int("1" + "".join(map(str, tokens[: i + 1])), 3) + layer / 4 for i in range(start, len(tokens))]
+    keys = torch.tensor(codes, dtype=SHAPE.dtype)[:, None, None].expand(-1, 1, SHAPE.head_dim)
+    return torch.cat([keys, -keys], dim=1)
+
+
+class Machine(RuleBasedStateMachine):
+    """A cache, its storage, and what each sequence's valid positions ought to hold: its `tokens`."""
+
+    layout = PAGED
+    make: Any = make_storage
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: KVCache = make_cache(self.layout)
+        self.storage: Storage = type(self).make(self.layout, self.cache, SHAPE)
+        self.tokens: dict[int, list[int]] = {}
+
+    @rule(handle=HANDLES, tokens=st.lists(BITS, max_size=9))
+    def allocate(self, handle: int, tokens: list[int]) -> None:
+        if handle not in self.tokens and self.cache.free_slots:
+            hit = self.cache.allocate(handle, tokens)
+            self.tokens[handle] = tokens[:hit]
+            self.check([handle])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), more=st.lists(BITS, min_size=1, max_size=4), poison=st.sampled_from([False] * 4 + [True]))
+    def feed(self, data: st.DataObject, more: list[int], poison: bool) -> None:
+        """A pass; what is not finite is cleared and nobody's any more, as the engine does it."""
+        handle = data.draw(st.sampled_from(sorted(self.tokens)))
+        start = len(self.tokens[handle])
+        if self.cache.room(handle) < len(more):
+            return
+        self.cache.reserve(handle, len(more))
+        self.storage.prepare([handle])
+        places = torch.tensor(list(self.storage.places(self.cache.slot(handle), start, start + len(more))))
+        tokens = self.tokens[handle] + more
+        for layer, rows in enumerate(self.storage.rows):
+            rows.index_copy_(0, places, written(tokens, start, layer) * (torch.nan if poison else 1))
+        self.cache.extend(handle, len(more))
+        if poison:
+            self.cache.discard(handle)
+            self.storage.clear(handle)
+            self.release(handle)
+        else:
+            self.tokens[handle] = tokens
+        self.check(list(self.tokens))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(sorted(self.tokens)))
+        length = data.draw(st.integers(0, len(self.tokens[handle])))
+        self.cache.truncate_to(handle, length)
+        del self.tokens[handle][length:]
+        self.check([handle])
+
+    @precondition(lambda self: len(self.tokens) > 1)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent, child = data.draw(st.permutations(sorted(self.tokens)))[:2]
+        length = data.draw(st.integers(0, len(self.tokens[parent])))
+        if length > len(self.tokens[child]):
+            had = len(self.tokens[child])
+            has = self.cache.fork(parent, child, length)
+            if has != had:
+                self.tokens[child] = self.tokens[parent][:has]
+            self.check([parent, child])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.cache.publish(handle, self.tokens[handle])
+
+    @rule(handle=HANDLES)
+    def release(self, handle: int) -> None:
+        self.cache.release(handle)
+        self.tokens.pop(handle, None)
+
+    def check(self, handles: Sequence[int]) -> None:
+        self.storage.prepare(handles)
+        whole = self.storage.window(0, SLOTS, MAX_LEN)
+        for handle in handles:
+            slot, tokens = self.cache.slot(handle), self.tokens[handle]
+            backed = len(self.cache.table(handle)) * BLOCK if isinstance(self.cache, PagedCache) else MAX_LEN
+            for layer in range(SHAPE.num_layers):
+                expected = written(tokens, 0, layer).transpose(0, 1)  # [2, length, head_dim]
+                seen = torch.cat([part[slot] for part in whole[layer]])  # [2, max_len, head_dim]
+                assert torch.equal(seen[:, : len(tokens)], expected)
+                assert not seen[:, backed:].any()
+                assert seen.isfinite().all()
+                assert torch.equal(torch.cat(self.storage.read(layer, handle, len(tokens))), expected)
+                alone = self.storage.window(slot, 1, len(tokens))
+                assert torch.equal(torch.cat([part[0] for part in alone[layer]]), expected)
+
+
+def gathered(_: Layout, cache: PagedCache, shape: KVShape) -> Storage:
+    return GatheredStorage(cache, shape)
+
+
+def run_machine(layout: Layout, make: Callable[..., Storage], **how: Any) -> None:
+    machine = type("Driven", (Machine,), {"layout": layout, "make": staticmethod(make)})
+    chosen = settings(**{"max_examples": 120, "stateful_step_count": 30, "deadline": None, "database": None} | how)
+    run_state_machine_as_test(machine, settings=chosen)
+
+
+@pytest.mark.parametrize(
+    ("layout", "make"), [(SLOTTED, make_storage), (PAGED, make_storage), (PAGED, gathered)],
+    ids=["slotted", "mapped", "gathered"],
+)  # fmt: skip
+def test_every_sequence_reads_what_was_written_for_its_tokens(layout: Layout, make: Callable[..., Storage]) -> None:
+    run_machine(layout, make)
+
+
+class KeepsTails(MappedStorage):
+    """Leaves mapped what the sequence no longer has."""
+
+    def _map(self, slot: int, start: int, end: int, block: int | None) -> None:
+        if block is not None:
+            super()._map(slot, start, end, block)
+
+
+class ComparesLengths(MappedStorage):
+    """Takes a table of the same length for the same table."""
+
+    def _remap(self, slot: int, table: list[int]) -> None:
+        if len(table) != len(self._tables[slot]):
+            super()._remap(slot, table)
+
+
+class ForgetsCopies(MappedStorage):
+    def settle(self) -> None:
+        self._cache.take_copies()
+
+
+class ClearsAll(MappedStorage):
+    """Clears what others share."""
+
+    def clear(self, handle: int) -> None:
+        for block in self._cache.table(handle):
+            self.pool[:, block].zero_()
+
+
+class ClearsNothing(MappedStorage):
+    def clear(self, handle: int) -> None:
+        pass
+
+
+class PadsWithBlock0(GatheredStorage):
+    def __init__(self, cache: PagedCache, shape: KVShape) -> None:
+        super().__init__(cache, shape)
+        self._zeros = 0
+
+
+# The same programs every time, and no search for the shortest one that fails.
+CONTROL: dict[str, Any] = {"derandomize": True, "phases": [Phase.generate], "max_examples": 1000}
+
+
+@pytest.mark.parametrize("broken", [KeepsTails, ComparesLengths, ForgetsCopies, ClearsAll, ClearsNothing])
+def test_negative_control_mapped(broken: type[MappedStorage]) -> None:
+    with pytest.raises(AssertionError):
+        run_machine(PAGED, lambda _, cache, shape: broken(cache, SLOTS, MAX_LEN, shape), **CONTROL)
+
+
+def test_negative_control_gathered() -> None:
+    with pytest.raises(AssertionError):
+        run_machine(PAGED, lambda _, cache, shape: PadsWithBlock0(cache, shape), **CONTROL)
+
+
+def slotted(dtype: torch.dtype = torch.float64) -> tuple[SlottedCache, SlottedStorage]:
+    """Two layers, two kv heads of dimension 4, three slots of five positions; handle 10 + s holds slot s."""
+    cache = SlottedCache(3, 5)
+    for handle in (10, 11, 12):
+        cache.allocate(handle)
+    return cache, SlottedStorage(cache, 3, 5, KVShape(2, 2, 4, dtype, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_written_are_keys_and_values_read(dtype: torch.dtype) -> None:
+    _, storage = slotted(dtype)
+    rows = torch.randn(3, 4, 4).to(dtype)  # [positions, 2 kv heads of keys then of values, head_dim]
+    storage.rows[1].index_copy_(0, torch.tensor(storage.places(1, 0, 3)), rows)
+    keys, values = storage.read(1, 11, 3)
+    assert torch.equal(keys, rows[:, :2].transpose(0, 1))
+    assert torch.equal(values, rows[:, 2:].transpose(0, 1))
+    assert not storage.rows[0].any()
+    assert storage.rows[1].count_nonzero() == rows.count_nonzero()  # what is not written is zero
 
 
 def test_a_cleared_slot_is_zero_and_its_neighbours_are_not() -> None:
-    storage = SlottedStorage(
-        num_layers=2, num_slots=3, max_len=5, kv_heads=2, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
-    )
+    _, storage = slotted()
     for rows in storage.rows:
         rows.fill_(1.0)[5:10] = torch.nan
-    storage.clear(1)
+    storage.clear(11)
     for layer, rows in enumerate(storage.rows):
-        assert all(not part.any() for part in storage.read(layer, 1, 5))
+        assert all(not part.any() for part in storage.read(layer, 11, 5))
         assert rows.sum() == 2 * 5 * 4 * 4  # of the two others
 
 
-def test_a_window_is_a_view_of_neighbouring_slots() -> None:
-    storage = SlottedStorage(
-        num_layers=2, num_slots=4, max_len=5, kv_heads=2, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
-    )
+def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:
+    _, storage = slotted()
     for layer, rows in enumerate(storage.rows):
         rows.copy_(torch.arange(rows.numel(), dtype=torch.float64).view(rows.shape) + 1000 * layer)
-    keys, values = storage.window(1, 2, 3)
+    window = storage.window(1, 2, 3)
     for layer in range(2):
-        assert keys[layer].shape == values[layer].shape == (2, 2, 3, 4)
-        for i, slot in enumerate((1, 2)):
-            expected_keys, expected_values = storage.read(layer, slot, 3)
-            assert torch.equal(keys[layer][i], expected_keys)
-            assert torch.equal(values[layer][i], expected_values)
+        keys, values = window[layer]
+        assert keys.shape == values.shape == (2, 2, 3, 4)
+        for i, handle in enumerate((11, 12)):
+            expected_keys, expected_values = storage.read(layer, handle, 3)
+            assert torch.equal(keys[i], expected_keys)
+            assert torch.equal(values[i], expected_values)
     storage.rows[0].zero_()
-    assert keys[0].abs().sum() == 0
+    assert not window[0][0].any()
+
+
+def test_the_layout_decides_which_storage() -> None:
+    unaligned = Layout(SLOTS, MAX_LEN, 3, BLOCKS)
+    for layout, kind in ((SLOTTED, SlottedStorage), (PAGED, MappedStorage), (unaligned, GatheredStorage)):
+        assert type(make_storage(layout, make_cache(layout), SHAPE)) is kind
+
+
+def test_bytes_of_a_token() -> None:
+    assert KVShape(14, 1, 64, torch.bfloat16, torch.device("cpu")).token_bytes == 14 * 2 * 64 * 2

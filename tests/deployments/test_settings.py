@@ -85,6 +85,36 @@ def test_strings_from_the_command_line_become_what_they_say() -> None:
     assert settings.num_cpus == 0.5
 
 
+def test_what_the_cache_may_take_reaches_the_engine() -> None:
+    config = Settings.model_validate(
+        {
+            "block_size": "32",
+            "kv_tokens": "4096",
+            "prefix_cache": "false",
+            "max_demand": "2.5",
+            "request_timeout_s": "60",
+        }
+    ).freeze("cpu")
+    assert (config.cache, config.block_size, config.kv_tokens, config.memory_fraction) == ("paged", 32, 4096, None)
+    assert (config.prefix_cache, config.max_demand, config.request_timeout_s) == (False, 2.5, 60.0)
+    assert Settings.model_validate({"memory_fraction": "0.5"}).freeze("cpu").memory_fraction == 0.5
+    assert Settings.model_validate({"cache": "slotted"}).freeze("cpu").cache == "slotted"
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("true", True), ("True", True), (True, True), ("false", False), ("False", False), (False, False)],
+)
+def test_the_prefix_cache_is_on_or_off_in_yaml_and_on_the_command_line(said: Any, meant: bool) -> None:
+    assert Settings.model_validate({"prefix_cache": said}).freeze("cpu").prefix_cache is meant
+
+
+@pytest.mark.parametrize("name", ["block_size", "kv_tokens", "memory_fraction", "request_timeout_s"])
+@pytest.mark.parametrize("none", ["none", "", None])
+def test_limits_of_the_cache_can_be_left_to_the_engine(name: str, none: str | None) -> None:
+    assert getattr(Settings.model_validate({name: none}).freeze("cpu"), name) is None
+
+
 @pytest.mark.parametrize("none", ["none", "None", "", "null", None])
 def test_none_can_be_said_on_the_command_line(none: str | None) -> None:
     settings = Settings.model_validate({"draft": none, "max_model_len": none, "threads": none, "model_name": none})
@@ -172,6 +202,25 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"num_cpus": 0}, "greater than 0"),
         ({"num_cpus": "inf"}, "finite"),
         ({"threads": 0}, "greater than or equal to 1"),
+        ({"cache": "radix"}, "'paged' or 'slotted'"),
+        ({"block_size": 0}, "greater than or equal to 1"),
+        ({"block_size": True}, "must be a number"),
+        ({"kv_tokens": 0}, "greater than or equal to 1"),
+        ({"kv_tokens": 1.5}, "valid integer"),
+        ({"kv_tokens": 4096, "memory_fraction": 0.5}, "set one of them"),
+        ({"kv_tokens": 4096, "cache": "slotted"}, "cannot be honoured by a slotted cache"),
+        ({"memory_fraction": 0}, "greater than 0"),
+        ({"memory_fraction": 1.01}, "between 0 and 1"),
+        ({"memory_fraction": True}, "must be a number"),
+        ({"prefix_cache": "maybe"}, "valid boolean"),
+        ({"prefix_cache": None}, "valid boolean"),
+        ({"max_demand": 0.9}, "at least 1"),
+        ({"max_demand": "nan"}, "finite|greater than 0"),
+        ({"max_demand": "inf"}, "finite"),
+        ({"max_demand": "none"}, "valid number"),
+        ({"request_timeout_s": 0}, "greater than 0"),
+        ({"request_timeout_s": True}, "must be a number"),
+        ({"request_timeout_s": "inf"}, "finite"),
     ],
 )
 def test_a_bad_setting_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:

@@ -13,6 +13,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
 from tests.engine.pairs import Pair
+from tests.kv import kv_config
 
 DEFAULT = SamplingParams()
 
@@ -20,7 +21,7 @@ DEFAULT = SamplingParams()
 def load(pair: Pair, **config: Any) -> Engine:
     """An engine over a tiny pair, in fp64 unless told otherwise."""
     spec_length = min(5, config.get("max_spec_length", 5))
-    settings = {"dtype": "float64", "max_model_len": 96, "spec_length": spec_length, **config}
+    settings = {"dtype": "float64", "max_model_len": 96, "spec_length": spec_length, **kv_config(), **config}
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 

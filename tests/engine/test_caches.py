@@ -5,7 +5,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
@@ -13,53 +12,10 @@ from deployments.engine.drafters.base import DraftBatch
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.runner import Feed, Runner
-from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
-from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
+from tests.engine.driving import Drive, drive, load, model_drafter
+from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
-
-TOLERANCE = 1e-9
-
-
-class Checker:
-    """Compares an engine's caches with fresh ones, computed by a one-slot Runner over the same weights."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.runners = {"target": engine.target, "draft": model_drafter(engine).runner}
-        self.fresh = {n: Runner(r.decoder, 1, r.cache.max_len, r.device) for n, r in self.runners.items()}
-        self.compared = {"target": 0, "draft": 0}
-
-    def __call__(self) -> None:
-        for sequence in self.engine.scheduler.running:
-            for name, runner in self.runners.items():
-                if runner.cache.holds(sequence.handle):
-                    self._check(name, runner, sequence)
-
-    def _check(self, name: str, runner: Runner, sequence: Sequence) -> None:
-        length = runner.cache.length(sequence.handle)
-        assert length <= len(sequence.tokens) - 1, f"{name}: {length} cached of {len(sequence.tokens)} tokens"
-        if sequence.num_output and name == "target":
-            assert length == len(sequence.tokens) - 1
-        wanted = self._logits(self.fresh[name], make_sequence(0, sequence.tokens))
-        slot = runner.cache.slot(sequence.handle)
-        for layer in range(runner.decoder.config.num_layers):
-            here, there = runner.storage.read(layer, slot, length), self.fresh[name].storage.read(layer, 0, length)
-            for what, ours, theirs in zip(("keys", "values"), here, there, strict=True):
-                assert _close(ours, theirs), f"{name}: {what} of layer {layer} are not those of the committed tokens"
-        given = self._logits(runner, sequence)
-        runner.cache.truncate_to(sequence.handle, length)
-        self.fresh[name].cache.release(0)
-        assert _close(given, wanted), f"{name}: the next logits are not those of the committed tokens"
-        self.compared[name] += length
-
-    def _logits(self, runner: Runner, sequence: Sequence) -> Tensor:
-        with torch.inference_mode():
-            return Runner.run(runner, [Feed(sequence, runner.uncached(sequence))])  # whatever a test did to its own run
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (not a.numel() or bool((a - b).abs().max() <= TOLERANCE))
 
 
 def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 14) -> Drive:
@@ -124,6 +80,7 @@ def test_negative_control_hole_after_full_acceptance(twins: Pair, monkeypatch: p
         for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
             cache = self.runner.cache
             if accepted and cache.length(sequence.handle) < len(sequence.tokens) + accepted:
+                cache.reserve(sequence.handle, 1)
                 cache.extend(sequence.handle, 1)
 
     monkeypatch.setattr(ModelDrafter, "observe", hole)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache.paged import PagedCache
+from cache.storage import Blocks
 from deployments.engine import acceptance
 from deployments.engine.acceptance import Decision, Verdict, match
 from deployments.engine.drafters.base import Draft, DraftBatch
@@ -19,8 +21,8 @@ from deployments.engine.runner import Feed, Runner
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
+from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
-from tests.engine.test_caches import Checker
 
 Propose = Callable[[ModelDrafter, DraftBatch, Seq[int]], Draft]
 
@@ -264,7 +266,7 @@ def test_abort_after_a_step_that_died_half_way_through_admission(
     for request in make_requests():
         engine.submit(request)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target.cache, "allocate", lambda _: 1 / 0)
+        patch.setattr(engine.target.cache, "allocate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert len(engine.abort("gone")) == 7
@@ -373,15 +375,18 @@ def test_a_broken_model_ends_everything_and_then_serves_again(
 
 
 def poison(engine: Engine, name: str) -> Callable[[], None]:
-    """Once, when that request has five tokens: all of its slot's memory, beyond its length too, becomes NaN."""
+    """Once, when that request has five tokens: all of the memory that it holds, beyond its length too, becomes NaN."""
     done: list[int] = []
+    cache, storage = engine.target.cache, engine.target.storage
 
     def after_step() -> None:
         for sequence in engine.scheduler.running:
             if sequence.request_id == name and sequence.num_output >= 5 and not done:
-                done.append(slot := engine.target.cache.slot(sequence.handle))
-                for rows in engine.target.storage.rows:
-                    rows.view(4, engine.max_model_len, *rows.shape[1:])[slot] = torch.nan
+                done.append(slot := cache.slot(sequence.handle))
+                held = len(cache.table(sequence.handle)) * cache.block_size if isinstance(cache, PagedCache) else 96
+                storage.prepare([sequence.handle])
+                for rows in storage.rows:
+                    rows[list(storage.places(slot, 0, held))] = torch.nan
 
     return after_step
 
@@ -399,13 +404,19 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     assert 5 <= len(bad.tokens) < 16
     assert bad.tokens == expected[name][: len(bad.tokens)]
     assert {n: told.tokens for n, told in run.told.items()} == {n: t for n, t in expected.items() if n != name}
-    assert all(rows.isfinite().all() for rows in engine.target.storage.rows)
+    assert all_finite(engine)
 
 
 def test_negative_control_memory_that_is_not_cleared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.target.storage, "clear", lambda _: None)
-    run = drive(engine, make_requests(0), after_step=poison(engine, "r0"))
-    assert sum(told.reason == "error" for told in run.told.values()) > 1
+    drive(engine, [make_requests(0)[0]], after_step=poison(engine, "r0"))
+    assert not all_finite(engine)
+
+
+def all_finite(engine: Engine) -> bool:
+    storage = engine.target.storage
+    memory = (storage.pool,) if isinstance(storage, Blocks) else storage.rows
+    return all(bool(part.isfinite().all()) for part in memory)
 
 
 def test_a_request_whose_text_fails_ends_alone(
@@ -413,8 +424,8 @@ def test_a_request_whose_text_fails_ends_alone(
 ) -> None:
     make = engine.intake.sequence
 
-    def sabotaged(request: Request, handle: int) -> Any:
-        sequence = make(request, handle)
+    def sabotaged(request: Request, handle: int, arrived: float) -> Any:
+        sequence = make(request, handle, arrived)
         if request.id == "r3":
             push, count = sequence.text.push, Sometimes(7)
 

@@ -22,6 +22,7 @@ from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
+from tests.kv import without_prefixes
 
 COUNT = 200
 MAX_LEN = 128
@@ -139,7 +140,9 @@ def test_a_prefill_chunk_before_ragged_drafts(pair: Pair) -> None:
 
     Guards the correspondence of draft rows and feeds: the drafts that are scored must be those that were drawn.
     """
-    engine = load(pair, max_model_len=MAX_LEN, max_running=3, max_spec_length=5, max_step_tokens=18)
+    engine = load(
+        pair, max_model_len=MAX_LEN, max_running=3, max_spec_length=5, max_step_tokens=18, **without_prefixes()
+    )
     rng = random.Random(1)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = {name: tuple(rng.randrange(2, VOCAB) for _ in range(n)) for name, n in (("a", 3), ("b", 4), ("long", 90))}

@@ -370,7 +370,7 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
         (replace(GREEDY, stop_token_ids=(7, EOS)), {7, EOS}),
         (replace(GREEDY, ignore_eos=False, stop_token_ids=(7,)), {7, EOS}),
     ):
-        assert engine.intake.sequence(replace(BASE, params=params), 0).end_ids == ends
+        assert engine.intake.sequence(replace(BASE, params=params), 0, 0.0).end_ids == ends
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------

@@ -353,7 +353,7 @@ def test_bans_are_the_ids_that_would_end_the_text(
 ) -> None:
     """Row j draws output number num_output + j: of rows before min_tokens exactly the end ids have no chance."""
     params = SamplingParams(min_tokens=min_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
-    sequence = INTAKE.sequence(Request("a", (1, 1, 1), params), 0)
+    sequence = INTAKE.sequence(Request("a", (1, 1, 1), params), 0, 0.0)
     sequence.tokens += [1] * num_output
     scores = Sampler([sequence], [4], VOCAB, CPU).scores(torch.zeros(5, VOCAB), range(5))
     ends = set(stop_token_ids) | (set() if ignore_eos else set(END_IDS))

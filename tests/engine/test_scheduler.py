@@ -7,13 +7,14 @@ from deployments.engine.scheduler import Plan
 from deployments.engine.types import Request, SamplingParams
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
+from tests.kv import without_prefixes
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture
 def engine(pair: Pair) -> Engine:
-    return load(pair, max_running=3, max_spec_length=4, max_step_tokens=15)
+    return load(pair, max_running=3, max_spec_length=4, max_step_tokens=15, **without_prefixes())
 
 
 def submit(engine: Engine, name: str, length: int, k: int = 4) -> None:
@@ -31,18 +32,17 @@ def test_slices_are_in_the_order_of_their_slots(engine: Engine) -> None:
     engine.step()
     engine.cancel("a")
     submit(engine, "late", 9)  # takes slot 0
-    engine.scheduler.admit()
-    assert [s.request_id for s in engine.scheduler.running] == ["b", "c", "late"]
     plan = engine.scheduler.plan()
+    assert [s.request_id for s in engine.scheduler.running] == ["b", "c", "late"]
     assert described(plan) == [("late", 5, 0, False), ("b", 1, 4, True), ("c", 1, 4, True)]
     assert [engine.target.cache.slot(s.sequence.handle) for s in plan.slices] == [0, 1, 2]
 
 
-def test_a_sequence_for_which_no_token_is_left_has_no_slice(engine: Engine) -> None:
+def test_a_sequence_for_which_no_token_is_left_holds_no_memory(engine: Engine) -> None:
     for name, length in (("a", 20), ("b", 9), ("c", 9)):
         submit(engine, name, length)
-    engine.scheduler.admit()
     assert described(engine.scheduler.plan()) == [("a", 15, 0, False)]
+    assert [s.request_id for s in engine.scheduler.waiting] == ["b", "c"]
     engine.step()
     assert described(engine.scheduler.plan()) == [("a", 5, 0, True), ("b", 9, 0, True), ("c", 1, 0, False)]
 
@@ -58,7 +58,7 @@ def test_without_drafts(engine: Engine) -> None:
 def test_removing_twice_is_removing_once(engine: Engine) -> None:
     for name in ("a", "b", "c", "waits"):
         submit(engine, name, 3)
-    engine.scheduler.admit()
+    engine.scheduler.plan()
     running, waiting = list(engine.scheduler.running), list(engine.scheduler.waiting)
     for sequence in (running[0], waiting[0], running[0], waiting[0]):
         engine.scheduler.remove(sequence)

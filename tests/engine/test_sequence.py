@@ -16,10 +16,11 @@ def bring_to(state: State) -> Sequence:
     return sequence
 
 
-EVENTS = {"start": lambda s: s.start(), "finish": lambda s: s.finish("stop")}
+EVENTS = {"start": lambda s: s.start(), "preempt": lambda s: s.preempt(), "finish": lambda s: s.finish("stop")}
 LEGAL = {
     (State.WAITING, "start"): State.RUNNING,
     (State.WAITING, "finish"): State.FINISHED,
+    (State.RUNNING, "preempt"): State.WAITING,
     (State.RUNNING, "finish"): State.FINISHED,
 }
 

@@ -220,7 +220,7 @@ def test_a_stalled_step_is_unhealthy_until_it_moves_again(worker: EngineWorker, 
 def test_a_failed_audit_ends_the_thread_and_health_says_so(worker: EngineWorker, desk: Desk, engine: Engine) -> None:
     def lose_a_slot_at_the_end(outputs: list[Output]) -> None:
         if outputs[-1].request_id == "r" and outputs[-1].finish_reason:
-            engine.target.cache._free.pop()
+            engine.target.cache._slots._free.pop()  # type: ignore[attr-defined]
             worker.submit(make_request("late"))  # arrives before the audit, is never started
 
     desk.on_delivery = lose_a_slot_at_the_end

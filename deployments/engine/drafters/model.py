@@ -31,6 +31,7 @@ class ModelDrafter:
         as often as they can; for the other verifiers with noise of their own, and with the laws they were drawn from.
         """
         before = self.runner.forward_ns
+        ks = [self._hold(s, k) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         ks, pieces = self._catch_up(batch.sequences, ks)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
@@ -68,6 +69,19 @@ class ModelDrafter:
     def audit(self, live: Set[int]) -> None:
         self.runner.cache.audit(live)
 
+    def _hold(self, sequence: Sequence, k: int) -> int:
+        """The sequence holds memory, shared where somebody's draft has read the same, for up to k drafts: how many."""
+        cache = self.runner.cache
+        if cache.holds(sequence.handle):
+            cache.publish(sequence.handle, sequence.tokens)
+        else:
+            cache.allocate(sequence.handle, sequence.tokens, sequence.cache_salt)
+        gap = self.runner.uncached(sequence)
+        k = max(0, min(k, 1 + cache.room(sequence.handle) - gap))  # the last draft is not fed
+        if k:
+            cache.reserve(sequence.handle, gap + k - 1)
+        return k
+
     def _catch_up(self, sequences: Seq[Sequence], ks: Seq[int]) -> tuple[list[int], list[Feed]]:
         """Which gaps are closed now, the smallest first, and one piece of the first that is too large for that; the
         sequences left behind get k = 0 this round."""
@@ -85,9 +99,6 @@ class ModelDrafter:
     def _by_slot(self, sequences: Seq[Sequence], active: list[int]) -> list[int]:
         """Neighbours in the draft's memory are neighbours in its pass; its slots have an order of their own."""
         cache = self.runner.cache
-        for i in active:
-            if not cache.holds(sequences[i].handle):
-                cache.allocate(sequences[i].handle)
         return sorted(active, key=lambda i: cache.slot(sequences[i].handle))
 
     def _index(self, values: Seq[int]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Attention of packed, ragged queries over the slotted KV cache.
+"""Attention of packed, ragged queries over a KV cache's memory.
 
 Spans of a pass (a prefill chunk, one token, 1 + k verification tokens) are computed in groups: short spans in
 neighbouring slots go through one batched call over a view of those slots, others alone. Padding exists only inside such
-a group's attention, never in a matrix product, and no K or V is copied.
+a group's attention, never in a matrix product. Whether K and V are copied for it is the storage's business.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.storage import SlottedStorage
+from cache.storage import Storage
 
 GROUP_WASTE = 3  # a batched group may compute at most this many times the scores its spans need
 SPAN_OVERHEAD = 1500  # scores that cost about as much as one more attention call
@@ -51,19 +51,25 @@ class AttentionPlan:
     """Where each packed token stands; made once per pass, used by every layer."""
 
     positions: Tensor  # [N] int64
-    cache_rows: Tensor  # [N] int64: slot·max_len + position
+    cache_rows: Tensor  # [N] int64: where the storage keeps that position
     groups: tuple[Group, ...]
 
 
 def plan_attention(
-    spans: Sequence[Span], *, max_len: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+    spans: Sequence[Span],
+    storage: Storage,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionPlan:
     """Lay out a pass. Spans are in packed order; a slot occurs once; short spans should be sorted by slot."""
     index: list[int] = []  # positions, then cache rows: one transfer for both
     for s in spans:
         index += range(s.start, s.end)
     for s in spans:
-        index += range(s.slot * max_len + s.start, s.slot * max_len + s.end)
+        index += storage.places(s.slot, s.start, s.end)
     positions, cache_rows = torch.tensor(index, device=device).view(2, -1).unbind(0)
     groups, row = [], 0
     for members in _grouped(spans):
@@ -76,7 +82,7 @@ def plan_attention(
 class Attention:
     """Attention of one pass: the plan over a cache's memory, whose windows are cut once and not once per layer."""
 
-    def __init__(self, plan: AttentionPlan, storage: SlottedStorage) -> None:
+    def __init__(self, plan: AttentionPlan, storage: Storage) -> None:
         self.plan = plan
         self._rows = storage.rows
         self._windows = [storage.window(g.first_slot, g.slots, g.keys) for g in plan.groups]
@@ -88,12 +94,11 @@ class Attention:
         """
         self._rows[layer].index_copy_(0, self.plan.cache_rows, kv)
         if len(self._windows) == 1:
-            ((keys, values),) = self._windows
-            return _attend_group(queries, keys[layer], values[layer], self.plan.groups[0])
+            return _attend_group(queries, *self._windows[0][layer], self.plan.groups[0])
         return torch.cat(
             [
-                _attend_group(queries[group.rows], keys[layer], values[layer], group)
-                for group, (keys, values) in zip(self.plan.groups, self._windows, strict=True)
+                _attend_group(queries[group.rows], *window[layer], group)
+                for group, window in zip(self.plan.groups, self._windows, strict=True)
             ]
         )
 

@@ -61,6 +61,13 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the matrices and tables; the norms' and rotations' is nothing beside it."""
+        products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        head = 0 if self.head.weight is self.embedding else self.head.num_bytes
+        return self.embedding.numel() * self.embedding.element_size() + head + sum(p.num_bytes for p in products)
+
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
 

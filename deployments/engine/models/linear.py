@@ -26,6 +26,11 @@ class Linear:
         self.plain_rows = PLAIN_LIMIT // weight.numel() if self.packed else 0  # up to this many go through `plain`
         self.plain = weight.t().contiguous() if self.plain_rows else None
 
+    @property
+    def num_bytes(self) -> int:
+        kept = (self.weight, self.plain, self.bias)
+        return sum(t.numel() * t.element_size() for t in kept if t is not None)
+
     def __call__(self, x: Tensor) -> Tensor:
         if self.plain is not None and x.shape[0] <= self.plain_rows:
             return torch.mm(x, self.plain) if self.bias is None else torch.addmm(self.bias, x, self.plain)

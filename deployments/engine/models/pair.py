@@ -1,19 +1,26 @@
 """Load a target and its draft, checked against each other before any weight is read."""
 
 import json
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from cache.slotted import SlottedCache
+from cache.storage import SlottedStorage
+from deployments.engine.budget import device_memory, layouts, measure_activations
 from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.drafters.chain import Chain, Drafters
 from deployments.engine.drafters.lookup import lookup_drafter
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.drafters.ngram import ngram_drafter
 from deployments.engine.drafters.prediction import PredictionDrafter
+from deployments.engine.models.attention import Attention, Span, plan_attention
+from deployments.engine.models.decoder import Decoder
 from deployments.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from deployments.engine.models.tokenizer import Tokenizer, require_same_tokenizer
-from deployments.engine.runner import Runner
+from deployments.engine.runner import Runner, kv_shape
 from deployments.engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # when the models allow more and the configuration says nothing
@@ -39,12 +46,11 @@ def load_pair(config: EngineConfig) -> Loaded:
         draft_opened = open_checkpoint(config.draft)
         require_same_tokenizer(tokenizer, Tokenizer(config.draft), (config.target, config.draft))
     max_len = _context(config, opened, draft_opened)
-    target = _load_runner(config, opened, max_len, device)
+    runners = _make_runners(config, [c for c in (opened, draft_opened) if c is not None], max_len, device)
     model = None
     if draft_opened is not None:
-        draft = _load_runner(config, draft_opened, max_len, device)
-        model = ModelDrafter(draft, opened.shape.vocab_size, config.max_step_tokens)
-    return Loaded(target, make_drafters(model, device), tokenizer, _eos_ids(opened))
+        model = ModelDrafter(runners[1], opened.shape.vocab_size, config.max_step_tokens)
+    return Loaded(runners[0], make_drafters(model, device), tokenizer, _eos_ids(opened))
 
 
 def make_drafters(model: ModelDrafter | None, device: torch.device) -> Drafters:
@@ -74,9 +80,40 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _load_runner(config: EngineConfig, checkpoint: Checkpoint, max_len: int, device: torch.device) -> Runner:
-    decoder = load_decoder(checkpoint, dtype=getattr(torch, config.dtype), device=device, max_len=max_len)
-    return Runner(decoder, config.max_running, max_len, device)
+def _make_runners(
+    config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
+) -> list[Runner]:
+    """Each model with the KV memory that is left for it once the weights are there."""
+    dtype = getattr(torch, config.dtype)
+    decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
+    weights = sum(decoder.weight_bytes for decoder in decoders)
+    activations = 0
+    if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
+        largest = [partial(_largest_pass, config, decoder, max_len, device) for decoder in decoders]
+        activations = max(measure_activations(run, device) for run in largest)
+    shapes = [kv_shape(decoder.config, dtype, device) for decoder in decoders]
+    sized = layouts(config, shapes, weights, activations, max_len, device_memory(device))
+    return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, sized, strict=True)]
+
+
+def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: torch.device) -> None:
+    """A pass of max_step_tokens with all the logits that a round may want, over as few sequences as hold it.
+
+    Its small cache counts as activations: a pass of as many tokens can need no more.
+    """
+    counts = [max_len] * (config.max_step_tokens // max_len)
+    counts += [rest] if (rest := config.max_step_tokens % max_len) else []
+    shape = decoder.config
+    storage = SlottedStorage(
+        SlottedCache(len(counts), max_len), len(counts), max_len, kv_shape(shape, decoder.dtype, device)
+    )
+    spans = [Span.at(slot, 0, count) for slot, count in enumerate(counts)]
+    plan = plan_attention(
+        spans, storage, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, dtype=decoder.dtype, device=device
+    )
+    tokens = torch.zeros(config.max_step_tokens, dtype=torch.int64, device=device)
+    rows = min(config.max_step_tokens, config.max_running * (1 + config.max_spec_length))
+    decoder.logits(decoder.forward(tokens, Attention(plan, storage))[:rows])
 
 
 def _context(config: EngineConfig, target: Checkpoint, draft: Checkpoint | None) -> int:

@@ -21,6 +21,7 @@ from deployments.engine.models.decoder import Decoder, DecoderConfig
 from deployments.engine.models.pair import make_drafters
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.runner import Runner
+from tests.kv import kv_config, kv_layout
 
 VOCAB = 4
 END = 3  # the end-of-sequence token
@@ -121,11 +122,13 @@ def table_engine(target: Tensor = TARGET, draft: Tensor = DRAFT, **config: Any) 
     """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load."""
     settings: dict[str, Any] = {"max_running": 256, "max_spec_length": 3, "spec_length": 3, **config}
     settings.setdefault("max_step_tokens", settings["max_running"] * (1 + settings["max_spec_length"]))
-    full = EngineConfig(target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **settings)
+    full = EngineConfig(
+        target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **kv_config(), **settings
+    )
     drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, full.max_step_tokens), CPU)
     tokenizer = cast(Tokenizer, Letters())
     return Engine(full, _runner(target, full), drafter, tokenizer, frozenset({END}), drafter.names)
 
 
 def _runner(table: Tensor, config: EngineConfig) -> Runner:
-    return Runner(cast(Decoder, TableDecoder(table)), config.max_running, MAX_LEN, CPU)
+    return Runner(cast(Decoder, TableDecoder(table)), kv_layout(config.max_running, MAX_LEN), CPU)

@@ -25,12 +25,13 @@ from tests.engine.law.checking import LENGTH, PREDICTION, PROMPT
 from tests.engine.law.configurations import SETTINGS
 from tests.engine.law.exact import exact_law, next_law
 from tests.engine.law.tables import CPU, DRAFT, END, MAX_LEN, ROWS, TARGET, VOCAB, TableDecoder, row_of, table_engine
+from tests.kv import kv_layout
 
 TEXTS = [(0, 1, 2, 3, 3, 2, 1, 0, 0), (3,), (2, 2, 1), (1, 0, 3, 1, 2)]
 
 
 def make_runner() -> Runner:
-    return Runner(cast(Decoder, TableDecoder(TARGET)), len(TEXTS), MAX_LEN, CPU)
+    return Runner(cast(Decoder, TableDecoder(TARGET)), kv_layout(len(TEXTS), MAX_LEN), CPU)
 
 
 def expected(text: tuple[int, ...], last: int) -> torch.Tensor:
@@ -65,8 +66,10 @@ def test_a_fault_in_the_cache_changes_the_row(fault: str) -> None:
     if fault == "token lost":
         runner.cache.truncate_to(0, len(text) - 2)
     elif fault == "cache overwritten":
-        runner.storage.rows[0][runner.cache.slot(0) * MAX_LEN + 2, 1] += 1
+        (row,) = runner.storage.places(runner.cache.slot(0), 2, 3)
+        runner.storage.rows[0][row, 1] += 1
     else:
+        runner.cache.reserve(0, 1)
         runner.cache.extend(0, 1)
         if fault == "rejected draft kept":
             kept = (*text[:-1], 1, text[-1])

@@ -11,11 +11,13 @@ from torch import Tensor
 
 import deployments.engine.models.attention as attention
 import deployments.engine.runner as runner_module
+from cache.storage import Storage
 from deployments.engine.models.attention import AttentionPlan, Span, plan_attention
 from deployments.engine.models.loader import load_decoder, open_checkpoint
 from deployments.engine.runner import Feed, Runner
 from tests.engine.driving import make_sequence
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
+from tests.kv import kv_layout
 
 SHAPES = {
     "llama": Shape(),
@@ -58,7 +60,7 @@ class Reader:
     def __init__(self, checkpoint: str, texts: list[list[int]], expected: Tensor, dtype: torch.dtype) -> None:
         device = torch.device("cpu")
         decoder = load_decoder(open_checkpoint(checkpoint), dtype=dtype, device=device, max_len=LENGTH)
-        self.runner = Runner(decoder, SLOTS, LENGTH, device)
+        self.runner = Runner(decoder, kv_layout(SLOTS, LENGTH), device)
         self.expected = expected
         self.tolerance = TOLERANCE[dtype]
         self.sequences = [make_sequence(slot, text) for slot, text in enumerate(texts)]
@@ -69,9 +71,12 @@ class Reader:
     def plan(self, counts: Mapping[int, int]) -> AttentionPlan:
         """How a pass of these many tokens per slot will be computed, in this order."""
         config, cache = self.runner.decoder.config, self.runner.cache
+        for slot, count in counts.items():
+            cache.reserve(slot, count)
+        self.runner.storage.prepare(list(counts))
         return plan_attention(
             [Span.at(slot, cache.length(slot), count) for slot, count in counts.items()],
-            max_len=LENGTH,
+            self.runner.storage,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             dtype=self.runner.decoder.dtype,
@@ -195,8 +200,8 @@ def test_only_the_rows_asked_for(reader: Reader) -> None:
 def test_negative_control_position(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     reader.feed({0: 9})
 
-    def shifted(spans: Seq[Span], **settings: Any) -> AttentionPlan:
-        plan = plan_attention(spans, **settings)
+    def shifted(spans: Seq[Span], storage: Storage, **settings: Any) -> AttentionPlan:
+        plan = plan_attention(spans, storage, **settings)
         return dataclasses.replace(plan, positions=plan.positions + 1)
 
     monkeypatch.setattr(runner_module, "plan_attention", shifted)
@@ -220,7 +225,7 @@ def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, 
 def test_bfloat16(checkpoint: str, texts: list[list[int]], expected: Tensor) -> None:
     device = torch.device("cpu")
     decoder = load_decoder(open_checkpoint(checkpoint), dtype=torch.bfloat16, device=device, max_len=LENGTH)
-    runner = Runner(decoder, 2, LENGTH, device)
+    runner = Runner(decoder, kv_layout(2, LENGTH), device)
     with torch.inference_mode():
         logits = runner.run([Feed(make_sequence(s, texts[s]), LENGTH, outputs=LENGTH) for s in (0, 1)])
     assert logits.dtype is torch.bfloat16

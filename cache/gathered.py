@@ -1,0 +1,57 @@
+"""Paged memory for any device: attention's K and V are gathered from the blocks, one copy per layer and group."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cache.paged import PagedCache
+from cache.storage import Blocks, KVShape, Window
+
+
+class GatheredStorage(Blocks):
+    """Blocks in one run of rows per layer, and a further block of zeros that stands where a sequence has none."""
+
+    def __init__(self, cache: PagedCache, shape: KVShape) -> None:
+        self._zeros, self._block_size = cache.num_blocks, cache.block_size
+        size = (shape.num_layers, cache.num_blocks + 1, cache.block_size, *shape.row)
+        memory = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self.rows = memory.flatten(1, 2).unbind(0)
+        self._within = torch.arange(cache.block_size, device=shape.device)
+        super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)
+
+    def prepare(self, handles: Sequence[int]) -> None:
+        self.settle()
+
+    def places(self, slot: int, start: int, end: int) -> list[int]:
+        """Raises ValueError beyond the slot's table."""
+        size, table = self._block_size, self._cache.slot_table(slot)
+        if end > len(table) * size:
+            raise ValueError(f"slot {slot} has memory for {len(table) * size} positions, not for {end}")
+        rows: list[int] = []
+        while start < end:
+            stop = min(end, start - start % size + size)
+            first = table[start // size] * size + start % size
+            rows += range(first, first + stop - start)
+            start = stop
+        return rows
+
+    def window(self, first_slot: int, slots: int, length: int) -> Window:
+        count = -(-length // self._block_size)
+        tables = [self._cache.slot_table(s)[:count] for s in range(first_slot, first_slot + slots)]
+        padded = [table + [self._zeros] * (count - len(table)) for table in tables]
+        blocks = torch.tensor(padded, dtype=torch.int64, device=self._within.device)[:, :, None]  # [slots, count, 1]
+        index = (blocks * self._block_size + self._within).flatten(1)[:, :length]  # [slots, length]
+        return Gathered(self.rows, index, self._kv_heads)
+
+
+class Gathered:
+    """A window whose row numbers are computed once and used in every layer: index [slots, length]."""
+
+    def __init__(self, rows: tuple[Tensor, ...], index: Tensor, kv_heads: int) -> None:
+        self._rows, self._kv_heads = rows, kv_heads
+        self._shape, self._index = index.shape, index.flatten()
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        chosen = self._rows[layer].index_select(0, self._index).unflatten(0, self._shape).transpose(1, 2)
+        return chosen[:, : self._kv_heads], chosen[:, self._kv_heads :]

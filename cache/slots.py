@@ -1,0 +1,41 @@
+"""Which sequence holds which slot; both caches keep their slots here."""
+
+import heapq
+from collections.abc import Set
+
+from cache.protocol import CacheFull
+
+
+class Slots:
+    """`count` slots. The lowest free one goes first, so that running sequences stay neighbours, which is what lets
+    attention batch them without copying."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.held: dict[int, int] = {}  # handle → slot
+        self._free = list(range(count))  # a heap
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, handle: int) -> int:
+        """Raises KeyError if it already holds a slot, CacheFull if there is none."""
+        if handle in self.held:
+            raise KeyError(f"sequence {handle} already holds slot {self.held[handle]}")
+        if not self._free:
+            raise CacheFull(f"all {self.count} slots are held")
+        slot = self.held[handle] = heapq.heappop(self._free)
+        return slot
+
+    def give_back(self, handle: int) -> None:
+        heapq.heappush(self._free, self.held.pop(handle))
+
+    def audit(self, live: Set[int]) -> None:
+        """Raise AssertionError unless every slot is free or held, once, by one of the `live` handles."""
+        slots = sorted([*self.held.values(), *self._free])
+        assert slots == list(range(self.count)), (
+            f"{len(self.held)} held + {len(self._free)} free slots do not make {self.count}: {slots}"
+        )
+        leaked = sorted(self.held.keys() - live)
+        assert not leaked, f"{len(leaked)} slots held by sequences that are gone: {leaked}"

@@ -1,0 +1,321 @@
+"""Both caches against a dict, as a Hypothesis state machine.
+
+The machine keeps the memory itself: what a position holds is all tokens up to it, as keys and values depend on all that
+was attended to. Every sequence must read its own text back through its table, and every indexed block must hold what it
+is found under. What the index holds is read from the cache's own nodes; everything else goes through its interface.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cache.paged import PagedCache
+from cache.prefix import Node
+from cache.protocol import CacheFull, KVCache
+from cache.slotted import SlottedCache
+
+SLOTS, MAX_LEN, BLOCK, BLOCKS = 4, 9, 2, 10  # all slots at max_len would need 20 blocks, the last of each not full
+HANDLES = st.integers(0, 5)
+TOKENS = st.lists(st.integers(0, 1), max_size=MAX_LEN)
+PROMPTS = st.lists(st.integers(0, 1), min_size=MAX_LEN // 2, max_size=MAX_LEN)
+SALTS = st.sampled_from(["", "other"])
+
+Text = tuple[int, ...]
+Place = tuple[int, int]  # (block, offset), or (slot, position)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Every operation on any handle, in any order, legal or not; the `steps` of all runs are counted in the class."""
+
+    make: Callable[[], Any]
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: KVCache = type(self).make()
+        self.paged = self.cache if isinstance(self.cache, PagedCache) else None
+        self.held: dict[int, list[int]] = {}  # tokens at the valid positions
+        self.salts: dict[int, str] = {}
+        self.committed: dict[int, int] = {}  # of the held tokens; those behind them are drafts
+        self.reserved: dict[int, int] = {}  # positions that may be written
+        self.closed: set[int] = set()  # sequences that met their text in a block of another's, or were discarded
+        self.memory: dict[Place, Text] = {}
+        self.distrusted: set[Place] = set()
+        self.published: set[tuple[str, Text]] = set()  # what may be found at all
+
+    # What the cache shows of itself.
+
+    def place(self, handle: int, position: int) -> Place:
+        if self.paged is None:
+            return self.cache.slot(handle), position
+        block = self.paged.table(handle)[position // BLOCK]
+        return block, position % BLOCK
+
+    def read(self, place: Place) -> Text:
+        """What a pass would find there: a copy that is still to be done counts as done."""
+        return self.memory[self.source(place)]
+
+    def source(self, place: Place) -> Place:
+        pending = self.paged._copies if self.paged else {}
+        return pending.get(place[0], place[0]), place[1]
+
+    def index(self) -> dict[tuple[str, Text], int]:
+        """Blocks by salt and by the text that they are the end of."""
+        found: dict[tuple[str, Text], int] = {}
+        if self.paged is not None:
+            paths: list[tuple[str, Text, Node]] = [(salt, (), root) for salt, root in self.paged._index._roots.items()]
+            for salt, text, node in paths:  # grows while it is read
+                paths += [(salt, text + key, child) for key, child in node.children.items()]
+                if text:
+                    found[salt, text] = node.block
+        return found
+
+    def findable(self, tokens: list[int], salt: str) -> int:
+        index = self.index()
+        length = 0
+        while (salt, tuple(tokens[: length + BLOCK])) in index and length + BLOCK < len(tokens):
+            length += BLOCK
+        return length
+
+    def expected_room(self, handle: int) -> int:
+        length = len(self.held[handle])
+        if self.paged is None:
+            return MAX_LEN - length
+        references = Counter(block for h in self.held for block in self.paged.table(h))
+        blocks, table = BLOCKS - len(references), self.paged.table(handle)
+        if length % BLOCK:
+            last = table[length // BLOCK]
+            blocks -= references[last] > 1 or last in self.index().values()
+        return 0 if blocks < 0 else min(MAX_LEN, (len(table) + blocks) * BLOCK) - length
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.held)), label="handle")
+
+    # What can be done.
+
+    @rule(handle=HANDLES, prompt=TOKENS, salt=SALTS)
+    def allocate(self, handle: int, prompt: list[int], salt: str) -> None:
+        if handle in self.held:
+            with pytest.raises(KeyError):
+                self.cache.allocate(handle, prompt, salt)
+        elif len(self.held) == SLOTS:
+            with pytest.raises(CacheFull):
+                self.cache.allocate(handle, prompt, salt)
+        else:
+            self.admit(handle, prompt, salt)
+
+    def admit(self, handle: int, prompt: list[int], salt: str) -> None:
+        slot = min(set(range(SLOTS)) - {self.cache.slot(h) for h in self.held})
+        expected = self.findable(prompt, salt)
+        assert self.cache.allocate(handle, prompt, salt) == expected, "not the longest prefix that is there"
+        assert self.cache.slot(handle) == slot
+        self.held[handle], self.salts[handle] = prompt[:expected], salt
+        self.committed[handle] = self.reserved[handle] = expected
+
+    @precondition(lambda self: len(self.held) < SLOTS)
+    @rule(prompt=PROMPTS, salt=SALTS)
+    def begin(self, prompt: list[int], salt: str) -> None:
+        """A prompt comes and is read as far as there is memory for it: what fills the cache."""
+        handle = min(set(range(6)) - self.held.keys())
+        self.admit(handle, prompt, salt)
+        self.feed(handle, prompt[len(self.held[handle]) :])
+        self.publish(handle, len(self.held[handle]), [])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), count=st.integers(0, MAX_LEN))
+    def reserve(self, data: st.DataObject, count: int) -> None:
+        handle = self.pick(data)
+        room = self.cache.room(handle)
+        assert room == self.expected_room(handle)
+        if count > room:
+            before = self.index(), [self.cache.room(h) for h in self.held], self.paged and dict(self.paged._copies)
+            with pytest.raises(CacheFull):
+                self.cache.reserve(handle, count)
+            after = self.index(), [self.cache.room(h) for h in self.held], self.paged and dict(self.paged._copies)
+            assert before == after, "a refusal changed something"
+        else:
+            self.cache.reserve(handle, count)
+            self.reserved[handle] = max(self.reserved[handle], len(self.held[handle]) + count)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), tokens=TOKENS, commit=st.booleans())
+    def grow(self, data: st.DataObject, tokens: list[int], commit: bool) -> None:
+        """A pass over what is reserved, or all that there is room for: drafts at first, committed where `commit`."""
+        handle = self.pick(data)
+        self.feed(handle, tokens)
+        if commit:
+            self.publish(handle, len(self.held[handle]), [])
+
+    def feed(self, handle: int, tokens: list[int]) -> None:
+        text = self.held[handle]
+        if self.reserved[handle] == len(text):
+            count = min(len(tokens), self.cache.room(handle))
+            self.cache.reserve(handle, count)
+            self.reserved[handle] += count
+        self.do_copies()
+        for token in tokens[: self.reserved[handle] - len(text)]:
+            text.append(token)
+            place = self.place(handle, len(text) - 1)
+            self.memory[place] = tuple(text)
+            self.distrusted.discard(place)
+            self.cache.extend(handle, 1)
+
+    def do_copies(self) -> None:
+        if self.paged is None:
+            return
+        copies = self.paged.take_copies()
+        at_once = {(new, i): self.memory.get((old, i), ()) for old, new in copies for i in range(BLOCK)}
+        for old, new in copies:
+            for i in range(BLOCK):
+                self.memory[new, i] = self.memory.get((old, i), ())
+                (self.distrusted.add if (old, i) in self.distrusted else self.distrusted.discard)((new, i))
+        assert {place: self.memory[place] for place in at_once} == at_once, "copies depend on their order"
+        assert self.paged.take_copies() == []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def ask_for_what_is_not_there(self, data: st.DataObject) -> None:
+        handle, other = self.pick(data), self.pick(data)
+        length = len(self.held[handle])
+        limit = self.reserved[handle] if self.paged else MAX_LEN
+        with pytest.raises(ValueError, match="cannot extend"):
+            self.cache.extend(handle, limit - length + 1)
+        for wrong in (-1, length + 1):
+            with pytest.raises(ValueError, match="cannot truncate"):
+                self.cache.truncate_to(handle, wrong)
+            with pytest.raises(ValueError, match="cannot fork"):
+                self.cache.fork(handle, other, wrong)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        handle = self.pick(data)
+        length = data.draw(st.integers(0, len(self.held[handle])), label="length")
+        self.cache.truncate_to(handle, length)
+        del self.held[handle][length:]
+        self.reserved[handle] = length
+        self.committed[handle] = min(self.committed[handle], length)
+        if not length:
+            self.closed.discard(handle)
+
+    @precondition(lambda self: len(self.held) > 1)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent, child = data.draw(st.permutations(sorted(self.held)), label="parent, child, …")[:2]
+        length = data.draw(st.integers(0, len(self.held[parent])), label="length")
+        before = len(self.held[child])
+        shared = self.paged is not None and length > before and self.salts[parent] == self.salts[child]
+        assert self.cache.fork(parent, child, length) == (length if shared else before)
+        if shared:
+            self.held[child] = self.held[parent][:length]
+            self.committed[child] = min(self.committed[parent], length)
+            self.reserved[child], self.reserved[parent] = length, len(self.held[parent])
+            (self.closed.add if parent in self.closed else self.closed.discard)(child)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), beyond=TOKENS)
+    def commit(self, data: st.DataObject, beyond: list[int]) -> None:
+        """The first of the drafts are committed now; behind all of them there may be tokens without a position yet."""
+        handle = self.pick(data)
+        count = data.draw(st.integers(self.committed[handle], len(self.held[handle])), label="committed")
+        self.publish(handle, count, beyond if count == len(self.held[handle]) else [])
+
+    def publish(self, handle: int, count: int, beyond: list[int]) -> None:
+        self.committed[handle] = count
+        text, salt, index = tuple(self.held[handle][:count]), self.salts[handle], self.index()
+        prefixes = [text[:n] for n in range(BLOCK, count + 1, BLOCK)]
+        self.cache.publish(handle, [*text, *beyond])
+        if self.paged is None or handle in self.closed:
+            assert self.index() == index
+            return
+        self.published |= {(salt, prefix) for prefix in prefixes}
+        for prefix, block in zip(prefixes, self.paged.table(handle), strict=False):
+            if index.get((salt, prefix), block) != block:
+                self.closed.add(handle)
+                return
+            assert self.index().get((salt, prefix)) == block, "a full committed block is not indexed"
+
+    @rule(handle=HANDLES)
+    def release(self, handle: int) -> None:
+        self.cache.release(handle)
+        for facts in (self.held, self.salts, self.committed, self.reserved):
+            facts.pop(handle, None)
+        self.closed.discard(handle)
+        self.cache.audit(self.held.keys())
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        """Nothing is taken from the index when a sequence goes and comes again: it finds what it indexed."""
+        handle = self.pick(data)
+        text, salt, index = self.held[handle][: self.committed[handle]], self.salts[handle], self.index()
+        self.publish(handle, len(text), [])
+        own = 0 if self.paged is None or handle in self.closed else max(0, len(text) - 1) // BLOCK * BLOCK
+        self.release(handle)
+        assert self.index().items() >= index.items()
+        self.admit(handle, text, salt)
+        assert len(self.held[handle]) >= own
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        handle = self.pick(data)
+        self.cache.discard(handle)
+        if self.paged is not None and self.paged.table(handle):
+            first = self.paged.table(handle)[0]
+            self.closed |= {h for h in self.held if self.paged.table(h)[:1] == [first]}
+            self.distrusted |= {self.source(self.place(handle, n)) for n in range(len(self.held[handle]))}
+            self.distrusted |= {self.place(handle, n) for n in range(len(self.held[handle]))}
+
+    # What must hold.
+
+    @invariant()
+    def holds(self) -> None:
+        type(self).steps += 1
+        self.adds_up()
+        self.everyone_reads_its_own_text()
+        self.what_is_found_is_what_was_published()
+
+    def adds_up(self) -> None:
+        self.cache.audit(self.held.keys())
+        assert self.cache.free_slots == SLOTS - len(self.held)
+        assert {h for h in range(6) if self.cache.holds(h)} == self.held.keys()
+        assert {h: self.cache.length(h) for h in self.held} == {h: len(text) for h, text in self.held.items()}
+        slots = [self.cache.slot(h) for h in self.held]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= s < SLOTS for s in slots)
+        if self.paged is not None:
+            references = Counter(block for h in self.held for block in self.paged.table(h))
+            assert self.paged.used_blocks == len(references) == BLOCKS - self.paged.free_blocks
+            for h in self.held:
+                assert self.paged.slot_table(self.cache.slot(h)) == self.paged.table(h)
+                assert self.paged.owned(h) == [b for b in self.paged.table(h) if references[b] == 1]
+            assert all(self.paged.slot_table(s) == [] for s in set(range(SLOTS)) - set(slots))
+
+    def everyone_reads_its_own_text(self) -> None:
+        for handle, text in self.held.items():
+            read = [self.read(self.place(handle, n)) for n in range(len(text))]
+            assert read == [tuple(text[: n + 1]) for n in range(len(text))], f"sequence {handle} reads another's memory"
+
+    def what_is_found_is_what_was_published(self) -> None:
+        for (salt, text), block in self.index().items():
+            assert (salt, text) in self.published, f"{text} was not committed under {salt!r}"
+            places = [(block, n) for n in range(BLOCK)]
+            assert [self.memory[p] for p in places] == [text[:n] for n in range(len(text) - BLOCK + 1, len(text) + 1)]
+            assert not self.distrusted.intersection(places), f"{text} is found, and was discarded"
+
+
+class SlottedMachine(CacheMachine):
+    @staticmethod
+    def make() -> KVCache:
+        return SlottedCache(SLOTS, MAX_LEN)
+
+
+class PagedMachine(CacheMachine):
+    @staticmethod
+    def make() -> KVCache:
+        return PagedCache(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True)

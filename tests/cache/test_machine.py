@@ -1,0 +1,227 @@
+"""The state machine on the paged cache, and on caches with one fault each, all of which it must catch."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from cache.blocks import BlockPool
+from cache.paged import NEVER, PagedCache, _Held
+from cache.protocol import CacheFull, KVCache
+from tests.cache.machine import BLOCK, BLOCKS, MAX_LEN, SLOTS, CacheMachine, PagedMachine
+
+# A failing program is shrunk and printed as Python that reproduces it; print_blob adds the line that repeats it.
+NORMAL = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
+LONG = settings(NORMAL, max_examples=3000, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow])
+# Repeats the same programs every time, so a fault that is caught stays caught; shrinking it would only take time.
+HUNT = settings(NORMAL, max_examples=400, derandomize=True, database=None, phases=[Phase.generate], print_blob=False)
+
+TestPagedCache = PagedMachine.TestCase
+TestPagedCache.settings = NORMAL
+
+
+class WithoutPrefixes(PagedMachine):
+    """Nothing is ever found; everything else is as it was."""
+
+    @staticmethod
+    def make() -> KVCache:
+        return PagedCache(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=False)
+
+    def publish(self, handle: int, count: int, beyond: list[int]) -> None:
+        self.closed.add(handle)
+        super().publish(handle, count, beyond)
+
+
+TestPagedCacheWithoutPrefixes = WithoutPrefixes.TestCase
+TestPagedCacheWithoutPrefixes.settings = settings(NORMAL, max_examples=40)
+
+
+@pytest.mark.proofs
+def test_the_paged_cache_holds_for_a_hundred_thousand_steps() -> None:
+    machine: type[CacheMachine] = type("Long", (PagedMachine,), {"steps": 0})
+    run_state_machine_as_test(machine, settings=LONG)
+    assert machine.steps >= 100_000
+
+
+# One fault each.
+
+
+class ForkLosesACount(PagedCache):
+    def fork(self, parent: int, child: int, length: int) -> int:
+        before = self.length(child)
+        after = super().fork(parent, child, length)
+        if after > before:
+            self._pool.counts[self.table(child)[-1]] -= 1
+        return after
+
+
+class TruncateFreesSharedBlocks(PagedCache):
+    def truncate_to(self, handle: int, length: int) -> None:
+        for block in self.table(handle)[-(-length // self.block_size) :] if length >= 0 else []:
+            self._pool.counts[block] = 1
+        super().truncate_to(handle, length)
+
+
+class TruncateFreesThePartialBlock(PagedCache):
+    def truncate_to(self, handle: int, length: int) -> None:
+        super().truncate_to(handle, length)
+        self._drop(self._held[handle], length // self.block_size)
+
+
+class IndexesDrafts(PagedCache):
+    """Goes by what is valid, not by what is committed: the drafts' places are indexed under whatever tokens."""
+
+    def publish(self, handle: int, tokens: Any) -> None:
+        super().publish(handle, [*tokens, *[0] * (self.length(handle) - len(tokens))])
+
+
+class PublishesBeforeRollback(PagedMachine):
+    """Not the cache is at fault but its user: the drafts are handed over as if they were committed."""
+
+    def publish(self, handle: int, count: int, beyond: list[int]) -> None:
+        if handle not in self.closed:
+            self.cache.publish(handle, self.held[handle])
+        super().publish(handle, count, beyond)
+
+
+class WritesWithoutCopying(PagedCache):
+    def _must_copy(self, held: _Held) -> bool:
+        return False
+
+
+class CopiesNothing(PagedCache):
+    def take_copies(self) -> list[tuple[int, int]]:
+        super().take_copies()
+        return []
+
+
+class EvictsReferencedBlocks(PagedCache):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pool = ForgetfulPool(self.num_blocks)
+
+
+class ForgetfulPool(BlockPool):
+    """A block that is found again stays among those that can be evicted."""
+
+    def share(self, block: int) -> None:
+        self.counts[block] += 1
+
+
+class EvictsWhatWasUsedLast(PagedCache):
+    def _take(self, wish: int = -1) -> int:
+        if not self._pool.free:
+            self._pool._cached.move_to_end(next(reversed(self._pool._cached)), last=False)
+        return super()._take(wish)
+
+
+class LetsGoOfTheFirstBlockFirst(PagedCache):
+    def release(self, handle: int) -> None:
+        if self.holds(handle):
+            self.table(handle).reverse()
+        super().release(handle)
+
+
+class IgnoresSalt(PagedCache):
+    def allocate(self, handle: int, tokens: Any = (), salt: str = "") -> int:
+        return super().allocate(handle, tokens)
+
+
+class LosesSlots(PagedCache):
+    def release(self, handle: int) -> None:
+        held = self._held.pop(handle, None)
+        if held is not None:
+            self._drop(held, 0)
+
+
+class FreesTwice(PagedCache):
+    def release(self, handle: int) -> None:
+        if self.holds(handle) and self.table(handle):
+            self._pool.drop(self.table(handle)[-1], keep=False)
+        super().release(handle)
+
+
+class HitsTheLastToken(PagedCache):
+    def allocate(self, handle: int, tokens: Any = (), salt: str = "") -> int:
+        return super().allocate(handle, [*tokens, 0], salt)
+
+
+class KeepsWhatWasDiscarded(PagedCache):
+    def discard(self, handle: int) -> None:
+        pass
+
+
+class TrustsOthersAfterDiscard(PagedCache):
+    """Those who share what was discarded index it again."""
+
+    def discard(self, handle: int) -> None:
+        table = self.table(handle)
+        sharing = [h for h in self._held.values() if table and h.table[:1] == table[:1] and h.due != NEVER]
+        super().discard(handle)
+        for held in sharing:
+            held.due = self.block_size
+
+
+class IndexesBelowOthers(PagedCache):
+    """Goes on below the block of whoever was first with the same text, without holding it."""
+
+    def publish(self, handle: int, tokens: Any) -> None:
+        super().publish(handle, tokens)
+        held = self._held[handle]
+        if held.due == NEVER and held.length >= held.indexed + self.block_size <= len(tokens):
+            start, held.indexed = held.indexed, held.indexed + self.block_size
+            key = tuple(tokens[start : held.indexed])
+            held.node = self._index.insert(held.node, held.salt, key, held.table[start // self.block_size])
+            held.due = held.indexed + self.block_size
+
+
+class ReservesHalf(PagedCache):
+    """Takes what there is before it finds that there is not enough."""
+
+    def reserve(self, handle: int, count: int) -> None:
+        room = self.room(handle)
+        super().reserve(handle, min(count, room))
+        if count > room:
+            raise CacheFull("too late")
+
+
+FAULTS = [
+    ForkLosesACount,
+    TruncateFreesSharedBlocks,
+    TruncateFreesThePartialBlock,
+    IndexesDrafts,
+    WritesWithoutCopying,
+    CopiesNothing,
+    EvictsReferencedBlocks,
+    EvictsWhatWasUsedLast,
+    LetsGoOfTheFirstBlockFirst,
+    IgnoresSalt,
+    LosesSlots,
+    FreesTwice,
+    HitsTheLastToken,
+    KeepsWhatWasDiscarded,
+    TrustsOthersAfterDiscard,
+    IndexesBelowOthers,
+    ReservesHalf,
+]
+
+
+@pytest.mark.parametrize("faulty", FAULTS)
+def test_the_machine_catches(faulty: type[PagedCache]) -> None:
+    def make() -> KVCache:
+        return faulty(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True)
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        run_state_machine_as_test(type("Faulty", (PagedMachine,), {"make": staticmethod(make)}), settings=HUNT)
+
+
+def test_the_machine_catches_drafts_that_are_handed_over() -> None:
+    with pytest.raises(AssertionError, match="was not committed"):
+        run_state_machine_as_test(PublishesBeforeRollback, settings=HUNT)
+
+
+def test_without_a_fault_the_same_hunt_finds_nothing() -> None:
+    machine: type[CacheMachine] = type("Sound", (PagedMachine,), {"steps": 0})
+    run_state_machine_as_test(machine, settings=HUNT)
+    assert machine.steps > 3000

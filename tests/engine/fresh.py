@@ -1,0 +1,147 @@
+"""What caches must hold: the keys and values that a fresh prefill of the same committed tokens gives."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.gathered import GatheredStorage
+from cache.layout import Layout
+from cache.mapped import MappedStorage
+from cache.paged import PagedCache
+from cache.prefix import Node
+from cache.storage import Blocks, SlottedStorage
+from deployments.engine.engine import Engine
+from deployments.engine.runner import Feed, Runner
+from deployments.engine.sequence import Sequence
+from tests.engine.driving import make_sequence, model_drafter
+
+TOLERANCE = 1e-9  # in fp64
+STORAGES = {"mapped": MappedStorage, "gathered": GatheredStorage, "slotted": SlottedStorage}
+BLOCK_SIZES = {"mapped": 8, "gathered": 5}  # a page of the tiny pair's fp64 rows, and no whole pages
+
+
+def memory(kind: str, kv_tokens: int) -> dict[str, Any]:
+    """Fields of an EngineConfig, whatever `--kv` says; slots cannot honour kv_tokens."""
+    if kind == "slotted":
+        return {"cache": "slotted", "block_size": None}
+    return {"cache": "paged", "block_size": BLOCK_SIZES[kind], "kv_tokens": kv_tokens}
+
+
+class Checker:
+    """Compares what an engine's sequences and prefix indices hold with a fresh prefill over the same weights.
+
+    It changes nothing, except with `logits`: then every sequence's next logits are computed and compared too, which
+    takes memory that an engine short of it may need.
+    """
+
+    def __init__(self, engine: Engine, *, logits: bool = True) -> None:
+        self.engine = engine
+        self.runners = {"target": engine.target, "draft": model_drafter(engine).runner}
+        slots = engine.config.max_running
+        self.fresh = {n: Runner(r.decoder, Layout(slots, r.cache.max_len), r.device) for n, r in self.runners.items()}
+        self.compared = {"target": 0, "draft": 0}  # positions of sequences
+        self.indexed = {"target": 0, "draft": 0}  # and of the indices
+        self._logits = logits
+        self._seen: list[Sequence] = []  # every sequence there ever was
+        add = engine.scheduler.add
+
+        def adding(sequence: Sequence) -> None:
+            self._seen.append(sequence)
+            add(sequence)
+
+        engine.scheduler.add = adding  # type: ignore[method-assign]
+
+    def __call__(self) -> None:
+        for name, runner in self.runners.items():
+            held = [s for s in self.engine.scheduler.running if runner.cache.holds(s.handle)]
+            if held:
+                self._check(name, runner, held)
+
+    def check_index(self) -> None:
+        """I6: whatever can be found is a beginning of some sequence's committed tokens, under that sequence's salt, and
+        its blocks hold these tokens."""
+        for name, runner in self.runners.items():
+            if isinstance(runner.cache, PagedCache):
+                paths = list(_paths(runner.cache))
+                for salt, tokens, _ in paths:
+                    assert any(s.cache_salt == salt and s.tokens[: len(tokens)] == tokens for s in self._seen), (
+                        f"{name}: {tokens} can be found, and nobody with salt {salt!r} committed them"
+                    )
+                at_once = self.engine.config.max_running
+                for first in range(0, len(paths), at_once):
+                    self._check_blocks(name, runner, paths[first : first + at_once])
+
+    def _check(self, name: str, runner: Runner, held: list[Sequence]) -> None:
+        fresh = self.fresh[name]
+        wanted = _prefill(fresh, [s.tokens for s in held])
+        for i, sequence in enumerate(held):
+            length = runner.cache.length(sequence.handle)
+            assert length <= len(sequence.tokens) - 1, f"{name}: {length} cached of {len(sequence.tokens)} tokens"
+            if name == "target" and sequence.num_output and not sequence.record.preemptions:
+                assert length == len(sequence.tokens) - 1
+            runner.storage.prepare([sequence.handle])
+            window = runner.storage.window(runner.cache.slot(sequence.handle), 1, length)
+            for layer in range(runner.decoder.config.num_layers):
+                read = runner.storage.read(layer, sequence.handle, length)
+                seen = [tensor[0] for tensor in window[layer]]  # as attention sees it
+                theirs = fresh.storage.read(layer, i, length)
+                for what, a, b, c in zip(("keys", "values"), read, seen, theirs, strict=True):
+                    same = _close(a, c) and _close(b, c)
+                    assert same, f"{name}: {what} of layer {layer} are not those of the committed tokens"
+            if self._logits:
+                given = _next_logits(runner, sequence)
+                runner.cache.truncate_to(sequence.handle, length)
+                assert _close(given, wanted[i]), f"{name}: the next logits are not those of the committed tokens"
+            self.compared[name] += length
+        _release(fresh, len(held))
+
+    def _check_blocks(self, name: str, runner: Runner, paths: Seq[tuple[str, list[int], list[int]]]) -> None:
+        fresh, storage = self.fresh[name], runner.storage
+        assert isinstance(storage, Blocks)
+        _prefill(fresh, [tokens for _, tokens, _ in paths])
+        for i, (_, tokens, blocks) in enumerate(paths):
+            for layer in range(runner.decoder.config.num_layers):
+                rows = storage.pool[layer, blocks].flatten(0, 1).transpose(0, 1)  # [2·kv_heads, length, head_dim]
+                theirs = torch.cat(fresh.storage.read(layer, i, len(tokens)))
+                assert _close(rows, theirs), f"{name}: blocks {blocks} can be found, and hold other tokens than theirs"
+            self.indexed[name] += len(tokens)
+        _release(fresh, len(paths))
+
+
+def _paths(cache: PagedCache) -> Iterator[tuple[str, list[int], list[int]]]:
+    """(salt, tokens, blocks) of all that the index finds, one for each leaf."""
+    index = cache._index
+    for leaf in index.nodes.values():
+        if leaf.children:
+            continue
+        tokens: list[int] = []
+        blocks: list[int] = []
+        node: Node = leaf
+        while node.parent is not None:
+            tokens[:0], blocks[:0] = node.key, [node.block]
+            node = node.parent
+        yield index._salts[node], tokens, blocks
+
+
+def _prefill(runner: Runner, texts: Seq[list[int]]) -> Tensor:
+    """Logits [texts, vocab] of the next tokens; text i is then held as sequence i."""
+    feeds = [Feed(make_sequence(i, tokens), len(tokens)) for i, tokens in enumerate(texts)]
+    with torch.inference_mode():
+        return Runner.run(runner, feeds)
+
+
+def _next_logits(runner: Runner, sequence: Sequence) -> Tensor:
+    with torch.inference_mode():
+        return Runner.run(runner, [Feed(sequence, runner.uncached(sequence))])[0]  # whatever a test did to its own run
+
+
+def _release(runner: Runner, count: int) -> None:
+    for i in range(count):
+        runner.cache.release(i)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and (not a.numel() or bool((a - b).abs().max() <= TOLERANCE))

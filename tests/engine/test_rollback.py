@@ -1,0 +1,247 @@
+"""Rollback fuzz: after every round, whatever was accepted, shared, copied or taken back, both models' caches hold what
+a fresh prefill of the committed tokens gives, and so does all that can be found in the prefix indices."""
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache.paged import PagedCache
+from cache.prefix import Node, PrefixIndex
+from cache.storage import Blocks
+from deployments.engine import round as round_module
+from deployments.engine.acceptance import Verdict
+from deployments.engine.drafters.base import Draft, DraftBatch
+from deployments.engine.drafters.model import Laws
+from deployments.engine.engine import Engine
+from deployments.engine.scheduler import Scheduler
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import Request, SamplingParams
+from tests.engine.driving import Drive, drive, load
+from tests.engine.fresh import STORAGES, Checker, memory
+from tests.engine.pairs import VOCAB, Pair
+from tests.kv import KINDS
+
+K = 4
+WRONG = 0.3  # of the drafts, where a draft that would always be right is made to err
+
+
+def load_small(pair: Pair, kind: str = "mapped") -> Engine:
+    """Memory for hardly more than one of the longest sequences, slots for six; 28 tokens a pass chunk most prompts."""
+    engine = load(
+        pair, max_model_len=96, max_running=6, max_spec_length=K, max_step_tokens=34, **memory(kind, kv_tokens=120)
+    )
+    assert type(engine.target.storage) is STORAGES[kind]
+    return engine
+
+
+def make_requests(rng: random.Random, count: int = 24) -> list[list[Request]]:
+    """Groups of 1 to 3 choices of one prompt, which begins like others of its salt."""
+    beginnings = [[rng.randrange(2, VOCAB) for _ in range(44)] for _ in range(2)]
+    groups = []
+    for i in range(count):
+        shared = rng.choice(beginnings)[: rng.choice((0, 20, 37, 44))]
+        prompt = (*shared, *(rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 9, 20)))))
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 0.8)), seed=i, max_tokens=rng.randint(1, 31), ignore_eos=True
+        )
+        base = Request(
+            "",
+            prompt,
+            params,
+            k=rng.choice((0, 1, K, K)),
+            verifier=rng.choice(("match", "match", "rejection", "block")),
+            cache_salt=rng.choice(("", "", "other")),
+        )
+        choices = rng.choice((1, 1, 2, 3))
+        groups.append([replace(base, id=f"r{i}.{c}", choice_index=c) for c in range(choices)])
+    return groups
+
+
+class Fuzz:
+    """One run with everything checked after every step; counts what it met."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.checker = Checker(engine, logits=False)
+        self.forks = 0
+        if isinstance(engine.target.cache, PagedCache):
+            self._count_forks(engine.target.cache)
+        rng = random.Random(seed)
+        arrivals: dict[int, list[Request]] = {}
+        cancels: dict[int, list[str]] = {}
+        for group in make_requests(rng):
+            step = rng.randint(0, 30)
+            arrivals.setdefault(step, []).extend(group)
+            if rng.random() < 0.3:
+                cancels.setdefault(step + rng.randint(1, 20), []).append(rng.choice(group).id)
+        self.run: Drive = drive(engine, arrivals, cancels, self._after_step)
+        self.checker.check_index()
+
+    def _after_step(self) -> None:
+        self.checker()
+        self.engine.audit()
+        if self.engine.steps % 2 == 0:
+            self.checker.check_index()
+
+    def _count_forks(self, cache: PagedCache) -> None:
+        fork = cache.fork
+
+        def counting(parent: int, child: int, length: int) -> int:
+            before = cache.length(child)
+            after = fork(parent, child, length)
+            self.forks += after > before
+            return after
+
+        cache.fork = counting  # type: ignore[method-assign]
+
+    @property
+    def preempted(self) -> int:
+        return sum(s.preempted for s in self.run.steps)
+
+    @property
+    def hits(self) -> int:
+        return sum(s.cached_tokens > 0 for s in self.run.steps)
+
+    @property
+    def acceptances(self) -> set[int]:
+        """Drafts accepted of K that were verified."""
+        records = [told.record for told in self.run.told.values() if told.record is not None]
+        return {a for r in records for d, a in zip(r.drafted, r.accepted, strict=True) if d == K}
+
+
+def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Drafts become other tokens at random before the draft model is fed them: it holds what it proposes."""
+    draw, rng = Laws.draw, random.Random(seed)
+
+    def erring(self: Laws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+        drawn = draw(self, batch, active, logits, drafts)
+        wrong = torch.tensor([rng.randrange(1, VOCAB) * (rng.random() < WRONG) for _ in active])
+        return (drawn + wrong) % VOCAB
+
+    monkeypatch.setattr(Laws, "draw", erring)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("which", ["twins", "pair"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_hold_the_committed_tokens_after_every_round(
+    kind: str, which: str, seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`twins`, made to err: every number of drafts is accepted; `pair`: the real draft model."""
+    if which == "twins":
+        err_now_and_then(monkeypatch, seed)
+    fuzz = Fuzz(load_small(request.getfixturevalue(which), kind), seed)
+    assert min(fuzz.checker.compared.values()) > 2000
+    assert 0 < fuzz.run.accepted < fuzz.run.drafted
+    assert any(told.reason == "cancelled" for told in fuzz.run.told.values())
+    if which == "twins":
+        assert fuzz.acceptances == set(range(K + 1))
+    if kind == "slotted":
+        assert (fuzz.preempted, fuzz.hits, fuzz.forks) == (0, 0, 0)
+    else:
+        assert min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
+        assert min(fuzz.checker.indexed.values()) > 0
+
+
+# --- negative controls -----------------------------------------------------------------------------------------------
+
+
+def frees_the_partial_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    truncate_to = PagedCache.truncate_to
+
+    def eager(self: PagedCache, handle: int, length: int) -> None:
+        truncate_to(self, handle, length)
+        self._drop(self._held[handle], length // self.block_size)
+
+    monkeypatch.setattr(PagedCache, "truncate_to", eager)
+
+
+def hits_blocks_of_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    match = PrefixIndex.match
+
+    def careless(self: PrefixIndex, tokens: Seq[int], salt: str, limit: int) -> list[Node]:
+        path = match(self, tokens, salt, limit)
+        if path and len(path) < limit:
+            path += list(path[-1].children.values())[:1]
+        return path
+
+    monkeypatch.setattr(PrefixIndex, "match", careless)
+
+
+def skips_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedCache, "_must_copy", lambda *_: False)
+
+
+def forgets_to_fill_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Blocks, "settle", lambda self: self._cache.take_copies())
+
+
+def keeps_the_old_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence comes back as if its memory still held what it had."""
+    preempt, allocate, lengths = Scheduler._preempt, PagedCache.allocate, dict[int, int]()
+
+    def keeping(self: Scheduler) -> Sequence:
+        lengths.update({s.handle: self._cache.length(s.handle) for s in self.running})
+        return preempt(self)
+
+    def resuming(self: PagedCache, handle: int, tokens: Seq[int] = (), salt: str = "") -> int:
+        found = allocate(self, handle, tokens, salt)
+        if handle in lengths and len(tokens) > lengths[handle] > found:
+            self.reserve(handle, lengths[handle] - found)
+            self.extend(handle, lengths[handle] - found)
+        return self.length(handle)
+
+    monkeypatch.setattr(Scheduler, "_preempt", keeping)
+    monkeypatch.setattr(PagedCache, "allocate", resuming)
+
+
+def publishes_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, with_own_tokens: bool) -> None:
+    """Before the round's verdict is known: under the drafts' own tokens, which are right but were never committed, or
+    after it and before the rollback, under tokens that were committed in the drafts' place."""
+    verify = round_module.verify
+
+    def early(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
+        verdict = verify(batch, draft, logits)
+        for i, sequence in enumerate(batch.sequences):
+            own = [] if draft.tokens is None else draft.tokens[i, : draft.ks[i]].tolist()
+            added = own if with_own_tokens else verdict.emitted[i]
+            engine.target.cache.publish(sequence.handle, sequence.tokens + added)
+        return verdict
+
+    monkeypatch.setattr(round_module, "verify", early)
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+FAULTS: list[tuple[Fault, str]] = [
+    (frees_the_partial_block, "(keys|values) of layer"),
+    (hits_blocks_of_other_tokens, "(keys|values) of layer"),
+    (skips_the_copy, "(keys|values) of layer"),
+    (forgets_to_fill_the_copy, "(keys|values) of layer"),
+    (keeps_the_old_length, "target: keys of layer"),
+]
+
+
+@pytest.mark.parametrize("kind", ["mapped", "gathered"])
+@pytest.mark.parametrize(("fault", "found"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_negative_controls(twins: Pair, monkeypatch: pytest.MonkeyPatch, fault: Fault, found: str, kind: str) -> None:
+    err_now_and_then(monkeypatch, 0)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=found):
+        Fuzz(load_small(twins, kind), 0)
+
+
+@pytest.mark.parametrize("with_own_tokens", [True, False], ids=["own", "others"])
+@pytest.mark.parametrize("kind", ["mapped", "gathered"])
+def test_negative_control_drafts_are_published(
+    twins: Pair, monkeypatch: pytest.MonkeyPatch, kind: str, with_own_tokens: bool
+) -> None:
+    err_now_and_then(monkeypatch, 0)
+    engine = load_small(twins, kind)
+    publishes_drafts(engine, monkeypatch, with_own_tokens=with_own_tokens)
+    with pytest.raises(AssertionError, match=r"can be found, and|(keys|values) of layer"):
+        Fuzz(engine, 0)
