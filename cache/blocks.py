@@ -14,8 +14,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.counts = [0] * num_blocks  # tables that refer to a block
-        # The last one goes first: a fresh pool hands out 0, 1, 2, …, and later what was freed last.
-        self._free = dict.fromkeys(reversed(range(num_blocks)))
+        # The last one goes first: a fresh pool hands out 0, 1, 2, …, and later what was released last.
+        self._free = OrderedDict.fromkeys(reversed(range(num_blocks)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # longest unreferenced first
 
     @property
@@ -28,7 +28,8 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def take(self, wish: int = -1) -> int:
-        """A free block with a count of 1: the wished one if it is free, else the one freed last. KeyError without one.
+        """A free block with a count of 1: the wished one if it is free, else the one released last, and what rollbacks
+        freed at the very last. KeyError without one.
 
         A sequence wishes for what a rollback took from it: with equal tables from round to round a storage that maps
         blocks has nothing to map anew.
@@ -47,8 +48,9 @@ class BlockPool:
             del self._cached[block]
         self.counts[block] += 1
 
-    def drop(self, block: int, *, keep: bool) -> None:
-        """One table fewer refers to the block. The last one leaves it cached (`keep`) or free."""
+    def drop(self, block: int, *, keep: bool, rolled_back: bool = False) -> None:
+        """One table fewer refers to the block. The last one leaves it cached (`keep`) or free; if that was a rollback,
+        it will be wished for, and others get it only after all else."""
         assert self.counts[block] > 0, f"block {block} is dropped, and nobody holds it"
         self.counts[block] -= 1
         if not self.counts[block]:
@@ -56,6 +58,8 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 self._free[block] = None
+                if rolled_back:
+                    self._free.move_to_end(block, last=False)
 
     def evict(self) -> int:
         """Free the block that has been cached longest; KeyError without one."""

@@ -7,7 +7,8 @@ arXiv:2309.06180, section 4) and do the copies. Three rules carry the sharing:
   else can read the blocks they lie in.
 - Full blocks of committed tokens are indexed, and an indexed block is never written again.
 - A sequence indexes a block only below nodes whose blocks it holds itself. Where another sequence was first with the
-  same text, it indexes nothing from there on; so whoever holds a node's block holds those above it (see prefix.py).
+  same text, it takes that one's block and gives its own back, or indexes nothing from there on; so whoever holds a
+  node's block holds those above it (see prefix.py).
 """
 
 import sys
@@ -128,7 +129,7 @@ class PagedCache:
         held.length = held.reserved = length
         blocks = -(-length // self.block_size)
         if blocks < len(held.table):
-            self._drop(held, blocks)
+            self._drop(held, blocks, rolled_back=True)
         if length < held.indexed:
             self._climb(held)
         if not length and self.shares:
@@ -161,7 +162,7 @@ class PagedCache:
         while held.due <= full:
             block = held.table[held.indexed // self.block_size]
             node = self._index.insert(held.node, held.salt, tuple(tokens[held.indexed : held.due]), block)
-            if node.block != block:
+            if node.block != block and not self._exchange(held, block, node.block):
                 held.due = NEVER
                 return
             held.node, held.indexed = node, held.due
@@ -175,7 +176,7 @@ class PagedCache:
 
     def discard(self, handle: int) -> None:
         """As the protocol says. What others computed on top of its first block is as little to be trusted: it is not
-        found any more either, and they index nothing until they begin anew."""
+        found any more either, and they index nothing until they begin anew. Blocks that it copied stay as they are."""
         table = self._held[handle].table
         if not table:
             return
@@ -231,14 +232,27 @@ class PagedCache:
             assert not below, f"block {block} is evicted, and {below} below it are not"
         return self._pool.take(wish)
 
-    def _drop(self, held: _Held, blocks: int) -> None:
+    def _drop(self, held: _Held, blocks: int, *, rolled_back: bool = False) -> None:
         """Let go of all but the table's first `blocks`, the deepest first (prefix.py relies on it)."""
         while len(held.table) > blocks:
             block = held.table.pop()
             held.wished.append(block)
-            self._pool.drop(block, keep=block in self._index.nodes)
+            self._pool.drop(block, keep=block in self._index.nodes, rolled_back=rolled_back)
             if self._copies and not self._pool.counts[block]:
                 self._copies.pop(block, None)
+
+    def _exchange(self, held: _Held, own: int, indexed: int) -> bool:
+        """Two sequences have computed the same text: let the block that was indexed first serve both from now on.
+
+        False for a block that others share: what they hold below it would be indexed below a block that they do not.
+        """
+        if self._pool.counts[own] > 1:
+            return False
+        self._pool.share(indexed)
+        held.table[held.indexed // self.block_size] = indexed
+        self._pool.drop(own, keep=False)
+        self._copies.pop(own, None)
+        return True
 
     def _climb(self, held: _Held) -> None:
         """Go back to the node of its last full block that is indexed."""

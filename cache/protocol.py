@@ -60,7 +60,8 @@ class KVCache(Protocol):
 
     def fork(self, parent: int, child: int, length: int) -> int:
         """Let `child`, which holds a slot, take over the parent's first `length` positions in place of its own fewer;
-        returns how many it has now. Whoever first writes into a shared block copies it."""
+        returns how many it has now. Whoever first writes into a shared block copies it: the parent must reserve anew.
+        Nothing is shared across salts. More positions than the parent has are a ValueError."""
         ...
 
     def publish(self, handle: int, tokens: Sequence[int]) -> None:

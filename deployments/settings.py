@@ -62,7 +62,7 @@ class Settings(BaseModel):
     max_waiting: Count = 48
     max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what both models allow
     max_step_tokens: Positive = 512
-    prefill_chunk: Positive = 128
+    prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: by the device
     cache: CacheKind = "paged"
     block_size: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what suits the models
     kv_tokens: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: by memory_fraction

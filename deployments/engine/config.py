@@ -7,6 +7,7 @@ from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+CPU_CHUNK = 32  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
 
 
@@ -30,7 +31,7 @@ class EngineConfig:
     max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
     max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
     max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
-    prefill_chunk: int = 128  # prompt tokens of a pass that others' streams have to wait for
+    prefill_chunk: int | None = None  # prompt tokens of a pass that others' streams wait for; None: see `chunk`
     cache: CacheKind = "paged"
     block_size: int | None = None  # positions per block; None: what suits the models, see budget.py
     kv_tokens: int | None = None  # positions that each model's cache has memory for; None: by memory_fraction
@@ -39,6 +40,14 @@ class EngineConfig:
     max_demand: float = 8.0  # prompt and output tokens of all admitted requests, over those that the cache has room for
     request_timeout_s: float | None = None  # the longest any request may take, waiting included; None: any time
     threads: int | None = None  # intra-op CPU threads; None: torch's own default
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of a pass that others' streams wait for: where the configuration says nothing, as many as take
+        about the time of such a pass without them. A GPU reads hundreds in that time, a CPU tens."""
+        if self.prefill_chunk is not None:
+            return min(self.prefill_chunk, self.max_step_tokens)
+        return min(CPU_CHUNK, self.max_step_tokens) if self.device == "cpu" else self.max_step_tokens
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,7 +65,7 @@ class EngineConfig:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
         if not 0 <= self.spec_length <= self.max_spec_length:
             raise ConfigError(f"spec_length {self.spec_length} is outside 0..max_spec_length ({self.max_spec_length})")
-        for name in ("max_running", "max_step_tokens", "prefill_chunk"):
+        for name in ("max_running", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_waiting < 0:
@@ -78,7 +87,7 @@ class EngineConfig:
                 )
         if self.kv_tokens is not None and self.memory_fraction is not None:
             raise ConfigError("kv_tokens and memory_fraction both say how large the cache is: set one of them")
-        for name in ("block_size", "kv_tokens"):
+        for name in ("block_size", "kv_tokens", "prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")

@@ -57,7 +57,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
         self.scheduler = Scheduler(
-            target, Fixed(config.spec_length), config.max_running, config.max_step_tokens, config.prefill_chunk
+            target, Fixed(config.spec_length), config.max_running, config.max_step_tokens, config.chunk
         )
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()

@@ -22,7 +22,7 @@ SLOTS, MAX_LEN, BLOCK, BLOCKS = 4, 9, 2, 10  # all slots at max_len would need 2
 HANDLES = st.integers(0, 5)
 TOKENS = st.lists(st.integers(0, 1), max_size=MAX_LEN)
 PROMPTS = st.lists(st.integers(0, 1), min_size=MAX_LEN // 2, max_size=MAX_LEN)
-SALTS = st.sampled_from(["", "other"])
+SALTS = st.sampled_from(["", "", "", "other"])
 
 Text = tuple[int, ...]
 Place = tuple[int, int]  # (block, offset), or (slot, position)
@@ -57,11 +57,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def read(self, place: Place) -> Text:
         """What a pass would find there: a copy that is still to be done counts as done."""
-        return self.memory[self.source(place)]
-
-    def source(self, place: Place) -> Place:
         pending = self.paged._copies if self.paged else {}
-        return pending.get(place[0], place[0]), place[1]
+        return self.memory.get((pending.get(place[0], place[0]), place[1]), ())
 
     def index(self) -> dict[tuple[str, Text], int]:
         """Blocks by salt and by the text that they are the end of."""
@@ -117,13 +114,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.committed[handle] = self.reserved[handle] = expected
 
     @precondition(lambda self: len(self.held) < SLOTS)
-    @rule(prompt=PROMPTS, salt=SALTS)
-    def begin(self, prompt: list[int], salt: str) -> None:
+    @rule(prompt=PROMPTS, salt=SALTS, commit=st.booleans())
+    def begin(self, prompt: list[int], salt: str, commit: bool) -> None:
         """A prompt comes and is read as far as there is memory for it: what fills the cache."""
         handle = min(set(range(6)) - self.held.keys())
         self.admit(handle, prompt, salt)
         self.feed(handle, prompt[len(self.held[handle]) :])
-        self.publish(handle, len(self.held[handle]), [])
+        if commit:
+            self.publish(handle, len(self.held[handle]), [])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(0, MAX_LEN))
@@ -194,7 +192,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         handle = self.pick(data)
-        length = data.draw(st.integers(0, len(self.held[handle])), label="length")
+        length = len(self.held[handle]) - data.draw(st.integers(0, len(self.held[handle])), label="fewer")
         self.cache.truncate_to(handle, length)
         del self.held[handle][length:]
         self.reserved[handle] = length
@@ -206,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent, child = data.draw(st.permutations(sorted(self.held)), label="parent, child, …")[:2]
-        length = data.draw(st.integers(0, len(self.held[parent])), label="length")
+        length = len(self.held[parent]) - data.draw(st.integers(0, len(self.held[parent])), label="fewer")
         before = len(self.held[child])
         shared = self.paged is not None and length > before and self.salts[parent] == self.salts[child]
         assert self.cache.fork(parent, child, length) == (length if shared else before)
@@ -268,7 +266,6 @@ class CacheMachine(RuleBasedStateMachine):
         if self.paged is not None and self.paged.table(handle):
             first = self.paged.table(handle)[0]
             self.closed |= {h for h in self.held if self.paged.table(h)[:1] == [first]}
-            self.distrusted |= {self.source(self.place(handle, n)) for n in range(len(self.held[handle]))}
             self.distrusted |= {self.place(handle, n) for n in range(len(self.held[handle]))}
 
     # What must hold.
@@ -305,7 +302,9 @@ class CacheMachine(RuleBasedStateMachine):
         for (salt, text), block in self.index().items():
             assert (salt, text) in self.published, f"{text} was not committed under {salt!r}"
             places = [(block, n) for n in range(BLOCK)]
-            assert [self.memory[p] for p in places] == [text[:n] for n in range(len(text) - BLOCK + 1, len(text) + 1)]
+            assert [self.memory.get(p, ()) for p in places] == [
+                text[:n] for n in range(len(text) - BLOCK + 1, len(text) + 1)
+            ]
             assert not self.distrusted.intersection(places), f"{text} is found, and was discarded"
 
 

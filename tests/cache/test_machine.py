@@ -163,17 +163,14 @@ class TrustsOthersAfterDiscard(PagedCache):
             held.due = self.block_size
 
 
-class IndexesBelowOthers(PagedCache):
-    """Goes on below the block of whoever was first with the same text, without holding it."""
+class ExchangesWhatForksHold(PagedCache):
+    """The fork is left with what is indexed below a block that it does not hold."""
 
-    def publish(self, handle: int, tokens: Any) -> None:
-        super().publish(handle, tokens)
-        held = self._held[handle]
-        if held.due == NEVER and held.length >= held.indexed + self.block_size <= len(tokens):
-            start, held.indexed = held.indexed, held.indexed + self.block_size
-            key = tuple(tokens[start : held.indexed])
-            held.node = self._index.insert(held.node, held.salt, key, held.table[start // self.block_size])
-            held.due = held.indexed + self.block_size
+    def _exchange(self, held: _Held, own: int, indexed: int) -> bool:
+        self._pool.share(indexed)
+        held.table[held.indexed // self.block_size] = indexed
+        self._pool.drop(own, keep=False)
+        return True
 
 
 class ReservesHalf(PagedCache):
@@ -202,7 +199,7 @@ FAULTS = [
     HitsTheLastToken,
     KeepsWhatWasDiscarded,
     TrustsOthersAfterDiscard,
-    IndexesBelowOthers,
+    ExchangesWhatForksHold,
     ReservesHalf,
 ]
 

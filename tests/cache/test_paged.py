@@ -84,6 +84,22 @@ def test_sequences_get_their_own_blocks_back_after_a_rollback() -> None:
         assert [cache.table(handle) for handle in (0, 1, 2)] == tables
 
 
+def test_a_block_that_a_rollback_freed_is_given_to_others_last() -> None:
+    cache = paged(4)
+    cache.allocate(0)
+    cache.allocate(1)
+    grow(cache, 0, 3)
+    cache.reserve(0, 2)
+    cache.truncate_to(0, 3)
+    grow(cache, 1, 4)
+    assert (cache.table(0), cache.table(1)) == ([0], [2])
+    cache.reserve(0, 2)
+    assert cache.table(0) == [0, 1]
+    cache.truncate_to(0, 3)
+    grow(cache, 1, 8)
+    assert cache.table(1) == [2, 3, 1]  # but before anybody goes without
+
+
 def test_a_hit_is_full_blocks_and_never_the_last_token() -> None:
     cache = paged()
     assert serve(cache, 0, TEXT[:13]) == 0
@@ -151,6 +167,20 @@ def test_a_parent_must_reserve_anew_what_it_shares_after_reserving() -> None:
     cache.extend(0, 1)
 
 
+def test_blocks_reserved_behind_a_shared_one_do_not_pay_for_its_copy() -> None:
+    cache = paged(3)
+    cache.allocate(0)
+    cache.allocate(1)
+    grow(cache, 0, 2)
+    cache.reserve(0, 9)
+    cache.fork(0, 1, 2)
+    assert cache.table(0) == [0, 1, 2]
+    assert cache.room(0) == 0
+    with pytest.raises(CacheFull, match="needs 1 blocks, 0 can be had"):
+        cache.reserve(0, 1)
+    cache.audit({0, 1})
+
+
 def test_a_fork_replaces_less_and_keeps_more() -> None:
     cache = paged()
     for handle in (0, 1, 2):
@@ -186,13 +216,14 @@ def test_an_indexed_block_is_copied_before_its_owner_writes_over_it() -> None:
     serve(cache, 0, TEXT[:9])
     cache.truncate_to(0, 6)
     grow(cache, 0, 3)
-    assert cache.take_copies() == [(1, 2)]
-    assert cache.table(0)[:2] == [0, 2]
+    ((source, own),) = cache.take_copies()
+    assert source == 1
+    assert cache.table(0)[:2] == [0, own]
     cache.publish(0, [*TEXT[:6], 1, 2])
     assert cache.allocate(1, TEXT[:9]) == 8
     assert cache.table(1) == [0, 1]
     assert cache.allocate(2, [*TEXT[:6], 1, 2, 3]) == 8
-    assert cache.table(2) == [0, 2]
+    assert cache.table(2) == [0, own]
     cache.audit({0, 1, 2})
 
 
@@ -219,24 +250,41 @@ def test_a_copy_nobody_needs_any_more_is_not_told() -> None:
     assert cache.take_copies() == []
 
 
-def test_two_who_computed_the_same_keep_their_blocks_and_the_first_is_found() -> None:
+def test_of_two_who_computed_the_same_the_second_gives_its_blocks_back() -> None:
     cache = paged()
     cache.allocate(0, TEXT[:9])
     cache.allocate(1, TEXT[:9])
     grow(cache, 0, 9)
     grow(cache, 1, 9)
     cache.publish(0, TEXT[:9])
+    free = cache.free_blocks
     cache.publish(1, TEXT[:9])
-    assert (cache.table(0), cache.table(1)) == ([0, 1, 2], [3, 4, 5])
-    assert cache.allocate(2, TEXT[:9]) == 8
-    assert cache.table(2) == [0, 1]
+    assert (cache.table(0), cache.table(1)) == ([0, 1, 2], [0, 1, 5])
+    assert cache.free_blocks == free + 2
     grow(cache, 1, 3)
-    cache.publish(1, TEXT[:12])  # below blocks that it does not hold: stays its own
+    cache.publish(1, TEXT[:12])  # and indexes what it computes below them
     cache.release(0)
-    cache.release(2)
-    cache.audit({1})
     cache.release(1)
-    assert cache.allocate(3, TEXT[:13]) == 8
+    assert cache.allocate(2, TEXT[:13]) == 12
+    assert cache.table(2) == [0, 1, 5]
+    cache.audit({2})
+
+
+def test_a_block_that_others_share_is_not_given_back() -> None:
+    """What they hold below it would be indexed below a block that they do not hold."""
+    cache = paged()
+    for handle in (0, 1, 2):
+        cache.allocate(handle, TEXT[:9])
+    grow(cache, 0, 9)
+    grow(cache, 1, 9)
+    cache.fork(1, 2, 9)
+    cache.publish(0, TEXT[:9])
+    cache.publish(1, TEXT[:9])
+    assert cache.table(1) == cache.table(2) == [3, 4, 5]
+    grow(cache, 1, 3)
+    cache.publish(1, TEXT[:12])
+    cache.audit({0, 1, 2})
+    assert cache.allocate(3, TEXT[:13]) == 8  # it indexes nothing from there on
 
 
 def test_who_was_not_found_for_longest_is_evicted_first_and_children_before_parents() -> None:

@@ -21,6 +21,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.scheduler import Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
+from deployments.engine.verification import verify
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import STORAGES, Checker, memory
 from tests.engine.pairs import VOCAB, Pair
@@ -203,7 +204,6 @@ def keeps_the_old_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def publishes_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, with_own_tokens: bool) -> None:
     """Before the round's verdict is known: under the drafts' own tokens, which are right but were never committed, or
     after it and before the rollback, under tokens that were committed in the drafts' place."""
-    verify = round_module.verify
 
     def early(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
         verdict = verify(batch, draft, logits)

@@ -16,15 +16,17 @@ from deployments.engine.sequence import Sequence
 
 class ModelDrafter:
     """Feeds its model `tokens[cached_len:]`, whatever the gap is: the whole prompt at first, one token after a partial
-    acceptance, two after a full one, many after plain rounds. A gap larger than `max_catch_up` is fed in pieces, one a
-    round, and nothing is drafted for that sequence until it is closed, so that no long prompt delays the others."""
+    acceptance, two after a full one, many after plain rounds. A round feeds at most `max_catch_up` of such tokens, and
+    at most `chunk` where other sequences wait for it: a larger gap is fed in pieces, and nothing is drafted for that
+    sequence until it is closed."""
 
     needs_hidden: ClassVar[tuple[int, ...]] = ()
 
-    def __init__(self, runner: Runner, target_vocab: int, max_catch_up: int) -> None:
+    def __init__(self, runner: Runner, target_vocab: int, max_catch_up: int, chunk: int) -> None:
         self.runner = runner
         self._vocab = min(target_vocab, runner.vocab_size)
         self._max_catch_up = max_catch_up
+        self._chunk = chunk
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         """Drafts drawn with the round's own parameters: under `match` with the target's own noise, so that they agree
@@ -86,7 +88,7 @@ class ModelDrafter:
         """Which gaps are closed now, the smallest first, and one piece of the first that is too large for that; the
         sequences left behind get k = 0 this round."""
         gaps = [self.runner.uncached(s) if k else 0 for s, k in zip(sequences, ks, strict=True)]
-        allowed, budget = list(ks), self._max_catch_up
+        allowed, budget = list(ks), self._max_catch_up if len(gaps) == 1 else self._chunk
         pieces: list[Feed] = []
         for i in sorted(range(len(gaps)), key=gaps.__getitem__):
             if gaps[i] > budget:

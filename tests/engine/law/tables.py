@@ -122,10 +122,11 @@ def table_engine(target: Tensor = TARGET, draft: Tensor = DRAFT, **config: Any) 
     """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load."""
     settings: dict[str, Any] = {"max_running": 256, "max_spec_length": 3, "spec_length": 3, **config}
     settings.setdefault("max_step_tokens", settings["max_running"] * (1 + settings["max_spec_length"]))
+    settings.setdefault("prefill_chunk", settings["max_step_tokens"])
     full = EngineConfig(
         target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **kv_config(), **settings
     )
-    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, full.max_step_tokens), CPU)
+    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, full.max_step_tokens, full.max_step_tokens), CPU)
     tokenizer = cast(Tokenizer, Letters())
     return Engine(full, _runner(target, full), drafter, tokenizer, frozenset({END}), drafter.names)
 

@@ -1,0 +1,218 @@
+"""Requests that need four times the memory there is: all finish with the tokens of a run with memory to spare."""
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from math import exp, log
+
+import pytest
+
+from deployments.engine.engine import Engine
+from deployments.engine.scheduler import Plan, Scheduler
+from deployments.engine.sequence import Sequence, State
+from deployments.engine.types import Request, SamplingParams
+from tests.engine.driving import Drive, drive, load
+from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
+
+MAX_LEN = 2048
+LONGEST = 1500  # tokens of a prompt
+OVERLOAD = 4  # demand over memory
+ALONE = 20  # requests that are run one at a time
+BLOCK_SIZES = {"mapped": 64, "gathered": 50}
+
+Tokens = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def long_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("long"), Shape(layers=1, max_positions=MAX_LEN))
+
+
+def make_requests(count: int) -> list[Request]:
+    """Prompts of 1 to 1,500 tokens, log-uniform, of which a third begin alike; outputs of 1 to 200 tokens, most of
+    them long, so that what runs grows before much of it ends; greedy and sampled, with k = 0, 3 or 5."""
+    rng = random.Random(7)
+    beginnings = [[rng.randrange(2, VOCAB) for _ in range(LONGEST)] for _ in range(4)]
+    requests = []
+    for i in range(count):
+        length = (1, LONGEST)[i] if i < 2 else round(exp(rng.uniform(0, log(LONGEST))))
+        shared = rng.choice(beginnings)[: rng.randint(0, length)] if i % 3 == 0 else []
+        prompt = (*shared, *(rng.randrange(2, VOCAB) for _ in range(length - len(shared))))
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 0.8)),
+            seed=i,
+            max_tokens=rng.randint(1, 10) if i % 10 == 0 else rng.randint(120, 200),
+        )
+        salt = rng.choice(("", "", "one", "two"))
+        requests.append(Request(f"r{i}", prompt, params, k=rng.choice((0, 3, 5)), cache_salt=salt))
+    return requests
+
+
+def demand(requests: Seq[Request]) -> int:
+    return sum(len(r.prompt_ids) + r.params.max_tokens for r in requests)
+
+
+def load_tight(pair: Pair, requests: Seq[Request], kind: str, max_running: int) -> Engine:
+    """Enough slots for sequences that need more than the memory there is, and chunks that fill them."""
+    return load(
+        pair,
+        max_model_len=MAX_LEN,
+        max_running=max_running,
+        max_step_tokens=6 * max_running,
+        max_spec_length=5,
+        prefill_chunk=1024,
+        cache="paged",
+        block_size=BLOCK_SIZES[kind],
+        kv_tokens=demand(requests) // OVERLOAD,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A sequence that held memory after a step."""
+
+    sequence: Sequence
+    cached: int
+    tokens: int
+    preemptions: int
+
+
+class Watch:
+    """After every step: whoever held memory has advanced, or was preempted, and the oldest was not. Audits, too.
+
+    Its own plan wraps the scheduler's, to count drafts that were given up for want of memory.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.shrunk = 0
+        self._before: list[Before] = []
+        self._plan = engine.scheduler.plan
+        engine.scheduler.plan = self._counting  # type: ignore[method-assign]
+
+    def _counting(self) -> Plan:
+        plan = self._plan()
+        started = {s.handle for s, _ in plan.started}
+        for part in plan.slices:
+            sequence = part.sequence
+            if part.emits and part.committed == 1 and sequence.handle not in started:
+                assert sequence.k is not None
+                self.shrunk += part.k < min(sequence.k, sequence.remaining - 1)
+        return plan
+
+    def __call__(self) -> None:
+        cache, running = self.engine.target.cache, self.engine.scheduler.running
+        for i, before in enumerate(self._before):
+            sequence = before.sequence
+            if sequence.record.preemptions > before.preemptions:
+                assert i > 0, f"{sequence.request_id} was preempted, and was the oldest"
+                assert sequence.state is State.WAITING
+            elif sequence.state is State.RUNNING:
+                grown = cache.length(sequence.handle) > before.cached or len(sequence.tokens) > before.tokens
+                assert grown, f"{sequence.request_id} holds memory, and did not advance"
+        self._before = [Before(s, cache.length(s.handle), len(s.tokens), s.record.preemptions) for s in running]
+        if self.engine.steps % 20 == 0:
+            self.engine.audit()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    run: Drive
+    shrunk: int
+
+    @property
+    def preempted(self) -> int:
+        return sum(s.preempted for s in self.run.steps)
+
+    @property
+    def cached(self) -> int:
+        return sum(s.cached_tokens for s in self.run.steps)
+
+
+def run_tight(engine: Engine, requests: Seq[Request]) -> Result:
+    """A twentieth of the requests arrives with each of the first steps."""
+    watch, arrivals = Watch(engine), dict[int, list[Request]]()
+    for i, request in enumerate(requests):
+        arrivals.setdefault(20 * i // len(requests), []).append(request)
+    run = drive(engine, arrivals, after_step=watch)
+    return Result(run, watch.shrunk)
+
+
+def expected_tokens(pair: Pair, requests: Seq[Request]) -> Tokens:
+    """Plain decoding with memory for everybody, few at a time, and some of them alone."""
+    engine = load(pair, max_model_len=MAX_LEN, max_running=8, max_step_tokens=512, cache="slotted", block_size=None)
+    plain = [replace(r, k=0) for r in requests]
+    expected = drive(engine, plain).tokens
+    for request in plain[:ALONE]:
+        assert drive(engine, [request]).tokens[request.id] == expected[request.id]
+    return expected
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests and what they must give."""
+
+    pair: Pair
+    requests: list[Request]
+    expected: Tokens
+
+    def check(self, kind: str, max_running: int) -> Result:
+        result = run_tight(load_tight(self.pair, self.requests, kind, max_running), self.requests)
+        assert result.run.tokens == self.expected
+        assert 0 < result.run.accepted < result.run.drafted
+        assert min(result.preempted, result.cached, result.shrunk) > 0
+        return result
+
+
+def make_load(pair: Pair, count: int) -> Load:
+    requests = make_requests(count)
+    assert {1, LONGEST} <= {len(r.prompt_ids) for r in requests}
+    return Load(pair, requests, expected_tokens(pair, requests))
+
+
+@pytest.fixture(scope="module")
+def hundred(long_pair: Pair) -> Load:
+    return make_load(long_pair, 100)
+
+
+@pytest.fixture(scope="module")
+def five_hundred(long_pair: Pair) -> Load:
+    return make_load(long_pair, 500)
+
+
+@pytest.mark.parametrize("kind", ["mapped", "gathered"])
+def test_a_hundred_requests(hundred: Load, kind: str) -> None:
+    hundred.check(kind, max_running=64)
+
+
+@pytest.mark.slow
+def test_five_hundred_requests(five_hundred: Load) -> None:
+    five_hundred.check("mapped", max_running=256)
+
+
+# --- negative controls -----------------------------------------------------------------------------------------------
+
+
+def test_negative_control_the_oldest_gives_way(hundred: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def oldest(self: Scheduler) -> Sequence:
+        self.running.append(self.running.pop(0))
+        return preempt(self)
+
+    monkeypatch.setattr(Scheduler, "_preempt", oldest)
+    with pytest.raises(AssertionError, match="was preempted, and was the oldest"):
+        hundred.check("mapped", max_running=64)
+
+
+def test_negative_control_somebody_is_left_out(hundred: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Scheduler.plan
+
+    def unfair(self: Scheduler) -> Plan:
+        made = plan(self)
+        keep = made.slices[1:] if len(made.slices) == 9 else made.slices
+        return replace(made, slices=keep)
+
+    monkeypatch.setattr(Scheduler, "plan", unfair)
+    with pytest.raises(AssertionError, match="holds memory, and did not advance"):
+        hundred.check("mapped", max_running=64)
