@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export PYTHONPATH = $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test proofs check format bench clean
+.PHONY: help setup serve test proofs check format bench clean test-kv
 
 help:
 	@echo "make serve | test | proofs | check | format | bench | clean"
@@ -36,6 +36,11 @@ serve: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+# The engine's tests again, over the other kinds of KV memory: `test` runs them over the one that this machine chooses.
+test-kv: $(READY)
+	$(BIN)/python -m pytest -q --kv slotted tests/engine $(ARGS)
+	$(BIN)/python -m pytest -q --kv gathered tests/engine --ignore tests/engine/law $(ARGS)
 
 # What `test` leaves out: the law of every combination of settings, drafters and verifiers (about an hour on one core).
 proofs: $(READY)

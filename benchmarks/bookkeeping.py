@@ -127,7 +127,7 @@ def measure_bookkeeping(args: argparse.Namespace, text: Text) -> list[dict[str, 
         "paged": {"block_size": args.block_size, "kv_tokens": args.sequences * length},
     }
     drivers = {
-        name: Driver(make_engine(args, name, args.sequences, max_model_len=length, **more))
+        name: Driver(make_engine(args, name, args.sequences, max_model_len=length, prefill_chunk=512, **more))
         for name, more in settings.items()
     }
     steps: dict[tuple[CacheKind, int], list[Step]] = {}

@@ -20,5 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kv", choices=KINDS, default="mapped", help="KV memory of the engines that tests load")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Proofs take many minutes, so they run only where they are asked for: `make proofs`, or any -m that names them."""
+    if "proofs" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("proofs")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     use(config.getoption("--kv"))

@@ -49,14 +49,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, prefill_chunk: int
+        self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, chunk: int
     ) -> None:
         self._target = target
         self._cache = target.cache
         self._policy = policy
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
-        self._prefill_chunk = prefill_chunk
+        self._chunk = chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
 
@@ -68,12 +68,13 @@ class Scheduler:
         preempted = self._secure()
         decoding = [s for s in self.running if self._target.uncached(s) == 1]
         slices = self._verifications(decoding)
-        budget = self._max_step_tokens - sum(s.committed + s.k for s in slices)
-        if decoding:
-            budget = min(budget, self._prefill_chunk)  # what the streams have to wait for
+        rows = sum(s.committed + s.k for s in slices)
+        budget = self._max_step_tokens - rows
+        if decoding:  # their streams wait for what else is in the pass: a chunk, or what takes about as long as they do
+            budget = min(budget, max(self._chunk, 2 * rows))
         for sequence in self.running:
             if self._target.uncached(sequence) > 1:
-                slices.append(self._chunk(sequence, budget))
+                slices.append(self._part(sequence, budget))
                 budget -= slices[-1].committed
         started = () if preempted else tuple(self._admit(budget))
         slices += [part for part, _ in started]
@@ -118,7 +119,7 @@ class Scheduler:
             slices.append(Slice(sequence, 1, k, emits=True))
         return slices
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Slice:
+    def _part(self, sequence: Sequence, budget: int) -> Slice:
         left = self._target.uncached(sequence)
         count = min(left, budget, self._cache.room(sequence.handle))
         self._cache.reserve(sequence.handle, count)
@@ -146,7 +147,7 @@ class Scheduler:
             if not self._start(sequence, leader, common):
                 return
             cached = self._cache.length(sequence.handle)
-            part = self._chunk(sequence, budget)
+            part = self._part(sequence, budget)
             budget -= part.committed
             yield part, cached
 

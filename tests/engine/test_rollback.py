@@ -1,6 +1,7 @@
 """Rollback fuzz: after every round, whatever was accepted, shared, copied or taken back, both models' caches hold what
 a fresh prefill of the committed tokens gives, and so does all that can be found in the prefix indices."""
 
+import logging
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,16 +19,18 @@ from deployments.engine.acceptance import Verdict
 from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.drafters.model import Laws
 from deployments.engine.engine import Engine
+from deployments.engine.runner import Feed
 from deployments.engine.scheduler import Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
 from deployments.engine.verification import verify
-from tests.engine.driving import Drive, drive, load
+from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import STORAGES, Checker, memory
 from tests.engine.pairs import VOCAB, Pair
 from tests.kv import KINDS
 
 K = 4
+Run = Callable[[Seq[Feed], Tensor | None], Tensor]
 WRONG = 0.3  # of the drafts, where a draft that would always be right is made to err
 
 
@@ -147,6 +150,41 @@ def test_caches_hold_the_committed_tokens_after_every_round(
     else:
         assert min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
         assert min(fuzz.checker.indexed.values()) > 0
+
+
+def failing(run: Run, rng: random.Random) -> Run:
+    """A quarter of the passes raise, before they begin or once they are done; never two in a row, which would end their
+    requests."""
+    failed = False
+
+    def sometimes(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        nonlocal failed
+        failed = not failed and rng.random() < 0.25
+        if failed and rng.random() < 0.5:
+            raise RuntimeError("not now")
+        logits = run(feeds, drafts)
+        if failed:
+            raise RuntimeError("too late")
+        return logits
+
+    return sometimes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_that_fail_under_pressure(
+    twins: Pair, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a failed pass reserved, wrote or copied is rolled back as well."""
+    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    err_now_and_then(monkeypatch, seed)
+    engine = load_small(twins, kind)
+    for runner in (engine.target, model_drafter(engine).runner):
+        monkeypatch.setattr(runner, "run", failing(runner.run, random.Random(seed)))
+    fuzz = Fuzz(engine, seed)
+    assert {told.reason for told in fuzz.run.told.values()} == {"length", "cancelled"}
+    assert sum(s.draft_faults for s in fuzz.run.steps) > 10
+    assert kind == "slotted" or min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
 
 
 # --- negative controls -----------------------------------------------------------------------------------------------
