@@ -51,6 +51,7 @@ class PagedCache:
         self._held: dict[int, _Held] = {}
         self._tables: list[list[int]] = [[] for _ in range(slots)]
         self._copies: dict[int, int] = {}  # destination → source, not done yet
+        self._spoiled: list[int] = []
 
     @property
     def free_slots(self) -> int:
@@ -186,6 +187,8 @@ class PagedCache:
         if table[0] in self._index.nodes:
             for block in self._index.remove(table[0]):
                 self._pool.forget(block)
+                if not self._pool.counts[block]:
+                    self._spoiled.append(block)
 
     def table(self, handle: int) -> list[int]:
         """The blocks of its positions, reserved ones included: the cache's own list, which changes; read only."""
@@ -208,6 +211,11 @@ class PagedCache:
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         return copies
+
+    def take_spoiled(self) -> list[int]:
+        """Blocks that `discard` took from the index while nobody held them, to be zeroed before anybody does; told once."""
+        spoiled, self._spoiled = self._spoiled, []
+        return spoiled
 
     def _must_copy(self, held: _Held) -> bool:
         """Whether the block of the position to be written next can be read by others, or found by them."""

@@ -69,8 +69,8 @@ class Storage(Protocol):
         ...
 
     def clear(self, handle: int) -> None:
-        """Zero the memory that only this sequence holds: its next owner must not meet what is not finite. What the
-        cache took from the sequence before (`truncate_to`) is out of reach, so clear first."""
+        """Zero the memory that only this sequence holds, and what the cache's `discard` found in nobody's hands: the next
+        owner must not meet what is not finite. What `truncate_to` took from the sequence before is out of reach."""
         ...
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ class Blocks:
 
     def clear(self, handle: int) -> None:
         self.settle()  # a copy that is still to come would bring back what is zeroed here
-        for block in self._cache.owned(handle):
+        for block in [*self._cache.owned(handle), *self._cache.take_spoiled()]:
             self.pool[:, block].zero_()
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:

@@ -412,7 +412,6 @@ def test_what_is_not_finite_is_found_only_once(
     assert second.tokens == third.tokens == expected
 
 
-@pytest.mark.xfail(reason="discard frees the blocks below those that were found, and nobody clears them", strict=True)
 def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks below those that were found are forgotten with them, and given to others."""
     caplog.set_level(logging.CRITICAL, "deployments.engine")
