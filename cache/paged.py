@@ -213,7 +213,7 @@ class PagedCache:
         return copies
 
     def take_spoiled(self) -> list[int]:
-        """Blocks that `discard` took from the index while nobody held them, to be zeroed before anybody does; told once."""
+        """Blocks that `discard` took from the index and nobody holds: to be zeroed before anybody does; told once."""
         spoiled, self._spoiled = self._spoiled, []
         return spoiled
 

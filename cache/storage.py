@@ -69,8 +69,8 @@ class Storage(Protocol):
         ...
 
     def clear(self, handle: int) -> None:
-        """Zero the memory that only this sequence holds, and what the cache's `discard` found in nobody's hands: the next
-        owner must not meet what is not finite. What `truncate_to` took from the sequence before is out of reach."""
+        """Zero the memory that only this sequence holds, and what the cache's `discard` found in nobody's hands: the
+        next owner must not meet what is not finite. What `truncate_to` took before is out of reach."""
         ...
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,7 @@ class Scheduler:
     oldest always ends, and all do in their turn.
     """
 
-    def __init__(
-        self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, chunk: int
-    ) -> None:
+    def __init__(self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, chunk: int) -> None:
         self._target = target
         self._cache = target.cache
         self._policy = policy
