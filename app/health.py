@@ -14,6 +14,7 @@ async def health(client: EngineClient, request: Request) -> Response:
         "running": stats.running,
         "waiting": stats.waiting,
         "free_slots": stats.free_slots,
+        "kv_used": round(stats.kv_used, 3),
         "steps": stats.steps,
     }
     if stats.healthy:

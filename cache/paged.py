@@ -43,7 +43,7 @@ class PagedCache:
     """A KVCache of `num_blocks` blocks that at most `slots` sequences share."""
 
     def __init__(self, slots: int, max_len: int, block_size: int, num_blocks: int, *, prefixes: bool) -> None:
-        self.num_slots, self.max_len = slots, max_len
+        self.max_len = max_len
         self.block_size, self.num_blocks, self.shares = block_size, num_blocks, prefixes
         self._slots = Slots(slots)
         self._pool = BlockPool(num_blocks)

@@ -73,6 +73,10 @@ class Storage(Protocol):
         next owner must not meet what is not finite. What `truncate_to` took before is out of reach."""
         ...
 
+    def finite(self, handle: int) -> bool:
+        """Whether the memory that only this sequence holds is. Reads all of it, and waits for the device."""
+        ...
+
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V [kv_heads, length, head_dim] of the sequence's first positions, for tests and audits."""
         ...
@@ -114,6 +118,10 @@ class SlottedStorage(Contiguous):
         for layer in self.rows:
             layer[rows.start : rows.stop].zero_()
 
+    def finite(self, handle: int) -> bool:
+        rows = self.places(self._cache.slot(handle), 0, self._cache.length(handle))
+        return all(bool(layer[rows.start : rows.stop].isfinite().all()) for layer in self.rows)
+
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         slot = self._cache.slot(handle)
         return self._keys[layer, slot, :, :length], self._values[layer, slot, :, :length]
@@ -140,6 +148,9 @@ class Blocks:
         self.settle()  # a copy that is still to come would bring back what is zeroed here
         for block in [*self._cache.owned(handle), *self._cache.take_spoiled()]:
             self.pool[:, block].zero_()
+
+    def finite(self, handle: int) -> bool:
+        return bool(self.pool[:, self._cache.owned(handle)].isfinite().all())
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         self.settle()

@@ -23,6 +23,7 @@ class Replica:
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:
         """Loads the pair; an error here is the deployment's start-up error, so its message names what to change."""
+        _show_logs()
         gpus = ray.get_gpu_ids()
         log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
         self.client = LocalClient(Engine.from_config(config), model_name)
@@ -46,9 +47,19 @@ class Replica:
             "running": float(stats.running),
             "waiting": float(stats.waiting),
             "slots_used": 1 - stats.free_slots / stats.max_running,
+            "kv_used": stats.kv_used,
         }
 
     def __del__(self) -> None:
         client: Any = getattr(self, "client", None)  # absent when loading failed
         if client is not None:
             client.close()
+
+
+def _show_logs() -> None:
+    """Let what this project logs, INFO too, go where Serve's own log of the replica goes."""
+    for name in ("app", "deployments"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = logging.getLogger("ray.serve").handlers
+        logger.propagate = False

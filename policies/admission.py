@@ -34,6 +34,11 @@ class Admission:
     def places(self) -> int:
         return self.max_running + self.max_waiting
 
+    @property
+    def most_tokens(self) -> float:
+        """That requests which are open at the same time may come to need."""
+        return self.max_demand * self.kv_tokens
+
     def refusal(self, open_requests: int, open_tokens: int, more: int, more_tokens: int) -> Refusal | None:
         """None: take `more` requests of `more_tokens` together. Of two limits in the way, the slower is told.
 
@@ -42,7 +47,7 @@ class Admission:
         refusals = []
         if open_requests + more > self.places:
             refusals.append(self._no_place(open_requests, more))
-        if open_requests and open_tokens + more_tokens > self.max_demand * self.kv_tokens:
+        if open_requests and open_tokens + more_tokens > self.most_tokens:
             refusals.append(self._no_memory(open_tokens, more_tokens))
         return max(refusals, key=lambda refusal: refusal.retry_after, default=None)
 
@@ -53,7 +58,7 @@ class Admission:
 
     def _no_memory(self, open_tokens: int, more_tokens: int) -> Refusal:
         # The same of tokens: all that are open now leave within mean_duration.
-        wait = self._until(open_tokens + more_tokens - self.max_demand * self.kv_tokens, open_tokens)
+        wait = self._until(open_tokens + more_tokens - self.most_tokens, open_tokens)
         return Refusal(
             wait,
             f"admitted requests may need {open_tokens:,} tokens of KV memory; {more_tokens:,} more exceed "

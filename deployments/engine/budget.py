@@ -72,12 +72,14 @@ def layouts(
     """
     slots = config.max_running
     if config.cache == "slotted":
+        _check_slots(slots, max_len, shapes, memory)
         return [Layout(slots, max_len) for _ in shapes]
     block_size = choose_block_size(config, shapes, slots, max_len)
     budget = kv_blocks(config, shapes, block_size, weights_bytes, activation_bytes, max_len, memory)
-    log.info("the KV cache has %s", budget)
     layout = Layout(slots, max_len, block_size, budget.blocks, config.prefix_cache)
     layout = replace(layout, mapped=_mappings(layout, shapes) < max_map_count() // 2)
+    how = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
+    log.info("the KV cache has %s, %s", budget, how)
     return [layout for _ in shapes]
 
 
@@ -183,10 +185,18 @@ def _check_room(budget: Budget, max_len: int, config: EngineConfig) -> None:
 def _check_fits(budget: Budget, activation_bytes: int, memory: DeviceMemory, config: EngineConfig) -> None:
     if budget.kv_bytes + activation_bytes > memory.available:
         raise ConfigError(
-            f"the KV cache has {budget}, which is {_mib(budget.kv_bytes)}; with {_mib(activation_bytes)} activations "
-            f"that is more than the {_mib(memory.available)} available: "
+            f"the KV cache has {budget}, which is {_mib(budget.kv_bytes)}"
+            f"{f' and {_mib(activation_bytes)} activations' if activation_bytes else ''}, more than the "
+            f"{_mib(memory.available)} available: "
             f"lower {'memory_fraction' if config.kv_tokens is None else 'kv_tokens'}"
         )
+
+
+def _check_slots(slots: int, max_len: int, shapes: Sequence[KVShape], memory: DeviceMemory) -> None:
+    size = slots * max_len * sum(shape.token_bytes for shape in shapes)
+    if size > memory.available:
+        what = f"a slotted KV cache of max_running {slots:,} × max_model_len {max_len:,} takes {_mib(size)}"
+        raise ConfigError(f"{what}, and {_mib(memory.available)} are available: lower one of them")
 
 
 def _mib(size: int) -> str:

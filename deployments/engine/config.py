@@ -41,13 +41,12 @@ class EngineConfig:
     request_timeout_s: float | None = None  # the longest any request may take, waiting included; None: any time
     threads: int | None = None  # intra-op CPU threads; None: torch's own default
 
-    @property
-    def chunk(self) -> int:
-        """Prompt tokens of a pass that others' streams wait for: where the configuration says nothing, as many as take
-        about the time of such a pass without them. A GPU reads hundreds in that time, a CPU tens."""
+    def chunk(self, rows: int) -> int:
+        """Prompt tokens in a pass that verifies `rows` tokens of others: where the configuration says nothing, as many
+        as take some two times as long as those. A GPU reads hundreds in the time that one takes, a CPU tens."""
         if self.prefill_chunk is not None:
-            return min(self.prefill_chunk, self.max_step_tokens)
-        return min(CPU_CHUNK, self.max_step_tokens) if self.device == "cpu" else self.max_step_tokens
+            return self.prefill_chunk
+        return max(CPU_CHUNK, 2 * rows) if self.device == "cpu" else self.max_step_tokens
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -87,6 +86,10 @@ class EngineConfig:
                 )
         if self.kv_tokens is not None and self.memory_fraction is not None:
             raise ConfigError("kv_tokens and memory_fraction both say how large the cache is: set one of them")
+        if self.kv_tokens is not None and self.max_model_len is not None and self.kv_tokens < self.max_model_len:
+            raise ConfigError(
+                f"kv_tokens {self.kv_tokens} cannot hold one request of max_model_len {self.max_model_len}"
+            )
         for name in ("block_size", "kv_tokens", "prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -194,8 +194,7 @@ class Engine:
         verdict, record = outcome.verdict, sequence.record
         if verdict.bad[i]:
             log.error("request %s ends: its logits are not finite", sequence.request_id)
-            self.target.cache.discard(sequence.handle)
-            self.target.storage.clear(sequence.handle)
+            self.target.spoil(sequence)
             self._finish(sequence, "error", "the model gave no valid distribution for this request")
             return None
         try:

@@ -46,6 +46,18 @@ class Runner:
         cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
         return len(sequence.tokens) - cached
 
+    def let_go(self, sequence: Sequence) -> None:
+        """Free its memory. Of one that has not emitted yet no verdict has said whether that is finite (R9)."""
+        if self.cache.holds(sequence.handle):
+            if not sequence.record.emitted and not self.storage.finite(sequence.handle):
+                self.spoil(sequence)
+            self.cache.release(sequence.handle)
+
+    def spoil(self, sequence: Sequence) -> None:
+        """What it computed is not finite: nobody may find it, or get its memory as it is."""
+        self.cache.discard(sequence.handle)
+        self.storage.clear(sequence.handle)
+
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
         """One pass over all feeds; returns logits [Σ (scored + outputs), vocab], and the caches hold what was fed.
 

@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from policies.spec_length import Fixed
 
 WORTH_SHARING = 16  # tokens in common, below which nobody waits for another's or shares its memory
 HEADROOM = 16  # positions per running sequence that must be free after an admission, or it would soon be undone
+Chunk = Callable[[int], int]  # rows that verify → prompt tokens that may be in the same pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Scheduler:
     oldest always ends, and all do in their turn.
     """
 
-    def __init__(self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, chunk: int) -> None:
+    def __init__(self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, chunk: Chunk) -> None:
         self._target = target
         self._cache = target.cache
         self._policy = policy
@@ -68,8 +69,8 @@ class Scheduler:
         slices = self._verifications(decoding)
         rows = sum(s.committed + s.k for s in slices)
         budget = self._max_step_tokens - rows
-        if decoding:  # their streams wait for what else is in the pass: a chunk, or what takes about as long as they do
-            budget = min(budget, max(self._chunk, 2 * rows))
+        if decoding:  # their streams wait for what else is in the pass
+            budget = min(budget, self._chunk(rows))
         for sequence in self.running:
             if self._target.uncached(sequence) > 1:
                 slices.append(self._part(sequence, budget))
@@ -85,7 +86,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
-        self._cache.release(sequence.handle)
+        self._target.let_go(sequence)
 
     def _secure(self) -> list[Sequence]:
         """Memory for one more token of every running sequence, the oldest first; returns those that had to give way."""
@@ -102,7 +103,7 @@ class Scheduler:
         if len(self.running) == 1:
             raise CacheFull("the cache has no room for one more token of the only sequence that holds memory")
         youngest = self.running.pop()
-        self._cache.release(youngest.handle)
+        self._target.let_go(youngest)
         youngest.preempt()
         self.waiting.appendleft(youngest)
         return youngest
@@ -134,35 +135,39 @@ class Scheduler:
         """Start waiting sequences, each with a first chunk, while there are tokens, slots and memory for them.
 
         Yields the chunk and how many tokens the cache had. One that can share what another is about to compute is
-        passed over until then.
+        passed over until then; whoever overtakes it leaves it a slot and memory.
         """
+        passed = owed = 0  # sequences passed over, and tokens that they will have to feed
         for sequence in tuple(self.waiting):
-            if budget < 1 or len(self.running) == self._max_running:
+            if budget < 1 or len(self.running) + passed == self._max_running:
                 return
+            self._cache.allocate(sequence.handle, _findable(sequence), sequence.cache_salt)
             leader, common = self._leader(sequence)
-            if leader is not None and self._about_to_compute(leader, common):
+            if leader is not None and self._worth_waiting(sequence, leader, common):
+                self._cache.release(sequence.handle)
+                passed += 1
+                owed += len(sequence.tokens) - common
                 continue
-            if not self._start(sequence, leader, common):
+            if leader is not None:
+                self._cache.fork(leader.handle, sequence.handle, min(common, self._cache.length(leader.handle)))
+            if not self._start(sequence, owed):
                 return
             cached = self._cache.length(sequence.handle)
             part = self._part(sequence, budget)
             budget -= part.committed
             yield part, cached
 
-    def _start(self, sequence: Sequence, leader: Sequence | None, common: int) -> bool:
-        """Whether there was memory for all its tokens, and some to go on for everybody; if so, it runs."""
-        try:
-            self._cache.allocate(sequence.handle, _findable(sequence), sequence.cache_salt)
-            if leader is not None:
-                self._cache.fork(leader.handle, sequence.handle, min(common, self._cache.length(leader.handle)))
-            self._cache.reserve(sequence.handle, self._target.uncached(sequence))
-        except CacheFull:
+    def _start(self, sequence: Sequence, owed: int) -> bool:
+        """Whether there is memory for all its tokens, for those owed, and some to go on for everybody; if so, it runs.
+
+        Asked before anything is reserved: that would evict what others may find, and perhaps for nothing.
+        """
+        needed = self._target.uncached(sequence)
+        headroom = owed + min(sequence.remaining, HEADROOM * len(self.running)) if self.running else 0
+        if self._cache.room(sequence.handle) < needed + headroom:
             self._cache.release(sequence.handle)
             return False
-        headroom = min(sequence.remaining, HEADROOM * len(self.running))
-        if self.running and self._cache.room(sequence.handle) < self._target.uncached(sequence) + headroom:
-            self._cache.release(sequence.handle)
-            return False
+        self._cache.reserve(sequence.handle, needed)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda s: s.handle)
         sequence.start()
@@ -170,21 +175,22 @@ class Scheduler:
 
     def _leader(self, sequence: Sequence) -> tuple[Sequence | None, int]:
         """The running sequence that has most tokens in common with it, and how many: less than all of its own, since
-        the last one's logits are wanted."""
+        the last one's logits are wanted. Of several the one that has read most."""
         best: Sequence | None = None
-        most, tokens = 0, _findable(sequence)
+        most = (0, 0)
+        tokens = _findable(sequence)
         if self._cache.shares:
             for other in self.running:
                 if other.cache_salt == sequence.cache_salt and other.tokens[:WORTH_SHARING] == tokens[:WORTH_SHARING]:
                     common = min(common_prefix(other.tokens, tokens), len(tokens) - 1)
-                    if common > most:
-                        best, most = other, common
-        return (best, most) if most >= WORTH_SHARING else (None, 0)
+                    if (common, self._cache.length(other.handle)) > most:
+                        best, most = other, (common, self._cache.length(other.handle))
+        return (best, most[0]) if most[0] >= WORTH_SHARING else (None, 0)
 
-    def _about_to_compute(self, leader: Sequence, common: int) -> bool:
-        """Whether the leader still reads a part of its prompt that is common and worth waiting for."""
-        missing = common - self._cache.length(leader.handle)
-        return missing >= WORTH_SHARING and self._target.uncached(leader) > 1
+    def _worth_waiting(self, sequence: Sequence, leader: Sequence, common: int) -> bool:
+        """Whether the leader is about to read a large part of what they have in common and the cache has not."""
+        there = max(self._cache.length(leader.handle), self._cache.length(sequence.handle))
+        return common - there >= WORTH_SHARING and self._target.uncached(leader) > 1
 
 
 def _findable(sequence: Sequence) -> list[int]:

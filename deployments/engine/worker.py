@@ -48,6 +48,7 @@ class EngineWorker:
         )
         self._stopping: bool = False
         self._progress = time.monotonic()  # of the last step that fed a token or left nothing, or of the last idle turn
+        self._audited = True  # since the last step
         self._failures = 0  # failed steps since the last one that fed a token
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -74,6 +75,12 @@ class EngineWorker:
         with self._lock:
             if self._stopping:
                 raise EngineStopped("the engine is shutting down, or has stopped")
+            if tokens > self._admission.most_tokens:
+                raise InvalidRequest(
+                    f"{len(requests)} choices may need {tokens:,} tokens of KV memory, and no more than "
+                    f"{self._admission.most_tokens:,.0f} are admitted at once",
+                    "n",
+                )
             refusal = self._admission.refusal(len(self._open), self._open_tokens, len(requests), tokens)
             if refusal is not None:
                 raise Overloaded(refusal.reason, refusal.retry_after)
@@ -162,6 +169,7 @@ class EngineWorker:
     def _turn(self) -> None:
         if not self.engine.has_work:
             self._progress = time.monotonic()
+            self._audit()
             return
         try:
             result = self.engine.step()
@@ -180,8 +188,16 @@ class EngineWorker:
         elif result.stats.failed:
             self._failures += 1
         self._publish(result.outputs)
+        self._audited = False
         if not left:
-            self.engine.audit()  # if it fails the thread ends, health says so, and the replica is replaced
+            self._audit()
+
+    def _audit(self) -> None:
+        """Once after work, when there is time for it: it takes half a microsecond a block. If it fails the thread ends,
+        health says so, and the replica is replaced."""
+        if not self._audited and self._inbox.empty():
+            self.engine.audit()
+            self._audited = True
 
     def _publish(self, outputs: list[Output]) -> None:
         """Close the books on what finished, so that its places are free, then hand the outputs over."""

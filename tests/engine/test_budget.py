@@ -208,7 +208,15 @@ def test_the_budget_is_used_up_and_never_exceeded(
 
 def test_a_slotted_cache_has_no_blocks() -> None:
     config = EngineConfig("target", cache="slotted", max_running=3)
-    assert layouts(config, PAIR, 0, 0, 128, DeviceMemory(0, 0)) == [Layout(3, 128)] * 2
+    assert layouts(config, PAIR, 0, 0, 128, PLENTY) == [Layout(3, 128)] * 2
+
+
+def test_slots_that_do_not_fit_are_refused() -> None:
+    config = EngineConfig("target", cache="slotted", max_running=3)
+    needed = 3 * 128 * sum(shape.token_bytes for shape in PAIR)
+    layouts(config, PAIR, 0, 0, 128, DeviceMemory(needed, needed))
+    with pytest.raises(ConfigError, match=r"max_running 3 × max_model_len 128 takes 3\.4 MiB, and 3\.4 MiB are"):
+        layouts(config, PAIR, 0, 0, 128, DeviceMemory(needed, needed - 1))
 
 
 def test_the_arithmetic_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +224,7 @@ def test_the_arithmetic_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         made = layouts(configured(kv_tokens=1_000), PAIR, 0, 0, 128, PLENTY)
     assert made == [Layout(16, 128, 16, 62)] * 2
     explained = Budget(16, 62, (8_192, 1_024), "kv_tokens 1,000")
-    assert caplog.messages == [f"the KV cache has {explained}"]
+    assert caplog.messages == [f"the KV cache has {explained}, mapped"]
 
 
 def test_the_prefix_cache_can_be_off() -> None:

@@ -1,11 +1,14 @@
 """The draft model's side of a round: catching up, and the order of its pass."""
 
 import random
+from collections.abc import Sequence as Seq
 
 import pytest
+from torch import Tensor
 
 from deployments.engine.models import attention
 from deployments.engine.models.attention import AttentionPlan
+from deployments.engine.runner import Feed
 from deployments.engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair
@@ -45,6 +48,25 @@ def test_a_gap_is_closed_piece_by_piece(pair: Pair) -> None:
     drive(engine, [make_request("r", 60)], after_step=watch)
     assert gaps[:6] == [61, 50, 39, 28, 17, 6]
     assert set(gaps[6:]) <= {1, 2}
+
+
+def test_a_gap_beside_other_streams_is_closed_in_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of the draft's tokens as take the time of prefill_chunk of the target's; alone, a whole pass."""
+    engine = load(pair, max_running=2, max_spec_length=4, max_step_tokens=60, prefill_chunk=5, max_model_len=128)
+    runner, read = model_drafter(engine).runner, [0]
+    run = runner.run
+
+    def counting(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        read.append(sum(feed.committed for feed in feeds))
+        return run(feeds, drafts)
+
+    monkeypatch.setattr(runner, "run", counting)
+    drive(engine, [make_request("alone", 70)])
+    assert max(read) == 60
+    read.clear()
+    drive(engine, {0: [make_request("stream", 3, max_tokens=90)], 4: [make_request("long", 70)]})
+    ratio = engine.target.decoder.weight_bytes / runner.decoder.weight_bytes
+    assert 4 < max(read) <= 5 * ratio < 30
 
 
 def test_a_draft_pass_is_in_the_order_of_its_own_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

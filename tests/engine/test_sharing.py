@@ -304,7 +304,7 @@ def test_a_follower_waits_while_it_pays(pair: Pair, kind: str, length: int, comm
 
 
 def test_negative_control_nobody_waits(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_about_to_compute", lambda *_: False)
+    monkeypatch.setattr(Scheduler, "_worth_waiting", lambda *_: False)
     assert follow(pair, kind, 40, 39) == (1, 0)
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from deployments.engine.worker import IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
+from tests.kv import kv_kind
 
 PATIENCE_S = 60.0
 
@@ -216,17 +218,30 @@ def test_a_stalled_step_is_unhealthy_until_it_moves_again(worker: EngineWorker, 
     _eventually(lambda: worker.stats().healthy)
 
 
+def test_choices_that_could_never_be_open_together_are_refused(pair: Pair) -> None:
+    """Waiting would not help: there is no load under which they would be admitted."""
+    engine = load(pair, max_running=2, max_waiting=20, **({} if kv_kind() == "slotted" else {"kv_tokens": 200}))
+    worker = EngineWorker(engine, lambda _: None)
+    most = 8 * engine.target.layout.tokens
+    requests = [replace(make_request(f"r{i}"), prompt_ids=(5,) * 80) for i in range(21)]
+    while sum(80 + r.params.max_tokens for r in requests) <= most:
+        requests.append(replace(requests[0], id=f"r{len(requests)}"))
+    with pytest.raises(InvalidRequest, match=r"no more than .* are admitted at once") as caught:
+        worker.submit(*requests)
+    assert caught.value.param == "n"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_audit_ends_the_thread_and_health_says_so(worker: EngineWorker, desk: Desk, engine: Engine) -> None:
     def lose_a_slot_at_the_end(outputs: list[Output]) -> None:
         if outputs[-1].request_id == "r" and outputs[-1].finish_reason:
             engine.target.cache._slots._free.pop()  # type: ignore[attr-defined]
-            worker.submit(make_request("late"))  # arrives before the audit, is never started
+            worker.submit(make_request("late"))  # what is waiting goes before the audit
 
     desk.on_delivery = lose_a_slot_at_the_end
     worker.submit(make_request("r"))
     desk.wait_for_end("r", "late")
-    assert desk.ends("late")[0].error == "the engine has stopped"
+    assert desk.ends("late")[0].finish_reason == "length"
     _eventually(lambda: not worker.stats().healthy)
     assert worker.stats().reason == "the engine thread is not running"
     with pytest.raises(EngineStopped):

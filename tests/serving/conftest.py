@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ AUTOSCALING = {
     "downscale_delay_s": 3,
 }
 
+# By its address: "auto" takes any cluster of this machine.
+CONNECT = """
+import json, os, pathlib, ray
+from ray import serve
+(port,) = pathlib.Path(os.environ["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+ray.init(f"{ray.util.get_node_ip_address()}:{port.read_text()}", log_to_driver=False)
+"""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -58,10 +67,21 @@ class Served:
             "answer = details['deployments']['Replica']['deployment_config']"
         )
 
+    def failure_of(self, args: dict[str, str]) -> str:
+        """Why a second application with these arguments does not start, in the words of its status."""
+        answer = self._ask(f"""
+import contextlib
+from deployments.build import build
+from deployments.settings import Settings
+with contextlib.suppress(RuntimeError):
+    serve.run(build(Settings(**{args!r})), name="second", route_prefix="/second")
+answer = {{"message": serve.status().applications["second"].deployments["Replica"].message}}
+serve.delete("second")""")
+        return str(answer["message"])
+
     def _ask(self, question: str) -> dict[str, Any]:
         """Run `question`, which sets `answer`, in a driver of the application's cluster."""
-        connect = "import json, ray; from ray import serve; ray.init(address='auto', log_to_driver=False);"
-        script = connect + question + ";print(json.dumps(answer, default=str))"
+        script = CONNECT + question + ";print(json.dumps(answer, default=str))"
         done = subprocess.run(
             [sys.executable, "-c", script], env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False
         )
@@ -72,15 +92,21 @@ class Served:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("serve")
+    with serving(tmp_path_factory.mktemp("serve"), ARGS, AUTOSCALING) as application:
+        yield application
+
+
+@contextmanager
+def serving(folder: Path, args: dict[str, Any], autoscaling: dict[str, Any]) -> Iterator[Served]:
+    """Serve the shipped configuration with these changes, in a cluster of its own; its log is below `folder`."""
     ray_folder = tempfile.mkdtemp(prefix="ft")  # short: Ray makes Unix sockets in it, whose paths are limited
     port = _free_port()
     config = folder / "serve_config.yaml"
-    config.write_text(yaml.safe_dump(_shortened(port)), encoding="utf-8")
+    config.write_text(yaml.safe_dump(_shortened(port, args, autoscaling)), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_TMPDIR": ray_folder,  # so that no other cluster of this machine is taken for this one
+        "RAY_TMPDIR": ray_folder,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "default",
     }
@@ -106,13 +132,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             shutil.rmtree(ray_folder, ignore_errors=True)
 
 
-def _shortened(port: int) -> dict[str, Any]:
+def _shortened(port: int, args: dict[str, Any], autoscaling: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text("utf-8"))
     config["http_options"]["port"] = port
     (application,) = config["applications"]
-    application["args"] |= ARGS
+    application["args"] |= args
     (deployment,) = application["deployments"]
-    deployment |= OPTIONS | {"autoscaling_config": AUTOSCALING}
+    deployment |= OPTIONS | {"autoscaling_config": autoscaling}
     return config
 
 

@@ -76,8 +76,10 @@ class ModelDrafter:
         cache = self.runner.cache
         if cache.holds(sequence.handle):
             cache.publish(sequence.handle, sequence.tokens)
-        else:
+        elif cache.free_slots:
             cache.allocate(sequence.handle, sequence.tokens, sequence.cache_salt)
+        else:  # one that is gone could not be forgotten: the audit's to find
+            return 0
         gap = self.runner.uncached(sequence)
         k = max(0, min(k, 1 + cache.room(sequence.handle) - gap))  # the last draft is not fed
         if k:

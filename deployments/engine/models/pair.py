@@ -50,7 +50,7 @@ def load_pair(config: EngineConfig) -> Loaded:
     model = None
     if draft_opened is not None:
         # As many of the draft's tokens as take the time of a chunk of the target's, and two for each that decodes.
-        chunk = config.chunk * runners[0].decoder.weight_bytes // runners[1].decoder.weight_bytes
+        chunk = config.chunk(0) * runners[0].decoder.weight_bytes // runners[1].decoder.weight_bytes
         limit = config.max_step_tokens
         model = ModelDrafter(runners[1], opened.shape.vocab_size, limit, max(2 * config.max_running, min(chunk, limit)))
     return Loaded(runners[0], make_drafters(model, device), tokenizer, _eos_ids(opened))
