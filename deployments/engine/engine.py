@@ -140,10 +140,10 @@ class Engine:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        overdue = [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
-        for sequence in overdue:
-            within = f"{sequence.deadline - sequence.record.arrived:g} s"  # type: ignore[operator]
-            self._finish(sequence, "error", f"the request was not finished within {within}", code="deadline_exceeded")
+        for sequence in tuple(self._sequences.values()):
+            if sequence.deadline is not None and sequence.deadline <= now:
+                error = f"the request was not finished within {sequence.deadline - sequence.record.arrived:g} s"
+                self._finish(sequence, "error", error, code="deadline_exceeded")
 
     def _plan(self) -> Plan:
         plan = self.scheduler.plan()

@@ -179,7 +179,7 @@ def guess_of(tokens: Seq[int], drafter: DrafterName | None) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def engine(pair: Pair) -> Engine:
-    return load(pair, max_running=16, max_spec_length=8, max_step_tokens=512)
+    return load(pair, max_running=16, max_spec_length=8, max_step_tokens=512, prefill_chunk=512)  # pieces would vary k
 
 
 @pytest.fixture(scope="module")
