@@ -163,16 +163,6 @@ class TrustsOthersAfterDiscard(PagedCache):
             held.due = self.block_size
 
 
-class ExchangesWhatForksHold(PagedCache):
-    """The fork is left with what is indexed below a block that it does not hold."""
-
-    def _exchange(self, held: _Held, own: int, indexed: int) -> bool:
-        self._pool.share(indexed)
-        held.table[held.indexed // self.block_size] = indexed
-        self._pool.drop(own, keep=False)
-        return True
-
-
 class ReservesHalf(PagedCache):
     """Takes what there is before it finds that there is not enough."""
 
@@ -199,7 +189,6 @@ FAULTS = [
     HitsTheLastToken,
     KeepsWhatWasDiscarded,
     TrustsOthersAfterDiscard,
-    ExchangesWhatForksHold,
     ReservesHalf,
 ]
 
