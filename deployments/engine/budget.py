@@ -20,7 +20,7 @@ from cache.mapped import map_count, mappable
 from cache.storage import KVShape
 from deployments.engine.config import ConfigError, EngineConfig
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)  # to choose from where the configuration says nothing
+BLOCK_SIZES = (32, 64, 128, 256)  # to choose from where the configuration says nothing; smaller ones cost more to map
 CUDA_FRACTION = 0.9  # of a GPU's memory where it says nothing; the rest is the context's, the libraries', fragmentation
 USUAL_MAX_MAP_COUNT = 65_530  # Linux's DEFAULT_MAX_MAP_COUNT
 
@@ -85,7 +85,7 @@ def layouts(
 
 def choose_block_size(config: EngineConfig, shapes: Sequence[KVShape], slots: int, max_len: int) -> int:
     """Positions per block: the configuration's, or the smallest of BLOCK_SIZES with which the CPU's memory can be
-    mapped for every model, or 16.
+    mapped for every model, or their first.
 
     Half of vm.max_map_count is left to the process's libraries, heaps and threads. Raises ConfigError for a configured
     size that would need more mappings.

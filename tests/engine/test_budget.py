@@ -222,8 +222,8 @@ def test_slots_that_do_not_fit_are_refused() -> None:
 def test_the_arithmetic_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=budget.__name__):
         made = layouts(configured(kv_tokens=1_000), PAIR, 0, 0, 128, PLENTY)
-    assert made == [Layout(16, 128, 16, 62)] * 2
-    explained = Budget(16, 62, (8_192, 1_024), "kv_tokens 1,000")
+    assert made == [Layout(16, 128, 32, 31)] * 2
+    explained = Budget(32, 31, (8_192, 1_024), "kv_tokens 1,000")
     assert caplog.messages == [f"the KV cache has {explained}, mapped"]
 
 
@@ -238,16 +238,16 @@ def test_the_prefix_cache_can_be_off() -> None:
 @linux
 def test_blocks_are_whole_pages_of_every_model() -> None:
     """A row of the odd model has 160 bytes: 128 of them are the first power of two that fills pages of 4,096."""
-    assert choose_block_size(configured(), PAIR, 16, 1_024) == 16
+    assert choose_block_size(configured(), PAIR, 16, 1_024) == 32
     assert choose_block_size(configured(), (TARGET, ODD), 16, 1_024) == 128
     never = replace(ODD, head_dim=1)  # 8 bytes: 512 rows
-    assert choose_block_size(configured(), (TARGET, never), 16, 1_024) == 16
+    assert choose_block_size(configured(), (TARGET, never), 16, 1_024) == 32
 
 
 @linux
 def test_blocks_grow_until_their_mappings_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 slots of 1,024 positions in 18 layers are 18,432 blocks of 16, 9,216 of 32."""
-    for limit, size in [(2 * 18_433 + 1, 16), (2 * 18_432, 32), (2 * 9_217, 32), (2 * 9_216, 64)]:
+    """16 slots of 1,024 positions in 18 layers are 9,216 blocks of 32, 4,608 of 64."""
+    for limit, size in [(2 * 9_217 + 1, 32), (2 * 9_216, 64), (2 * 4_609, 64), (2 * 4_608, 128)]:
         monkeypatch.setattr(budget, "max_map_count", lambda limit=limit: limit)
         assert choose_block_size(configured(), PAIR, 16, 1_024) == size
         (first, *_) = layouts(configured(kv_tokens=4_096), PAIR, 0, 0, 1_024, PLENTY)
@@ -259,13 +259,13 @@ def test_too_many_mappings_of_any_size_are_not_made(monkeypatch: pytest.MonkeyPa
     """Of 256 positions there are 1,152 blocks."""
     monkeypatch.setattr(budget, "max_map_count", lambda: 2 * 1_152)
     made = layouts(configured(kv_tokens=4_096), PAIR, 0, 0, 1_024, PLENTY)
-    assert [(m.block_size, m.mapped) for m in made] == [(16, False)] * 2
+    assert [(m.block_size, m.mapped) for m in made] == [(32, False)] * 2
 
 
 def test_a_gpu_maps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "max_map_count", lambda: 2)
-    assert choose_block_size(configured(), on(CUDA, *PAIR), 16, 1_024) == 16
-    assert choose_block_size(configured(block_size=32), on(CUDA, *PAIR), 16, 1_024) == 32
+    assert choose_block_size(configured(), on(CUDA, *PAIR), 16, 1_024) == 32
+    assert choose_block_size(configured(block_size=16), on(CUDA, *PAIR), 16, 1_024) == 16
 
 
 @linux

@@ -273,7 +273,7 @@ def test_clients_that_leave_under_pressure_give_their_memory_back(small: Served)
 def test_a_pool_that_cannot_hold_one_request_ends_the_start_with_the_arithmetic(small: Served) -> None:
     """As `serve status` shows it, given as the command line gives it: beside an application that serves on."""
     message = small.failure_of({"kv_tokens": "260", "max_model_len": "256", "num_cpus": "0.1"})
-    assert "room for 256 tokens (16 blocks of 16: kv_tokens 260" in message
+    assert "room for 256 tokens (8 blocks of 32: kv_tokens 260" in message
     assert "one request of max_model_len 256 needs 272" in message
     assert "raise kv_tokens, or lower max_model_len" in message
     assert load(small)["running"] == 0
