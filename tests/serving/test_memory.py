@@ -274,6 +274,6 @@ def test_a_pool_that_cannot_hold_one_request_ends_the_start_with_the_arithmetic(
     """As `serve status` shows it, given as the command line gives it: beside an application that serves on."""
     message = small.failure_of({"kv_tokens": "260", "max_model_len": "256", "num_cpus": "0.1"})
     assert "room for 256 tokens (8 blocks of 32: kv_tokens 260" in message
-    assert "one request of max_model_len 256 needs 272" in message
+    assert "one request of max_model_len 256 needs 288" in message
     assert "raise kv_tokens, or lower max_model_len" in message
     assert load(small)["running"] == 0
