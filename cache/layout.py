@@ -1,4 +1,4 @@
-"""How one model's KV cache is laid out: its numbers, checked, and the bookkeeping that goes with them."""
+"""How one model's KV cache is laid out: its numbers, and the bookkeeping that goes with them."""
 
 from dataclasses import dataclass
 

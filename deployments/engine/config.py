@@ -34,7 +34,7 @@ class EngineConfig:
     prefill_chunk: int | None = None  # prompt tokens of a pass that others' streams wait for; None: see `chunk`
     cache: CacheKind = "paged"
     block_size: int | None = None  # positions per block; None: what suits the models, see budget.py
-    kv_tokens: int | None = None  # positions that each model's cache has memory for; None: by memory_fraction
+    kv_tokens: int | None = None  # positions that each model's cache has memory for; None: see budget.py
     memory_fraction: float | None = None  # of the device's memory, for weights, activations and both caches
     prefix_cache: bool = True  # whether requests share the KV of what their prompts have in common
     max_demand: float = 8.0  # prompt and output tokens of all admitted requests, over those that the cache has room for
