@@ -1,0 +1,136 @@
+"""What the policies are told before a round and what they answer; what they learn from after it.
+
+Arrays are in the order of the round's candidates, one per sequence that decodes. K is the largest k that the server
+allows. Times are seconds, lengths tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+Reason = Literal["policy", "user", "cap", "cache", "acceptance", "load", "probe"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+"""Why a sequence's k is what it is, and no larger:
+
+policy      the policy gives this k to everybody, whatever it costs (off, fixed, heuristic, confidence)
+user        its request fixed k, turned speculation off, or set a max_k that is in the way
+cap         it may not emit more tokens, its drafter offers no more, or the server allows no more
+cache       there is no memory for more
+acceptance  more drafts would be rejected too often to pay, even if it ran alone
+load        more would pay if it ran alone, and do not beside the others of this round
+probe       drafts that are not expected to pay, to learn whether they would
+"""
+
+
+class Candidate(NamedTuple):
+    """A sequence that decodes in the coming round, as the engine knows it."""
+
+    handle: int
+    fixed: int | None  # k that its request asked for; None: the policy's to choose
+    max_k: int | None  # most drafts that its request allows
+    left: int  # drafts after which, were all accepted, it would have emitted all its tokens
+    room: int  # drafts that the cache has memory for
+    source: str | None  # who would draft for it in this round; None: nobody
+    offered: int  # most drafts that the source has; a draft model's: as many as asked for
+    gap: int  # committed tokens that the draft model has not read; 0: the source runs no model
+    heat: int  # see estimator.heat_of
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """Predicted seconds of one round of a given batch, as a function of what is drafted in it.
+
+    n is the number of all drafts, D the largest k. The draft model's forwards are as many as its longest draft, and it
+    reads m tokens: gap + k − 1 for each sequence that it drafts for. A round takes base + verify[n] + padding[D], with
+    drafts also `drafting`, and if a model makes any also model + forwards · step + m · token.
+    """
+
+    base_s: float  # host work of any round
+    drafting_s: float  # more of it, in rounds with drafts
+    model_s: float  # once, if the draft model runs
+    step_s: float  # per forward of the draft model
+    token_s: float  # per token that the draft model reads
+    verify_s: Floats  # [≥ 1 + most drafts of the round]: the target's pass with n tokens more than one per sequence
+    padding_s: Floats  # [≥ 1 + K]: more of it where some k are large, as attention may be computed as if all were;
+    # non-decreasing, 0 at 0
+
+    def seconds(self, drafts: int, depth: int, forwards: int, read: int) -> float:
+        """n, D, the draft model's forwards, and m."""
+        total = self.base_s + float(self.verify_s[drafts] + self.padding_s[depth])
+        if drafts:
+            total += self.drafting_s
+        if forwards:
+            total += self.model_s + forwards * self.step_s + read * self.token_s
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a policy decides on. Sequences whose k their request fixed are in it: their drafts are made in any case."""
+
+    handles: tuple[int, ...]
+    fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy's to choose
+    limits: Ints  # [B] most drafts that each may get
+    bounds: tuple[Reason, ...]  # [B] what a k at its limit is due to: user, cap or cache
+    survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted
+    gaps: Ints  # [B] as Candidate.gap
+    horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
+    cost: RoundCost
+    last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
+    round_s: float  # what the last round took; 0: there was none
+
+    @property
+    def free(self) -> Ints:
+        """[F] places of those that the policy decides about and that may get any draft."""
+        return np.flatnonzero((self.fixed < 0) & (self.limits > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a policy remembers from round to round; one kind for all, so that one may follow another."""
+
+    ks: Mapping[int, int] = field(default_factory=dict)  # handle → k of the last plan
+    credit_s: float = 0.0  # saved up for probes
+    rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's answer."""
+
+    ks: Ints  # [B]
+    reasons: tuple[Reason, ...]  # [B]
+    confidence: float = 0.0  # a model's draft ends before a position at which the drafts' joint confidence is lower
+
+
+class Drafted(NamedTuple):
+    """What became of one sequence's drafts in a round. Only sequences for which anything was drafted have one."""
+
+    handle: int
+    source: str
+    heat: int
+    drafted: int
+    accepted: int
+    overlaps: tuple[float, ...] = ()  # Σ min(p, q) at the positions that were reached; (): only `accepted` is known
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A round that was measured."""
+
+    batch: int  # sequences that emit
+    drafts: int  # of all of them
+    depth: int  # the largest k
+    prefill: int  # tokens of prompts in the target's pass
+    forwards: int  # of the draft model
+    read: int  # tokens that it was fed in them
+    draft_s: float  # proposing
+    score_s: float  # the target's pass: input, forward, sampling, acceptance
+    rest_s: float  # the rest of the step: planning, committing, publishing
