@@ -33,6 +33,7 @@ def engine_requests(
             prompt_ids=ids,
             params=params,
             k=asked.drafting.k,
+            max_k=asked.drafting.max_k,
             prompt_index=prompt_index,
             choice_index=choice_index,
             verifier=asked.drafting.verifier,

@@ -4,10 +4,10 @@ import asyncio
 import codecs
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from deployments.engine.types import (
     DRAFTERS,
@@ -21,6 +21,7 @@ from deployments.engine.types import (
     TokenLogprob,
     Verifier,
 )
+from policies.reasons import REASONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,10 @@ class ModelCard:
 
     name: str
     max_model_len: int
-    spec_length: int  # drafts per round for requests that do not say
+    policy: str  # in force now; it chooses k for requests that do not fix their own; "off": they get no drafts
     max_spec_length: int  # 0 when there is no drafter
     drafters: tuple[DrafterName, ...]  # those that a request may name
+    drafter: DrafterName | None  # for requests that do not say; None: they get no drafts
     verifier: Verifier  # for requests that do not say
     max_choices: int  # that the engine can hold at once, running and waiting
     created: int  # Unix seconds
@@ -57,7 +59,9 @@ class EngineClient(Protocol):
     """All that the edge may ask of an engine. Every method is safe to call from the event loop and returns at once."""
 
     @property
-    def model(self) -> ModelCard: ...
+    def model(self) -> ModelCard:
+        """As it is now: the policy can change while the server runs."""
+        ...
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         """Token ids of that field's text: a prompt's with the special tokens that the model's tokenizer adds, a
@@ -86,12 +90,22 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def policy_status(self) -> Mapping[str, Any]:
+        """The policy in force by name and parameters, as JSON; `refused`: why the last one that was sent is not in
+        force, None if it is.
+        """
+        ...
+
 
 Script = Callable[[Request], Iterable[Output]]
 
+POLICY = "goodput"  # of the fake, and the largest k that it allows
+MAX_K = 8
+
 
 def spell(request: Request) -> Iterator[Output]:
-    """The default script: the prompt's ids again as text, three tokens a round (k = 3, two drafts accepted)."""
+    """The default script: the prompt's ids again as text, three tokens a round (k = 3 where it may be, two drafts
+    accepted)."""
     params, prompt = request.params, request.prompt_ids
     ids = [prompt[i % len(prompt)] for i in range(params.max_tokens)]
     record = _record(request, ids)
@@ -101,8 +115,13 @@ def spell(request: Request) -> Iterator[Output]:
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     for start in range(0, max(1, len(ids)), 3):
         part = tuple(ids[start : start + 3])
-        record.drafted.append(3 if record.k_max else 0)
-        record.accepted.append(2 if record.k_max else 0)
+        k = min(3, record.k_max)
+        record.steps.append(start // 3)
+        record.planned.append(k)
+        record.reasons.append(REASONS.index("policy" if record.fixed_k is None else "user"))
+        record.alphas.append(750)
+        record.drafted.append(k)
+        record.accepted.append(min(2, k))
         record.emitted.append(len(part))
         record.output_tokens += len(part)
         last = record.output_tokens == len(ids)
@@ -120,7 +139,8 @@ def spell(request: Request) -> Iterator[Output]:
 
 def _record(request: Request, ids: Sequence[int]) -> RequestRecord:
     now = time.monotonic()
-    k = 0 if request.k == 0 else 3
+    most = MAX_K if request.max_k is None else request.max_k
+    k = most if request.k is None else request.k
     guess = request.prediction_ids
     return RequestRecord(
         request.id,
@@ -133,6 +153,8 @@ def _record(request: Request, ids: Sequence[int]) -> RequestRecord:
         verifier=request.verifier or "match",
         drafter=(request.drafter or ("cascade" if guess else "model")) if k else None,
         lenience=request.lenience,
+        policy=POLICY,
+        fixed_k=request.k,
         prediction_tokens=len(guess),
         prediction_accepted=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guess, ids, strict=False))),
     )
@@ -164,9 +186,10 @@ class FakeEngineClient:
         self.model = ModelCard(
             name=name,
             max_model_len=max_model_len,
-            spec_length=3,
-            max_spec_length=8,
+            policy=POLICY,
+            max_spec_length=MAX_K,
             drafters=DRAFTERS,
+            drafter="model",
             verifier="match",
             max_choices=max_choices,
             created=1_700_000_000,
@@ -174,6 +197,7 @@ class FakeEngineClient:
         self.script = script
         self.max_open = max_open
         self.unhealthy = ""  # set it to the reason to be unhealthy for
+        self.refused: str | None = None  # set it to why a policy was not taken
         self.submitted: list[Request] = []
         self.tokenized: list[tuple[str, str]] = []  # (field, text)
         self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
@@ -238,4 +262,8 @@ class FakeEngineClient:
             max_running=self.max_open,
             free_slots=self.max_open - len(self.open),
             heartbeat_age_s=0.0,
+            policy=self.model.policy,
         )
+
+    def policy_status(self) -> Mapping[str, Any]:
+        return {"name": self.model.policy, "k": 5, "refused": self.refused}

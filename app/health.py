@@ -1,4 +1,4 @@
-"""GET /health: whether the engine makes progress, as the engine itself judges it."""
+"""GET /health: whether the engine makes progress, as the engine itself judges it, and how it drafts."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,7 @@ async def health(client: EngineClient, request: Request) -> Response:
         "free_slots": stats.free_slots,
         "kv_used": round(stats.kv_used, 3),
         "steps": stats.steps,
+        "policy": dict(client.policy_status()),
     }
     if stats.healthy:
         return JSON({"status": "ok", **load})

@@ -1,11 +1,13 @@
 """The bodies of /v1/completions replies: text completions, stream chunks, usage and per-request metrics.
 
 Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request metrics, so that tools which read those
-(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can repeat the text. So is
-`metrics.preemptions`: how often memory was taken back from a choice, which then had to be computed again.
+(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can repeat the text. So are
+`metrics.preemptions`, how often memory was taken back from a choice, which then had to be computed again, and of
+`metrics.speculative_decoding` drafter, verifier, mode, policy, draft_length_histogram and decisions.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -97,22 +99,48 @@ def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _speculative_decoding(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Rounds that verified at least one draft, of all choices; null in `metrics` when they ran without speculation."""
+    """Of all choices; null in `metrics` when speculation was off for them.
+
+    num_spec_steps and acceptance_histogram count the rounds that verified at least one draft; draft_length_histogram
+    (by drafts asked for, 0 too) and decisions (by why they were so many and no more) count every round in which k was
+    chosen.
+    """
     rounds = sum(record.rounds for record in records)
     drafted = sum(sum(record.drafted) for record in records)
     accepted = sum(sum(record.accepted) for record in records)
     histograms = [record.histogram() for record in records]
     return {
+        "mode": "auto" if records[0].fixed_k is None else "fixed",
+        "policy": records[0].policy,  # in force when the request came
         "drafter": records[0].drafter,
         "verifier": records[0].verifier,
         "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+        "draft_length_histogram": _lengths(records),
+        "decisions": _decisions(records),
         "num_spec_steps": rounds,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
         "num_spec_tokens": records[0].k_max,  # the choices of a request have it in common
     }
+
+
+def _lengths(records: Sequence[RequestRecord]) -> list[int]:
+    """Rounds in which k was chosen, by k, length k_max + 1. Their number is that of all decisions."""
+    counts = [0] * (records[0].k_max + 1)
+    for record in records:
+        for k, reason in zip(record.planned, record.reasons, strict=True):
+            if reason >= 0:
+                counts[k] += 1
+    return counts
+
+
+def _decisions(records: Sequence[RequestRecord]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.decisions())
+    return dict(total)
 
 
 def _ms(start: float | None, end: float | None) -> float | None:

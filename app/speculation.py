@@ -13,10 +13,15 @@ FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the draf
 
 
 class Speculation(Strict):
-    """How to draft: {"mode": "off"}, or any of mode "fixed", k, drafter and verifier; the server's own for the rest."""
+    """How to draft; the server's own way for what is not said.
 
-    mode: Literal["off", "fixed"] | None = None
+    mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k; "off": no drafts. Without a
+    mode, k means fixed, and anything else leaves k to the policy.
+    """
+
+    mode: Literal["auto", "off", "fixed"] | None = None
     k: Annotated[int, Field(ge=0)] | None = None
+    max_k: Annotated[int, Field(ge=1)] | None = None
     drafter: DrafterName | None = None
     verifier: Verifier | None = None
 
@@ -38,7 +43,8 @@ class Lossy(Strict):
 class Drafting:
     """What a request settles about its drafts; None is the server's own choice, or nothing."""
 
-    k: int | None = None
+    k: int | None = None  # None: the policy chooses
+    max_k: int | None = None
     drafter: DrafterName | None = None
     verifier: Verifier | None = None
     prediction: str | None = None
@@ -55,15 +61,17 @@ def settle(
     """Raises InvalidRequest, naming the field, for what this server lacks and for fields that would have no effect."""
     asked = speculation or Speculation()
     k = _k(asked, card)
-    # A drafter that is asked for acts, and so does a prediction, also where speculation is off by default.
-    by_default_off = k is None and card.spec_length == 0 and asked.drafter is None and prediction is None
-    if k == 0 or by_default_off:
-        _refuse_idle(asked, prediction, lossy)
+    _check_max_k(asked, k, card)
+    if k == 0:
+        _refuse_idle(asked, prediction, lossy, "speculation is off")
+    elif k is None and _idle(asked, prediction, card):
+        _refuse_idle(asked, prediction, lossy, "this server by itself drafts nothing")
     _check_drafter(asked.drafter, card, prediction)
     if lossy is not None:
         _check_lossy(asked.verifier or card.verifier, temperature)
     return Drafting(
         k,
+        asked.max_k,
         asked.drafter,
         asked.verifier,
         None if prediction is None else prediction.content,
@@ -76,15 +84,35 @@ def _k(asked: Speculation, card: ModelCard) -> int | None:
         if asked.k:
             raise InvalidRequest(f"speculation cannot be off and draft k = {asked.k} tokens", "speculation")
         return 0
-    if asked.k is None and asked.mode == "fixed" and asked.drafter is None and card.spec_length == 0:
-        raise InvalidRequest("speculation needs k or a drafter: by itself this server drafts nothing", "speculation")
+    if asked.mode == "auto" and asked.k is not None:
+        raise InvalidRequest("with mode 'auto' the policy chooses k: max_k can bound it", "speculation.k")
+    if asked.mode == "fixed" and asked.k is None:
+        raise InvalidRequest("mode 'fixed' needs k", "speculation.k")
     if asked.k is not None and asked.k > card.max_spec_length:
         maximum = card.max_spec_length
         raise InvalidRequest(f"speculation.k {asked.k} exceeds this server's maximum, {maximum}", "speculation.k")
     return asked.k
 
 
-def _refuse_idle(asked: Speculation, prediction: Prediction | None, lossy: Lossy | None) -> None:
+def _check_max_k(asked: Speculation, k: int | None, card: ModelCard) -> None:
+    if asked.max_k is None:
+        return
+    if k is not None:
+        raise InvalidRequest("max_k has no effect unless the policy chooses k (mode 'auto')", "speculation.max_k")
+    if asked.max_k > card.max_spec_length:
+        message = f"speculation.max_k {asked.max_k} exceeds this server's maximum, {card.max_spec_length}"
+        raise InvalidRequest(message, "speculation.max_k")
+
+
+def _idle(asked: Speculation, prediction: Prediction | None, card: ModelCard) -> bool:
+    """Whether a request that leaves k to the policy is sure to get no drafts, as things are now."""
+    if asked.mode == "auto" and card.policy == "off":
+        return True
+    # A drafter that is asked for acts, and so does a prediction, also where nobody drafts for those who do not ask.
+    return asked.drafter is None and prediction is None and (card.policy == "off" or card.drafter is None)
+
+
+def _refuse_idle(asked: Speculation, prediction: Prediction | None, lossy: Lossy | None, because: str) -> None:
     """Raise InvalidRequest for a field that acts on drafts, in a request that has none."""
     idle = {
         "speculation.drafter": asked.drafter,
@@ -94,7 +122,7 @@ def _refuse_idle(asked: Speculation, prediction: Prediction | None, lossy: Lossy
     }
     for name, value in idle.items():
         if value is not None:
-            raise InvalidRequest(f"{name} has no effect while speculation is off", name)
+            raise InvalidRequest(f"{name} has no effect while {because}", name)
 
 
 def _check_drafter(drafter: DrafterName | None, card: ModelCard, prediction: Prediction | None) -> None:

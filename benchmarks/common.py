@@ -17,7 +17,11 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.prompts import Tokenizer, builtin_prompts, file_prompts
 from benchmarks.stats import REPETITION_LIMIT, repeated_ngram_share, table
 from deployments.engine.config import DTYPES
+from policies.spec_length import PolicyConfig, PolicyName
 
+Spec = int | PolicyName  # k of everyone, 0 being plain decoding; or the policy that chooses k
+POLICIES: tuple[PolicyName, ...] = ("heuristic", "optimal", "confidence", "goodput")
+MAX_K = 8  # the most that these may choose, unless a k beside them is larger
 STEP_TOKENS = 512  # token budget of a pass; more where one verification of every sequence needs it
 SHAPE_FIELDS = (
     "model_type",
@@ -46,7 +50,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_timing_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--spec", type=spec_list, default=[0, 2, 4, 8], help="drafts per round; off is always included")
     p.add_argument("--concurrency", type=concurrency_list, default=[1], help="sequences that run together, such as 1,8")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--repeats", type=positive, default=3, help="medians are over repeats (default %(default)s)")
@@ -67,12 +70,26 @@ def spec_list(text: str) -> list[int]:
     return [0, *sorted(set(values) - {0})]
 
 
+def policy_list(text: str) -> list[Spec]:
+    """The text goodput,4,off → [0, 4, "goodput"]: as spec_list, then the policies in the order of POLICIES."""
+    parts = text.split(",")
+    numbers = spec_list(",".join([part for part in parts if part not in POLICIES] or ["off"]))
+    return [*numbers, *(name for name in POLICIES if name in parts)]
+
+
 def concurrency_list(text: str) -> list[int]:
     return sorted({positive(part) for part in text.split(",")})
 
 
-def spec_name(k: int) -> str:
-    return str(k) if k else "off"
+def spec_name(spec: Spec) -> str:
+    return str(spec) if spec else "off"
+
+
+def policy(spec: Spec) -> PolicyConfig:
+    """Who chooses k. For plain decoding and a fixed k these are policies too."""
+    if isinstance(spec, str):
+        return PolicyConfig(spec)
+    return PolicyConfig("fixed", k=spec) if spec else PolicyConfig("off")
 
 
 @dataclass(frozen=True)
@@ -99,14 +116,14 @@ def prepare(args: argparse.Namespace) -> Workload:
     return Workload(file_prompts(tokenizer, args.prompts)[: args.prompts_count], args.prompts.name)
 
 
-def engine_config(args: argparse.Namespace, specs: Sequence[int], max_running: int, waiting: int) -> dict[str, Any]:
-    """Keyword arguments of LLM for an engine that can run every k of `specs`."""
-    longest = max(specs)
+def engine_config(args: argparse.Namespace, specs: Sequence[Spec], max_running: int, waiting: int) -> dict[str, Any]:
+    """Keyword arguments of LLM for an engine that can run all of `specs`; it begins with the last one."""
+    longest = max(MAX_K if isinstance(spec, str) else spec for spec in specs)
     return {
         "device": args.device,
         "dtype": args.dtype,
         "threads": args.threads,
-        "spec_length": longest,
+        "policy": policy(specs[-1]),
         "max_spec_length": longest,
         "max_running": max_running,
         "max_waiting": waiting,

@@ -61,13 +61,18 @@ def spoiled(output: Sequence[int], vocab: int, seed: int) -> Ids:
     return [(t + rng.randrange(1, vocab)) % vocab if i % WRONG == WRONG - 1 else t for i, t in enumerate(output)]
 
 
+def copied_prompts(prompts: Sequence[Ids], outputs: Sequence[Ids], length: int) -> list[Ids]:
+    """Of prompts with the first `length` tokens of their outputs, those that the rest of the output copies from."""
+    begun = [[*p, *out[:length]] for p, out in zip(prompts, outputs, strict=True)]
+    shares = [copied_share(p, out[length:]) for p, out in zip(begun, outputs, strict=True)]
+    return [p for p, share in zip(begun, shares, strict=True) if share >= REPEATED]
+
+
 def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[Workload]:
     greedy = SamplingParams(temperature=0, seed=0, max_tokens=length, ignore_eos=True)
     twice = llm.generate(prompts, replace(greedy, max_tokens=2 * length), 0)
     outputs = [list(c.token_ids) for c in twice]
-    begun = [[*p, *out[:length]] for p, out in zip(prompts, outputs, strict=True)]
-    shares = [copied_share(p, out[length:]) for p, out in zip(begun, outputs, strict=True)]
-    copied = [p for p, share in zip(begun, shares, strict=True) if share >= REPEATED]
+    copied = copied_prompts(prompts, outputs, length)
     vocab = llm.engine.target.vocab_size
     guesses = [spoiled(out[:length], vocab, seed) for seed, out in enumerate(outputs)]
     sampled = replace(greedy, temperature=1.0)

@@ -1,52 +1,86 @@
-"""Speed of the engine in process: plain decoding against k drafts per round, interleaved within each repeat.
+"""Speed of the engine in process: plain decoding, fixed k and policies that choose k, on the same work in turn.
 
-    python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --spec off,2,4,8 --concurrency 1,8
+    python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --threads 2 \
+        --spec off,1,2,4,8,goodput --concurrency 1,4,8,16 --repeats 20 --plot decode.svg
 
-Columns: tok/s with prefill; speedup over `off` of the same repeat, as a whole and for decode steps alone; α of reached
-drafts; tokens per sequence and round; milliseconds per draft step and per target forward; overhead, the wall time of a
-step over that of its forwards; the decode speedup predicted from α and the two times; and achieved over predicted.
-`off again` is `off` measured twice: what its speedup differs from 1 is noise.
+--spec takes off, numbers (that k for everyone) and policies. One engine per batch size runs all of them: each
+continues a group of prompts, two batches of them, before the next group's turn, and who goes first changes from turn
+to turn. No prompt shares memory with another, and prompts are read in large chunks, so that most steps only decode.
+Before what is counted every variant has one turn that is not. What the engine learns of acceptance and cost it keeps
+from turn to turn, as a server does, and it learns from every variant's rounds.
+
+First table, with prefill and for decode steps alone: tokens per second; over `off` and over the best fixed k of that
+batch size, off being k = 0. These are medians of ratios within turns, with 95 % intervals; turns are what is resampled,
+and the best fixed k is chosen on other turns than those compared (see compare.py; `best k` is the choice for even and
+for odd repeats). `off again` is `off` measured twice: what it differs from 1 by is noise. Second table: geometric means
+over the batch sizes, and the lowest cell and lower bound. Third table: α of reached drafts; tokens per sequence and
+round; milliseconds per draft step and per target forward; overhead, the wall time of a step over that of its forwards;
+the decode speedup predicted from α and the two times; achieved over predicted. Fourth table, of policies: mean k; the
+share of rounds by why k was what it was (see policies/reasons.py); predicted over realised seconds and tokens, as sums
+over steps without prompts; the median error of a step's predicted seconds; microseconds per step in the policy's code.
 
 On other devices than the CPU a forward returns before it is done, so what is derived from its time is left out (-).
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from benchmarks import common
-from benchmarks.measure import Generator, Run, merge, timed_run
+from benchmarks.common import Spec
+from benchmarks.compare import Estimate, geometric_mean, ratio, ratio_to_best
+from benchmarks.measure import Run, merge, timed_run
+from benchmarks.plot import chart
 from benchmarks.stats import median_ratio, predicted_speedup
 from deployments.engine.llm import LLM
 from deployments.engine.types import SamplingParams
+from policies.reasons import REASONS
 
-WARMUP_TOKENS = 16
 FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieved/predicted")
+RATES = {"": "tokens_per_s", "decode ": "decode_tokens_per_s"}
 Prompts = Sequence[Sequence[int]]
+Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class Variant:
     name: str
-    k: int
-    runs: list[Run]  # one per repeat
+    spec: Spec
+    runs: list[Run] = field(default_factory=list)  # one per turn
+
+    def rates(self, name: str) -> list[float]:
+        return [getattr(run, name) for run in self.runs]
 
 
-def make_variants(specs: Sequence[int]) -> list[Variant]:
-    """`off` first, then each k, then `off` once more as the control."""
-    names = [(common.spec_name(k), k) for k in specs] + [("off again", 0)]
-    return [Variant(name, k, []) for name, k in names]
+@dataclass(frozen=True)
+class Cell:
+    """All variants at one batch size; `off` is the first, `off again` the last."""
+
+    batch: int
+    variants: list[Variant]
+    folds: list[int]  # of each turn: whether its repeat is odd
+
+    @property
+    def fixed(self) -> list[Variant]:
+        return [v for v in self.variants[:-1] if isinstance(v.spec, int)]
+
+    def over_off(self, variant: Variant, rate: str) -> Estimate:
+        return ratio(variant.rates(rate), self.variants[0].rates(rate), self.folds)
+
+    def over_best(self, variant: Variant, rate: str) -> tuple[Estimate | None, str]:
+        """With what was best; None without turns of even and of odd repeats."""
+        if set(self.folds) != {0, 1}:
+            return None, "-"
+        rivals = {fixed.name: fixed.rates(rate) for fixed in self.fixed}
+        against = ratio_to_best(variant.rates(rate), rivals, self.folds)
+        return against.estimate, ", ".join(dict.fromkeys(against.best))
 
 
-def run_repeat(llm: Generator, groups: Sequence[Prompts], params: SamplingParams, variants: list[Variant]) -> None:
-    """One run of every variant: each variant continues one group of prompts before the next group's turn."""
-    parts: list[list[Run]] = [[] for _ in variants]
-    for group in groups:
-        for variant, done in zip(variants, parts, strict=True):
-            done.append(timed_run(llm, group, params, variant.k))
-    for variant, done in zip(variants, parts, strict=True):
-        variant.runs.append(merge(done))
+def make_variants(specs: Sequence[Spec]) -> list[Variant]:
+    """`off` first, then the others, then `off` once more as the control."""
+    return [*(Variant(common.spec_name(spec), spec) for spec in specs), Variant("off again", 0)]
 
 
 def split(prompts: Prompts, batch: int) -> list[Prompts]:
@@ -54,39 +88,113 @@ def split(prompts: Prompts, batch: int) -> list[Prompts]:
     return [prompts[i : i + 2 * batch] for i in range(0, len(prompts), 2 * batch)]
 
 
-def summarise(concurrency: int, variant: Variant, plain: Variant, device: str = "cpu") -> dict[str, object]:
-    """A row of the table: medians over repeats, ratios taken within each repeat against `plain`."""
+def whole_groups(prompts: Prompts, batch: int) -> list[Prompts]:
+    """Groups of the same size, so that turns weigh the same; a single smaller one if there are not enough prompts."""
+    groups = split(prompts, batch)
+    return [group for group in groups if len(group) == 2 * batch] or groups
+
+
+def run_turn(llm: LLM, group: Prompts, params: SamplingParams, variants: Sequence[Variant], first: int) -> list[Run]:
+    """One run of every variant on the same prompts, in the order of the variants; the one at place `first` began."""
+    runs: dict[str, Run] = {}
+    shift = first % len(variants)
+    for variant in [*variants[shift:], *variants[:shift]]:
+        llm.engine.configure(common.policy(variant.spec))
+        runs[variant.name] = timed_run(llm, group, params, None if variant.spec else 0)
+    return [runs[variant.name] for variant in variants]
+
+
+def measure(args: argparse.Namespace, prompts: Prompts) -> list[Cell]:
+    """One engine per batch size, all of them loaded; every batch size has its turns within each repeat."""
+    params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.max_tokens, ignore_eos=True)
+    alone = {"prefix_cache": False, "prefill_chunk": common.STEP_TOKENS}
+    engines = {
+        batch: LLM(args.target, args.draft, **common.engine_config(args, args.spec, batch, len(prompts)), **alone)
+        for batch in args.concurrency
+    }
+    cells = [Cell(batch, make_variants(args.spec), []) for batch in engines]
+    groups = {batch: whole_groups(prompts, batch) for batch in engines}
+    for cell in cells:
+        run_turn(engines[cell.batch], groups[cell.batch][-1], params, cell.variants, 0)
+    for repeat in range(args.repeats):
+        for cell in cells:
+            for turn in range(repeat * args.groups, (repeat + 1) * args.groups):
+                group = groups[cell.batch][turn % len(groups[cell.batch])]
+                runs = run_turn(engines[cell.batch], group, params, cell.variants, turn)
+                for variant, run in zip(cell.variants, runs, strict=True):
+                    variant.runs.append(run)
+                cell.folds.append(repeat % 2)
+    return cells
+
+
+def speed_rows(cells: Sequence[Cell]) -> Rows:
+    rows: Rows = []
+    for cell in cells:
+        for variant in cell.variants:
+            row: dict[str, object] = {"batch": cell.batch, "spec": variant.name}
+            for label, rate in RATES.items():
+                best, name = cell.over_best(variant, rate)
+                row[f"{label}tok/s"] = median(variant.rates(rate))
+                row[f"{label}over off"] = cell.over_off(variant, rate).interval
+                row[f"{label}over best"] = best and best.interval
+                row[f"{label}best k"] = name
+            rows.append(row)
+    return rows
+
+
+def mean_rows(cells: Sequence[Cell]) -> Rows:
+    """Per variant but `off` and per figure: over all cells."""
+    rows: Rows = []
+    for place, variant in enumerate(cells[0].variants[1:], 1):
+        for label, rate in RATES.items():
+            over_off = [cell.over_off(cell.variants[place], rate) for cell in cells]
+            over_best = [cell.over_best(cell.variants[place], rate)[0] for cell in cells]
+            for name, estimates in (("over off", over_off), ("over best", over_best)):
+                known = [e for e in estimates if e is not None]
+                rows += [{"spec": variant.name, "figure": label + name, **_means(known)}] if known else []
+    return rows
+
+
+def _means(cells: Sequence[Estimate]) -> dict[str, object]:
+    return {
+        "cells": len(cells),
+        "geometric mean": geometric_mean(cells).interval,
+        "lowest": min(cell.value for cell in cells),
+        "lowest bound": min(cell.interval.low for cell in cells),
+    }
+
+
+def round_row(cell: Cell, variant: Variant, device: str = "cpu") -> dict[str, object]:
+    """What a round is like: medians over turns, ratios taken within each turn against `off`."""
     runs = variant.runs
-    decode_speedup = median_ratio([r.decode_tokens_per_s for r in runs], [r.decode_tokens_per_s for r in plain.runs])
     row: dict[str, object] = {
-        "batch": concurrency,
+        "batch": cell.batch,
         "spec": variant.name,
-        "tok/s": median(r.tokens_per_s for r in runs),
-        "speedup": median_ratio([r.tokens_per_s for r in runs], [r.tokens_per_s for r in plain.runs]),
-        "decode speedup": decode_speedup,
         "alpha": _median([r.alpha for r in runs]),
         "tok/round": _median([r.tokens_per_round for r in runs]),
         "draft ms": _median([None if r.draft_step_s is None else r.draft_step_s * 1e3 for r in runs]),
         "target ms": median(r.target_s * 1e3 for r in runs),
         "overhead": median(r.overhead for r in runs),
+        "predicted": None,
+        "achieved/predicted": None,
     }
+    plain = cell.variants[0]
     predicted = _predictions(variant, plain)
-    row["predicted"] = median(predicted) if predicted else None
-    row["achieved/predicted"] = median(_achieved(variant, plain, predicted)) if predicted else None
+    if predicted:
+        row["predicted"] = median(predicted)
+        expected = [p * base for p, base in zip(predicted, plain.rates("decode_tokens_per_s"), strict=True)]
+        row["achieved/predicted"] = median_ratio(variant.rates("decode_tokens_per_s"), expected)
     return row if device.startswith("cpu") else row | dict.fromkeys(FROM_FORWARD_TIMES)
 
 
 def _predictions(variant: Variant, plain: Variant) -> list[float]:
-    return [
-        predicted_speedup(run.alpha, variant.k, base.target_s, run.draft_step_s, run.target_s)
+    """Of each turn; none for a policy, whose k varies, and for a variant that drafted nothing in some turn."""
+    predicted = [
+        predicted_speedup(run.alpha, variant.spec, base.target_s, run.draft_step_s, run.target_s)
         for run, base in zip(variant.runs, plain.runs, strict=True)
-        if run.alpha is not None and run.draft_step_s is not None
+        if isinstance(variant.spec, int) and run.alpha is not None and run.draft_step_s is not None
     ]
-
-
-def _achieved(variant: Variant, plain: Variant, predicted: Sequence[float]) -> list[float]:
-    pairs = zip(variant.runs, plain.runs, predicted, strict=True)
-    return [run.decode_tokens_per_s / base.decode_tokens_per_s / p for run, base, p in pairs]
+    return predicted if len(predicted) == len(variant.runs) else []
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -94,52 +202,76 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def scaling(by_batch: dict[int, list[Variant]]) -> list[dict[str, object]]:
-    """Throughput of each batch size over the smallest one, per variant (same k, same repeat)."""
-    smallest, *others = by_batch
-    speeds = {batch: [[run.tokens_per_s for run in v.runs] for v in by_batch[batch]] for batch in by_batch}
+def policy_row(cell: Cell, variant: Variant) -> dict[str, object]:
+    """What a policy did: of all turns together."""
+    run = merge(variant.runs)
+    rounds = run.reasons.total()
+    shares: dict[str, object] = {reason: run.reasons[reason] / rounds if rounds else None for reason in REASONS}
+    seconds, tokens = run.predicted_over_real or (None, None)
+    return {
+        "batch": cell.batch,
+        "spec": variant.name,
+        "mean k": run.mean_k,
+        **shares,
+        "seconds pred/real": seconds,
+        "median error": run.time_error,
+        "tokens pred/real": tokens,
+        "policy us": run.policy_s * 1e6,
+    }
+
+
+def scaling(cells: Sequence[Cell]) -> Rows:
+    """Throughput of each batch size over the smallest one, per variant (same k, same place among the turns)."""
+    smallest, *others = cells
     return [
         {
-            "batch": batch,
-            "over batch": smallest,
-            "spec": variant.name,
-            "throughput ratio": median_ratio(wide, narrow),
+            "batch": cell.batch,
+            "over batch": smallest.batch,
+            "spec": wide.name,
+            "throughput ratio": median_ratio(wide.rates("tokens_per_s"), narrow.rates("tokens_per_s")),
         }
-        for batch in others
-        for variant, narrow, wide in zip(by_batch[batch], speeds[smallest], speeds[batch], strict=True)
+        for cell in others
+        for wide, narrow in zip(cell.variants, smallest.variants, strict=True)
     ]
 
 
-def measure(args: argparse.Namespace, prompts: Prompts, params: SamplingParams) -> dict[int, list[Variant]]:
-    """Every variant at every batch size, once per repeat. One engine per batch size; all of them stay loaded."""
-    engines = {
-        batch: LLM(args.target, args.draft, **common.engine_config(args, args.spec, batch, len(prompts)))
-        for batch in args.concurrency
+def draw(cells: Sequence[Cell], title: str) -> str:
+    """The plot: speedup over `off`, prefill included, by batch size."""
+    names = [variant.name for variant in cells[0].variants[1:]]
+    lines = {
+        name: [cell.over_off(cell.variants[place], "tokens_per_s").interval for cell in cells]
+        for place, name in enumerate(names, 1)
     }
-    results = {batch: make_variants(args.spec) for batch in engines}
-    warmup = SamplingParams(temperature=args.temperature, seed=0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
-    for batch, llm in engines.items():
-        for k in args.spec:
-            llm.generate(prompts[:batch], warmup, k)
-    for _ in range(args.repeats):
-        for batch, llm in engines.items():
-            run_repeat(llm, split(prompts, batch), params, results[batch])
-    return results
+    labels = [str(cell.batch) for cell in cells]
+    return chart(lines, labels, title=title, x_title="sequences that run together", y_title="tokens/s over off")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = common.parser(__doc__)
+    p.add_argument("--spec", type=common.policy_list, default=[0, 2, 4, 8], help="numbers and policies; off always is")
+    p.add_argument("--groups", type=common.positive, default=2, help="turns per repeat and batch (default %(default)s)")
+    p.add_argument("--plot", type=Path, help="write the speedups over off as SVG")
     common.add_timing_arguments(p)
+    p.set_defaults(prompts_count=64)
     args = p.parse_args(argv)
     workload = common.prepare(args)
-    params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.max_tokens, ignore_eos=True)
-    about = workload.describe(max_tokens=args.max_tokens, temperature=args.temperature, repeats=args.repeats)
-    report = common.describe_run(args, "decode", about)
-    results = measure(args, workload.prompts, params)
-    rows = [summarise(batch, v, variants[0], args.device) for batch, variants in results.items() for v in variants]
-    report |= {"results": rows, "scaling": scaling(results)}
-    report["text"] = common.repetition(next(iter(results.values()))[0].runs[0].outputs)
-    common.print_report(report, [rows, scaling(results)], args.json)
+    about = {name: getattr(args, name) for name in ("max_tokens", "temperature", "repeats", "groups")}
+    report = common.describe_run(args, "decode", workload.describe(**about))
+    cells = measure(args, workload.prompts)
+    tables = {
+        "results": speed_rows(cells),
+        "means": mean_rows(cells),
+        "rounds": [round_row(cell, v, args.device) for cell in cells for v in cell.variants],
+        "policies": [policy_row(cell, v) for cell in cells for v in cell.variants if isinstance(v.spec, str)],
+        "scaling": scaling(cells),
+    }
+    report |= tables
+    report["text"] = common.repetition([output for run in cells[0].variants[0].runs for output in run.outputs])
+    common.print_report(report, [rows for rows in tables.values() if rows], args.json)
+    if args.plot:
+        models = report["models"]
+        title = f"{models['target']['name']}, {report['machine']['threads']} threads"  # type: ignore[index]
+        args.plot.write_text(draw(cells, title), "utf-8")
 
 
 if __name__ == "__main__":

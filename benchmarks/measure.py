@@ -1,9 +1,11 @@
 """One timed `generate` call of the engine, and what can be derived from its records."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Protocol
 
 from benchmarks.stats import acceptance_rate, decode_steps
@@ -78,6 +80,43 @@ class Run:
         """Emitted tokens per second of the decode steps alone."""
         return sum(step.emitted for step in self._decode) / sum(step.step_us for step in self._decode) * 1e6
 
+    @property
+    def mean_k(self) -> float | None:
+        """Drafts per round of a sequence, of rounds in which its k was chosen; None: there was none."""
+        rounds = [d for r in self.records for d, reason in zip(r.drafted, r.reasons, strict=True) if reason >= 0]
+        return sum(rounds) / len(rounds) if rounds else None
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Rounds of a sequence by why its k was what it was."""
+        return sum((Counter(record.decisions()) for record in self.records), Counter())
+
+    @property
+    def predicted_over_real(self) -> tuple[float, float] | None:
+        """Sums of predicted over those of realised (seconds, tokens) of the steps in which k was chosen and no prompt
+        was read; None: there was none."""
+        known = self._predicted
+        if not known:
+            return None
+        seconds = sum(step.predicted_us for step in known) / sum(step.step_us for step in known)
+        return seconds, sum(step.predicted_tokens for step in known) / sum(step.emitted for step in known)
+
+    @property
+    def time_error(self) -> float | None:
+        """Median of |predicted − realised| over realised seconds, of the same steps."""
+        errors = [abs(step.predicted_us - step.step_us) / step.step_us for step in self._predicted]
+        return median(errors) if errors else None
+
+    @property
+    def policy_s(self) -> float:
+        """Median seconds that choosing k, and learning, took of a step in which k was chosen; 0.0 without any."""
+        spent = [step.policy_us for step in self.steps if step.decoding]
+        return median(spent) / 1e6 if spent else 0.0
+
+    @cached_property
+    def _predicted(self) -> list[StepStats]:
+        return [step for step in self.steps if step.predicted_us and not step.prefill_tokens]
+
     @cached_property
     def _decode(self) -> list[StepStats]:
         return decode_steps(self.steps)
@@ -97,17 +136,18 @@ def merge(runs: Sequence[Run]) -> Run:
     )
 
 
-Generate = Callable[[Sequence[Sequence[int]], SamplingParams, int], Sequence[Generated]]
+Generate = Callable[[Sequence[Sequence[int]], SamplingParams, int | None], Sequence[Generated]]
 
 
 def timed_run(
     llm: Generator,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    k: int,
+    k: int | None,
     generate: Generate | None = None,
 ) -> Run:
-    """Generate for all prompts at k drafts per round; `generate`: llm's own with more arguments bound.
+    """Generate for all prompts at k drafts per round (None: the policy's); `generate`: llm's own with more arguments
+    bound.
 
     Raises RuntimeError when a request emitted another number of tokens than asked, since rates would not compare.
     """

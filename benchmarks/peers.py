@@ -126,6 +126,7 @@ def measure(args: argparse.Namespace, prompts: Prompts) -> tuple[list[System], l
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = common.parser(__doc__)
+    p.add_argument("--spec", type=common.spec_list, default=[0, 2, 4, 8], help="drafts per round; off is always there")
     common.add_timing_arguments(p)
     args = p.parse_args(argv)
     if args.temperature:

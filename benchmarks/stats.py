@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from benchmarks.compare import Interval
 from deployments.engine.types import StepStats
 from policies.analysis import expected_tokens
 
@@ -61,9 +62,11 @@ def first_divergence(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def format_cell(value: object) -> str:
-    """Three significant digits for floats, "-" for None."""
+    """Three significant digits for floats, value [low, high] for intervals, "-" for None."""
     if value is None:
         return "-"
+    if isinstance(value, Interval):
+        return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)

@@ -11,7 +11,7 @@ from benchmarks import common
 from cache.paged import PagedCache
 from deployments.engine.config import CacheKind, EngineConfig
 from deployments.engine.engine import Engine, StepResult
-from deployments.engine.types import Request, RequestRecord, SamplingParams, StepStats
+from deployments.engine.types import DrafterName, Request, RequestRecord, SamplingParams, StepStats
 
 Ids = list[int]
 
@@ -75,10 +75,19 @@ class Driver:
         self._told: dict[str, Told] = {}
         self._numbers = itertools.count()
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, k: int, salt: str | None = None) -> Told:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        k: int | None,
+        salt: str | None = None,
+        drafter: DrafterName | None = None,
+    ) -> Told:
+        """k None: the policy's; drafter None: the engine's own."""
         number = next(self._numbers)
         name = f"request-{number}"
-        request = Request(name, tuple(prompt), params, k, cache_salt=f"own-{number}" if salt is None else salt)
+        own = f"own-{number}" if salt is None else salt
+        request = Request(name, tuple(prompt), params, k, drafter=drafter, cache_salt=own)
         self.engine.check(request)
         told = self._told[name] = Told(name, time.perf_counter())
         self.engine.submit(request)

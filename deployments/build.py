@@ -20,6 +20,7 @@ def build(settings: Settings) -> Application:
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,
+        user_config=settings.live().model_dump(include={"policy", "k"}),
         # The application itself refuses what exceeds max_running + max_waiting, with a JSON 429; the margin lets it.
         max_ongoing_requests=settings.max_running + settings.max_waiting + 32,
         max_queued_requests=-1,

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 from app.client import ModelCard, Token
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStats, InvalidRequest, Output, Request
 from deployments.engine.worker import EngineWorker
+from policies.spec_length import PolicyConfig
 
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
 
@@ -17,12 +19,13 @@ class LocalClient:
     """One wake-up of the event loop per engine step, whatever the number of requests in it."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
-        self.model = ModelCard(
+        self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
-            spec_length=engine.config.spec_length if engine.config.drafter or "model" in engine.drafters else 0,
+            policy=engine.config.policy.name,
             max_spec_length=engine.max_spec_length,
             drafters=engine.drafters,
+            drafter=engine.config.drafter or ("model" if "model" in engine.drafters else None),
             verifier=engine.config.verifier,
             max_choices=engine.config.max_running + engine.config.max_waiting,
             created=int(time.time()),
@@ -31,10 +34,15 @@ class LocalClient:
         # Longer texts never fit: a token stands for no more characters than the longest token string has. (A tokenizer
         # that drops characters could fit such a text; it is refused all the same.)
         self._max_characters = engine.max_model_len * max(map(len, engine.tokenizer.vocab))
+        self._refused: str | None = None  # why the last policy that was sent is not in force
         self._queues: dict[str, asyncio.Queue[Output]] = {}  # touched by the event loop only
         self._loop: asyncio.AbstractEventLoop | None = None
         self.worker = EngineWorker(engine, self._deliver)
         self.worker.start()
+
+    @property
+    def model(self) -> ModelCard:
+        return replace(self._card, policy=self.worker.engine.policy.name)
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         special = field == "prompt"
@@ -72,6 +80,21 @@ class LocalClient:
 
     def stats(self) -> EngineStats:
         return self.worker.stats()
+
+    def configure(self, policy: PolicyConfig) -> None:
+        """Let another policy choose k from the engine's next round on; nothing that runs is disturbed.
+
+        Raises ConfigError for one that the engine cannot have; the old one then stays.
+        """
+        self.worker.configure(policy)
+        self._refused = None
+
+    def refuse(self, reason: str) -> None:
+        """Remember why a policy that was sent is not in force, until one is taken."""
+        self._refused = reason
+
+    def policy_status(self) -> Mapping[str, Any]:
+        return asdict(self.worker.engine.policy) | {"refused": self._refused}
 
     def close(self) -> None:
         """End the engine thread; what runs ends as cancelled."""

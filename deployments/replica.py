@@ -5,13 +5,15 @@ import logging
 from typing import Any
 
 import ray
+from pydantic import ValidationError
 from ray import serve
 from starlette.applications import Starlette
 
 from app.main import create_app
-from deployments.engine.config import EngineConfig
+from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.local_client import LocalClient
+from deployments.settings import PolicySettings
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class Replica:
         gpus = ray.get_gpu_ids()
         log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
         self.client = LocalClient(Engine.from_config(config), model_name)
+        self._serving = False  # whether Serve has started it, with a user_config if there is one
         gc.collect()
         gc.freeze()  # what is loaded by now stays: a full collection that walks over it takes a tenth of a second
 
@@ -34,8 +37,27 @@ class Replica:
         """Called by Serve after __init__; its handlers are closures over this replica's engine."""
         return create_app(self.client)
 
+    def reconfigure(self, user_config: Any) -> None:
+        """Take a deployment's `user_config`, a PolicySettings, at the start and whenever it changes.
+
+        At the start an invalid one ends it, with the reason. Later it changes nothing but /health, which says why: a
+        running replica whose reconfigure raises is drained, no other starts, and then nobody serves (Ray 2.60).
+        """
+        try:
+            self.client.configure(PolicySettings.model_validate(user_config).freeze())
+        except (ValidationError, ConfigError) as error:
+            reason = _reason(error)
+            if not self._serving:
+                raise ConfigError(f"user_config: {reason}") from None
+            self.client.refuse(reason)
+            log.warning("this user_config is not taken, and the policy stays as it is: %s", reason)
+        else:
+            log.info("policy: %s", user_config)
+        self._serving = True
+
     def check_health(self) -> None:
         """Raise unless the engine progresses; after three failures Serve replaces the replica."""
+        self._serving = True
         stats = self.client.stats()
         if not stats.healthy:
             raise RuntimeError(stats.reason)
@@ -54,6 +76,14 @@ class Replica:
         client: Any = getattr(self, "client", None)  # absent when loading failed
         if client is not None:
             client.close()
+
+
+def _reason(error: ValidationError | ConfigError) -> str:
+    """On one line, with every field at fault, and without the input, which may be anything."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    faults = error.errors(include_input=False, include_url=False, include_context=False)
+    return "; ".join(": ".join(filter(None, (".".join(map(str, f["loc"])), f["msg"]))) for f in faults)
 
 
 def _show_logs() -> None:

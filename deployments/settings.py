@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deployments.engine.config import CacheKind, EngineConfig
+from policies.spec_length import PolicyConfig, PolicyName
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"
@@ -38,6 +39,38 @@ def _off(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, allow_inf_nan=False)]
+
+
+Policy = Annotated[PolicyName, BeforeValidator(_off)]
+
+
+class PolicySettings(BaseModel):
+    """What may change while a replica serves: the `user_config` of its deployment. Raises ValidationError."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: Policy = "goodput"
+    k: Count = 5  # of policy fixed, and where heuristic begins
+    max_k: Annotated[Count | None, BeforeValidator(_none)] = None  # most that any policy gives; none: max_spec_length
+    threshold: Share = 0.4  # confidence: a draft ends before its tokens' joint probability falls below this
+    hysteresis: Share = 0.02  # goodput: a plan is kept unless another promises this share more
+    probe_share: Share = 0.01  # goodput: time that may be spent on learning whether drafts pay again
+
+    @model_validator(mode="after")
+    def _fits_the_policy(self) -> Self:
+        self.freeze()
+        return self
+
+    def freeze(self) -> PolicyConfig:
+        return PolicyConfig(
+            name=self.policy,
+            k=self.k,
+            max_k=self.max_k,
+            threshold=self.threshold,
+            hysteresis=self.hysteresis,
+            probe_share=self.probe_share,
+        )
 
 
 class Settings(BaseModel):
@@ -54,10 +87,11 @@ class Settings(BaseModel):
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     drafter: Annotated[
         Literal["auto", "off", "model", "ngram", "lookup", "prediction", "cascade"], BeforeValidator(_off)
-    ] = "auto"  # for requests that do not say; auto: the draft if there is one; off: none, as spec_length 0
+    ] = "auto"  # for requests that do not say; auto: the draft if there is one; off: none, as policy off
     verifier: Literal["match", "rejection", "block"] = "match"  # for requests that do not say
-    spec_length: Count = 5  # drafts per round for requests that do not say; 0: off
-    max_spec_length: Count = 16
+    policy: Policy = "goodput"  # chooses drafts per round; a user_config of the deployment goes before it
+    spec_length: Count = 5  # of policy fixed, and where heuristic begins
+    max_spec_length: Count = 16  # the longest that any policy or request may have
     max_running: Positive = 16
     max_waiting: Count = 48
     max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what both models allow
@@ -85,6 +119,10 @@ class Settings(BaseModel):
         target = Path(os.path.abspath(_resolve(self.target)))  # without following links: their names are chosen
         return self.model_name or ("demo" if target == ROOT / DEMO_TARGET else target.name)
 
+    def live(self) -> PolicySettings:
+        """The part that may change while a replica serves."""
+        return PolicySettings(policy="off" if self.drafter == "off" else self.policy, k=self.spec_length)
+
     def freeze(self, device: Device) -> EngineConfig:
         """The engine's configuration on the device that was chosen for it. Raises ConfigError for a conflict."""
         by_device = {"cpu": "float32", "cuda": "bfloat16"}
@@ -95,7 +133,7 @@ class Settings(BaseModel):
             verifier=self.verifier,
             device=device,
             dtype=by_device[device] if self.dtype == "auto" else self.dtype,
-            spec_length=0 if self.drafter == "off" else self.spec_length,
+            policy=self.live().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,
             max_waiting=self.max_waiting,

@@ -6,27 +6,16 @@ allows. Times are seconds, lengths tokens.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.reasons import Reason
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-Reason = Literal["policy", "user", "cap", "cache", "acceptance", "load", "probe"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
-"""Why a sequence's k is what it is, and no larger:
-
-policy      the policy gives this k to everybody, whatever it costs (off, fixed, heuristic, confidence)
-user        its request fixed k, turned speculation off, or set a max_k that is in the way
-cap         it may not emit more tokens, its drafter offers no more, or the server allows no more
-cache       there is no memory for more
-acceptance  more drafts would be rejected too often to pay, even if it ran alone
-load        more would pay if it ran alone, and do not beside the others of this round
-probe       drafts that are not expected to pay, to learn whether they would
-"""
 
 
 class Candidate(NamedTuple):
@@ -83,6 +72,7 @@ class Observation:
     gaps: Ints  # [B] as Candidate.gap
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
     cost: RoundCost
+    alone: RoundCost  # of a round of one sequence, without prompts
     last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
     round_s: float  # what the last round took; 0: there was none
 

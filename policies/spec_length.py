@@ -1,18 +1,242 @@
-"""How many tokens to draft, per sequence and round. Standard library and numpy only."""
+"""How many tokens to draft for each sequence in the coming round: the policies.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A policy is a pure function of what is observed and of what it remembers. Every one leaves a sequence the k that its
+request fixed, and stays within the limits, of which PolicyConfig.max_k is one. Standard library and numpy only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from policies.observation import Choice, Floats, Ints, Observation, RoundCost, State
+from policies.planner import evaluate, lone_ks, plan, seconds
+from policies.reasons import Reason
+
+PolicyName = Literal["off", "fixed", "heuristic", "optimal", "confidence", "goodput"]
+Policy = Callable[[Observation, State], tuple[Choice, State]]
+
+PROBE_EVERY = 16  # rounds: a probe soon after the last drafts would learn what is known
+PROBE_DRAFTS = 4  # in all: several outcomes for what reading costs
+PROBED = (1, 2, 4)  # sequences that they may be divided among
+BANKED = 2.0  # probes or rounds, whichever takes longer, that may be saved up for
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Which policy, and its parameters; each policy reads its own. Raises ValueError naming the field."""
+
+    name: PolicyName = "goodput"
+    k: int = 5  # fixed: of everybody; heuristic: of a sequence's first round
+    max_k: int | None = None  # most drafts for any sequence whose request does not fix them
+    threshold: float = 0.4  # confidence: a draft ends before a position at which its joint confidence is lower
+    hysteresis: float = 0.02  # goodput: share by which another plan must be better to replace the last one
+    probe_share: float = 0.01  # goodput: share of time spent on learning whether drafts would pay again
+
+    def __post_init__(self) -> None:
+        names = get_args(PolicyName)
+        if self.name not in names:
+            raise ValueError(f"name must be one of {', '.join(names)}, not {self.name!r}")
+        if self.k < 0:
+            raise ValueError(f"k must not be negative, not {self.k}")
+        if self.max_k is not None and self.max_k < 0:
+            raise ValueError(f"max_k must not be negative, not {self.max_k}")
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(f"threshold must lie between 0 and 1, not {self.threshold}")
+        if not 0.0 <= self.hysteresis < 1.0:
+            raise ValueError(f"hysteresis must be at least 0 and less than 1, not {self.hysteresis}")
+        if not 0.0 <= self.probe_share <= 0.5:
+            raise ValueError(f"probe_share must lie between 0 and 0.5, not {self.probe_share}")
+
+
+def make_policy(config: PolicyConfig) -> Policy:
+    """The policy that a configuration describes. Any may go on from the state that another one left."""
+    policies: dict[PolicyName, Policy] = {
+        "off": Off(),
+        "fixed": Fixed(config.k),
+        "heuristic": Heuristic(config.k),
+        "optimal": Optimal(),
+        "confidence": Confidence(config.threshold),
+        "goodput": Goodput(config.hysteresis, config.probe_share),
+    }
+    return policies[config.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Off:
+    """No drafts."""
+
+    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+        ks = _within(observation, np.zeros_like(observation.limits))
+        reasons = tuple(
+            bound if fixed >= 0 else "policy"
+            for fixed, bound in zip(observation.fixed.tolist(), observation.bounds, strict=True)
+        )
+        return Choice(ks, reasons), _next(observation, state, ks)
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The same k for every sequence that does not ask for its own."""
+    """The same k for everybody."""
 
     k: int
 
-    def plan(self, asked: Sequence[int | None], caps: Sequence[int]) -> list[int]:
-        """k per sequence: what its request asked for (None: the policy's), at most its cap.
+    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+        ks = _within(observation, np.full_like(observation.limits, self.k))
+        return Choice(ks, _reasons(observation, ks)), _next(observation, state, ks)
 
-        A cap is what the sequence could use: tokens it may still emit, less the one that every round emits anyway.
-        """
-        return [min(self.k if k is None else k, cap) for k, cap in zip(asked, caps, strict=True)]
+
+@dataclass(frozen=True, slots=True)
+class Heuristic:
+    """Two more than a sequence's last drafts if all were accepted, else one less, but at least one.
+
+    That is the schedule `heuristic` of transformers' assisted generation.
+    """
+
+    k: int  # the first
+
+    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+        wanted = [self._after(observation.last.get(handle)) for handle in observation.handles]
+        ks = _within(observation, np.array(wanted, np.int64))
+        return Choice(ks, _reasons(observation, ks)), _next(observation, state, ks)
+
+    def _after(self, last: tuple[int, int] | None) -> int:
+        if last is None:
+            return self.k
+        drafted, accepted = last
+        return drafted + 2 if accepted == drafted else max(1, drafted - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimal:
+    """The k that Leviathan, Kalman and Matias 2023 (arXiv 2211.17192, Theorem 3.8) find for one sequence by itself.
+
+    α is the chance that its first draft is accepted, c the seconds of a draft step over those of the target's pass
+    without drafts, both with all sequences of the round: that drafts lengthen the pass is not in the theorem.
+    """
+
+    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+        modelled = observation.gaps > 0
+        drafting = modelled & ((observation.fixed > 0) | (observation.fixed < 0) & (observation.limits > 0))
+        ratio = _draft_ratio(observation.cost, int(drafting.sum()))
+        ks = _within(observation, _theorem(observation, np.where(modelled, ratio, 0.0)))
+        lone = _theorem(observation, np.where(modelled, _draft_ratio(observation.alone, 1), 0.0))
+        return Choice(ks, _reasons(observation, ks, lone)), _next(observation, state, ks)
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """As many as the limits allow: the drafter stops where its own law says that the drafts will be rejected."""
+
+    threshold: float
+
+    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+        ks = observation.limits.copy()
+        return Choice(ks, _reasons(observation, ks), self.threshold), _next(observation, state, ks)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The planner's ks.
+
+    The last plan is kept while another one would be better by less than `hysteresis`: estimates are noisy, and a
+    sequence that is left out and taken in again has a gap to read.
+
+    A plan without any draft teaches nothing, and the drafts may be better by now. Therefore a share of all time is
+    saved up, and spent on a few drafts as soon as it covers them, all that must be read for them included, provided
+    that they could change the plan.
+    """
+
+    hysteresis: float
+    probe_share: float
+
+    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+        ks = self._plan(observation, state)
+        reasons = _reasons(observation, ks, lone_ks(observation))
+        probe, credit_s = self._probe(observation, state, ks)
+        if probe is None:
+            return Choice(ks, reasons), _next(observation, state, ks, credit_s)
+        probed = tuple("probe" if k else reason for k, reason in zip(probe.tolist(), reasons, strict=True))
+        return Choice(probe, probed), _next(observation, state, ks, credit_s)
+
+    def _plan(self, observation: Observation, state: State) -> Ints:
+        best = plan(observation)
+        if state.ks.keys() != set(observation.handles):
+            return best.ks
+        last = _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
+        return last if best.goodput < (1 + self.hysteresis) * evaluate(observation, last).goodput else best.ks
+
+    def _probe(self, observation: Observation, state: State, ks: Ints) -> tuple[Ints | None, float]:
+        """(ks with the drafts of a probe, if it is time for one; seconds saved up after it)."""
+        credit_s = state.credit_s + self.probe_share * observation.round_s
+        if ks.any() or not observation.free.size:
+            return None, min(credit_s, BANKED * observation.round_s)
+        if state.rounds % PROBE_EVERY:
+            return None, credit_s
+        probe, cost_s = _cheapest_probe(observation)
+        credit_s = min(credit_s, BANKED * max(cost_s, observation.round_s))
+        if cost_s > credit_s or not _may_pay(observation):
+            return None, credit_s
+        return probe, credit_s - max(cost_s, 0.0)
+
+
+def _cheapest_probe(observation: Observation) -> tuple[Ints, float]:
+    """(ks, seconds that they add to the round): of a few probes, the one that takes least time for each draft.
+
+    Sequences with the smallest gaps are in it, for which the draft model reads least, and all at once: the draft
+    model's forwards and a longer pass cost nearly as much for one sequence as for some.
+    """
+    nothing = np.zeros_like(observation.limits)
+    plain_s = seconds(observation, nothing, amortised=False)
+    free = observation.free
+    nearest = free[np.argsort(observation.gaps[free], kind="stable")]
+    probes = []
+    for sequences in PROBED:
+        ks = nothing.copy()
+        places = nearest[:sequences]
+        ks[places] = np.minimum(observation.limits[places], PROBE_DRAFTS // sequences)
+        probes.append((ks, seconds(observation, ks, amortised=False) - plain_s))
+    return min(probes, key=lambda probe: probe[1] / int(probe[0].sum()))
+
+
+def _may_pay(observation: Observation) -> bool:
+    """Whether there would be drafts if all were sure to be accepted: if not, nothing that a probe shows matters."""
+    return bool(plan(replace(observation, survival=np.ones_like(observation.survival))).ks.any())
+
+
+def _theorem(observation: Observation, ratio: Floats) -> Ints:
+    """[B] k with the greatest walltime factor of policies.analysis within the limits; ratio: [B] its c."""
+    k = np.arange(observation.survival.shape[1] + 1)
+    alpha = observation.survival[:, :1] if k.size > 1 else np.zeros((len(ratio), 1))
+    factor = np.cumsum(alpha**k, axis=1) / (1 + k * ratio[:, None])
+    return np.where(k <= observation.limits[:, None], factor, 0.0).argmax(1)
+
+
+def _draft_ratio(cost: RoundCost, sequences: int) -> float:
+    return (cost.step_s + sequences * cost.token_s) / float(cost.verify_s[0])
+
+
+def _within(observation: Observation, wanted: Ints) -> Ints:
+    return np.where(observation.fixed >= 0, observation.fixed, np.minimum(wanted, observation.limits))
+
+
+def _reasons(observation: Observation, ks: Ints, lone: Ints | None = None) -> tuple[Reason, ...]:
+    """[B] why. lone: k that each would get in a round of its own; None: the policy does not look at what drafts cost.
+
+    A fixed k is a limit by itself, and its bound says what is in the way of more.
+    """
+    short: list[Reason]
+    if lone is None:
+        short = ["policy"] * len(ks)
+    else:
+        short = ["load" if more else "acceptance" for more in (lone > ks).tolist()]
+    bound = ((ks >= observation.limits) | (observation.fixed >= 0)).tolist()
+    return tuple(
+        limit if binds else reason for binds, limit, reason in zip(bound, observation.bounds, short, strict=True)
+    )
+
+
+def _next(observation: Observation, state: State, ks: Ints, credit_s: float | None = None) -> State:
+    saved_s = state.credit_s if credit_s is None else credit_s
+    return State(dict(zip(observation.handles, ks.tolist(), strict=True)), saved_s, state.rounds + 1)

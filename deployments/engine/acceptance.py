@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PARTS = 1_000_000  # of one, in which overlaps are told
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -23,6 +25,9 @@ class Verdict:
     accepted: list[int]
     emitted: list[list[int]]  # accepted drafts, then the recovered or bonus token
     bad: list[bool]  # the emitted tokens come from scores that are not finite: the sequence cannot go on
+    # Σ min(p, q) at the drafts that were looked at: the accepted ones and the first that was not. () without drafts and
+    # where acceptance is equality.
+    overlaps: list[tuple[float, ...]]
     illegal: int  # sequences whose draft held an id outside the vocabulary
 
 
@@ -33,6 +38,7 @@ class Decision:
     accepted: Tensor  # int64
     tokens: Tensor  # int64: the recovered or bonus token
     finite: Tensor  # bool: the emitted tokens were drawn from finite scores; if not, the sequence cannot go on
+    overlaps: Tensor | None = None  # [N, ≤ K] int64: see `overlaps`; −1: not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,17 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
         inside = torch.where(room > 0, mass / room, 1.0).masked_fill(inner == -torch.inf, 0.0)
         chances = torch.cat([torch.where(last, chances[:, :-1], inside), chances[:, -1:]], 1)
     return Acceptance(_within(chances, ks), log_scales)
+
+
+def overlaps(logp: Tensor, logq: Tensor, lenience: Tensor | None = None) -> Tensor:
+    """Σ min(p / l, q) [N, K] of each draft's position, in parts per million, int64; 0 where that is NaN.
+
+    Given that all before it are accepted, this is the probability that rejection accepts a draft, whichever is drawn
+    (Leviathan et al. 2023, Theorem 3.5). Block verification accepts no fewer of them in expectation.
+    """
+    scaled = logp[:, :-1] if lenience is None else logp[:, :-1] - lenience.to(logp.dtype).log()[:, None, None]
+    shares = torch.minimum(scaled, logq).exp_().sum(-1).nan_to_num(0.0).clamp(0, 1)
+    return (shares * PARTS).round().long()
 
 
 def first_failure(chances: Tensor, coins: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""The engine's configuration: one frozen value, checked when made. Standard library only; settings.py builds it."""
+"""The engine's configuration: one frozen value, checked when made, without torch; settings.py builds it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
+from policies.spec_length import PolicyConfig
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
@@ -17,7 +18,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine needs to know at start-up; nothing changes it afterwards."""
+    """Everything the engine needs to know at start-up. Only the policy may be replaced later (Engine.configure)."""
 
     target: str  # directory of a Hugging Face checkpoint
     draft: str | None = None  # None: no draft model
@@ -25,8 +26,8 @@ class EngineConfig:
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"
-    spec_length: int = 5  # k for requests that do not set their own; 0: off
-    max_spec_length: int = 16  # the largest k a request may ask for
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # who chooses k for requests that do not fix their own
+    max_spec_length: int = 16  # the largest k, whoever chooses it
     max_running: int = 16  # sequences that hold a cache slot at once
     max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
     max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
@@ -48,6 +49,15 @@ class EngineConfig:
             return self.prefill_chunk
         return max(CPU_CHUNK, 2 * rows) if self.device == "cpu" else self.max_step_tokens
 
+    def check_policy(self, policy: PolicyConfig) -> None:
+        """Raise ConfigError for a policy that would need longer drafts than there are."""
+        if policy.name in ("fixed", "heuristic") and policy.k > self.max_spec_length:
+            raise ConfigError(
+                f"policy {policy.name} with k {policy.k} exceeds max_spec_length, which is {self.max_spec_length}"
+            )
+        if policy.max_k is not None and policy.max_k > self.max_spec_length:
+            raise ConfigError(f"max_k {policy.max_k} exceeds max_spec_length, which is {self.max_spec_length}")
+
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
@@ -62,8 +72,9 @@ class EngineConfig:
         self._check_cache()
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
-        if not 0 <= self.spec_length <= self.max_spec_length:
-            raise ConfigError(f"spec_length {self.spec_length} is outside 0..max_spec_length ({self.max_spec_length})")
+        if self.max_spec_length < 0:
+            raise ConfigError(f"max_spec_length must not be negative, not {self.max_spec_length}")
+        self.check_policy(self.policy)
         for name in ("max_running", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")

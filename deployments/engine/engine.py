@@ -3,23 +3,26 @@
 import itertools
 import logging
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
 
 from deployments.engine.commit import commit
 from deployments.engine.config import EngineConfig
-from deployments.engine.drafters.base import Draft, Drafter, try_forget
+from deployments.engine.drafters.base import Drafter, try_forget
 from deployments.engine.intake import Intake
 from deployments.engine.memory import keep_freed_memory
 from deployments.engine.models.pair import load_pair
 from deployments.engine.models.tokenizer import Tokenizer
+from deployments.engine.profiling import profile
 from deployments.engine.round import Outcome, run_round
 from deployments.engine.runner import Runner
-from deployments.engine.scheduler import Plan, Scheduler
+from deployments.engine.scheduler import Plan, Scheduler, Slice
 from deployments.engine.sequence import Sequence
+from deployments.engine.speculation import Speculator
+from deployments.engine.stats import note_round, step_stats
 from deployments.engine.types import (
-    DRAFTERS,
     DrafterName,
     ErrorCode,
     FinishReason,
@@ -28,9 +31,13 @@ from deployments.engine.types import (
     Request,
     StepStats,
 )
-from policies.spec_length import Fixed
+from policies.control import SpecControl
+from policies.observation import Timing
+from policies.spec_length import PolicyConfig
 
 log = logging.getLogger(__name__)
+
+PROFILE_S = 4.0  # of the start, at most, spent on measuring rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +57,23 @@ class Engine:
         tokenizer: Tokenizer,
         eos_ids: frozenset[int],
         drafters: tuple[DrafterName, ...] = (),
+        timings: Seq[Timing] = (),
     ) -> None:
+        """timings: rounds measured before, see profiling.py; without them the costs are learned while it runs."""
         self.config = config
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
+        depth = self.intake.max_spec_length
+        self.speculator = Speculator(SpecControl(config.policy, depth, timings), drafter, target.cache, depth)
         self.scheduler = Scheduler(
-            target, Fixed(config.spec_length), config.max_running, config.max_step_tokens, config.chunk
+            target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
+        self._gone: list[int] = []  # handles of sequences that ended since the last step's end
         self._draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
         self.steps = 0
 
@@ -72,7 +84,8 @@ class Engine:
             torch.set_num_threads(config.threads)
         keep_freed_memory()
         pair = load_pair(config)
-        return cls(config, pair.target, pair.drafter, pair.tokenizer, pair.eos_ids, pair.drafter.names)
+        timings = profile(pair.target, pair.drafter, config.max_running, config.max_spec_length, PROFILE_S)
+        return cls(config, pair.target, pair.drafter, pair.tokenizer, pair.eos_ids, pair.drafter.names, timings)
 
     @property
     def max_model_len(self) -> int:
@@ -82,6 +95,17 @@ class Engine:
     def max_spec_length(self) -> int:
         """The most drafts per round that a request may ask for."""
         return self.intake.max_spec_length
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """In force."""
+        return self.speculator.control.config
+
+    def configure(self, policy: PolicyConfig) -> None:
+        """Let another policy choose k from the next round on. Raises ConfigError for one that does not fit."""
+        self.config.check_policy(policy)
+        self.speculator.control.configure(policy)
+        self.intake.policy = policy
 
     @property
     def drafters(self) -> tuple[DrafterName, ...]:
@@ -123,12 +147,13 @@ class Engine:
         return outputs
 
     def step(self) -> StepResult:
-        """End what is overdue, plan, run one round, commit its tokens, publish what came of it."""
+        """End what is overdue, plan, run one round, commit its tokens, learn from it, publish what came of it."""
         started = time.perf_counter_ns()
         self._expire()
         plan = self._plan()
         outcome = self._round(plan)
         outputs = self._commit(plan, outcome)
+        self._learn(plan, outcome, started)
         return self._publish(plan, outcome, outputs, started)
 
     def audit(self) -> None:
@@ -184,14 +209,15 @@ class Engine:
             if not part.emits:
                 self.target.cache.publish(part.sequence.handle, part.sequence.tokens)
         for i, part in enumerate(outcome.slices):
-            output = self._commit_one(part.sequence, i, outcome)
+            output = self._commit_one(part, i, outcome)
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _commit_one(self, sequence: Sequence, i: int, outcome: Outcome) -> Output | None:
+    def _commit_one(self, part: Slice, i: int, outcome: Outcome) -> Output | None:
         """What the i-th sequence of the round adds to its text; None if that ended it."""
-        verdict, record = outcome.verdict, sequence.record
+        sequence, verdict = part.sequence, outcome.verdict
+        record = sequence.record
         if verdict.bad[i]:
             log.error("request %s ends: its logits are not finite", sequence.request_id)
             self.target.spoil(sequence)
@@ -205,10 +231,7 @@ class Engine:
             return None
         self.target.cache.publish(sequence.handle, sequence.tokens)
         prompt_logprobs = () if record.emitted else tuple(sequence.prompt_logprobs)
-        record.drafted.append(outcome.draft.ks[i])
-        record.accepted.append(verdict.accepted[i])
-        record.emitted.append(len(committed.tokens))
-        record.proposer.append(_proposer(outcome.draft, i, sequence))
+        note_round(record, part, outcome, i, self.steps + 1, len(committed.tokens))
         if record.first_token is None and committed.tokens:
             record.first_token = time.monotonic()
         output = Output(
@@ -223,32 +246,30 @@ class Engine:
         self._finish(sequence, committed.finish_reason, None, output)
         return None
 
+    def _learn(self, plan: Plan, outcome: Outcome | None, started: int) -> None:
+        if outcome is not None:
+            rest_us = (time.perf_counter_ns() - started) // 1000 - outcome.draft_us - outcome.score_us
+            committed = sum(part.committed for part in plan.slices)
+            self.speculator.observe(outcome, committed - len(outcome.slices), rest_us)
+        for handle in self._gone:
+            self.speculator.forget(handle)
+        self._gone.clear()
+
     def _publish(self, plan: Plan, outcome: Outcome | None, outputs: list[Output], started: int) -> StepResult:
         self.steps += 1
         outputs += self._finished
         self._finished = []
         faults, self._draft_faults = self._draft_faults, 0
-        if outcome:
-            faults += outcome.draft.failed + outcome.verdict.illegal
-        stats = StepStats(
+        stats = step_stats(
+            plan,
+            outcome,
             step=self.steps,
-            sequences=len(plan.slices),
-            prefill_tokens=plan.prefill_tokens,
-            drafted=sum(outcome.draft.ks) if outcome else 0,
-            accepted=sum(outcome.verdict.accepted) if outcome else 0,
             emitted=sum(len(o.token_ids) for o in outputs),
-            draft_us=outcome.draft_us if outcome else 0,
-            draft_steps=outcome.draft.steps if outcome else 0,
-            score_us=outcome.score_us if outcome else 0,
-            target_forward_us=outcome.target_forward_us if outcome else 0,
-            draft_forward_us=outcome.draft.forward_us if outcome else 0,
-            step_us=(time.perf_counter_ns() - started) // 1000,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             draft_faults=faults,
-            failed=bool(plan.slices) and outcome is None,
-            preempted=len(plan.preempted),
-            cached_tokens=sum(cached for _, cached in plan.started),
+            policy_us=self.speculator.spent_us(),
+            step_us=(time.perf_counter_ns() - started) // 1000,
         )
         return StepResult(outputs, stats)
 
@@ -265,16 +286,9 @@ class Engine:
         self._draft_faults += not try_forget(self.drafter, sequence)
         sequence.finish(reason)
         del self._sequences[sequence.request_id]
+        self._gone.append(sequence.handle)
         record = sequence.record
         record.finished = time.monotonic()
         record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
         last = last or Output(sequence.request_id, (), "")
         self._finished.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
-
-
-def _proposer(draft: Draft, i: int, sequence: Sequence) -> int:
-    """Who proposed, as an index in DRAFTERS; -1: nobody."""
-    if not draft.ks[i]:
-        return -1
-    name = sequence.drafter if draft.proposers is None else draft.proposers[i]
-    return -1 if name is None else DRAFTERS.index(name)

@@ -28,13 +28,13 @@ class Speculation:
     """How one request speculates."""
 
     k: int | None  # None: the policy decides
-    k_max: int
+    k_max: int  # the most that it may get
     drafter: DrafterName | None
     verifier: Verifier
 
 
 class Intake:
-    """Constants only, so any thread may ask it."""
+    """Constants and the policy in force, which is replaced as a whole: any thread may ask."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Intake:
     ) -> None:
         self.drafters = drafters if config.max_spec_length else ()  # that a request may name
         self.max_spec_length = config.max_spec_length if drafters else 0
+        self.policy = config.policy  # in force; the engine replaces it
         self._config = config
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
@@ -97,8 +98,11 @@ class Intake:
         if request.verifier is not None and request.verifier not in VERIFIERS:
             known = ", ".join(VERIFIERS)
             raise InvalidRequest(f"verifier {request.verifier!r} is not one of {known}", "speculation.verifier")
-        if request.k is not None and not 0 <= request.k <= self.max_spec_length:
-            raise InvalidRequest(f"k must lie between 0 and {self.max_spec_length}", "speculation.k")
+        for name, value in (("k", request.k), ("max_k", request.max_k)):
+            if value is not None and not 0 <= value <= self.max_spec_length:
+                raise InvalidRequest(f"{name} must lie between 0 and {self.max_spec_length}", f"speculation.{name}")
+        if request.k is not None and request.max_k is not None:
+            raise InvalidRequest("max_k has no effect where k is fixed", "speculation.max_k")
         if request.k and plan.drafter is None:
             raise InvalidRequest("no drafter is configured here, and the request names none", "speculation.drafter")
         if (count := len(request.prediction_ids)) > self._max_model_len:
@@ -112,10 +116,12 @@ class Intake:
         """Who drafts for a request, how much, and who verifies, as it asks or as is configured."""
         wish = request.drafter or ("cascade" if request.prediction_ids else None)
         drafter = wish or self._default
-        k, k_max = request.k, self._config.spec_length if request.k is None else request.k
-        if not k_max and wish and k is None:
-            # A drafter that is asked for acts, also where speculation is off by default.
-            k = k_max = min(DEFAULT_SPEC_LENGTH, self.max_spec_length)
+        k: int | None = request.k
+        if k is None and wish and self.policy.name == "off":
+            k = DEFAULT_SPEC_LENGTH  # a drafter that is asked for acts all the same
+        most = self.max_spec_length if request.max_k is None else request.max_k
+        k_max = most if k is None else min(k, most)
+        k = k if k is None else k_max
         if not k_max or drafter is None:
             k, k_max, drafter = 0, 0, None
         return Speculation(k, k_max, drafter, request.verifier or self._config.verifier)
@@ -141,6 +147,8 @@ class Intake:
             verifier=plan.verifier,
             drafter=plan.drafter,
             lenience=request.lenience,
+            policy=self.policy.name,
+            fixed_k=plan.k,
         )
         return Sequence(
             handle=handle,
@@ -156,6 +164,7 @@ class Intake:
             end_ids=self._end_ids(params),
             verifier=plan.verifier,
             drafter=plan.drafter,
+            max_k=request.max_k,
             prediction=request.prediction_ids,
             lenience=request.lenience,
             cache_salt=request.cache_salt,

@@ -69,7 +69,7 @@ class LLM:
         drafter: DrafterName | None = None,
         predictions: Sequence[Prompt] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of the prompts; params and k may be one for all or one each.
+        """Completions in the order of the prompts; params and k may be one for all or one each. k None: the policy's.
 
         verifier and drafter: None for the engine's own. predictions: guesses of the outputs, one per prompt.
 

@@ -45,7 +45,8 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     slices = tuple(s for s in plan.slices if s.emits)
     wanted = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
-    batch = DraftBatch(sequences, Sampler(sequences, wanted, target.vocab_size, target.device))
+    sampler = Sampler(sequences, wanted, target.vocab_size, target.device)
+    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices))
     started = perf_counter_ns()
 
     draft = _propose(drafter, batch, wanted)

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from cache.protocol import CacheFull
 from deployments.engine.runner import Runner
 from deployments.engine.sequence import Sequence, State
-from policies.spec_length import Fixed
+from policies.control import Decision
+from policies.reasons import Reason
 
 WORTH_SHARING = 16  # tokens in common, below which nobody waits for another's or shares its memory
 HEADROOM = 16  # positions per running sequence that must be free after an admission, or it would soon be undone
 Chunk = Callable[[int], int]  # rows that verify → prompt tokens that may be in the same pass
+Choose = Callable[[Seq[Sequence], int], Decision]  # decoding sequences, prompt tokens beside them → their k
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class Slice:
     k: int
     emits: bool  # False: a prefill chunk that leaves more of the prompt to come
     scored: int = 0  # tokens of the prompt whose log-probability this part tells
+    reason: Reason | None = None  # why k is that and no more; None: nobody chose it
+    alpha: float = 0.0  # chance that its first draft is accepted
+    confidence: float = 0.0  # the draft model may stop where it is less sure than this; 0: it never does
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class Plan:
     slices: tuple[Slice, ...]  # by cache slot: neighbours in memory are neighbours in the pass
     started: tuple[tuple[Sequence, int], ...] = ()  # admitted by this plan, with how many tokens the cache had of each
     preempted: tuple[Sequence, ...] = ()  # whose memory this plan took back
+    expected: Decision | None = None  # what the policy thought of it; None: nothing decoded
 
     @property
     def prefill_tokens(self) -> int:
@@ -49,10 +55,10 @@ class Scheduler:
     oldest always ends, and all do in their turn.
     """
 
-    def __init__(self, target: Runner, policy: Fixed, max_running: int, max_step_tokens: int, chunk: Chunk) -> None:
+    def __init__(self, target: Runner, choose: Choose, max_running: int, max_step_tokens: int, chunk: Chunk) -> None:
         self._target = target
         self._cache = target.cache
-        self._policy = policy
+        self._choose = choose
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._chunk = chunk
@@ -66,7 +72,8 @@ class Scheduler:
         """Decoding goes first, then what is left of prompts, then who waits, while the budget lasts."""
         preempted = self._secure()
         decoding = [s for s in self.running if self._target.uncached(s) == 1]
-        slices = self._verifications(decoding)
+        expected = self._choose(decoding, self._prefill(len(decoding))) if decoding else None
+        slices = self._verifications(decoding, expected) if expected else []
         rows = sum(s.committed + s.k for s in slices)
         budget = self._max_step_tokens - rows
         if decoding:  # their streams wait for what else is in the pass
@@ -78,7 +85,9 @@ class Scheduler:
         started = () if preempted else tuple(self._admit(budget))
         slices += [part for part, _ in started]
         slices.sort(key=lambda s: self._cache.slot(s.sequence.handle))
-        return Plan(tuple(slices), tuple((part.sequence, cached) for part, cached in started), tuple(preempted))
+        return Plan(
+            tuple(slices), tuple((part.sequence, cached) for part, cached in started), tuple(preempted), expected
+        )
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is and free its memory. Idempotent, so that every exit path may call it."""
@@ -108,14 +117,20 @@ class Scheduler:
         self.waiting.appendleft(youngest)
         return youngest
 
-    def _verifications(self, decoding: Seq[Sequence]) -> list[Slice]:
+    def _prefill(self, rows: int) -> int:
+        """About how many tokens of prompts will be in the pass."""
+        pending = sum(left for s in self.running if (left := self._target.uncached(s)) > 1)
+        return min(pending + sum(len(s.tokens) for s in self.waiting), self._chunk(rows))
+
+    def _verifications(self, decoding: Seq[Sequence], chosen: Decision) -> list[Slice]:
         """Every decoding sequence gets its token, and as many of its drafts as there is memory for."""
-        ks = self._policy.plan([s.k for s in decoding], [max(0, s.remaining - 1) for s in decoding])
         slices = []
-        for sequence, wanted in zip(decoding, ks, strict=True):
+        for n, (sequence, wanted) in enumerate(zip(decoding, chosen.ks, strict=True)):
             k = min(wanted, self._cache.room(sequence.handle) - 1) if wanted else 0
             self._cache.reserve(sequence.handle, 1 + k)
-            slices.append(Slice(sequence, 1, k, emits=True))
+            reason = chosen.reasons[n] if k == wanted else "cache"
+            confidence = chosen.confidence if sequence.k is None else 0.0
+            slices.append(Slice(sequence, 1, k, True, reason=reason, alpha=chosen.alphas[n], confidence=confidence))
         return slices
 
     def _part(self, sequence: Sequence, budget: int) -> Slice:

@@ -37,7 +37,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output: only committed tokens, never drafts
     num_prompt: int
     params: SamplingParams
-    k: int | None  # drafts per round that its request asked for; None: the policy decides; 0: plain
+    k: int | None  # drafts per round that its request fixed; None: the policy decides; 0: plain
     key: int  # of its randomness, see randomness.sequence_key
     max_len: int  # tokens at which the context ends
     text: TextStream  # owned by the sequence: detokeniser and stop-string state
@@ -45,6 +45,7 @@ class Sequence:
     end_ids: frozenset[int] = frozenset()  # tokens that end its text
     verifier: Verifier = "match"
     drafter: DrafterName | None = None  # who drafts for it; None: nobody
+    max_k: int | None = None  # most that the policy may choose for it; None: what the engine allows
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact
     cache_salt: str = ""  # shares prefixes with sequences of the same

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, get_args
 
+from policies.reasons import REASONS
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["engine_error", "deadline_exceeded"]
 Verifier = Literal["match", "rejection", "block"]
@@ -123,7 +125,7 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
-    k: int | None = None  # drafts per round; None: the engine's spec_length; 0: speculation off
+    k: int | None = None  # drafts per round; None: the engine's policy chooses; 0: speculation off
     prompt_index: int = 0  # place in a prompt list; with choice_index it keys the request's randomness
     choice_index: int = 0
     verifier: Verifier | None = None  # None: the engine's own
@@ -134,6 +136,7 @@ class Request:
     deadline_s: float | None = (
         None  # seconds from its arrival after which it ends with an error; None: the engine's own
     )
+    max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,12 @@ class RequestRecord:
     cached_tokens: int = 0  # of the prompt, found in the target's cache when it was first admitted
     preemptions: int = 0  # times that its memory was taken back, to be computed again
     output_tokens: int = 0
+    policy: str = ""  # the engine's when it was submitted
+    fixed_k: int | None = None  # drafts per round that it asked for; None: the policy chose
+    steps: list[int] = field(default_factory=list)  # the engine's number of the step, see StepStats
+    planned: list[int] = field(default_factory=list)  # k; the drafter may have offered less
+    reasons: list[int] = field(default_factory=list)  # index in REASONS of why k was that and no more; -1: no choice
+    alphas: list[int] = field(default_factory=list)  # chance of the first draft before the round, per mille
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
     emitted: list[int] = field(default_factory=list)  # tokens that reached the client
@@ -174,6 +183,11 @@ class RequestRecord:
     def rounds(self) -> int:
         """Rounds that verified at least one draft; plain rounds are not counted (as vLLM's num_spec_steps)."""
         return sum(1 for n in self.drafted if n)
+
+    def decisions(self) -> dict[str, int]:
+        """Rounds by why k was what it was, for reasons that occurred."""
+        counts = {reason: self.reasons.count(code) for code, reason in enumerate(REASONS)}
+        return {reason: count for reason, count in counts.items() if count}
 
     def histogram(self) -> list[int]:
         """Rounds by number of accepted drafts, length k_max + 1. Σ hist = rounds, Σ j·hist[j] = accepted (I8)."""
@@ -211,6 +225,7 @@ class StepStats:
     emitted: int
     draft_us: int  # proposing, all drafts of the round
     draft_steps: int  # sequential forwards of the draft
+    draft_tokens: int  # that the draft was fed in them
     score_us: int  # the target's pass: input, forward, sampling, acceptance
     target_forward_us: int  # of score_us, the forward: from token ids to logits, positions and mask included
     draft_forward_us: int  # of draft_us, the forwards alone
@@ -221,6 +236,10 @@ class StepStats:
     failed: bool = False  # the pass failed twice, and its requests ended with an error
     preempted: int = 0  # sequences whose memory was taken back
     cached_tokens: int = 0  # of the prompts of sequences that were admitted, found in the target's cache
+    decoding: int = 0  # sequences whose k was chosen in this step
+    predicted_us: int = 0  # what the cost model expected of the step; 0: no k was chosen in it
+    predicted_tokens: float = 0.0  # what the estimator expected those sequences to emit
+    policy_us: int = 0  # of step_us: choosing k, and learning from the round
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,4 +254,5 @@ class EngineStats:
     max_running: int
     free_slots: int
     heartbeat_age_s: float
+    policy: str = ""  # that chooses k
     kv_used: float = 0.0  # share of the target's KV memory that running sequences hold, 0 … 1

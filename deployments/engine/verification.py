@@ -4,10 +4,11 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deployments.engine import acceptance
-from deployments.engine.acceptance import Decision, Verdict
+from deployments.engine.acceptance import PARTS, Decision, Verdict
 from deployments.engine.drafters.base import Draft, DraftBatch
 from deployments.engine.types import Verifier
 
@@ -23,9 +24,9 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
         if len(which) == len(batch.sequences):
             decision = part
             break
-        decision = _merge(decision or _blank(len(batch.sequences), logits.device), part, which)
+        decision = _merge(decision or _blank(draft.ks, logits.device), part, which)
     if decision is None:
-        return Verdict([], [], [], 0)
+        return Verdict([], [], [], [], 0)
     return on_host(decision, draft, logits.shape[-1])
 
 
@@ -52,6 +53,7 @@ def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], ver
     laws = sampler.laws(sampler.scores(ours, rows, draft.tokens), rows)
     if draft.tokens is None or not depth:
         weights, accepted = laws, torch.zeros(len(which), dtype=torch.int64, device=logits.device)
+        overlaps = None
     else:
         drafts = draft.tokens[list(which), :depth]
         logp = acceptance.padded(laws, ks)
@@ -59,17 +61,18 @@ def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], ver
         legal = drafts.clamp(0, logits.shape[-1] - 1)
         coins = sampler.coins(which, depth)
         if verifier == "block":
-            decided = acceptance.block(logp, logq, legal, ks)
+            decided, overlaps = acceptance.block(logp, logq, legal, ks), acceptance.overlaps(logp, logq)
             accepted = acceptance.last_success(decided.chances, coins)
         else:
-            leniences = [batch.sequences[i].lenience or 1.0 for i in which]
-            decided = acceptance.rejection(
-                logp, logq, legal, ks, torch.tensor(leniences, dtype=torch.float64, device=logits.device)
-            )
+            values = [batch.sequences[i].lenience or 1.0 for i in which]
+            lenience = torch.tensor(values, dtype=torch.float64, device=logits.device)
+            decided = acceptance.rejection(logp, logq, legal, ks, lenience)
+            overlaps = acceptance.overlaps(logp, logq, lenience)
             accepted = acceptance.first_failure(decided.chances, coins)
         weights = acceptance.emitted_law(logp, logq, decided.log_scales, accepted, ks)
     # A NaN in an earlier row has made these weights NaN: rejection stops at it, block carries it on in its scales.
-    return Decision(accepted, sampler.emit(weights, which, accepted), weights.amax(1).abs() < torch.inf)
+    finite = weights.amax(1).abs() < torch.inf
+    return Decision(accepted, sampler.emit(weights, which, accepted), finite, overlaps)
 
 
 def draft_laws(draft: Draft, which: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
@@ -105,9 +108,9 @@ def _rows(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int]) -> t
     return logits[torch.tensor(packed, device=logits.device)], rows, ks
 
 
-def _blank(count: int, device: torch.device) -> Decision:
-    zeros = torch.zeros(count, dtype=torch.int64, device=device)
-    return Decision(zeros, zeros, zeros.bool())
+def _blank(ks: Seq[int], device: torch.device) -> Decision:
+    zeros = torch.zeros(len(ks), dtype=torch.int64, device=device)
+    return Decision(zeros, zeros, zeros.bool(), zeros.new_full((len(ks), max(ks)), -1))
 
 
 def _merge(whole: Decision, part: Decision, which: Seq[int]) -> Decision:
@@ -116,19 +119,37 @@ def _merge(whole: Decision, part: Decision, which: Seq[int]) -> Decision:
         whole.accepted.index_copy(0, at, part.accepted),
         whole.tokens.index_copy(0, at, part.tokens),
         whole.finite.index_copy(0, at, part.finite),
+        _merge_overlaps(whole.overlaps, part.overlaps, at),
     )
+
+
+def _merge_overlaps(whole: Tensor | None, part: Tensor | None, at: Tensor) -> Tensor | None:
+    if whole is None or part is None:
+        return whole
+    return whole.index_copy(0, at, F.pad(part, (0, whole.shape[1] - part.shape[1]), value=-1))
 
 
 def on_host(decision: Decision, draft: Draft, vocab_size: int) -> Verdict:
     columns = [decision.accepted, decision.tokens, decision.finite]
     if draft.tokens is None:
         accepted, tokens, finite = torch.stack(columns).tolist()
-        return Verdict(accepted, [[token] for token in tokens], [not good for good in finite], 0)
-    rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, : max(draft.ks)]], 1).tolist()  # the round's one copy
+        return Verdict(accepted, [[t] for t in tokens], [not good for good in finite], [()] * len(tokens), 0)
+    depth = max(draft.ks)
+    told = [] if decision.overlaps is None else [decision.overlaps]
+    rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, :depth], *told], 1).tolist()  # the round's one copy
     drafts = [row[3 : 3 + k] for row, k in zip(rows, draft.ks, strict=True)]
     return Verdict(
         accepted=[row[0] for row in rows],
         emitted=[[*tokens[: row[0]], row[1]] for row, tokens in zip(rows, drafts, strict=True)],
         bad=[not row[2] for row in rows],
+        overlaps=_overlaps(rows, 3 + depth, draft.ks) if told else [()] * len(rows),
         illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
     )
+
+
+def _overlaps(rows: Seq[Seq[int]], first: int, ks: Seq[int]) -> list[tuple[float, ...]]:
+    """From column `first` on, of the drafts that were looked at; () for a sequence that has none there."""
+    return [
+        tuple(part / PARTS for part in row[first : first + min(row[0] + 1, k)] if part >= 0)
+        for row, k in zip(rows, ks, strict=True)
+    ]

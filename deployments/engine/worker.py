@@ -13,6 +13,7 @@ import torch
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStats, EngineStopped, InvalidRequest, Output, Overloaded, Request
 from policies.admission import Admission
+from policies.spec_length import PolicyConfig
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,11 @@ class EngineWorker:
                 return
         self._inbox.put(lambda: self.engine.cancel(request_id))
 
+    def configure(self, policy: PolicyConfig) -> None:
+        """Let another policy choose k from the next round on. From any thread. Raises ConfigError for an unfit one."""
+        self.engine.config.check_policy(policy)
+        self._inbox.put(lambda: self.engine.configure(policy))
+
     def stats(self) -> EngineStats:
         """A snapshot from any thread. Healthy: the thread lives, its progress is recent, its steps do not all fail."""
         age = time.monotonic() - self._progress
@@ -120,6 +126,7 @@ class EngineWorker:
             max_running=self.engine.config.max_running,
             free_slots=self.engine.target.cache.free_slots,
             heartbeat_age_s=age,
+            policy=self.engine.policy.name,
             kv_used=self.engine.target.cache.used,
         )
 

@@ -164,14 +164,25 @@ def record(arrived: float, first: float | None, finished: float, tokens: int, **
         output_tokens=tokens,
         drafter="lookup",
         verifier="block",
+        policy="goodput",
         **facts,
     )
 
 
 def test_metrics_of_choices_span_and_sum_them() -> None:
     records = [
-        record(1.0, 1.1, 1.4, 4, drafted=[3, 0], accepted=[2, 0], preemptions=1),
-        record(1.02, 1.05, 1.45, 3, drafted=[3, 2, 3], accepted=[0, 2, 3], preemptions=2),
+        record(1.0, 1.1, 1.4, 4, planned=[3, 0], reasons=[0, 4], drafted=[3, 0], accepted=[2, 0], preemptions=1),
+        record(
+            1.02,
+            1.05,
+            1.45,
+            3,
+            planned=[3, 3, 3],
+            reasons=[0, 0, 2],
+            drafted=[3, 2, 3],
+            accepted=[0, 2, 3],
+            preemptions=2,
+        ),
     ]
     told = metrics(records)
     assert told == {
@@ -182,11 +193,15 @@ def test_metrics_of_choices_span_and_sum_them() -> None:
         "tokens_per_second": 15.556,
         "preemptions": 3,
         "speculative_decoding": {
+            "mode": "auto",
+            "policy": "goodput",
             "drafter": "lookup",
             "verifier": "block",
             "mean_acceptance_length": 1 + 7 / 4,
             "draft_acceptance_rate": 7 / 11,
             "acceptance_histogram": [1, 0, 2, 1],
+            "draft_length_histogram": [1, 0, 0, 4],
+            "decisions": {"policy": 3, "cap": 1, "acceptance": 1},
             "num_spec_steps": 4,
             "num_accepted_draft_tokens": 7,
             "num_draft_tokens": 11,

@@ -12,6 +12,7 @@ from app.client import FakeEngineClient
 from app.main import create_app
 from app.schemas import Body
 from deployments.engine.types import Output, Request, RequestRecord, SamplingParams
+from policies.reasons import REASONS
 from tests.app.harness import PROMPT, Exchange, call, events
 
 USAGE = {
@@ -33,6 +34,9 @@ def record(request: Request, **values: Any) -> RequestRecord:
         "first_token": 1.03,
         "finished": 1.13,
         "output_tokens": 6,
+        "policy": "goodput",
+        "planned": [4, 0, 4],
+        "reasons": [REASONS.index(reason) for reason in ("cap", "load", "policy")],
         "drafted": [4, 0, 3],
         "accepted": [2, 0, 1],
         "emitted": [3, 1, 2],
@@ -72,11 +76,15 @@ def test_metrics_follow_from_the_record() -> None:
         "tokens_per_second": 46.154,
         "preemptions": 0,
         "speculative_decoding": {
+            "mode": "auto",
+            "policy": "goodput",
             "drafter": "lookup",
             "verifier": "block",
             "mean_acceptance_length": 2.5,
             "draft_acceptance_rate": 3 / 7,
             "acceptance_histogram": [0, 1, 1, 0, 0],
+            "draft_length_histogram": [1, 0, 0, 0, 2],
+            "decisions": {"policy": 1, "cap": 1, "load": 1},
             "num_spec_steps": 2,
             "num_accepted_draft_tokens": 3,
             "num_draft_tokens": 7,
@@ -88,15 +96,19 @@ def test_metrics_follow_from_the_record() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"k_max": 0, "drafted": [0] * 3, "accepted": [0] * 3}, None),
+        ({"k_max": 0, "planned": [0] * 3, "drafted": [0] * 3, "accepted": [0] * 3}, None),
         (
-            {"drafted": [0] * 3, "accepted": [0] * 3},
+            {"policy": "off", "planned": [0] * 3, "reasons": [-1, 0, 0], "drafted": [0] * 3, "accepted": [0] * 3},
             {
+                "mode": "auto",
+                "policy": "off",
                 "drafter": "lookup",
                 "verifier": "block",
                 "mean_acceptance_length": 1.0,
                 "draft_acceptance_rate": 0.0,
                 "acceptance_histogram": [0] * 5,
+                "draft_length_histogram": [2, 0, 0, 0, 0],
+                "decisions": {"policy": 2},
                 "num_spec_steps": 0,
                 "num_accepted_draft_tokens": 0,
                 "num_draft_tokens": 0,
@@ -230,26 +242,6 @@ def test_the_forms_of_a_prompt(prompt: Any, ids: tuple[int, ...]) -> None:
     client = FakeEngineClient()
     assert post(client, prompt=prompt).status == 200
     assert client.submitted[0].prompt_ids == ids
-
-
-@pytest.mark.parametrize(
-    ("speculation", "k"),
-    [
-        ({"k": 0}, 0),
-        ({"k": 8}, 8),
-        ({"mode": "off"}, 0),
-        ({"mode": "off", "k": 0}, 0),
-        ({"mode": "fixed", "k": 2}, 2),
-        ({"mode": None, "k": 2}, 2),
-        ({"mode": "fixed"}, None),
-        ({"verifier": "rejection"}, None),
-        ({}, None),
-    ],
-)
-def test_the_forms_of_speculation(speculation: dict[str, Any], k: int | None) -> None:
-    client = FakeEngineClient()
-    assert post(client, speculation=speculation).status == 200
-    assert client.submitted[0].k == k
 
 
 def test_stop_may_be_one_string() -> None:

@@ -1,7 +1,6 @@
 """What /v1/completions refuses, each with the status, the field's name and the reason, before the engine sees it."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 from app.client import FakeEngineClient
 from app.main import create_app
 from app.schemas import INERT, NEUTRAL, Body, parse
-from app.speculation import Drafting
-from deployments.engine.types import InvalidRequest
 from tests.app.harness import PROMPT, call
 
 CARD = FakeEngineClient().model
@@ -112,7 +109,22 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"speculation": 3}, "speculation", "dictionary"),
     ({"speculation": {"mode": "off", "k": 3}}, "speculation", "cannot be off and draft"),
-    ({"speculation": {"mode": "fast"}}, "speculation.mode", "'off' or 'fixed'"),
+    ({"speculation": {"mode": "fast"}}, "speculation.mode", "'auto', 'off' or 'fixed'"),
+    ({"speculation": {"mode": False}}, "speculation.mode", "'auto', 'off' or 'fixed'"),
+    ({"speculation": {"mode": "fixed"}}, "speculation.k", "needs k"),
+    ({"speculation": {"mode": "fixed", "drafter": "lookup"}}, "speculation.k", "needs k"),
+    ({"speculation": {"mode": "auto", "k": 3}}, "speculation.k", "the policy chooses k"),
+    ({"speculation": {"mode": "auto", "k": 0}}, "speculation.k", "the policy chooses k"),
+    ({"speculation": {"mode": "auto", "k": 3, "max_k": 3}}, "speculation.k", "the policy chooses k"),
+    ({"speculation": {"mode": "auto", "max_k": 9}}, "speculation.max_k", "maximum, 8"),
+    ({"speculation": {"max_k": 9}}, "speculation.max_k", "maximum, 8"),
+    ({"speculation": {"max_k": 0}}, "speculation.max_k", "greater than or equal to 1"),
+    ({"speculation": {"max_k": True}}, "speculation.max_k", "valid integer"),
+    ({"speculation": {"max_k": "4"}}, "speculation.max_k", "valid integer"),
+    ({"speculation": {"k": 3, "max_k": 4}}, "speculation.max_k", "no effect"),
+    ({"speculation": {"mode": "fixed", "k": 3, "max_k": 4}}, "speculation.max_k", "no effect"),
+    ({"speculation": {"mode": "off", "max_k": 4}}, "speculation.max_k", "no effect"),
+    ({"speculation": {"k": 0, "max_k": 4}}, "speculation.max_k", "no effect"),
     ({"speculation": {"k": -1}}, "speculation.k", "greater than or equal to 0"),
     ({"speculation": {"k": 9}}, "speculation.k", "maximum, 8"),
     ({"speculation": {"k": 1.0}}, "speculation.k", "valid integer"),
@@ -291,62 +303,3 @@ def test_what_exceeds_the_context_is_a_400_with_the_numbers(length: int, max_tok
 def test_what_just_fits_the_context_is_served() -> None:
     done = call(create_app(FakeEngineClient(max_model_len=32)), PROMPT | {"prompt": "a" * 24, "max_tokens": 8})
     assert done.status == 200
-
-
-def settled(fields: dict[str, Any], **card: Any) -> Drafting:
-    return parse(json.dumps(PROMPT | fields).encode(), replace(CARD, **card)).drafting
-
-
-def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:
-    none: dict[str, Any] = {"max_spec_length": 0, "spec_length": 0, "drafters": ()}
-    assert settled({"speculation": {"k": 0}}, **none) == Drafting(k=0)
-    for speculation, param in (({"k": 1}, "speculation.k"), ({"drafter": "model"}, "speculation.drafter")):
-        with pytest.raises(InvalidRequest) as refused:
-            settled({"speculation": speculation}, **none)
-        assert refused.value.param == param
-
-
-def test_a_drafter_that_this_server_lacks_is_refused_with_those_it_has() -> None:
-    asked = {"speculation": {"drafter": "cascade"}}
-    assert settled(asked).drafter == "cascade"
-    with pytest.raises(InvalidRequest, match="it has: ngram, lookup") as refused:
-        settled(asked, drafters=("ngram", "lookup"))
-    assert refused.value.param == "speculation.drafter"
-    with pytest.raises(InvalidRequest, match="no drafter for predictions") as refused:
-        settled({"prediction": GUESS}, drafters=("ngram", "lookup"))
-    assert refused.value.param == "prediction"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"speculation": {"mode": "fixed"}}, "speculation"),
-        ({"speculation": {"verifier": "block"}}, "speculation.verifier"),
-        ({"lossy": {"lenience": 0.5}}, "lossy"),
-    ],
-)
-def test_where_speculation_is_off_by_default_what_needs_drafts_is_refused(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        settled(fields, spec_length=0, verifier="rejection")
-    assert refused.value.param == param
-    settled(fields, verifier="rejection")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"speculation": {"k": 2, "verifier": "block"}},
-        {"speculation": {"mode": "fixed", "drafter": "lookup"}},
-        {"speculation": {"drafter": "lookup", "verifier": "rejection"}, "lossy": {"lenience": 0.5}},
-        {"prediction": GUESS},
-    ],
-)
-def test_where_speculation_is_off_by_default_it_can_be_asked_for(fields: dict[str, Any]) -> None:
-    assert settled(fields, spec_length=0) == settled(fields)
-
-
-def test_lossy_may_rest_on_the_servers_own_verifier() -> None:
-    lossy = {"lossy": {"lenience": 0.5}}
-    assert settled(lossy, verifier="rejection").lenience == 0.5
-    with pytest.raises(InvalidRequest, match="'rejection'"):
-        settled(lossy | {"speculation": {"verifier": "match"}}, verifier="rejection")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
+from benchmarks.common import Spec
 from deployments.engine.config import EngineConfig
 
 
@@ -18,6 +19,21 @@ def test_spec_lists_begin_with_plain_decoding() -> None:
             common.spec_list(text)
 
 
+def test_policies_come_after_plain_decoding_and_numbers() -> None:
+    assert common.policy_list("goodput,4,off,heuristic,2,goodput") == [0, 2, 4, "heuristic", "goodput"]
+    assert common.policy_list("goodput") == [0, "goodput"]
+    assert common.policy_list("4,1") == [0, 1, 4]
+    for text in ("fixed", "better", "-1,goodput", "goodput,", ""):
+        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+            common.policy_list(text)
+
+
+def test_every_spec_is_a_policy() -> None:
+    assert [common.spec_name(spec) for spec in common.policy_list("off,4,goodput")] == ["off", "4", "goodput"]
+    names = [(common.policy(spec).name, common.policy(spec).k) for spec in common.policy_list("off,4,optimal")]
+    assert [names[0][0], names[1], names[2][0]] == ["off", ("fixed", 4), "optimal"]
+
+
 def test_concurrency_is_sorted_and_positive() -> None:
     assert common.concurrency_list("8,1") == [1, 8]
     with pytest.raises(argparse.ArgumentTypeError):
@@ -25,11 +41,17 @@ def test_concurrency_is_sorted_and_positive() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 64])
-@pytest.mark.parametrize("specs", [[0], [0, 16]])
-def test_engine_config_is_always_a_valid_one(batch: int, specs: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("specs", "longest"), [([0], 0), ([0, 16], 16), ([0, 2, *common.POLICIES], 8), ([0, 12, "goodput"], 12)]
+)
+def test_engine_config_is_always_a_valid_one(batch: int, specs: list[Spec], longest: int) -> None:
+    """And each of the specs can follow in the same engine."""
     args = argparse.Namespace(device="cpu", dtype="float32", threads=None)
     config = EngineConfig("target", "draft", **common.engine_config(args, specs, batch, 5))
-    assert (config.max_running, config.max_spec_length, config.max_waiting) == (batch, max(specs), 5)
+    assert (config.max_running, config.max_spec_length, config.max_waiting) == (batch, longest, 5)
+    assert config.policy == common.policy(specs[-1])
+    for spec in specs:
+        config.check_policy(common.policy(spec))
 
 
 def test_model_description_counts_stored_parameters() -> None:

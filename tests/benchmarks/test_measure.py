@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from benchmarks.measure import Run, timed_run
 from deployments.engine.types import RequestRecord, SamplingParams, StepStats
+from tests.benchmarks.scripted import record, step
 
 
 @dataclass
@@ -15,15 +17,11 @@ class Scripted:
     record: RequestRecord
 
 
-def record(drafted: list[int], accepted: list[int], emitted: list[int]) -> RequestRecord:
-    return RequestRecord("r", 0, 3, 4, 0.0, drafted=drafted, accepted=accepted, emitted=emitted)
-
-
-def round_step(draft_us: int, draft_steps: int, target_us: int, step_us: int, prefill: int = 0) -> StepStats:
+def round_step(draft_us: int, draft_steps: int, target_us: int, step_us: int, **more: Any) -> StepStats:
     """A step whose proposing and scoring took ten microseconds more than their forwards."""
-    return StepStats(
-        0, 2, prefill, 8, 4, 6, draft_us + 10, draft_steps, target_us + 10, target_us, draft_us, step_us, 2, 0
-    )
+    whole = {"draft_us": draft_us + 10, "score_us": target_us + 10, "step_us": step_us, "emitted": 6}
+    forwards = {"draft_forward_us": draft_us, "draft_steps": draft_steps, "target_forward_us": target_us}
+    return step(sequences=2, drafted=8, accepted=4, **(whole | forwards | more))
 
 
 class ScriptedEngine:
@@ -41,7 +39,7 @@ class ScriptedEngine:
         k: int | Sequence[int | None] | None = None,
     ) -> list[Scripted]:
         self.calls.append(k)
-        self.steps = [round_step(0, 0, 900, 999, prefill=9), round_step(500, 4, 900, 1500)]
+        self.steps = [round_step(0, 0, 900, 999, prefill_tokens=9), round_step(500, 4, 900, 1500)]
         self.steps += [round_step(400, 4, 1000, 1540), round_step(600, 4, 1000, 1760)]
         return [Scripted([1] * self.length, record([0, 4, 4], [0, 4, 1], [1, 5, 2])) for _ in prompts]
 
@@ -68,6 +66,38 @@ def test_a_plain_run_has_no_draft_figures() -> None:
     steps = [round_step(0, 0, 900, 999)] * 2
     run = Run(1.0, [[1]], [record([0], [0], [1])], steps)
     assert (run.alpha, run.tokens_per_round, run.draft_step_s) == (None, None, None)
+
+
+def chosen(predicted_us: int, step_us: int, **more: Any) -> StepStats:
+    """A step in which k was chosen, with four tokens expected and five emitted."""
+    facts = {"emitted": 5, "predicted_tokens": 4.0, "decoding": 1, "policy_us": 30}
+    return step(predicted_us=predicted_us, step_us=step_us, **(facts | more))
+
+
+def test_predictions_are_compared_where_k_was_chosen_and_no_prompt_was_read() -> None:
+    counted = [chosen(900, 1000), chosen(1200, 1000), chosen(1500, 1000)]
+    left_out = [chosen(9000, 1000, prefill_tokens=5), step(emitted=99)]
+    run = Run(1.0, [[1]], [record([0], [0], [1])], [*counted, *left_out])
+    assert run.predicted_over_real == pytest.approx((1.2, 0.8))
+    assert run.time_error == pytest.approx(0.2)
+    assert run.policy_s == pytest.approx(30e-6)
+
+
+def test_without_a_choice_there_is_no_prediction() -> None:
+    run = Run(1.0, [[1]], [record([0, 4], [0, 2], [1, 3])], [step()])
+    assert (run.predicted_over_real, run.time_error, run.policy_s, run.mean_k) == (None, None, 0.0, None)
+    assert run.reasons == {}
+
+
+def test_k_and_its_reasons_are_of_rounds_in_which_it_was_chosen() -> None:
+    """The round that ends a prompt chooses nothing, and does not pull the mean down."""
+    records = [
+        record([0, 4, 0], [0, 2, 0], [1, 3, 1], "acceptance"),
+        record([0, 8], [0, 2], [1, 3], "cap"),
+    ]
+    run = Run(1.0, [[1], [1]], records, [step()])
+    assert run.mean_k == 4.0
+    assert run.reasons == {"acceptance": 2, "cap": 1}
 
 
 def test_outputs_of_another_length_are_refused() -> None:

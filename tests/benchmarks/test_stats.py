@@ -11,7 +11,7 @@ from deployments.engine.types import StepStats
 def step(sequences: int, prefill: int = 0, number: int = 0) -> StepStats:
     return StepStats(
         step=number, sequences=sequences, prefill_tokens=prefill, drafted=0, accepted=0, emitted=sequences,
-        draft_us=0, draft_steps=0, score_us=10, target_forward_us=9, draft_forward_us=0, step_us=12,
+        draft_us=0, draft_steps=0, draft_tokens=0, score_us=10, target_forward_us=9, draft_forward_us=0, step_us=12,
         running=sequences, waiting=0,
     )  # fmt: skip
 

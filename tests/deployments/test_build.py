@@ -1,6 +1,7 @@
 """The topology's serving options: those of a bare `serve run deployments.build:build`, and what a YAML file changes."""
 
 import warnings
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that th
     from ray.serve import Deployment
 
     from deployments.build import build
-from deployments.settings import Settings
+from deployments.settings import PolicySettings, Settings
 
 
 def replica(settings: Settings) -> Deployment:
@@ -28,6 +29,21 @@ def test_a_bare_start_drains_and_is_watched() -> None:
     config = replica(Settings())._deployment_config
     assert (config.graceful_shutdown_timeout_s, config.graceful_shutdown_wait_loop_s) == (120, 0.5)
     assert (config.health_check_period_s, config.health_check_timeout_s) == (2, 30)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({}, {"policy": "goodput", "k": 5}),
+        ({"policy": "fixed", "spec_length": "4"}, {"policy": "fixed", "k": 4}),
+        ({"drafter": "off"}, {"policy": "off", "k": 5}),
+    ],
+)
+def test_the_policy_is_an_option_that_can_change_in_place(args: dict[str, str], expected: dict[str, Any]) -> None:
+    settings = Settings.model_validate(args)
+    user_config = replica(settings)._deployment_config.user_config
+    assert user_config == expected
+    assert PolicySettings.model_validate(user_config).freeze() == settings.freeze("cpu").policy
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])

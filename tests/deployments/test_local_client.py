@@ -13,10 +13,11 @@ from tokenizers import processors
 
 from app.client import Token
 from app.main import create_app
-from deployments.engine.config import EngineConfig
+from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded, Request, SamplingParams
 from deployments.local_client import TOKENIZE_INLINE, LocalClient
+from policies.spec_length import PolicyConfig
 
 CONFIG = EngineConfig(
     "models/demo/target", "models/demo/draft", max_running=2, max_waiting=1, max_model_len=256, threads=1
@@ -165,22 +166,93 @@ def test_tokens_are_shown_by_text_bytes_name_or_number(client: LocalClient) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "spec_length", "verifier"),
+    ("changes", "policy", "drafter", "verifier"),
     [
-        ({}, 5, "match"),
-        ({"draft": None}, 0, "match"),
-        ({"draft": None, "drafter": "lookup"}, 5, "match"),
-        ({"spec_length": 0, "verifier": "block"}, 0, "block"),
+        ({}, "goodput", "model", "match"),
+        ({"draft": None}, "goodput", None, "match"),
+        ({"draft": None, "drafter": "lookup"}, "goodput", "lookup", "match"),
+        ({"policy": PolicyConfig(name="off"), "verifier": "block"}, "off", "model", "block"),
     ],
 )
-def test_the_card_says_what_the_engine_has(changes: dict[str, Any], spec_length: int, verifier: str) -> None:
+def test_the_card_says_what_the_engine_has(
+    changes: dict[str, Any], policy: str, drafter: str | None, verifier: str
+) -> None:
     engine = Engine.from_config(replace(CONFIG, **changes))
     client = LocalClient(engine, "demo")
     client.close()
     card = client.model
-    assert (card.spec_length, card.verifier, card.max_choices) == (spec_length, verifier, 3)
+    assert (card.policy, card.drafter, card.verifier, card.max_choices) == (policy, drafter, verifier, 3)
     assert card.drafters == engine.drafters
     assert ("model" in card.drafters) == ("draft" not in changes)
+
+
+def configured(client: LocalClient, policy: PolicyConfig) -> None:
+    """Configure it, and wait until the engine has taken it: it is asked on its own thread."""
+    client.configure(policy)
+    limit = time.monotonic() + 60
+    while client.policy_status()["name"] != policy.name or client.policy_status()["k"] != policy.k:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def live(client: LocalClient) -> Iterator[LocalClient]:
+    """The client, with the policy that it had given back at the end."""
+    yield client
+    configured(client, CONFIG.policy)
+
+
+def test_a_policy_can_be_replaced_and_is_shown_at_once(live: LocalClient) -> None:
+    configured(live, PolicyConfig(name="fixed", k=2))
+    assert live.model.policy == live.stats().policy == "fixed"
+    expected = {"name": "fixed", "k": 2, "max_k": None, "threshold": 0.4, "hysteresis": 0.02, "probe_share": 0.01}
+    assert live.policy_status() == expected | {"refused": None}
+    told = within(completion(live))["metrics"]["speculative_decoding"]
+    assert (told["mode"], told["policy"]) == ("auto", "fixed")
+    assert told["draft_length_histogram"][2] > 0
+    assert sum(told["draft_length_histogram"][3:]) == 0
+
+
+def test_a_policy_that_the_engine_cannot_have_leaves_the_old_one(live: LocalClient) -> None:
+    configured(live, PolicyConfig(name="fixed", k=2))
+    for unfit in (PolicyConfig(name="fixed", k=17), PolicyConfig(max_k=17)):
+        with pytest.raises(ConfigError, match="max_spec_length"):
+            live.configure(unfit)
+    live.refuse("because")
+    assert (live.model.policy, live.policy_status()["k"], live.policy_status()["refused"]) == ("fixed", 2, "because")
+    configured(live, PolicyConfig(name="fixed", k=3))
+    assert live.policy_status()["refused"] is None
+
+
+def test_with_the_policy_off_only_those_who_ask_are_drafted_for(live: LocalClient) -> None:
+    plain = within(completion(live))
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    configured(live, PolicyConfig(name="off"))
+    for speculation in (None, {"mode": "auto"}, {"max_k": 3}):
+        reply = within(completion(live, speculation=speculation))
+        told = reply["metrics"]["speculative_decoding"]
+        assert (told["mode"], told["policy"], told["num_draft_tokens"]) == ("auto", "off", 0)
+        assert reply["choices"] == plain["choices"]
+    asking: list[tuple[dict[str, Any], int]] = [
+        ({"k": 2}, 2),
+        ({"drafter": "model"}, 5),
+        ({"drafter": "model", "max_k": 3}, 3),
+    ]
+    for wish, most in asking:
+        reply = within(completion(live, speculation=wish))
+        told = reply["metrics"]["speculative_decoding"]
+        assert told["mode"] == "fixed"
+        assert told["num_draft_tokens"] > 0
+        assert told["num_spec_tokens"] == most == len(told["draft_length_histogram"]) - 1
+        assert reply["choices"] == plain["choices"]
+
+
+def test_max_k_bounds_what_the_policy_chooses(live: LocalClient) -> None:
+    configured(live, PolicyConfig(name="fixed", k=5))
+    told = within(completion(live, speculation={"max_k": 2}))["metrics"]["speculative_decoding"]
+    assert (told["mode"], told["num_spec_tokens"], len(told["draft_length_histogram"])) == ("auto", 2, 3)
+    assert told["draft_length_histogram"][2] > 0
+    assert told["decisions"]["user"] > 0
 
 
 async def completion(client: LocalClient, **fields: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The operator's settings, and the two Serve files: both valid, without a key that Serve would silently ignore."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -11,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from deployments.engine.config import EngineConfig
 from deployments.engine.types import DRAFTERS, VERIFIERS
-from deployments.settings import ROOT, Settings
+from deployments.settings import ROOT, PolicySettings, Settings
+from policies.spec_length import PolicyConfig, PolicyName
 
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -68,7 +70,7 @@ def test_the_defaults_are_the_demo_pair() -> None:
         draft=str(ROOT / "models/demo/draft"),
         device="cpu",
         dtype="float32",
-        spec_length=5,
+        policy=PolicyConfig(),
         max_waiting=48,
         threads=1,
     )
@@ -78,10 +80,12 @@ def test_the_defaults_are_the_demo_pair() -> None:
 
 def test_strings_from_the_command_line_become_what_they_say() -> None:
     settings = Settings.model_validate(
-        {"spec_length": "4", "max_running": "2", "max_model_len": "128", "threads": "3", "num_cpus": "0.5"}
+        {"policy": "fixed", "spec_length": "4", "max_running": "2", "max_model_len": "128", "threads": "3"}
+        | {"num_cpus": "0.5"}
     )
     config = settings.freeze("cpu")
-    assert (config.spec_length, config.max_running, config.max_model_len, config.threads) == (4, 2, 128, 3)
+    assert config.policy == PolicyConfig(name="fixed", k=4)
+    assert (config.max_running, config.max_model_len, config.threads) == (2, 128, 3)
     assert settings.num_cpus == 0.5
 
 
@@ -137,16 +141,81 @@ def test_dtype_follows_the_device_unless_given(dtype: str, device: Any, expected
 
 
 @pytest.mark.parametrize(
-    ("drafter", "expected", "spec_length"),
-    [("auto", None, 5), ("off", None, 0), (False, None, 0), ("model", "model", 5), ("cascade", "cascade", 5)],
+    ("drafter", "expected", "policy"),
+    [
+        ("auto", None, "heuristic"),
+        ("off", None, "off"),
+        (False, None, "off"),
+        ("model", "model", "heuristic"),
+        ("cascade", "cascade", "heuristic"),
+    ],
 )
-def test_drafter_is_a_name_or_left_to_the_engine_or_off(drafter: Any, expected: str | None, spec_length: int) -> None:
-    config = Settings.model_validate({"drafter": drafter}).freeze("cpu")
-    assert (config.drafter, config.spec_length) == (expected, spec_length)
+def test_drafter_is_a_name_or_left_to_the_engine_or_off(drafter: Any, expected: str | None, policy: str) -> None:
+    config = Settings.model_validate({"drafter": drafter, "policy": "heuristic"}).freeze("cpu")
+    assert (config.drafter, config.policy.name) == (expected, policy)
 
 
 def test_off_needs_no_quotes_in_yaml() -> None:
     assert Settings.model_validate(yaml.safe_load("drafter: off")).drafter == "off"
+    assert Settings.model_validate(yaml.safe_load("policy: off")).policy == "off"
+    assert PolicySettings.model_validate(yaml.safe_load("policy: off")).freeze().name == "off"
+
+
+def test_every_policy_can_be_set() -> None:
+    for name in get_args(PolicyName):
+        assert Settings.model_validate({"policy": name}).freeze("cpu").policy == PolicyConfig(name=name)
+        assert PolicySettings.model_validate({"policy": name}).freeze() == PolicyConfig(name=name)
+
+
+def test_what_may_change_live_has_the_policys_own_parameters_and_defaults() -> None:
+    assert PolicySettings().freeze() == PolicyConfig()
+    fields = {"policy" if f.name == "name" else f.name for f in dataclasses.fields(PolicyConfig)}
+    assert PolicySettings.model_fields.keys() == fields
+
+
+def test_every_live_setting_reaches_the_policy() -> None:
+    said = {
+        "policy": "confidence",
+        "k": "3",
+        "max_k": "7",
+        "threshold": "0.3",
+        "hysteresis": "0",
+        "probe_share": "0.05",
+    }
+    meant = PolicyConfig(name="confidence", k=3, max_k=7, threshold=0.3, hysteresis=0.0, probe_share=0.05)
+    assert PolicySettings.model_validate(said).freeze() == meant
+    assert PolicySettings.model_validate(said | {"max_k": "none"}).freeze().max_k is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"polcy": "off"}, "polcy"),
+        ({"name": "off"}, "name"),
+        ({"policy": "fast"}, "policy"),
+        ({"policy": True}, "policy"),
+        ({"k": -1}, "k"),
+        ({"k": 2.5}, "k"),
+        ({"k": True}, "k"),
+        ({"k": None}, "k"),
+        ({"max_k": -1}, "max_k"),
+        ({"threshold": -0.1}, "threshold"),
+        ({"threshold": 1.5}, "threshold"),
+        ({"threshold": float("nan")}, "threshold"),
+        ({"hysteresis": -0.1}, "hysteresis"),
+        ({"hysteresis": 1}, "hysteresis"),
+        ({"hysteresis": float("inf")}, "hysteresis"),
+        ({"probe_share": -0.1}, "probe_share"),
+        ({"probe_share": 0.6}, "probe_share"),
+        ({"probe_share": True}, "probe_share"),
+        ("goodput", "dictionary"),
+        (["goodput"], "dictionary"),
+        (None, "dictionary"),
+    ],
+)
+def test_a_bad_live_setting_is_refused_by_name(fields: Any, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        PolicySettings.model_validate(fields)
 
 
 def test_the_engines_drafters_and_verifiers_can_be_set() -> None:
@@ -189,7 +258,11 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"spec_length": "many"}, "valid integer"),
         ({"spec_length": -1}, "greater than or equal to 0"),
         ({"spec_length": True}, "must be a number"),
-        ({"spec_length": 17}, "max_spec_length"),
+        ({"spec_length": 17, "policy": "fixed"}, "max_spec_length"),
+        ({"policy": "fast"}, "'goodput'"),
+        ({"policy": True}, "'goodput'"),
+        ({"policy": None}, "'goodput'"),
+        ({"k": 4}, "Extra inputs"),
         ({"max_running": 0}, "greater than or equal to 1"),
         ({"max_running": 64}, "cannot hold one verification of every sequence"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
@@ -235,6 +308,21 @@ def test_a_file_is_valid_for_serve_and_for_us(name: str) -> None:
     AutoscalingConfig.model_validate(replica_of(config)["autoscaling_config"])
     assert unknown_keys(config) == []
     assert settings_of(config)
+    assert PolicySettings.model_validate(replica_of(config)["user_config"]).policy == "goodput"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_says_in_one_place_who_chooses_k(name: str) -> None:
+    """A user_config goes before the arguments: such an argument would have no effect."""
+    assert not {"policy", "spec_length"} & load(name)["applications"][0]["args"].keys()
+
+
+def test_the_default_file_explains_every_live_setting() -> None:
+    text = (ROOT / "serve_config.yaml").read_text("utf-8")
+    section = text[text.index("user_config:") : text.index("autoscaling_config:")]
+    assert {line.strip().removeprefix("# ").partition(":")[0] for line in section.splitlines()[1:] if line.strip()} == (
+        PolicySettings.model_fields.keys()
+    )
 
 
 @pytest.mark.parametrize("name", FILES)

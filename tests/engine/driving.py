@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from deployments.engine.config import EngineConfig
@@ -12,6 +13,8 @@ from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
+from policies.reasons import REASONS
+from policies.spec_length import PolicyConfig
 from tests.engine.pairs import Pair
 from tests.kv import kv_config
 
@@ -19,9 +22,9 @@ DEFAULT = SamplingParams()
 
 
 def load(pair: Pair, **config: Any) -> Engine:
-    """An engine over a tiny pair, in fp64 unless told otherwise."""
-    spec_length = min(5, config.get("max_spec_length", 5))
-    settings = {"dtype": "float64", "max_model_len": 96, "spec_length": spec_length, **kv_config(), **config}
+    """An engine over a tiny pair, in fp64 and with as many drafts as there may be, at most 5, unless told otherwise."""
+    policy = PolicyConfig("fixed", k=min(5, config.get("max_spec_length", 5)))
+    settings = {"dtype": "float64", "max_model_len": 96, "policy": policy, **kv_config(), **config}
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 
@@ -141,8 +144,14 @@ def check_finished(request_id: str, told: Told) -> None:
     histogram = record.histogram()
     assert sum(histogram) == record.rounds
     assert sum(j * n for j, n in enumerate(histogram)) == sum(record.accepted)
-    assert len(record.drafted) == len(record.accepted) == len(record.emitted)
-    assert all(a <= d for a, d in zip(record.accepted, record.drafted, strict=True))
+    columns = (record.planned, record.reasons, record.alphas, record.steps, record.drafted, record.accepted)
+    assert {len(column) for column in columns} == {len(record.emitted)}
+    assert all(
+        a <= d <= k <= record.k_max for a, d, k in zip(record.accepted, record.drafted, record.planned, strict=True)
+    )
+    assert all(before < after for before, after in pairwise(record.steps))
+    assert all(-1 <= reason < len(REASONS) for reason in record.reasons)
+    assert all(0 <= alpha <= 1000 for alpha in record.alphas)
     assert sum(record.emitted) == len(told.tokens)
     if told.reason != "error":
         assert record.output_tokens == len(told.tokens)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, log, nan
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ EXACT = 1e-12
 JUNK = -99  # a draft beyond a sequence's k
 
 Tree = list[Tensor]
+Cut = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Start:
         None  # the one draft of a deterministic drafter, legal or not; q and told are unused
     )
     lenience: float = 1.0
+    cut: Cut | None = None  # drafts [n, k] → how many of their tokens are submitted [n]; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,10 @@ def subtree(tree: Tree, length: int, text: int, depth: int) -> Tree:
 def batch_of(starts: Seq[Start]) -> Batch:
     depth = max(start.k for start in starts)
     parts = [_rows(start, depth) for start in starts]
-    drafts, masses, logp, told = (torch.cat(column) for column in zip(*parts, strict=True))
+    drafts, masses, logp, told, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
     counts = torch.tensor([len(part[0]) for part in parts])
     owners = torch.arange(len(starts)).repeat_interleave(counts)
-    ks = [starts[i].k for i in owners.tolist()]
+    ks: list[int] = lengths.tolist()
     rows = {n: n for n, i in enumerate(owners.tolist()) if starts[i].told or starts[i].fixed is None}
     logq = draft_laws(Draft(tuple(ks), drafts, told, rows), range(len(ks)), drafts, logp)
     logq[~acceptance.proposed(ks, logq.device)] = nan
@@ -83,8 +85,9 @@ def batch_of(starts: Seq[Start]) -> Batch:
     return Batch(logp, logq, drafts.clamp(0, VOCAB - 1), ks, masses, owners, leniences)
 
 
-def _rows(start: Start, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(drafts [n, depth], masses [n], logp [n, depth + 1, vocab], told laws [n, depth, vocab]): its possible drafts."""
+def _rows(start: Start, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(drafts [n, depth], masses [n], logp [n, depth + 1, vocab], told laws [n, depth, vocab], lengths [n]): its
+    possible drafts. Those that are the same where they are cut stand there one by one."""
     k = start.k
     x = texts(k) if start.fixed is None else torch.tensor([start.fixed], dtype=torch.int64).view(1, k)
     codes = [number(x[:, :j]) for j in range(k + 1)]
@@ -98,8 +101,14 @@ def _rows(start: Start, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             if start.fixed is None:
                 mass = mass * start.q[j][code].gather(1, x[:, j : j + 1])[:, 0].exp()
     drafts = torch.nn.functional.pad(x, (0, depth - k), value=JUNK)
+    lengths = torch.full((len(x),), k) if start.cut is None else start.cut(x)
+    places = torch.arange(depth + 1)
+    logp[places > lengths[:, None]] = nan
+    beyond = places[:-1] >= lengths[:, None]
+    told[beyond] = nan
+    drafts[beyond] = JUNK
     possible = mass > 0
-    return drafts[possible], mass[possible], logp[possible], told[possible]
+    return drafts[possible], mass[possible], logp[possible], told[possible], lengths[possible]
 
 
 def emissions(starts: Seq[Start], verifier: Verifier) -> list[Tensor]:
@@ -168,6 +177,27 @@ def worst(starts: Seq[Start], verifier: Verifier) -> float:
 def expected_accepted(starts: Seq[Start], verifier: Verifier) -> Tensor:
     """[S]"""
     return torch.stack([part.sum(1) * count for count, part in enumerate(emissions(starts, verifier))]).sum(0)
+
+
+# How drafts come to be cut.
+
+
+def unsure(q: Tree, limit: float, *, peeking: bool = False) -> Cut:
+    """Before the position at which the product of the largest probabilities so far falls below `limit`, as a draft
+    model does that is asked for confidence. peeking: of the drawn tokens' probabilities in place of the largest."""
+
+    def cut(drafts: Tensor) -> Tensor:
+        joint = torch.zeros(len(drafts), dtype=torch.float64)
+        kept = torch.ones(len(drafts), dtype=torch.bool)
+        lengths = torch.zeros(len(drafts), dtype=torch.int64)
+        for j in range(drafts.shape[1]):
+            laws = q[j][number(drafts[:, :j])]
+            joint = joint + (laws.gather(1, drafts[:, j : j + 1])[:, 0] if peeking else laws.amax(1))
+            kept = kept & (joint >= log(limit))
+            lengths += kept
+        return lengths
+
+    return cut
 
 
 # How pairs of trees (p, q) come about.

@@ -25,13 +25,16 @@ from tests.engine.enumeration import (
     VOCAB,
     Start,
     Tree,
+    batch_of,
     completed,
     emissions,
+    number,
     pairs,
     random_tree,
     starts_of,
     subtree,
     target_law,
+    unsure,
     worst,
 )
 
@@ -97,6 +100,53 @@ def test_a_fault_of_the_second_round_shows(verifier: Verifier) -> None:
     """Control: its drafts are drawn from one law and reported with another."""
     told = random_tree(torch.Generator().manual_seed(1), 3)
     assert two_rounds("random", verifier, lambda start: replace(start, told=told)) > 1e-3
+
+
+# Drafts that end where the draft model is no longer sure
+
+LIMITS = (0.3, 0.45, 0.6, 0.8)
+
+
+def unsure_starts(kind: str, *, peeking: bool = False) -> list[Start]:
+    """Up to three drafts, cut at limits of which some end many drafts and some few."""
+    return [
+        Start(p, q, 3 - i % 5 // 4, cut=unsure(q, LIMITS[i % 4], peeking=peeking))
+        for i, (p, q) in enumerate(pairs(kind, 12))
+    ]
+
+
+@both_verifiers
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_drafts_of_varying_length_emit_p(kind: str, verifier: Verifier) -> None:
+    """Where a draft ends is decided by the tokens before: the same sequence has drafts of 0 to 3 tokens."""
+    assert worst(unsure_starts(kind), verifier) < EXACT
+
+
+def test_the_drafts_do_vary_in_length() -> None:
+    ks = batch_of(unsure_starts("random")).ks
+    assert all(ks.count(k) >= 10 for k in range(4))
+
+
+@both_verifiers
+def test_any_rule_that_looks_back_alone_emits_p(verifier: Verifier) -> None:
+    """Ends drawn at random for every text of drafts, from among the rules there are."""
+    generator = torch.Generator().manual_seed(5)
+    starts = []
+    for p, q in pairs("zeros in both", 24):
+        ends = [torch.rand(VOCAB**n, generator=generator) < 0.35 for n in range(3)]
+
+        def cut(drafts: Tensor, ends: list[Tensor] = ends) -> Tensor:
+            goes_on = torch.stack([~end[number(drafts[:, :n])] for n, end in enumerate(ends)], 1)
+            return goes_on.cumprod(1).sum(1)
+
+        starts.append(Start(p, q, 3, cut=cut))
+    assert worst(starts, verifier) < EXACT
+
+
+@both_verifiers
+def test_a_draft_cut_by_the_token_that_was_drawn_shows(verifier: Verifier) -> None:
+    """Control: the same rule on the drawn tokens' own probabilities."""
+    assert worst(unsure_starts("random", peeking=True), verifier) > 1e-2
 
 
 # Drafts that no law came with

@@ -25,6 +25,7 @@ from deployments.engine.types import (
     SamplingParams,
     Verifier,
 )
+from policies.spec_length import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.pairs import EOS, VOCAB, Pair
 
@@ -262,40 +263,45 @@ def test_any_temperature_above_zero_is_served(pair: Pair, dtype: str, temperatur
 
 # --- how a request speculates ----------------------------------------------------------------------------------------
 
+OFF = PolicyConfig("off")
 Resolved = tuple[DrafterName | None, int, Verifier]
 CONFIGURED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], Resolved]]]] = {
     "nothing configured": (
         {},
         [
-            ({}, ("model", 5, "match")),
+            ({}, ("model", 16, "match")),
             ({"k": 0}, (None, 0, "match")),
             ({"k": 2}, ("model", 2, "match")),
+            ({"max_k": 2}, ("model", 2, "match")),
+            ({"max_k": 0}, (None, 0, "match")),
             ({"k": 8, "verifier": "block"}, ("model", 8, "block")),
-            ({"drafter": "ngram"}, ("ngram", 5, "match")),
+            ({"drafter": "ngram"}, ("ngram", 16, "match")),
             ({"drafter": "lookup", "k": 0}, (None, 0, "match")),
-            ({"prediction_ids": (5, 6, 7)}, ("cascade", 5, "match")),
+            ({"prediction_ids": (5, 6, 7)}, ("cascade", 16, "match")),
             ({"prediction_ids": (5, 6, 7), "k": 1}, ("cascade", 1, "match")),
-            ({"prediction_ids": (5, 6, 7), "drafter": "prediction"}, ("prediction", 5, "match")),
+            ({"prediction_ids": (5, 6, 7), "drafter": "prediction"}, ("prediction", 16, "match")),
         ],
     ),
-    "model": ({"drafter": "model", "spec_length": 3}, [({}, ("model", 3, "match"))]),
+    "model": ({"drafter": "model", "policy": PolicyConfig("fixed", k=3)}, [({}, ("model", 16, "match"))]),
     "lookup": (
         {"drafter": "lookup", "verifier": "rejection"},
         [
-            ({}, ("lookup", 5, "rejection")),
-            ({"drafter": "model", "verifier": "match"}, ("model", 5, "match")),
-            ({"prediction_ids": (5, 6, 7)}, ("cascade", 5, "rejection")),
+            ({}, ("lookup", 16, "rejection")),
+            ({"drafter": "model", "verifier": "match"}, ("model", 16, "match")),
+            ({"prediction_ids": (5, 6, 7)}, ("cascade", 16, "rejection")),
             ({"k": 0}, (None, 0, "rejection")),
         ],
     ),
     "cascade": (
         {"drafter": "cascade", "verifier": "block"},
-        [({}, ("cascade", 5, "block")), ({"prediction_ids": (5, 6, 7)}, ("cascade", 5, "block"))],
+        [({}, ("cascade", 16, "block")), ({"prediction_ids": (5, 6, 7)}, ("cascade", 16, "block"))],
     ),
     "off by default": (
-        {"spec_length": 0},
+        {"policy": OFF},
         [
-            ({}, (None, 0, "match")),
+            ({"max_k": 3}, ("model", 3, "match")),
+            ({"max_k": 0}, (None, 0, "match")),
+            ({"drafter": "lookup", "max_k": 3}, ("lookup", 3, "match")),
             ({"k": 4}, ("model", 4, "match")),
             ({"drafter": "lookup"}, ("lookup", 5, "match")),
             ({"drafter": "lookup", "k": 2}, ("lookup", 2, "match")),
@@ -303,7 +309,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], Resolved]
         ],
     ),
     "off by default, and never many": (
-        {"spec_length": 0, "max_spec_length": 3},
+        {"policy": OFF, "max_spec_length": 3},
         [({"drafter": "ngram"}, ("ngram", 3, "match"))],
     ),
 }
@@ -313,15 +319,19 @@ WITHOUT_DRAFT: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], Resolv
         [
             ({}, (None, 0, "match")),
             ({"k": 0}, (None, 0, "match")),
-            ({"drafter": "cascade"}, ("cascade", 5, "match")),
-            ({"prediction_ids": (5, 6, 7)}, ("cascade", 5, "match")),
+            ({"drafter": "cascade"}, ("cascade", 16, "match")),
+            ({"prediction_ids": (5, 6, 7)}, ("cascade", 16, "match")),
         ],
     ),
-    "no draft, lookup": ({"drafter": "lookup"}, [({}, ("lookup", 5, "match")), ({"k": 1}, ("lookup", 1, "match"))]),
-    "no draft, cascade": ({"drafter": "cascade"}, [({}, ("cascade", 5, "match"))]),
+    "no draft, lookup": ({"drafter": "lookup"}, [({}, ("lookup", 16, "match")), ({"k": 1}, ("lookup", 1, "match"))]),
+    "no draft, cascade": ({"drafter": "cascade"}, [({}, ("cascade", 16, "match"))]),
     "no draft, off by default": (
-        {"drafter": "ngram", "spec_length": 0},
-        [({}, (None, 0, "match")), ({"k": 2}, ("ngram", 2, "match")), ({"drafter": "ngram"}, ("ngram", 5, "match"))],
+        {"drafter": "ngram", "policy": OFF},
+        [
+            ({}, ("ngram", 16, "match")),
+            ({"k": 2}, ("ngram", 2, "match")),
+            ({"drafter": "ngram"}, ("ngram", 5, "match")),
+        ],
     ),
 }
 
@@ -335,8 +345,11 @@ def check_resolved(engine: Engine, cases: list[tuple[dict[str, Any], Resolved]])
         assert all((p == -1) == (n == 0) for p, n in zip(record.proposer, record.drafted, strict=True))
         if drafter in ("model", "lookup", "ngram"):
             assert {p for p in record.proposer if p >= 0} <= {DRAFTERS.index(drafter)}
-        if drafter == "model" or "prediction_ids" in changes:
+        by_itself = record.fixed_k is None and engine.policy.name == "off"
+        if (drafter == "model" or "prediction_ids" in changes) and not by_itself:
             assert any(record.drafted), changes
+        if by_itself:
+            assert not any(record.drafted), changes
         assert record.prediction_tokens == len(changes.get("prediction_ids", ()))
 
 
@@ -382,9 +395,11 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
         ({"verifier": "typical"}, "verifier 'typical' is not one of match, rejection, block"),
         ({"drafter": "medusa"}, "drafter 'medusa' is not one of model, ngram, lookup, prediction, cascade"),
         ({"drafter": "model", "draft": None}, "drafter 'model' needs a draft checkpoint, and draft is not set"),
-        ({"spec_length": 17}, "spec_length 17 is outside 0..max_spec_length \\(16\\)"),
-        ({"spec_length": -1}, "spec_length -1 is outside"),
-        ({"spec_length": 1, "max_spec_length": 0}, "spec_length 1 is outside 0..max_spec_length \\(0\\)"),
+        ({"policy": PolicyConfig("fixed", k=17)}, "policy fixed with k 17 exceeds max_spec_length, which is 16"),
+        ({"policy": PolicyConfig("heuristic", k=17)}, "policy heuristic with k 17 exceeds max_spec_length"),
+        ({"policy": PolicyConfig(max_k=17)}, "max_k 17 exceeds max_spec_length, which is 16"),
+        ({"policy": PolicyConfig("fixed", k=1), "max_spec_length": 0}, "policy fixed with k 1 exceeds"),
+        ({"max_spec_length": -1}, "max_spec_length must not be negative, not -1"),
     ],
 )
 def test_configurations_that_cannot_start(changes: dict[str, Any], message: str) -> None:

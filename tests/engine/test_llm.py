@@ -1,11 +1,14 @@
 """The offline interface."""
 
+from typing import Any
+
 import pytest
 
 from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.llm import LLM
 from deployments.engine.runner import Runner
 from deployments.engine.types import InvalidRequest, SamplingParams
+from policies.spec_length import PolicyConfig
 from tests.engine.pairs import Pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -133,8 +136,8 @@ def test_parameters_outside_their_range(field: str, value: object) -> None:
     ("settings", "message"),
     [
         ({"dtype": "float16"}, "'float16' is not one of float64, float32, bfloat16"),
-        ({"spec_length": 17}, "17 is outside 0..max_spec_length"),
-        ({"spec_length": -1}, "-1 is outside"),
+        ({"policy": PolicyConfig("fixed", k=17)}, "17 exceeds max_spec_length"),
+        ({"max_spec_length": -1}, "max_spec_length must not be negative"),
         ({"threads": 0}, "threads must be at least 1, not 0"),
         ({"device": "gpu"}, "device 'gpu' is not one of cpu, cuda"),
         ({"max_running": 0}, "max_running must be at least 1"),
@@ -142,7 +145,7 @@ def test_parameters_outside_their_range(field: str, value: object) -> None:
         ({"max_step_tokens": 271}, r"271 cannot hold one verification of every sequence: max_running 16 × \(1 \+"),
     ],
 )
-def test_configurations_that_conflict(settings: dict[str, int], message: str) -> None:
+def test_configurations_that_conflict(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineConfig("target", **settings)  # type: ignore[arg-type]
+        EngineConfig("target", **settings)
     EngineConfig("target", max_step_tokens=272)

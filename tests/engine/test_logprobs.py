@@ -96,7 +96,7 @@ def engine(pair: Pair) -> Engine:
 @pytest.fixture(scope="module")
 def narrow(pair: Pair) -> Engine:
     """Prompts are read in chunks of at most nine tokens."""
-    return load(pair, max_running=2, spec_length=3, max_spec_length=3, max_step_tokens=9)
+    return load(pair, max_running=2, max_spec_length=3, max_step_tokens=9)
 
 
 def make_prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -4,13 +4,20 @@ import random
 from collections.abc import Sequence as Seq
 
 import pytest
+import torch
 from torch import Tensor
 
+from deployments.engine.drafters.base import Draft, DraftBatch
+from deployments.engine.drafters.model import ModelDrafter
+from deployments.engine.engine import Engine
 from deployments.engine.models import attention
 from deployments.engine.models.attention import AttentionPlan
 from deployments.engine.runner import Feed
-from deployments.engine.types import Request, SamplingParams
-from tests.engine.driving import drive, load, model_drafter
+from deployments.engine.sampling import Sampler
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import Request, SamplingParams, Verifier
+from tests.engine.driving import drive, load, make_sequence, model_drafter
+from tests.engine.law.tables import DRAFT, row_of, table_engine
 from tests.engine.pairs import VOCAB, Pair
 
 
@@ -86,3 +93,127 @@ def test_a_draft_pass_is_in_the_order_of_its_own_slots(pair: Pair, monkeypatch: 
     steps = [p for p in plans if len(p.positions) == 4]
     assert len(steps) > 10
     assert all(len(p.groups) == 1 for p in steps)
+
+
+# What it says of itself
+
+
+def test_an_offer_is_what_it_then_drafts_and_reads(pair: Pair) -> None:
+    """As much as is asked for, behind the gap: all of the text at first, then what was emitted since."""
+    drafter = model_drafter(load(pair, max_running=2, max_spec_length=4, max_model_len=128))
+    sequence = make_sequence(0, range(2, 12))
+    sequence.drafter = "model"
+    assert drafter.offer(sequence, 4) == ("model", 4, 10)
+    assert ask(drafter, [sequence], [4]).read == 10 + 3
+    drafter.runner.cache.truncate_to(0, 10)
+    sequence.tokens += [5, 6, 7]
+    assert drafter.offer(sequence, 2) == ("model", 2, 3)
+    assert drafter.offer(sequence, 0).most == 0
+
+
+def test_an_offer_is_no_larger_than_the_memory(pair: Pair) -> None:
+    engine = load(pair, max_running=1, max_spec_length=4, max_model_len=32)
+    drafter = model_drafter(engine)
+    sequence, other = make_sequence(0, [2] * 10), make_sequence(1, [2] * 10)
+    ask(drafter, [sequence], [1])
+    assert drafter.offer(other, 4).most == 0  # no slot is left
+    most = drafter.runner.cache.max_len
+    sequence.tokens += [2] * (most - 12)
+    assert drafter.offer(sequence, 4).most == 3  # two fit, and the last draft is not fed
+    assert ask(drafter, [sequence], [4]).ks == (3,)
+
+
+def ask(drafter: ModelDrafter, sequences: Seq[Sequence], ks: Seq[int], confidences: tuple[float, ...] = ()) -> Draft:
+    sampler = Sampler(sequences, ks, drafter.runner.vocab_size, torch.device("cpu"))
+    with torch.inference_mode():
+        return drafter.propose(DraftBatch(tuple(sequences), sampler, confidences), ks)
+
+
+def test_steps_and_tokens_are_those_of_its_forwards(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every round of a busy engine: drafts, pieces of a prompt beside them, and rounds of pieces alone."""
+    engine = load(pair, max_running=3, max_spec_length=4, max_step_tokens=15, max_model_len=128)
+    drafter = model_drafter(engine)
+    made: list[int] = []
+    runner, propose = drafter.runner, drafter.propose
+    run, step = runner.run, runner.step
+    told: list[tuple[int, int, list[int]]] = []
+
+    def running(feeds: Seq[Feed]) -> Tensor:
+        made.append(sum(feed.committed for feed in feeds))
+        return run(feeds)
+
+    def stepping(sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
+        made.append(len(tokens))
+        return step(sequences, tokens)
+
+    def watching(batch: DraftBatch, ks: Seq[int]) -> Draft:
+        made.clear()
+        draft = propose(batch, ks)
+        told.append((draft.steps, draft.read, list(made)))
+        return draft
+
+    monkeypatch.setattr(runner, "run", running)
+    monkeypatch.setattr(runner, "step", stepping)
+    monkeypatch.setattr(drafter, "propose", watching)
+    lengths = {"long": 80, "short": 3, "other": 20}
+    drive(engine, {2 * i: [make_request(n, length, k=4 - i)] for i, (n, length) in enumerate(lengths.items())})
+    assert all((steps, read) == (len(passes), sum(passes)) for steps, read, passes in told)
+    assert {steps for steps, _, _ in told} >= {1, 2, 4}
+
+
+# Confidence
+
+
+def unsure(verifier: Verifier) -> tuple[Engine, list[Sequence]]:
+    engine = table_engine()
+    sequences = [make_sequence(i, [i % 3, i // 3 % 3, i // 9 % 3], key=i * 7919) for i in range(27)]
+    for sequence in sequences:
+        sequence.verifier = verifier
+    return engine, sequences
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+def test_a_draft_ends_before_it_becomes_unsure(verifier: Verifier) -> None:
+    """What is drafted is what would be without the limit, cut where the tables say; the model runs no further."""
+    engine, sequences = unsure(verifier)
+    limits = tuple((0.0, 0.2, 0.35, 0.5, 0.9)[i % 5] for i in range(27))
+    whole = ask(model_drafter(engine), sequences, [3] * 27)
+    engine, sequences = unsure(verifier)
+    draft = ask(model_drafter(engine), sequences, [3] * 27, limits)
+    assert whole.tokens is not None
+    assert draft.tokens is not None
+    forwards = [0] * 3
+    for i, sequence in enumerate(sequences):
+        tokens, joint, k = whole.tokens[i].tolist(), 1.0, 0
+        while k < 3:
+            forwards[k] += 1
+            joint *= DRAFT[row_of(sequence.tokens + tokens[:k])].softmax(0).max().item()
+            if joint < limits[i]:
+                break
+            k += 1
+        assert draft.ks[i] == k
+        assert draft.tokens[i, :k].tolist() == tokens[:k]
+        if verifier != "match" and k:
+            assert draft.logq is not None
+            assert whole.logq is not None
+            assert draft.logq[draft.logq_rows[i], :k].equal(whole.logq[whole.logq_rows[i], :k])
+        assert (i in draft.logq_rows) == (verifier != "match" and k > 0)
+    assert set(draft.ks) == {0, 1, 2, 3}
+    assert (draft.steps, draft.read) == (3, 3 * forwards[0] + forwards[1] + forwards[2])
+
+
+def test_nobody_is_sure_of_anything() -> None:
+    engine, sequences = unsure("rejection")
+    draft = ask(model_drafter(engine), sequences, [3] * 27, (1.0,) * 27)
+    assert (draft.ks, draft.tokens, draft.logq, draft.logq_rows) == ((0,) * 27, None, None, {})
+    assert (draft.steps, draft.read) == (1, 3 * 27)
+
+
+def test_without_a_limit_no_law_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied to the host between a draft's forwards."""
+    (engine, sequences), (other, others) = unsure("match"), unsure("match")
+    monkeypatch.setattr(Tensor, "tolist", None)
+    monkeypatch.setattr(Tensor, "item", None)
+    assert ask(model_drafter(engine), sequences, [3] * 27, (0.0,) * 27).ks == (3,) * 27
+    with pytest.raises(TypeError):
+        ask(model_drafter(other), others, [3] * 27, (0.1,) * 27)

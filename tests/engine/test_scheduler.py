@@ -14,6 +14,7 @@ from deployments.engine.config import CPU_CHUNK, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.scheduler import Plan
 from deployments.engine.types import Request, SamplingParams
+from policies.spec_length import PolicyConfig
 from tests.engine.driving import drive, load
 from tests.engine.pairs import Pair
 from tests.kv import without_prefixes
@@ -84,7 +85,7 @@ PAGED: dict[str, Any] = {
     "cache": "paged",
     "block_size": 8,
     "max_model_len": 96,
-    "spec_length": 0,
+    "policy": PolicyConfig("off"),
     "max_step_tokens": 24,
 }
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,18 @@ from ray import serve
 ray.init(f"{ray.util.get_node_ip_address()}:{port.read_text()}", log_to_driver=False)
 """
 
+# Deploys each configuration that it reads, as `serve deploy` does, and answers with the processes of the replicas.
+OPERATE = """
+import sys
+from ray.serve.schema import ServeDeploySchema
+client = serve.context._get_global_client()
+for line in sys.stdin:
+    if config := json.loads(line):
+        client.deploy_apps(ServeDeploySchema.model_validate(config))
+    deployment = client.get_serve_details()['applications']['foretoken']['deployments']['Replica']
+    print("answer", json.dumps(sorted(replica['pid'] for replica in deployment['replicas'])), flush=True)
+"""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -51,6 +63,7 @@ class Served:
 
     url: str
     environment: dict[str, str]
+    config: dict[str, Any]  # that it was started with
 
     def replicas(self) -> int:
         """Replicas that run now, as Serve counts them."""
@@ -79,6 +92,25 @@ answer = {{"message": serve.status().applications["second"].deployments["Replica
 serve.delete("second")""")
         return str(answer["message"])
 
+    @contextmanager
+    def operator(self) -> Iterator[Callable[[dict[str, Any] | None], list[int]]]:
+        """Somebody who can deploy configurations; each answer is the replicas' process ids. None: deploy nothing."""
+        command = [sys.executable, "-c", CONNECT + OPERATE]
+        with subprocess.Popen(
+            command, env=self.environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            said, heard = process.stdin, process.stdout
+
+            def deploy(config: dict[str, Any] | None) -> list[int]:
+                print(json.dumps(config), file=said, flush=True)
+                answer = next(line for line in heard if line.startswith("answer "))
+                pids: list[int] = json.loads(answer.removeprefix("answer "))
+                return pids
+
+            yield deploy
+
     def _ask(self, question: str) -> dict[str, Any]:
         """Run `question`, which sets `answer`, in a driver of the application's cluster."""
         script = CONNECT + question + ";print(json.dumps(answer, default=str))"
@@ -102,7 +134,8 @@ def serving(folder: Path, args: dict[str, Any], autoscaling: dict[str, Any]) -> 
     ray_folder = tempfile.mkdtemp(prefix="ft")  # short: Ray makes Unix sockets in it, whose paths are limited
     port = _free_port()
     config = folder / "serve_config.yaml"
-    config.write_text(yaml.safe_dump(_shortened(port, args, autoscaling)), encoding="utf-8")
+    shortened = _shortened(port, args, autoscaling)
+    config.write_text(yaml.safe_dump(shortened), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
@@ -121,7 +154,7 @@ def serving(folder: Path, args: dict[str, Any], autoscaling: dict[str, Any]) -> 
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, process, folder / "log")
-            yield Served(url, environment)
+            yield Served(url, environment, shortened)
         finally:
             process.send_signal(signal.SIGINT)
             try:

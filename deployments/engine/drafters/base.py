@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,24 @@ class DrafterFault(RuntimeError):
     sequences, the others did their work. All that is left is to count it."""
 
 
+class Offer(NamedTuple):
+    """What would be proposed for a sequence in the coming round, as far as that is known before it."""
+
+    source: DrafterName | None  # who would propose; None: nobody
+    most: int  # tokens, at most
+    gap: int  # committed tokens that a model has to read first, at least 1; 0: it runs no model
+
+
+NO_OFFER = Offer(None, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The sequences of a round in its order, with the sampling parameters of its rows."""
 
     sequences: tuple[Sequence, ...]
     sampler: Sampler
+    confidences: tuple[float, ...] = ()  # joint confidence below which a model's draft ends; 0: never; (): all 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,8 @@ class Draft:
     # A sequence that is not in logq_rows was not drawn for: its q is one-hot at each token.
     proposers: tuple[DrafterName | None, ...] | None = None  # who proposed for each sequence; None: the drafter itself
     parents: Tensor | None = None  # [B, max k] for trees; None: a chain
-    steps: int = 0  # sequential forwards it took
+    steps: int = 0  # sequential forwards it took, those that only read what the draft model had not
+    read: int = 0  # tokens that the draft model was fed in them
     forward_us: int = 0  # of the time it took, the forwards alone
     failed: bool = False  # the drafter raised: while proposing (then nothing is proposed) or while observing
 
@@ -52,6 +65,12 @@ class Draft:
 
 class Drafter(Protocol):
     needs_hidden: ClassVar[tuple[int, ...]]  # target layers whose outputs it wants with a round's logits
+
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        """What it would propose for the sequence in the coming round, asked for up to k drafts. Cheap, and a function
+        of committed tokens and past rounds: k may then be chosen by it under every verifier. The round's `propose` may
+        ask for fewer, or not at all, and may come without it. An exception costs the round this one's drafts."""
+        ...
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         """Up to ks[i] tokens for sequence i. An exception costs the round its drafts, nothing else (R9)."""

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, check_draft, try_forget
+from deployments.engine.drafters.base import (
+    NO_OFFER,
+    Draft,
+    DraftBatch,
+    Drafter,
+    DrafterFault,
+    Offer,
+    check_draft,
+    try_forget,
+)
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import DrafterName
 
@@ -45,6 +54,16 @@ class Drafters:
         self.names = tuple(chains)
         self._stages = _stages(chains)
         self.parts = tuple(stage.drafter for stage in self._stages)
+
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        """That of the first in its chain who has any; one that fails is passed over (R9)."""
+        for stage in self._stages:
+            name = stage.names.get(sequence.drafter)
+            if name is not None:
+                offer = _try_offer(stage.drafter, sequence, k)
+                if offer.most > 0:
+                    return offer._replace(source=name)
+        return NO_OFFER
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         left = list(ks)
@@ -93,6 +112,14 @@ class Drafters:
         return replace(draft, proposers=tuple(names))
 
 
+def _try_offer(drafter: Drafter, sequence: Sequence, k: int) -> Offer:
+    try:
+        return drafter.offer(sequence, k)
+    except Exception:
+        log.exception("a drafter failed to say what it offers; it counts as nothing")
+        return NO_OFFER
+
+
 def _stages(chains: Mapping[DrafterName, Chain]) -> tuple[Stage, ...]:
     """The distinct drafters, each behind all that stand before it in a chain."""
     names: dict[int, dict[DrafterName | None, DrafterName]] = {}
@@ -110,7 +137,7 @@ def _stages(chains: Mapping[DrafterName, Chain]) -> tuple[Stage, ...]:
 
 def _merged(drafts: Seq[Draft], count: int) -> Draft:
     """One draft of several, at most one of which offers anything for any one sequence. Those that offer nothing lend
-    their steps, time and failure only; a single one that offers keeps its tensors."""
+    their steps, reading, time and failure only; a single one that offers keeps its tensors."""
     offers = [d for d in drafts if any(d.ks)]
     if not offers:
         merged = Draft.none(count)
@@ -121,6 +148,7 @@ def _merged(drafts: Seq[Draft], count: int) -> Draft:
     return replace(
         merged,
         steps=sum(d.steps for d in drafts),
+        read=sum(d.read for d in drafts),
         forward_us=sum(d.forward_us for d in drafts),
         failed=any(d.failed for d in drafts),
     )

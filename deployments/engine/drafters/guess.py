@@ -5,13 +5,13 @@ A guess is a function of committed tokens, so every verifier takes it as a one-h
 
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch
+from deployments.engine.drafters.base import Draft, DraftBatch, Offer
 from deployments.engine.sequence import Sequence
 
 MAX_PAUSE = 32  # rounds
@@ -38,6 +38,8 @@ class _Held(Generic[G]):
     seen: int = 0  # of the sequence's tokens, those pushed
     pause: int = 0  # rounds to sit out after a draft of which nothing is accepted; doubles from 1
     left: int = 0  # of these, still to come
+    offered_at: int = -1  # tokens of the sequence when an offer was made that no proposal has taken up; −1: none
+    offer: list[int] = field(default_factory=list)
 
 
 class GuessDrafter(Generic[G]):
@@ -47,6 +49,9 @@ class GuessDrafter(Generic[G]):
     asked for that sequence, and any acceptance ends that: on text with nothing to copy it costs next to nothing. What
     it offers thus depends on committed tokens and past rounds only, never on the tokens being drafted, so it keeps
     every verifier lossless. max_pause 0: it always offers what it has.
+
+    To be asked for an offer is to be asked in that round, whether or not a proposal follows: one that never did would
+    leave a pause where it is. A proposal of the same round is cut from the offer.
     """
 
     needs_hidden: ClassVar[tuple[int, ...]] = ()
@@ -59,8 +64,17 @@ class GuessDrafter(Generic[G]):
         self._asked: DraftBatch | None = None  # the round that was proposed for and not yet observed
         self._offered: list[int] = []  # its sequences with an offer
 
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        """Makes the round's guess now; asked again in the same round, it goes by the same."""
+        if k <= 0:
+            return Offer(sequence.drafter, 0, 0)
+        held = self._hold(sequence)
+        if held.offered_at != len(sequence.tokens):
+            held.offer, held.offered_at = self._guess(sequence, k), len(sequence.tokens)
+        return Offer(sequence.drafter, min(k, len(held.offer)), 0)
+
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        guesses = [self._guess(s, k) if k else [] for s, k in zip(batch.sequences, ks, strict=True)]
+        guesses = [self._take(s, k) if k else [] for s, k in zip(batch.sequences, ks, strict=True)]
         self._asked, self._offered = batch, [i for i, guess in enumerate(guesses) if guess]
         if not self._offered:
             return Draft.none(len(guesses))
@@ -91,6 +105,12 @@ class GuessDrafter(Generic[G]):
             held.guesser.push(token)
         held.seen = len(sequence.tokens)
         return held.guesser
+
+    def _take(self, sequence: Sequence, k: int) -> list[int]:
+        """What was offered for this round, or else a guess made now."""
+        held = self._hold(sequence)
+        offered_at, held.offered_at = held.offered_at, -1
+        return held.offer[:k] if offered_at == len(sequence.tokens) else self._guess(sequence, k)
 
     def _guess(self, sequence: Sequence, k: int) -> list[int]:
         held = self._hold(sequence)

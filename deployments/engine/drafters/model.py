@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch
+from deployments.engine.drafters.base import Draft, DraftBatch, Offer
+from deployments.engine.drafters.confidence import Confidence
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sequence import Sequence
 
@@ -18,7 +19,13 @@ class ModelDrafter:
     """Feeds its model `tokens[cached_len:]`, whatever the gap is: the whole prompt at first, one token after a partial
     acceptance, two after a full one, many after plain rounds. A round feeds at most `max_catch_up` of such tokens, and
     at most `chunk` where other sequences wait for it: a larger gap is fed in pieces, and nothing is drafted for that
-    sequence until it is closed."""
+    sequence until it is closed.
+
+    Where the batch names a confidence for a sequence, its draft ends before the position at which the joint confidence
+    falls below that: the product of the draft's largest probabilities so far, of its raw logits. Whether a position is
+    drafted then depends on the tokens before it alone, which keeps every verifier lossless. It takes a copy to the host
+    per column, of one bit per sequence, in rounds in which somebody has a confidence.
+    """
 
     needs_hidden: ClassVar[tuple[int, ...]] = ()
 
@@ -27,6 +34,16 @@ class ModelDrafter:
         self._vocab = min(target_vocab, runner.vocab_size)
         self._max_catch_up = max_catch_up
         self._chunk = chunk
+
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        """As many as are asked for and its memory has room for, behind the gap. Whether its cache could share some of
+        the gap of a sequence that holds nothing yet is not looked up: the gap is then its whole text."""
+        cache, gap = self.runner.cache, self.runner.uncached(sequence)
+        if cache.holds(sequence.handle):
+            k = min(k, 1 + cache.room(sequence.handle) - gap)  # the last draft is not fed
+        elif not cache.free_slots:
+            k = 0
+        return Offer(sequence.drafter, max(0, k), gap)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         """Drafts drawn with the round's own parameters: under `match` with the target's own noise, so that they agree
@@ -39,24 +56,23 @@ class ModelDrafter:
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
         first = self.runner.run(feeds) if feeds else None
         draft = Draft.none(len(ks)) if first is None or not active else self._draw(batch, ks, active, first)
-        return replace(draft, steps=max(ks), forward_us=(self.runner.forward_ns - before) // 1000)
+        return replace(
+            draft,
+            steps=draft.steps + bool(feeds),
+            read=draft.read + sum(feed.committed for feed in feeds),
+            forward_us=(self.runner.forward_ns - before) // 1000,
+        )
 
-    def _draw(self, batch: DraftBatch, ks: Seq[int], active: list[int], logits: Tensor) -> Draft:
-        """One forward per column; `logits` [len(active), vocab] draw the first."""
-        columns = torch.zeros(max(ks), len(ks), dtype=torch.int64, device=self.runner.device)
-        laws = Laws([i for i in active if not batch.sequences[i].coupled], max(ks))
-        places = self._index(active)
-        for j, column in enumerate(columns):
-            drawn = laws.draw(batch, active, logits[:, : self._vocab], columns[:j].t())
-            column.index_copy_(0, places, drawn)
-            still = [n for n, i in enumerate(active) if ks[i] > j + 1]
-            if not still:
-                break
-            if len(still) < len(active):
-                drawn, active = drawn[self._index(still)], [active[n] for n in still]
-                places = self._index(active)
-            logits = self.runner.step([batch.sequences[i] for i in active], drawn)
-        return Draft(tuple(ks), columns.t(), laws.table, laws.rows)
+    def _draw(self, batch: DraftBatch, most: Seq[int], active: list[int], logits: Tensor) -> Draft:
+        """Up to most[i] drafts for sequence i, one forward per column; `logits` [len(active), vocab] draw the first."""
+        columns = Columns(batch, most, active, self.runner.device)
+        steps = read = 0
+        while True:
+            drawn = columns.draw(logits[:, : self._vocab])
+            if drawn is None:
+                return replace(columns.draft(), steps=steps, read=read)
+            logits = self.runner.step([batch.sequences[i] for i in columns.active], drawn)
+            steps, read = steps + 1, read + len(columns.active)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache = self.runner.cache
@@ -105,8 +121,58 @@ class ModelDrafter:
         cache = self.runner.cache
         return sorted(active, key=lambda i: cache.slot(sequences[i].handle))
 
+
+class Columns:
+    """A draft in the making, one more token of each sequence that is still active at a time."""
+
+    def __init__(self, batch: DraftBatch, most: Seq[int], active: Seq[int], device: torch.device) -> None:
+        self.active = list(active)  # sequences of the batch
+        self._batch = batch
+        self._most = most
+        self._ks = [0] * len(most)
+        self._tokens = torch.zeros(max(most), len(most), dtype=torch.int64, device=device)
+        self._laws = Laws([i for i in active if not batch.sequences[i].coupled], max(most))
+        self._confidence = Confidence.of(batch.confidences, device)
+        self._places = self._index(self.active)
+        self._column = 0
+        self._shortest = min(most[i] for i in active)
+
+    def draw(self, logits: Tensor) -> Tensor | None:
+        """The next column, from logits [len(active), vocab]: what those that go on behind it have drawn, to be fed;
+        None once nobody does."""
+        if self._confidence is not None:
+            logits = self._narrow(self._confidence.sure(logits, self._places), logits)
+            if not self.active:
+                return None
+        drawn = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
+        self._tokens[self._column].index_copy_(0, self._places, drawn)
+        self._column += 1
+        if self._column == self._shortest:
+            drawn = self._narrow([n for n, i in enumerate(self.active) if self._most[i] > self._column], drawn)
+        return drawn if self.active else None
+
+    def draft(self) -> Draft:
+        """Once nobody is active any more."""
+        if not self._column:
+            return Draft.none(len(self._ks))
+        rows = {i: row for i, row in self._laws.rows.items() if self._ks[i]}
+        return Draft(tuple(self._ks), self._tokens.t(), self._laws.table, rows)
+
+    def _narrow(self, still: Seq[int], values: Tensor) -> Tensor:
+        """Only places `still` of the active ones go on; of values [len(active), …] their rows."""
+        if len(still) == len(self.active):
+            return values
+        for i in self.active:
+            self._ks[i] = self._column
+        self.active = [self.active[n] for n in still]
+        if not still:
+            return values
+        self._shortest = min(self._most[i] for i in self.active)
+        self._places = self._index(self.active)
+        return values[self._index(still)]
+
     def _index(self, values: Seq[int]) -> Tensor:
-        return torch.tensor(values, device=self.runner.device)
+        return torch.tensor(values, device=self._tokens.device)
 
 
 class Laws:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, check_draft
+from deployments.engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
 from deployments.engine.drafters.chain import Drafters
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import DRAFTERS, DrafterName
@@ -30,17 +30,24 @@ class Fake:
 
     def __init__(self, number: int, script: Mapping[int, int], *, lawful: bool = False, wider: int = 0) -> None:
         self.number, self.script, self.lawful, self.wider = number, script, lawful, wider
+        self.offered: list[int] = []
         self.asked: list[list[int]] = []
         self.observed: list[DraftBatch] = []
         self.forgotten: list[int] = []
         self.fails: Set[str] = frozenset()
         self.spoil: Callable[[Draft], Draft] = lambda draft: draft
 
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        self.offered.append(sequence.handle)
+        self._may_fail("offer")
+        return Offer(sequence.drafter, min(k, self.script.get(sequence.handle, 0)), 5 * self.number)
+
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         self.asked.append(list(ks))
         self._may_fail("propose")
         offered = [min(k, self.script.get(s.handle, 0)) for s, k in zip(batch.sequences, ks, strict=True)]
-        nothing = replace(Draft.none(len(ks)), steps=self.number + 1, forward_us=10 * self.number)
+        costs = {"steps": self.number + 1, "read": 7 * self.number, "forward_us": 10 * self.number}
+        nothing = replace(Draft.none(len(ks)), **costs)
         if not any(offered):
             return nothing
         depth = max(offered) + self.wider
@@ -139,6 +146,7 @@ def test_every_mix_of_chains_offers_and_laws(
         assert fake.asked == ([wanted[name]] if any(wanted[name]) else [])
     called = [fake for fake in fakes.values() if fake.asked]
     assert draft.steps == sum(fake.number + 1 for fake in called)
+    assert draft.read == sum(7 * fake.number for fake in called)
     assert draft.forward_us == sum(10 * fake.number for fake in called)
     assert not draft.failed
 
@@ -167,6 +175,45 @@ def test_a_single_offer_is_not_copied(chain: DrafterName) -> None:
     assert draft.logq is given[0].logq
     assert draft.ks == (3, 2)
     assert draft.proposers == ("model", "model")
+
+
+# --- offers ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_in_the_chain_that_has_any_offers() -> None:
+    """Under its own name; who stands behind it is not asked."""
+    fakes = make_fakes(lookup={0: 2, 2: 9}, model={0: 9, 1: 9, 3: 9})
+    sequences = make_sequences("cascade", "cascade", "lookup", "lookup", "model")
+    offers = [make_chains(fakes).offer(s, 4) for s in sequences]
+    assert offers == [Offer("lookup", 2, 5), Offer("model", 4, 15), Offer("lookup", 4, 5), NO_OFFER, NO_OFFER]
+    asked = {name: fake.offered for name, fake in fakes.items()}
+    assert asked == {"ngram": [], "prediction": [0, 1], "lookup": [0, 1, 2, 3], "model": [1, 4]}
+
+
+def test_nobody_offers_without_a_chain() -> None:
+    fakes = make_fakes(model={0: 4})
+    assert make_chains(fakes).offer(make_sequences(None)[0], 4) == NO_OFFER
+    assert not any(fake.offered for fake in fakes.values())
+
+
+@given(
+    st.sampled_from([None, *DRAFTERS]),
+    st.integers(1, 4),
+    st.tuples(*[st.integers(0, 4)] * 4),
+    st.sets(st.integers(0, 3)),
+)
+@settings(deadline=None, derandomize=True)
+def test_who_offers_is_who_proposes(
+    chain: DrafterName | None, k: int, scripts: tuple[int, ...], failing: set[int]
+) -> None:
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    fakes = {n: Fake(i, {0: scripts[i]}) for i, n in enumerate(names)}
+    for i in failing:
+        fakes[names[i]].fails = {"offer", "propose"}
+    drafters, (sequence,) = make_chains(fakes), make_sequences(chain)
+    offer, draft = drafters.offer(sequence, k), drafters.propose(make_batch(sequence), [k])
+    assert (draft.proposers or (None,)) == (offer.source,)
+    assert draft.ks == (offer.most,)
 
 
 def test_two_contradicting_chains() -> None:
@@ -235,6 +282,17 @@ def test_a_bad_draft_costs_its_own_sequences_theirs(broken: int) -> None:
     assert draft.proposers == (None, "ngram", "model")
     assert rows(draft) == [[], fakes["ngram"].tokens(sequences[1], 2), fakes["model"].tokens(sequences[2], 1)]
     check_draft(draft, [4, 4, 4], CPU)
+
+
+def test_a_failing_offer_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "deployments.engine")
+    fakes = make_fakes(lookup={0: 4}, model={0: 3})
+    (sequence,) = make_sequences("cascade")
+    fakes["lookup"].fails = {"offer"}
+    assert make_chains(fakes).offer(sequence, 4) == Offer("model", 3, 15)
+    assert "cannot offer" in caplog.text
+    fakes["model"].fails = {"offer"}
+    assert make_chains(fakes).offer(sequence, 4) == NO_OFFER
 
 
 def test_all_of_them_failing() -> None:

@@ -20,11 +20,13 @@ class Echo:
     def __init__(self, most: int = 99) -> None:
         self.fed: list[int] = []
         self.most = most
+        self.guessed = 0  # times
 
     def push(self, token: int) -> None:
         self.fed.append(token)
 
     def guess(self, k: int) -> list[int]:
+        self.guessed += 1
         return self.fed[-min(k, self.most) :] if self.most else []
 
 
@@ -143,6 +145,98 @@ def test_a_round_that_failed_is_no_verdict() -> None:
     drafter.observe(make_batch(sequence), make_verdict(0))
     assert offered(drafter, sequence, 0) == 2
     assert offered(drafter, sequence, 0) == 0  # a verdict on the round itself counts
+
+
+# Offers
+
+
+def planned(drafter: GuessDrafter[Echo], sequence: Sequence, k: int, accepted: int = 0, *, ahead: bool = True) -> int:
+    """What a round in which k is chosen says beforehand, or (not `ahead`) proposes unannounced; it emits a token."""
+    offer = drafter.offer(sequence, 3) if ahead else None
+    batch, draft = make_batch(sequence), None
+    if k:
+        draft = drafter.propose(batch, [k])
+        assert offer is None or draft.ks[0] == min(k, offer.most)
+    drafter.observe(batch, make_verdict(accepted if draft and draft.ks[0] else 0))
+    sequence.tokens.append(7)
+    if offer is None:
+        return draft.ks[0] if draft else 0
+    assert (offer.source, offer.gap) == (sequence.drafter, 0)
+    return offer.most
+
+
+def test_a_proposal_is_cut_from_what_was_offered() -> None:
+    drafter, (sequence, made) = echoes()[0], (make_sequence(0, [1, 2, 3, 4]), [])
+    assert drafter.offer(sequence, 3).most == 3
+    assert drafter.offer(sequence, 1).most == 1  # asked again in the same round
+    assert rows(drafter.propose(make_batch(sequence), [2])) == [[2, 3]]
+    assert not made
+
+
+def test_a_round_guesses_once() -> None:
+    drafter, made = echoes()
+    sequence = make_sequence(0, [1, 2, 3, 4])
+    for _ in range(5):
+        drafter.offer(sequence, 2)
+        drafter.offer(sequence, 2)
+        drafter.propose(make_batch(sequence), [2])
+        sequence.tokens.append(5)
+    assert made[0].guessed == 5
+
+
+def test_what_was_offered_for_an_earlier_round_is_not_proposed() -> None:
+    drafter, _ = echoes(most=2)
+    sequence = make_sequence(0, [1, 2])
+    drafter.offer(sequence, 2)
+    sequence.tokens += [3, 4]
+    assert rows(drafter.propose(make_batch(sequence), [2])) == [[3, 4]]
+
+
+def test_no_offer_for_who_may_not_have_drafts() -> None:
+    """Nor is that a round of a pause."""
+    drafter, made = echoes()
+    sequence = make_sequence(0, [1, 2])
+    assert drafter.offer(sequence, 0).most == 0
+    assert not made
+    planned(drafter, sequence, 2)
+    for _ in range(9):
+        assert drafter.offer(sequence, 0).most == 0
+    assert planned(drafter, sequence, 2) == 0  # the pause of one round
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_round_counts_once_whether_or_not_it_was_offered_for(ahead: bool) -> None:
+    drafter, _ = echoes()
+    sequence = make_sequence(0, [1, 2, 3])
+    said = "".join("x" if planned(drafter, sequence, 3, ahead=ahead) else "." for _ in range(66))
+    assert [len(pause) for pause in said.split("x")][1:-1] == [1, 2, 4, 8, 16]
+
+
+def test_a_pause_ends_though_nobody_takes_the_offers() -> None:
+    """k is 0 while nothing is offered, and may be 0 after that."""
+    drafter, _ = echoes()
+    sequence = make_sequence(0, [1, 2, 3])
+    for _ in range(4):  # doubles the pause, to 8 rounds
+        while not planned(drafter, sequence, 0):
+            pass
+        sequence.tokens.pop()  # the same round again, as if k had been chosen
+        drafter.forget(make_sequence(99, []))
+        batch = make_batch(sequence)
+        assert drafter.propose(batch, [3]).ks == (3,)
+        drafter.observe(batch, make_verdict(0))
+        sequence.tokens.append(7)
+    said = [planned(drafter, sequence, 0) for _ in range(12)]
+    assert said == [0] * 8 + [3] * 4
+
+
+def test_an_offer_after_a_round_that_failed() -> None:
+    """It is made anew, for the same tokens."""
+    drafter, _ = echoes()
+    sequence = make_sequence(0, [1, 2, 3])
+    drafter.offer(sequence, 3)
+    drafter.propose(make_batch(sequence), [3])
+    drafter.observe(make_batch(sequence), make_verdict(0))  # the second attempt, without drafts
+    assert planned(drafter, sequence, 2, accepted=2) == 3
 
 
 def test_forgetting() -> None:

@@ -21,6 +21,7 @@ from deployments.engine.models.decoder import Decoder, DecoderConfig
 from deployments.engine.models.pair import make_drafters
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.runner import Runner
+from policies.spec_length import PolicyConfig
 from tests.kv import kv_config, kv_layout
 
 VOCAB = 4
@@ -120,7 +121,12 @@ TARGET, DRAFT = make_tables()
 
 def table_engine(target: Tensor = TARGET, draft: Tensor = DRAFT, **config: Any) -> Engine:
     """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load."""
-    settings: dict[str, Any] = {"max_running": 256, "max_spec_length": 3, "spec_length": 3, **config}
+    settings: dict[str, Any] = {
+        "max_running": 256,
+        "max_spec_length": 3,
+        "policy": PolicyConfig("fixed", k=3),
+        **config,
+    }
     settings.setdefault("max_step_tokens", settings["max_running"] * (1 + settings["max_spec_length"]))
     settings.setdefault("prefill_chunk", settings["max_step_tokens"])
     full = EngineConfig(

@@ -1,0 +1,250 @@
+"""What rounds cost on this machine: real ones, over throw-away sequences, before the first request.
+
+Each kind of round is run several times, all kinds in turn and then all again, so that a phase in which the machine is
+slow hits them alike; what is told is the median. After each round both caches go back to where they were, and in the
+end nothing is left of it: no slot is held, no block can be found, nothing is published.
+"""
+
+import logging
+import random
+from collections.abc import Iterator, Set
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import ClassVar
+
+import torch
+
+from cache.protocol import CacheFull
+from deployments.engine.acceptance import Verdict
+from deployments.engine.detokenize import Detokenizer, TextStream
+from deployments.engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
+from deployments.engine.drafters.chain import Drafters
+from deployments.engine.drafters.model import ModelDrafter
+from deployments.engine.round import Outcome, run_round
+from deployments.engine.runner import Feed, Runner
+from deployments.engine.scheduler import Plan, Slice
+from deployments.engine.sequence import Sequence
+from deployments.engine.types import RequestRecord, SamplingParams
+from policies.observation import Timing
+
+log = logging.getLogger(__name__)
+
+LENGTH = 64  # tokens of each sequence, where the context and the memory allow
+DEPTHS = (0, 1, 2, 4, 8, 16)
+RAGGED = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts of the sequences in a round that tells what uneven ones cost, over and over
+BEHIND = 8  # tokens that the draft model reads at once in a round that tells what a token is, apart from a forward
+PASSES = 6  # over all kinds of rounds; the first one warms up, and counts only where there is no other
+SALT = "profiling"
+
+
+def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budget_s: float) -> list[Timing]:
+    """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
+    without the host's work around them. Nobody else may hold memory meanwhile.
+
+    Where there is no draft model, something that costs nothing drafts. What takes longer than the budget is left out,
+    the largest batches first, all but one sequence's rounds; so are batches that there is no memory for, and rounds in
+    which the drafter failed or had no memory.
+    """
+    models = [part for part in _parts(drafter) if isinstance(part, ModelDrafter)]
+    deadline = perf_counter() + budget_s
+    with torch.inference_mode():
+        bench = Bench(target, drafter if models else Constant(target.device), [m.runner for m in models])
+        try:
+            bench.fill(max_running, depth)
+            kinds = [kind for batch in _batches(len(bench.sequences)) for kind in _kinds(batch, bench.depth)]
+            timings = _measure(bench, kinds, deadline)
+        finally:
+            bench.clear(drafter)
+    return timings
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A round to be measured."""
+
+    ks: tuple[int, ...]  # by sequence
+    behind: int = 1  # tokens that the draft model has yet to read of each
+
+
+@dataclass(slots=True)
+class Samples:
+    """What rounds of one kind took."""
+
+    forwards: int
+    read: int
+    draft_s: list[float] = field(default_factory=list)
+    score_s: list[float] = field(default_factory=list)
+
+    def timing(self, kind: Kind) -> Timing:
+        warm = slice(1, None) if len(self.score_s) > 1 else slice(None)
+        return Timing(
+            batch=len(kind.ks),
+            drafts=sum(kind.ks),
+            depth=max(kind.ks),
+            prefill=0,
+            forwards=self.forwards,
+            read=self.read,
+            draft_s=median(self.draft_s[warm]),
+            score_s=median(self.score_s[warm]),
+            rest_s=0.0,
+        )
+
+
+class Bench:
+    """Throw-away sequences that both models have read, and rounds over them that leave no trace."""
+
+    def __init__(self, target: Runner, drafter: Drafter, draft_runners: Seq[Runner]) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._drafts = draft_runners
+        self.sequences: list[Sequence] = []
+        self.depth = 0  # the most drafts that there is memory for
+
+    def fill(self, count: int, depth: int) -> None:
+        """As many of `count` sequences as there is memory for, each to be followed by up to `depth` drafts."""
+        runners = [self._target, *self._drafts]
+        max_len = min(runner.cache.max_len for runner in runners)
+        largest = count * (1 + depth)  # tokens of a round: no pass may be larger
+        length = max(2, min(LENGTH, max_len - depth, largest))
+        self.depth = min(depth, max_len - length)
+        draw = random.Random(0)
+        for i in range(count):
+            tokens = [draw.randrange(self._target.vocab_size) for _ in range(length)]
+            sequence = _sequence(-1 - i, tokens, modelled=bool(self._drafts))
+            if not all(_hold(runner, sequence, self.depth) for runner in runners):
+                _let_go(runners, sequence)
+                break
+            self.sequences.append(sequence)
+        together = max(1, largest // length)
+        for runner in runners:
+            for first in range(0, len(self.sequences), together):
+                part = self.sequences[first : first + together]
+                runner.run([Feed(s, runner.uncached(s), outputs=0) for s in part])
+            for sequence in self.sequences:
+                runner.cache.discard(sequence.handle)  # so that nothing of it is ever indexed
+
+    def run(self, kind: Kind) -> Outcome:
+        batch = self.sequences[: len(kind.ks)]
+        for sequence in batch:
+            _go_back(self._target, sequence, 1)
+            for runner in self._drafts:
+                _go_back(runner, sequence, kind.behind)
+        slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, kind.ks, strict=True))
+        return run_round(Plan(slices), self._target, self._drafter)
+
+    def clear(self, drafter: Drafter) -> None:
+        for sequence in self.sequences:
+            drafter.forget(sequence)
+            _let_go([self._target, *self._drafts], sequence)
+        self.sequences.clear()
+
+
+class Constant:
+    """Drafts one token over and over, at no cost: for an engine without a draft model."""
+
+    needs_hidden: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        return NO_OFFER
+
+    def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        return Draft(tuple(ks), torch.zeros(len(ks), max(ks), dtype=torch.int64, device=self._device))
+
+    def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def audit(self, live: Set[int]) -> None:
+        pass
+
+
+def _measure(bench: Bench, kinds: Seq[Kind], deadline: float) -> list[Timing]:
+    samples: dict[Kind, Samples] = {}
+    for number in range(PASSES):
+        for kind in kinds:
+            if perf_counter() > deadline and (number or len(kind.ks) > 1):
+                break
+            outcome = bench.run(kind)
+            draft = outcome.draft
+            if draft.failed or draft.ks != kind.ks:
+                continue
+            made = samples.setdefault(kind, Samples(draft.steps, draft.read))
+            made.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
+            made.score_s.append(outcome.score_us * 1e-6)
+    if len(samples) < len(kinds):
+        log.info("%d of %d kinds of rounds were profiled", len(samples), len(kinds))
+    return [made.timing(kind) for kind, made in samples.items()]
+
+
+def _batches(count: int) -> Iterator[int]:
+    """1, 2, 4, … and count itself."""
+    batch = 1
+    while batch < count:
+        yield batch
+        batch *= 2
+    if count:
+        yield count
+
+
+def _kinds(batch: int, depth: int) -> Iterator[Kind]:
+    for k in sorted({*(k for k in DEPTHS if k <= depth), depth}):
+        yield Kind((k,) * batch)
+    if not depth:
+        return
+    ragged = tuple(min(RAGGED[i % len(RAGGED)], depth) for i in range(batch))
+    if batch > 1:
+        yield Kind(ragged)
+    yield Kind((1,) * batch, behind=BEHIND)
+
+
+def _parts(drafter: Drafter) -> Seq[Drafter]:
+    return drafter.parts if isinstance(drafter, Drafters) else (drafter,)
+
+
+def _hold(runner: Runner, sequence: Sequence, depth: int) -> bool:
+    """Whether there is a slot for it, and memory for it and its drafts, which it then holds."""
+    try:
+        runner.cache.allocate(sequence.handle, (), SALT)
+        runner.cache.reserve(sequence.handle, len(sequence.tokens) + depth)
+    except CacheFull:
+        return False
+    return True
+
+
+def _go_back(runner: Runner, sequence: Sequence, uncached: int) -> None:
+    """Let so many of its last tokens be uncached, or all that are."""
+    length = min(runner.cache.length(sequence.handle), max(0, len(sequence.tokens) - uncached))
+    runner.cache.truncate_to(sequence.handle, length)
+
+
+def _let_go(runners: Seq[Runner], sequence: Sequence) -> None:
+    for runner in runners:
+        if runner.cache.holds(sequence.handle):
+            runner.cache.discard(sequence.handle)
+        runner.let_go(sequence)  # its memory is cleared first if what it holds is not finite
+
+
+def _sequence(handle: int, tokens: list[int], *, modelled: bool) -> Sequence:
+    name = f"profiling-{-handle}"
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    return Sequence(
+        handle=handle,
+        request_id=name,
+        tokens=tokens,
+        num_prompt=len(tokens),
+        params=params,
+        k=None,
+        key=0,
+        max_len=len(tokens) + params.max_tokens,
+        text=TextStream(Detokenizer(lambda ids: ""), ()),
+        record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
+        drafter="model" if modelled else None,
+        cache_salt=SALT,
+    )

@@ -1,0 +1,97 @@
+"""Between the engine and its policy: sequences become candidates, rounds become what the policy learns from."""
+
+from collections.abc import Sequence as Seq
+from time import perf_counter_ns
+
+from policies.estimator import heat_of
+
+from cache.protocol import KVCache
+from deployments.engine.drafters.base import Drafter, Offer
+from deployments.engine.round import Outcome
+from deployments.engine.scheduler import Slice
+from deployments.engine.sequence import Sequence
+from policies.control import Decision, SpecControl
+from policies.observation import Candidate, Drafted, Timing
+from policies.spec_length import PolicyConfig
+
+NOBODY = Offer(None, 0, 0)
+
+
+class Speculator:
+    """Asks the policy for the k of a round's sequences, and tells it what came of them."""
+
+    def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache, depth: int) -> None:
+        self.control = control
+        self._drafter = drafter
+        self._cache = cache
+        self._depth = depth
+        self._spent_ns = 0
+
+    def configure(self, policy: PolicyConfig) -> None:
+        self.control.configure(policy)
+
+    def plan(self, decoding: Seq[Sequence], prefill: int) -> Decision:
+        """k for sequences that decode in the coming round, whose pass reads about `prefill` tokens of prompts as well.
+
+        Each holds memory for one more token already.
+        """
+        started = perf_counter_ns()
+        decision = self.control.plan([self._candidate(s) for s in decoding], prefill)
+        self._spent_ns += perf_counter_ns() - started
+        return decision
+
+    def observe(self, outcome: Outcome, prefill: int, rest_us: int) -> None:
+        """Learn from a round. `prefill`: tokens in its pass beyond one per sequence and their drafts."""
+        started = perf_counter_ns()
+        drafts = outcome.draft
+        if not drafts.failed:  # else its time is not that of such a round
+            timing = Timing(
+                batch=len(outcome.slices),
+                drafts=sum(drafts.ks),
+                depth=max(drafts.ks, default=0),
+                prefill=prefill,
+                forwards=drafts.steps,
+                read=drafts.read,
+                draft_s=outcome.draft_us / 1e6,
+                score_s=outcome.score_us / 1e6,
+                rest_s=rest_us / 1e6,
+            )
+            drafted = [told for i, part in enumerate(outcome.slices) if (told := _drafted(part, i, outcome))]
+            idle = [s.sequence.handle for s, k in zip(outcome.slices, drafts.ks, strict=True) if not k]
+            self.control.observe(timing, drafted, idle)
+        self._spent_ns += perf_counter_ns() - started
+
+    def forget(self, handle: int) -> None:
+        """The sequence is gone. Idempotent."""
+        self.control.forget(handle)
+
+    def spent_us(self) -> int:
+        """Microseconds in the policy's code since this was asked last."""
+        spent, self._spent_ns = self._spent_ns, 0
+        return spent // 1000
+
+    def _candidate(self, sequence: Sequence) -> Candidate:
+        left = max(0, sequence.remaining - 1)
+        wanted = min(left, self._depth if sequence.k is None else sequence.k)
+        offer = self._drafter.offer(sequence, wanted) if wanted and sequence.drafter else NOBODY
+        return Candidate(
+            handle=sequence.handle,
+            fixed=sequence.k,
+            max_k=sequence.max_k,
+            left=left,
+            room=max(0, self._cache.room(sequence.handle) - 1),
+            source=offer.source,
+            offered=offer.most,
+            gap=offer.gap,
+            heat=heat_of(sequence.params.temperature),
+        )
+
+
+def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
+    """What became of the drafts of the round's i-th sequence; None without any."""
+    draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
+    if not draft.ks[i] or verdict.bad[i]:
+        return None
+    source = sequence.drafter if draft.proposers is None else draft.proposers[i]
+    heat = heat_of(sequence.params.temperature)
+    return Drafted(sequence.handle, source or "", heat, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])

@@ -1,0 +1,60 @@
+"""The best that planning one round at a time could do in a simulation: to measure policies by. See simulate.py."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from policies.control import Decision, SpecControl
+from policies.cost import CostModel
+from policies.estimator import Estimator
+from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
+from policies.planner import plan
+from policies.simulate import World
+from policies.spec_length import PolicyConfig
+
+
+class Clairvoyant(SpecControl):
+    """The plan of one who knows the machine's table and each request's present chance, or with `bits` each bit.
+
+    It looks one round ahead, as the planner does; it does not foresee that a chance will change.
+    """
+
+    def __init__(self, world: World, depth: int, bits: bool = False) -> None:
+        super().__init__(PolicyConfig(), depth)
+        self.estimator = _TrueChances(world, depth, bits)
+        self.cost = _TrueCost(world, depth)
+
+    def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
+        if not candidates:
+            return super().plan(candidates, prefill)
+        observation = self._observation(candidates, prefill)
+        best = plan(observation)
+        alphas = observation.survival[:, 0].tolist()
+        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best.seconds, best.tokens)
+
+    def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+        """Nothing is left to learn."""
+
+
+class _TrueChances(Estimator):
+    def __init__(self, world: World, depth: int, bits: bool) -> None:
+        super().__init__(depth)
+        self._world = world
+        self._bits = bits
+        self._places = np.arange(1, depth + 1)
+
+    def survival(self, candidates: Sequence[Candidate]) -> Floats:
+        if self._bits:
+            runs = np.array([self._world.run(c.handle) for c in candidates])
+            return (runs[:, None] >= self._places).astype(np.float64)
+        alphas = np.array([self._world.alpha(c.handle) for c in candidates])
+        return alphas[:, None] ** self._places
+
+
+class _TrueCost(CostModel):
+    def __init__(self, world: World, depth: int) -> None:
+        super().__init__(depth)
+        self._world = world
+
+    def round_cost(self, batch: int, prefill: int) -> RoundCost:
+        return self._world.machine(batch, prefill)

@@ -1,0 +1,284 @@
+"""Seconds of a round, predicted: profiled when the engine starts, corrected by the rounds that it then runs.
+
+The profile stays the backbone: what is learned are ratios of realised to profiled seconds, so that what was never tried
+keeps the shape that was measured. Nothing is known of a machine without a profile; it is then taken for one on which a
+forward of the draft model costs a tenth of the target's pass over one token, and every further token of that pass a
+fiftieth, until rounds have shown otherwise.
+
+Sources: medians over buckets and an isotonic fit over tokens by pooling adjacent violators (Barlow et al. 1972,
+Statistical Inference under Order Restrictions, section 1.2).
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import log2
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.corrections import WINDOW, Corrections, HostWork, isotonic
+from policies.observation import Floats, RoundCost, Timing
+
+PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over one token
+TOKEN_SHARE = 0.02  # of that, what every further token costs, where there is no second measurement
+STEP_SHARE = 0.1  # of that, what a forward of the draft model costs
+READ_SHARE = 0.005  # and each token that it reads in it
+REFRESH = 16  # observations between two looks at what was learned
+CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
+UNSEEN = 1e-3  # weight in the isotonic fit of what was not visited, against one per round
+
+
+class CostErrors(NamedTuple):
+    """Mean absolute relative errors of the predictions, exponentially weighted over some 32 rounds; 0: no round yet."""
+
+    draft: float
+    score: float
+    round: float
+
+
+class CostModel:
+    """Predicts the cost of rounds of any batch, and learns from each round that was measured."""
+
+    def __init__(self, depth: int, timings: Sequence[Timing] = ()) -> None:
+        self._depth = depth
+        self._passes = Passes(timings)
+        self._drafts = Drafts(timings, float(self._passes.seconds(1, np.zeros(1))[0]))
+        self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
+        self._host = HostWork()
+        self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
+        self._rounds = 0
+        self._errors = [(0.0, 0)] * 3  # mean and count of draft, score and round
+
+    @property
+    def errors(self) -> CostErrors:
+        return CostErrors(*(mean for mean, _ in self._errors))
+
+    def round_cost(self, batch: int, prefill: int) -> RoundCost:
+        """Of rounds in which `batch` ≥ 1 sequences emit, beside `prefill` tokens of prompts."""
+        key = batch, _bucket(prefill, 4) if prefill else -1
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = self._cost(batch, round(2 ** (key[1] / 4)) if prefill else 0)
+        return cost
+
+    def observe(self, timing: Timing) -> None:
+        """Take in a round of the engine. What it was predicted to take is compared first."""
+        if timing.batch < 1:
+            return
+        self._compare(timing)
+        self._correct(timing)
+        self._host.observe(timing)
+        self._rounds += 1
+        if self._rounds % REFRESH == 0 or self._rounds in (4, 8):
+            for learned in (self._score, self._mixed, self._draft, self._host):
+                learned.refresh()
+            self._known.clear()
+
+    def _cost(self, batch: int, prefill: int) -> RoundCost:
+        evenly = self._verification(batch, prefill)
+        padding = self._passes.padding
+        model, step, token = self._drafts.cost(batch) * self._draft.factor((_bucket(batch),))
+        base, drafting = self._host.seconds(batch)
+        return RoundCost(
+            base_s=base,
+            drafting_s=drafting,
+            model_s=float(model),
+            step_s=float(step),
+            token_s=float(token),
+            # A pass costs between that of its tokens spread evenly and that of everybody as deep as the deepest. Both
+            # are exact for even passes, whatever the share.
+            verify_s=(1 - padding) * evenly + padding * evenly[0],
+            padding_s=padding * (evenly[::batch] - evenly[0]),
+        )
+
+    def _verification(self, batch: int, prefill: int) -> Floats:
+        """[1 + batch · depth] seconds of passes by number of drafts, as if evenly spread, non-decreasing."""
+        drafts = np.arange(1 + batch * self._depth, dtype=np.float64)
+        profiled = self._passes.seconds(batch, drafts, prefill)
+        tokens = drafts + (batch + prefill)
+        learned = self._mixed if prefill and self._mixed.samples else self._score
+        marks, factors, weights = self._marks(learned, batch, tokens)
+        at_marks = np.interp(marks, tokens, profiled)
+        factors = isotonic(at_marks * factors, weights) / at_marks
+        corrected: Floats = np.maximum.accumulate(profiled * np.interp(tokens, marks, factors))
+        return corrected
+
+    def _marks(self, learned: Corrections, batch: int, tokens: Floats) -> tuple[Floats, Floats, Floats]:
+        """Ascending numbers of tokens, one for each bucket that `tokens` reach, what was learned there, and how often
+        each was visited."""
+        first, last = _bucket(tokens[0]), _bucket(tokens[-1])
+        keys = [(_bucket(batch), n) for n in range(first, last + 1)]
+        places = [2 ** (learned.place(key) or key[1] / 2) for key in keys]
+        marks = np.clip(places, tokens[0], tokens[-1])
+        return (
+            marks,
+            np.array([learned.factor(key) for key in keys]),
+            np.array([max(learned.count(key), UNSEEN) for key in keys]),
+        )
+
+    def _compare(self, timing: Timing) -> None:
+        cost = self.round_cost(timing.batch, timing.prefill)
+        drafts, depth = min(timing.drafts, len(cost.verify_s) - 1), min(timing.depth, self._depth)
+        score = float(cost.verify_s[drafts] + cost.padding_s[depth])
+        draft = cost.model_s + timing.forwards * cost.step_s + timing.read * cost.token_s if timing.forwards else 0.0
+        whole = cost.seconds(drafts, depth, timing.forwards, timing.read)
+        if not timing.rest_s:  # unknown
+            whole = draft + score
+        pairs = (
+            (draft, timing.draft_s),
+            (score, timing.score_s),
+            (whole, timing.draft_s + timing.score_s + timing.rest_s),
+        )
+        for i, (predicted, realised) in enumerate(pairs):
+            if realised > 0 and (timing.forwards or i):
+                mean, count = self._errors[i]
+                error = abs(predicted - realised) / realised
+                self._errors[i] = mean + (error - mean) / min(count + 1, WINDOW), count + 1
+
+    def _correct(self, timing: Timing) -> None:
+        batch = _bucket(timing.batch)
+        tokens = timing.batch + timing.drafts + timing.prefill
+        learned = self._mixed if timing.prefill else self._score
+        learned.observe((batch, _bucket(tokens)), timing.score_s, self._passes.round_seconds(timing), log2(tokens))
+        if timing.forwards and timing.read <= CATCH_UP * timing.drafts:
+            model, step, token = self._drafts.cost(timing.batch)
+            predicted = model + timing.forwards * step + timing.read * token
+            self._draft.observe((batch,), timing.draft_s, float(predicted), log2(timing.batch))
+
+
+class Curve(NamedTuple):
+    """The target's even passes over one batch."""
+
+    batch: int
+    tokens: Floats  # [P] ascending
+    seconds: Floats  # [P] non-decreasing
+
+    @property
+    def slope(self) -> float:
+        """Seconds per token beyond the last."""
+        if len(self.tokens) < 2:
+            return float(TOKEN_SHARE * self.seconds[0] / max(1, self.batch))
+        return float((self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2]))
+
+    def at(self, tokens: Floats) -> Floats:
+        beyond = np.maximum(tokens - self.tokens[-1], 0.0)
+        return np.interp(tokens, self.tokens, self.seconds) + beyond * self.slope
+
+
+class Passes:
+    """The target's pass as profiled, by batch and tokens.
+
+    Between two profiled batches it lies where the batch does, at as many tokens per sequence; beyond the last one its
+    curve goes on. A curve goes on as that of the longest passes does, and that one by its last slope.
+    """
+
+    def __init__(self, timings: Sequence[Timing]) -> None:
+        rounds = [t for t in timings if t.batch and not t.prefill and t.score_s > 0]
+        self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
+        self._longest = max(self._curves, key=lambda curve: float(curve.tokens[-1]))
+        self._batches = [curve.batch for curve in self._curves]
+        self.padding = 0.0  # share of the seconds that even passes as deep as the deepest sequence would take more
+        self.padding = self._fit_padding([t for t in rounds if t.drafts < t.batch * t.depth])
+
+    def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:
+        """Of passes with so many drafts, ascending, as if evenly spread. Same shape as drafts."""
+        above = int(np.searchsorted(self._batches, batch))
+        if above in (0, len(self._curves)) and batch not in self._batches:
+            return self._follow(self._curves[min(above, len(self._curves) - 1)], drafts + (batch + prefill))
+        high = self._curves[above]
+        depth = 1 + drafts / batch
+        at_high = self._follow(high, high.batch * depth + prefill)
+        if high.batch == batch:
+            return at_high
+        low = self._curves[above - 1]
+        share = (batch - low.batch) / (high.batch - low.batch)
+        return (1 - share) * self._follow(low, low.batch * depth + prefill) + share * at_high
+
+    def round_seconds(self, timing: Timing) -> float:
+        """Of a round like this one."""
+        own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
+        return float((1 - self.padding) * own + self.padding * deepest)
+
+    def _follow(self, curve: Curve, tokens: Floats) -> Floats:
+        last = curve.tokens[-1:]
+        if tokens[-1] <= last[0]:
+            return np.interp(tokens, curve.tokens, curve.seconds)
+        beyond = self._longest.at(np.maximum(tokens, last)) - self._longest.at(last)
+        return np.interp(tokens, curve.tokens, curve.seconds) + beyond
+
+    def _fit_padding(self, ragged: Sequence[Timing]) -> float:
+        """Least squares in relative error."""
+        across = along = 0.0
+        for timing in ragged:
+            own, deepest = self.seconds(timing.batch, _bounds(timing)) / timing.score_s
+            along += (deepest - own) * (1 - own)
+            across += (deepest - own) ** 2
+        return min(max(along / across, 0.0), 1.0) if across else 0.0
+
+
+def _bounds(timing: Timing) -> Floats:
+    """[2] the drafts of a round, and those of an even one that is as deep."""
+    return np.array([timing.drafts, timing.batch * timing.depth], dtype=np.float64)
+
+
+def _curves(even: Sequence[Timing]) -> list[Curve]:
+    """By batch, ascending; of a machine that nothing is known of, if there are no timings."""
+    curves = []
+    for batch in sorted({t.batch for t in even}):
+        found: dict[int, list[float]] = {}
+        for t in even:
+            if t.batch == batch:
+                found.setdefault(batch + t.drafts, []).append(t.score_s)
+        tokens = np.array(sorted(found), dtype=np.float64)
+        seconds = np.array([np.median(found[int(n)]) for n in tokens])
+        curves.append(Curve(batch, tokens, isotonic(seconds, np.ones(len(seconds)))))
+    return curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
+
+
+class Drafts:
+    """What the draft model costs as profiled: (once, per forward, per token that it reads), by batch.
+
+    Its cost is not affine in the batch, so that each profiled batch is fitted on its own; neighbours only tell a
+    forward from a token, where the batch's own rounds do not.
+    """
+
+    def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
+        rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
+        self._batches = sorted({t.batch for t in rounds}) or [1]
+        self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])  # [P, 3]
+        if not rounds:
+            self._costs = np.array([[0.0, STEP_SHARE, READ_SHARE]]) * pass_s
+        self._known: dict[int, Floats] = {}
+
+    def cost(self, batch: int) -> Floats:
+        """[3] seconds; to be read only."""
+        if batch not in self._known:
+            self._known[batch] = np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
+        return self._known[batch]
+
+
+def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
+    """[3], least squares in relative error, none negative; a batch twice or half as large counts for a hundredth."""
+    seconds = np.array([t.draft_s for t in rounds])
+    distance = np.log2(np.array([t.batch for t in rounds]) / batch)
+    weights = 10.0 ** -np.minimum(np.abs(distance), 6.0) / seconds
+    design = np.array([(1, t.forwards, t.read) for t in rounds]) * weights[:, None] if rounds else np.zeros((0, 3))
+    return _non_negative(design, seconds * weights)
+
+
+def _non_negative(design: Floats, wanted: Floats) -> Floats:
+    """x ≥ 0 that minimises |design · x − wanted|: the best of the least squares over each subset of the columns, which
+    is the optimum (its own support is one of them)."""
+    best, least = np.zeros(design.shape[1]), float(wanted @ wanted)
+    for size in range(1, design.shape[1] + 1):
+        for support in combinations(range(design.shape[1]), size):
+            part = np.linalg.lstsq(design[:, support], wanted, rcond=None)[0]
+            rest = wanted - design[:, support] @ part
+            if (part >= 0).all() and rest @ rest < least:
+                least, best = float(rest @ rest), np.zeros(design.shape[1])
+                best[list(support)] = part
+    return best
+
+
+def _bucket(count: float, per_octave: int = 2) -> int:
+    return round(log2(count) * per_octave)

@@ -1,0 +1,232 @@
+"""How likely drafts are to be accepted: per sequence and position, from rounds that show only part of it.
+
+With k drafted and n accepted, positions 1 … min(n + 1, k) were observed and the ones behind were not. Unobserved is not
+failed: the likelihood of a round is Πa over its n successes times (1 − a) of its one failure, if it has one (a
+discrete-time hazard, as in Kaplan and Meier 1958). Where the overlap β = Σ min(p, q) of a reached position is known, β
+and 1 − β take the place of the outcome: the same mean, less variance.
+
+A sequence has a hazard h: a draft at position j that is reached is accepted with chance a(j) = exp(−h·f(j)), f(1) = 1.
+What is known of h is a belief over LEVELS. Each round it is multiplied by the likelihood of what was seen and leaks a
+little towards the population's belief, for text changes: the filter of a hidden Markov model, where discounted Beta
+counts keep only a mean and a weight. The population's belief, per source and heat, is learned from its sequences'
+(empirical Bayes): it is where a sequence starts, and where one without drafts returns to. Two things come out right
+that a shrunken mean gets wrong. Acceptance has a heavy tail (most requests are alike, some repeat themselves for long),
+so a small surprise is noise and a large one is believed at once. And the chance of a further draft rises with the
+drafts that were accepted, since that is evidence on h: the survival Σ_h belief(h)·Π_j exp(−h·f(j)) contains it. The
+factors f are learned per position bucket, for drafters that get worse, or better, with depth.
+
+All constants were chosen by the log-likelihood of recorded rounds of the demo pair (160 prompts, each greedy and at
+temperature 0.8), none of which tests/policies/data holds; the optima are flat.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from policies.observation import Candidate, Drafted, Floats, Ints
+
+BASE_RATE = 0.65  # acceptance to expect of a drafter that nothing is known of
+OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # of hazard around BASE_RATE's: acceptance from .997 down to .008
+LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES
+BASE_SPREAD = 0.7  # octaves: how different the requests of one drafter are, most of them
+BASE_TAIL = 0.2  # share of requests that may be like anything
+BASE_WEIGHT = 4.0  # of the base law, in rounds of one sequence: it is a guess, and gives way within a few rounds
+DOUBT = 0.05  # of the population's law that stays even over LEVELS: what was never seen may still come
+SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
+MEMORY = 0.98  # per round, of what the population was learned from: half of it is 34 rounds old or less
+FLOOR_WEIGHT = 4.0  # to which ageing takes a source's evidence, its mean unchanged: a few probes then overturn it
+POOL_WEIGHT = 8.0  # of a source's pool of all heats, against what is known of one heat, in rounds of one sequence
+FACTOR_MEMORY = 0.995  # per round; longer: a drafter's decay with depth changes less than its texts do
+FACTOR_WEIGHT = 20.0  # expected failures: the weight of f = 1 at first, and what ageing leaves
+FACTOR_RANGE = (0.2, 5.0)  # of f, which for want of failures would be 0 or infinite
+BUCKETS = (0, 1, 2, 2)  # of positions 1, 2, 3–4; all behind are in LAST_BUCKET
+LAST_BUCKET = 3
+WARMEST = (0.0, 0.5, 1.0)  # temperature of each heat; the last heat is warmer than all
+MIN_ROWS = 64
+
+
+def heat_of(temperature: float) -> int:
+    """The bucket of requests among which acceptance is comparable: greedy, up to 0.5, up to 1, above."""
+    return sum(temperature > warmest for warmest in WARMEST)
+
+
+def _base_law() -> Floats:
+    near = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
+    return (1 - BASE_TAIL) * near / near.sum() + BASE_TAIL / len(LEVELS)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What is known of all sequences of one source: [levels], sums to its weight."""
+
+    counts: Floats = field(default_factory=lambda: _base_law() * BASE_WEIGHT)
+
+    def age(self) -> None:
+        weight = float(self.counts.sum())
+        self.counts *= max(MEMORY, min(1.0, FLOOR_WEIGHT / weight))
+
+    @property
+    def law(self) -> Floats:
+        return self.counts / self.counts.sum()
+
+
+class _Population:
+    """What is known of the sequences of one source and heat."""
+
+    def __init__(self, pool: _Pool, depth: int) -> None:
+        self.pool = pool
+        self.counts: Floats = np.zeros_like(LEVELS)
+        self.failed: Floats = np.full(LAST_BUCKET + 1, FACTOR_WEIGHT)  # per position bucket: seen, and
+        self.expected: Floats = np.full(LAST_BUCKET + 1, FACTOR_WEIGHT)  # expected were all f = 1
+        self._bucket: Ints = np.array([*BUCKETS, *[LAST_BUCKET] * depth][:depth])
+        self._one_hot = np.eye(LAST_BUCKET + 1)[self._bucket]  # [depth, buckets]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute what follows from the counts: after every change of them."""
+        law = (self.counts + POOL_WEIGHT * self.pool.law) / (self.counts.sum() + POOL_WEIGHT)
+        self.law: Floats = (1 - DOUBT) * law + DOUBT / len(LEVELS)
+        factors = np.clip(self.failed / self.expected, *FACTOR_RANGE)
+        self._factors: Floats = factors[self._bucket]
+        self._survival: Floats = np.exp(-np.outer(LEVELS, self._factors).cumsum(1))  # [levels, depth]
+        # Relative to the first: h and all of f could else drift apart, their product unchanged.
+        hazards = np.outer(LEVELS, (factors / factors[0])[self._bucket])
+        self._log_accept: Floats = -hazards
+        self._log_reject: Floats = np.log(-np.expm1(-hazards))
+
+    def survival(self, beliefs: Floats) -> Floats:
+        """[N, depth] of beliefs [N, levels]. The accumulated minimum takes off what rounding may add."""
+        return np.minimum(np.minimum.accumulate(beliefs @ self._survival, axis=1), 1.0)
+
+    def age(self) -> None:
+        self.counts *= MEMORY
+        kept = np.maximum(FACTOR_MEMORY, np.minimum(1.0, FACTOR_WEIGHT / self.expected))
+        self.failed *= kept
+        self.expected *= kept
+
+    def learn(self, beliefs: Floats, accepts: Floats, rejects: Floats) -> Floats:
+        """Beliefs [N, levels] after rounds with these outcomes [N, depth], both 0 where nothing was observed."""
+        self._learn_factors(self.survival(beliefs), rejects, accepts + rejects > 0)
+        logs = accepts @ self._log_accept.T + rejects @ self._log_reject.T
+        after: Floats = beliefs * np.exp(logs - logs.max(1, keepdims=True))
+        after /= after.sum(1, keepdims=True)
+        seen = after.sum(0)
+        self.counts += seen
+        self.pool.counts += seen
+        return after
+
+    def _learn_factors(self, survival: Floats, rejects: Floats, observed: Floats) -> None:
+        """f is failures seen over failures expected, given what was believed of each sequence before."""
+        reached = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
+        expected = (1 - survival / reached) / self._factors
+        self.failed += rejects.sum(0) @ self._one_hot
+        self.expected += (expected * observed).sum(0) @ self._one_hot
+
+
+class Estimator:
+    """Predicts acceptance for the sequences that decode, known by their handles, up to `depth` drafts ahead.
+
+    Raises ValueError for a depth below 1.
+    """
+
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self.depth = depth
+        self._pools: dict[str, _Pool] = {}
+        self._keys: dict[tuple[str, int], int] = {}  # source, heat → place in:
+        self._populations: list[_Population] = []
+        self._rows: dict[int, dict[str, int]] = {}  # handle → source → row of:
+        self._beliefs: Floats = np.empty((MIN_ROWS, len(LEVELS)))
+        self._members: Ints = np.zeros(MIN_ROWS, np.int64)  # each row's population
+        self._free = list(range(MIN_ROWS))
+
+    def survival(self, candidates: Sequence[Candidate]) -> Floats:
+        """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nobody would draft."""
+        result = np.zeros((len(candidates), self.depth))
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for place, candidate in enumerate(candidates):
+            if candidate.source is not None:
+                places, rows = groups.setdefault(self._population(candidate.source, candidate.heat), ([], []))
+                places.append(place)
+                rows.append(self._rows.get(candidate.handle, {}).get(candidate.source, -1))
+        for key, (places, rows) in groups.items():
+            population = self._populations[key]
+            beliefs = self._beliefs[rows]
+            beliefs[np.array(rows) < 0] = population.law
+            result[places] = population.survival(beliefs)
+        return result
+
+    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+        """Learn from a round. idle: handles of sequences that decoded in it without drafts.
+
+        Call it once per round, whether or not anything was drafted in it: what is known ages in rounds.
+        """
+        for pool in self._pools.values():
+            pool.age()
+        groups: dict[int, list[Drafted]] = {}
+        for outcome in outcomes:
+            if outcome.drafted > 0:
+                groups.setdefault(self._population(outcome.source, outcome.heat), []).append(outcome)
+        for population in self._populations:
+            population.age()
+        for key, group in groups.items():
+            rows = [self._row(outcome, key) for outcome in group]
+            self._beliefs[rows] = self._populations[key].learn(self._beliefs[rows], *_evidence(group, self.depth))
+        for population in self._populations:
+            population.refresh()
+        self._leak({*(outcome.handle for outcome in outcomes), *idle})
+
+    def forget(self, handle: int) -> None:
+        """The sequence is over. Unknown handles are none."""
+        self._free.extend(self._rows.pop(handle, {}).values())
+
+    def _leak(self, handles: Iterable[int]) -> None:
+        rows = [row for handle in handles for row in self._rows.get(handle, {}).values()]
+        if rows:
+            laws = np.array([population.law for population in self._populations])
+            self._beliefs[rows] += SWITCH * (laws[self._members[rows]] - self._beliefs[rows])
+
+    def _population(self, source: str, heat: int) -> int:
+        key = self._keys.get((source, heat))
+        if key is None:
+            key = self._keys[source, heat] = len(self._populations)
+            self._populations.append(_Population(self._pools.setdefault(source, _Pool()), self.depth))
+        return key
+
+    def _row(self, outcome: Drafted, key: int) -> int:
+        rows = self._rows.setdefault(outcome.handle, {})
+        row = rows.get(outcome.source)
+        if row is None:
+            row = rows[outcome.source] = self._new_row()
+            self._beliefs[row] = self._populations[key].law
+        self._members[row] = key
+        return row
+
+    def _new_row(self) -> int:
+        if not self._free:
+            size = len(self._beliefs)
+            self._beliefs = np.concatenate([self._beliefs, np.empty_like(self._beliefs)])
+            self._members = np.concatenate([self._members, np.zeros_like(self._members)])
+            self._free.extend(range(size, 2 * size))
+        return self._free.pop()
+
+
+def _evidence(outcomes: Sequence[Drafted], depth: int) -> tuple[Floats, Floats]:
+    """Successes and failures [N, depth] at each position; both are 0 at positions that were not reached."""
+    drafted = np.array([outcome.drafted for outcome in outcomes])[:, None]
+    accepted = np.array([outcome.accepted for outcome in outcomes])[:, None]
+    places = np.arange(depth)
+    accepts = (places < accepted).astype(np.float64)
+    rejects = ((places == accepted) & (accepted < drafted)).astype(np.float64)
+    known = [outcome.overlaps[:depth] for outcome in outcomes]
+    if any(known):
+        lengths = np.array([len(overlaps) for overlaps in known])[:, None]
+        reached = places < lengths
+        values = np.clip(np.nan_to_num(np.fromiter(chain.from_iterable(known), np.float64)), 0.0, 1.0)
+        replaced = lengths[:, 0] > 0
+        accepts[replaced], rejects[replaced] = 0.0, 0.0
+        accepts[reached], rejects[reached] = values, 1 - values
+    return accepts, rejects

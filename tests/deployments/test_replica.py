@@ -1,0 +1,88 @@
+"""A replica's reconfigure: strict at the start, forgiving while it serves. Serve itself is not needed for either."""
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from deployments.replica import Replica
+from deployments.engine.config import ConfigError
+from deployments.engine.types import EngineStats
+from policies.spec_length import PolicyConfig
+
+BAD: list[tuple[Any, str]] = [
+    ({"policy": "fast"}, "policy: Input should be "),
+    ({"policy": "off", "depth": 3}, "depth: Extra inputs"),
+    ({"policy": "fixed", "k": 17}, "k 17 exceeds max_spec_length"),
+    ({"k": -1, "max_k": -1}, "k: Input should be greater than or equal to 0; max_k: "),
+    ("goodput", "dictionary"),
+]
+
+
+class Client:
+    """A LocalClient without an engine; its drafts may be 16 long."""
+
+    def __init__(self) -> None:
+        self.policies: list[PolicyConfig] = []
+        self.refused: str | None = None
+
+    def configure(self, policy: PolicyConfig) -> None:
+        if policy.k > 16:
+            raise ConfigError(f"policy fixed with k {policy.k} exceeds max_spec_length, which is 16")
+        self.policies.append(policy)
+        self.refused = None
+
+    def refuse(self, reason: str) -> None:
+        self.refused = reason
+
+    def stats(self) -> EngineStats:
+        return EngineStats(True, "", 0, 0, 0, 1, 1, 0.0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def replica() -> Any:
+    """One whose pair has been loaded, and that Serve has not started yet."""
+    ours = Replica.func_or_class.__mro__[1]  # type: ignore[attr-defined]  # below what Serve's decorators made of it
+    assert ours.__module__ == "deployments.replica"
+    bare = ours.__new__(ours)
+    bare.client, bare._serving = Client(), False
+    return bare
+
+
+def test_a_valid_user_config_is_taken_at_the_start_and_later(replica: Any) -> None:
+    replica.reconfigure({"policy": "fixed", "k": 2})
+    replica.reconfigure({"policy": False})
+    assert replica.client.policies == [PolicyConfig(name="fixed", k=2), PolicyConfig(name="off")]
+
+
+@pytest.mark.parametrize(("user_config", "reason"), BAD)
+def test_at_the_start_an_invalid_one_ends_it_with_the_reason(replica: Any, user_config: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"user_config: .*{reason}"):
+        replica.reconfigure(user_config)
+    assert replica.client.policies == []
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(("user_config", "reason"), BAD)
+def test_later_an_invalid_one_is_logged_and_shown_and_changes_nothing(
+    replica: Any, user_config: Any, reason: str, checked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later: after the first, or, where there was none, after the health check with which a start ends."""
+    if checked:
+        replica.check_health()
+    else:
+        replica.reconfigure({"policy": "goodput"})
+    before = list(replica.client.policies)
+    with caplog.at_level(logging.WARNING, logger="deployments.replica"):
+        replica.reconfigure(user_config)
+    assert replica.client.policies == before
+    assert reason in replica.client.refused
+    assert reason in caplog.text
+    replica.reconfigure({"policy": "goodput"})
+    assert replica.client.refused is None

@@ -1,0 +1,129 @@
+"""What a policy is told of a batch, and that it learns: the control around estimator, cost model and policy."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from policies.control import SpecControl
+from policies.observation import Candidate, Drafted, Timing
+from policies.spec_length import PolicyConfig
+
+DEPTH = 8
+
+
+def candidate(handle: int = 0, **changes: object) -> Candidate:
+    usual: dict[str, object] = {
+        "fixed": None,
+        "max_k": None,
+        "left": 100,
+        "room": 100,
+        "source": "model",
+        "offered": DEPTH,
+        "gap": 1,
+        "heat": 0,
+    }
+    return Candidate(handle, **(usual | changes))  # type: ignore[arg-type]
+
+
+def timings() -> list[Timing]:
+    """A machine on which a pass takes 1 ms and 20 µs a token, a draft step .1 ms, whatever the batch."""
+    return [
+        Timing(b, b * k, k, 0, k, b * k, 1e-4 * k, 1e-3 + 2e-5 * b * (1 + k), 0.0)
+        for b in (1, 2, 4, 8)
+        for k in (0, 1, 2, 4, 8)
+    ]
+
+
+def control(name: str = "goodput", **changes: object) -> SpecControl:
+    return SpecControl(PolicyConfig(name, **changes), DEPTH, timings())  # type: ignore[arg-type]
+
+
+def play(policy: SpecControl, good: Sequence[bool], rounds: int) -> list[list[int]]:
+    """Rounds of sequences all of whose drafts are accepted, or none; returns the ks."""
+    played = []
+    for _ in range(rounds):
+        ks = policy.plan([candidate(n) for n in range(len(good))]).ks
+        drafted = [Drafted(n, "model", 0, k, k if good[n] else 0) for n, k in enumerate(ks) if k]
+        depth, count = max(ks), sum(ks)
+        timing = Timing(len(ks), count, depth, 0, depth, count, 1e-4 * depth, 1e-3 + 2e-5 * (len(ks) + count), 0.0)
+        policy.observe(timing, drafted, [n for n, k in enumerate(ks) if not k])
+        played.append(ks)
+    return played
+
+
+@pytest.mark.parametrize(
+    ("changes", "k", "reason"),
+    [
+        ({"fixed": 3}, 3, "user"),
+        ({"fixed": 0}, 0, "user"),
+        ({"fixed": 5, "left": 2}, 2, "cap"),
+        ({"fixed": 5, "room": 1}, 1, "cache"),
+        ({"fixed": 5, "offered": 0, "source": None}, 5, "user"),
+        ({"max_k": 2}, 2, "user"),
+        ({"max_k": 0}, 0, "user"),
+        ({"left": 2}, 2, "cap"),
+        ({"left": 0}, 0, "cap"),
+        ({"offered": 1}, 1, "cap"),
+        ({"source": None, "offered": 0, "gap": 0}, 0, "cap"),
+        ({"room": 1}, 1, "cache"),
+        ({"room": 0}, 0, "cache"),
+        ({"max_k": 2, "room": 1}, 1, "cache"),
+        ({"max_k": 2, "left": 1}, 1, "cap"),
+    ],
+)
+def test_what_bounds_k(changes: dict[str, object], k: int, reason: str) -> None:
+    """Of a sequence that would be given more: every draft is accepted."""
+    policy = control()
+    play(policy, [True], 20)
+    decision = policy.plan([candidate(0, **changes)])
+    assert (decision.ks, decision.reasons) == ([k], [reason])
+
+
+def test_the_operators_maximum() -> None:
+    policy = control(max_k=3)
+    assert play(policy, [True], 20)[-1] == [3]
+    assert policy.plan([candidate(fixed=5)]).ks == [5]  # which a request's own k goes before
+
+
+def test_each_sequence_gets_what_its_own_drafts_have_earned() -> None:
+    policy = control()
+    last = play(policy, [True, False, True, False], 40)[-1]
+    assert last[0] >= 4
+    assert last[2] >= 4
+    assert max(last[1], last[3]) <= 1
+    decision = policy.plan([candidate(n) for n in range(4)])
+    assert min(decision.alphas[0], decision.alphas[2]) > 0.8 > 0.4 > max(decision.alphas[1], decision.alphas[3])
+
+
+def test_what_is_expected_of_a_round() -> None:
+    policy = control("fixed", k=4)
+    play(policy, [True], 100)
+    decision = policy.plan([candidate()])
+    assert decision.tokens == pytest.approx(5, abs=0.4)
+    assert decision.seconds == pytest.approx(4e-4 + 1e-3 + 2e-5 * 5, rel=0.05)
+
+
+def test_what_was_learned_outlives_a_change_of_policy() -> None:
+    policy = control("fixed", k=4)
+    play(policy, [False], 40)
+    policy.configure(PolicyConfig("goodput"))
+    assert policy.plan([candidate()]).ks == [0]
+    assert control().plan([candidate()]).ks != [0]  # which knows nothing, and tries
+
+
+def test_a_sequence_that_is_gone_leaves_no_trace_but_in_the_mean() -> None:
+    policy = control("fixed", k=4)
+    play(policy, [True, False], 40)
+    good, bad = policy.plan([candidate(0), candidate(1)]).alphas
+    for handle in (0, 1, 1):
+        policy.forget(handle)
+    again = policy.plan([candidate(0), candidate(1)]).alphas
+    assert again[0] == again[1]
+    assert bad < again[0] < good
+
+
+def test_no_candidates_and_no_drafts_at_all() -> None:
+    assert control().plan([]).ks == []
+    nothing = SpecControl(PolicyConfig(), 0)
+    decision = nothing.plan([candidate(source=None, offered=0, gap=0)])
+    assert (decision.ks, decision.reasons, decision.tokens) == ([0], ["cap"], 1.0)
