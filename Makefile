@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
-BENCH := --spec off,2,4,8 --concurrency 1 --max-tokens 64 --threads 2
+POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
 export RAY_USAGE_STATS_ENABLED = 0
 export PYTHONPATH = $(CURDIR)
@@ -57,8 +57,9 @@ format: $(READY)
 	$(BIN)/ruff format -q .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.decode $(PAIR) $(BENCH)
-	$(BIN)/python -m benchmarks.peers $(PAIR) $(BENCH)
+	$(BIN)/python -m benchmarks.decode $(PAIR) $(POLICIES) --concurrency 1,4,8,16 --repeats 8
+	$(BIN)/python -m benchmarks.load $(PAIR) $(POLICIES) --repeats 4
+	$(BIN)/python -m benchmarks.peers $(PAIR) --spec off,2,4,8 --threads 2
 	$(BIN)/python -m benchmarks.acceptance $(PAIR) --threads 2
 	$(BIN)/python -m benchmarks.copying $(PAIR) --threads 2
 	$(BIN)/python -m benchmarks.sampling $(PAIR) --threads 2

@@ -1,8 +1,9 @@
 """What scheduler and cache cost per step: part `bookkeeping` of benchmarks/memory.py.
 
 The methods of METHODS are wrapped with a timer while --sequences sequences decode; what one of them calls of the others
-counts once, as the outer one's. `timer ms` is what the timing itself adds within the measured time. The steps are those
-with every sequence in them, drafting, and no prompt.
+counts once, as the outer one's. Choosing k is called within `plan` and is not counted; `policy ms` is that, and what
+the policy learns after the round. `timer ms` is what the timing itself adds within the measured time. The steps are
+those with every sequence in them, drafting, and no prompt.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from deployments.engine.drafters.chain import Drafters
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.runner import Runner
+from deployments.engine.types import StepStats
 
 METHODS = {
     "scheduler": ("plan",),
@@ -38,21 +40,35 @@ class Ledger:
         self._spent: Counter[str] = Counter()
         self._calls = 0
         self._within = False
+        self._apart = 0  # nanoseconds of what was left out, ever
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._within:
                 return function(*args, **kwargs)
             self._within = True
-            started = perf_counter_ns()
+            started, apart = perf_counter_ns(), self._apart
             try:
                 return function(*args, **kwargs)
             finally:
-                self._spent[name] += perf_counter_ns() - started
+                self._spent[name] += perf_counter_ns() - started - (self._apart - apart)
                 self._calls += 1
                 self._within = False
 
         return timed
+
+    def leave_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """For what timed calls call and is not theirs; nothing counts that it calls in turn."""
+
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            started, within, self._within = perf_counter_ns(), self._within, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._apart += perf_counter_ns() - started
+                self._within = within
+
+        return apart
 
     def take(self) -> tuple[Counter[str], int]:
         """(nanoseconds by name, timed calls) since the last time."""
@@ -74,7 +90,9 @@ def timed_methods(engine: Engine) -> Iterator[Ledger]:
     owners: dict[type, tuple[str, ...]] = {type(engine.scheduler): METHODS["scheduler"]}
     for runner in runners(engine):
         owners |= {type(runner.cache): METHODS["cache"], type(runner.storage): METHODS["storage"]}
+    scheduler = engine.scheduler
     with ExitStack() as stack:
+        stack.enter_context(patch.object(scheduler, "_choose", ledger.leave_out(scheduler._choose)))
         for owner, names in owners.items():
             for name in names:
                 stack.enter_context(patch.object(owner, name, ledger.wrap(name, getattr(owner, name))))
@@ -90,7 +108,7 @@ def timer_ns(count: int = 10_000) -> float:
     return ledger.take()[0]["nothing"] / count
 
 
-Step = tuple[int, Counter[str], int]  # microseconds of the step, nanoseconds by name, timed calls
+Step = tuple[StepStats, Counter[str], int]  # nanoseconds by name, timed calls
 
 
 def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[Step]:
@@ -108,7 +126,7 @@ def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[
             stats = driver.step().stats
             books = ledger.take()
             if settled:
-                steps.append((stats.step_us, *books))
+                steps.append((stats, *books))
             settled = (
                 stats.sequences == args.sequences and not stats.prefill_tokens and stats.drafted == k * stats.sequences
             )
@@ -152,7 +170,8 @@ def summarise(k: int, steps: list[Step], methods: list[str], timer: float) -> di
         "steps": len(steps),
         "bookkeeping ms": median(totals),
         "p99": percentile(totals, 0.99),
-        "of a step": median(total * 1e3 / step_us for total, (step_us, _, _) in zip(totals, steps, strict=True)),
+        "of a step": median(total * 1e3 / stats.step_us for total, (stats, _, _) in zip(totals, steps, strict=True)),
+        "policy ms": median(stats.policy_us for stats, _, _ in steps) / 1e3,
         "calls": calls,
         "timer ms": calls * timer / 1e6,
         **{f"{method} ms": median(spent[method] for _, spent, _ in steps) / 1e6 for method in methods},

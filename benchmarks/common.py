@@ -16,12 +16,14 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.prompts import Tokenizer, builtin_prompts, file_prompts
 from benchmarks.stats import REPETITION_LIMIT, repeated_ngram_share, table
-from deployments.engine.config import DTYPES
-from policies.spec_length import PolicyConfig, PolicyName
+from deployments.engine.config import DTYPES, EngineConfig
+from deployments.engine.engine import Engine
+from policies.config import PolicyConfig, PolicyName
+from policies.control import SpecControl
 
 Spec = int | PolicyName  # k of everyone, 0 being plain decoding; or the policy that chooses k
 POLICIES: tuple[PolicyName, ...] = ("heuristic", "optimal", "confidence", "goodput")
-MAX_K = 8  # the most that these may choose, unless a k beside them is larger
+MAX_K = EngineConfig("").max_spec_length  # the most that these may choose, unless a k beside them is larger
 STEP_TOKENS = 512  # token budget of a pass; more where one verification of every sequence needs it
 SHAPE_FIELDS = (
     "model_type",
@@ -90,6 +92,22 @@ def policy(spec: Spec) -> PolicyConfig:
     if isinstance(spec, str):
         return PolicyConfig(spec)
     return PolicyConfig("fixed", k=spec) if spec else PolicyConfig("off")
+
+
+class Chooser:
+    """Who chooses k in one engine, by name: each learns from its own rounds only, and keeps what it has learned."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._timings = engine.speculator.control.timings
+        self._controls: dict[str, SpecControl] = {}
+
+    def use(self, name: str, spec: Spec) -> None:
+        """From the next round on; there should be no sequence that another one has begun to learn about."""
+        if name not in self._controls:
+            self._controls[name] = SpecControl(policy(spec), self._engine.max_spec_length, self._timings)
+        self._engine.speculator.control = self._controls[name]
+        self._engine.configure(policy(spec))
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,37 @@
 """Speed of the engine in process: plain decoding, fixed k and policies that choose k, on the same work in turn.
 
-    python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --threads 2 \
+    python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --threads 2 \\
         --spec off,1,2,4,8,goodput --concurrency 1,4,8,16 --repeats 20 --plot decode.svg
 
 --spec takes off, numbers (that k for everyone) and policies. One engine per batch size runs all of them: each
 continues a group of prompts, two batches of them, before the next group's turn, and who goes first changes from turn
 to turn. No prompt shares memory with another, and prompts are read in large chunks, so that most steps only decode.
-Before what is counted every variant has one turn that is not. What the engine learns of acceptance and cost it keeps
-from turn to turn, as a server does, and it learns from every variant's rounds.
+Before what is counted every variant has one turn that is not. What is learned of acceptance and cost is kept from turn
+to turn, as in a server, and each variant learns from its own rounds only.
 
 First table, with prefill and for decode steps alone: tokens per second; over `off` and over the best fixed k of that
-batch size, off being k = 0. These are medians of ratios within turns, with 95 % intervals; turns are what is resampled,
-and the best fixed k is chosen on other turns than those compared (see compare.py; `best k` is the choice for even and
-for odd repeats). `off again` is `off` measured twice: what it differs from 1 by is noise. Second table: geometric means
-over the batch sizes, and the lowest cell and lower bound. Third table: α of reached drafts; tokens per sequence and
-round; milliseconds per draft step and per target forward; overhead, the wall time of a step over that of its forwards;
-the decode speedup predicted from α and the two times; achieved over predicted. Fourth table, of policies: mean k; the
-share of rounds by why k was what it was (see policies/reasons.py); predicted over realised seconds and tokens, as sums
-over steps without prompts; the median error of a step's predicted seconds; microseconds per step in the policy's code.
+batch size, off being k = 0. These are medians of ratios within turns, with 95 % intervals; turns are what is resampled
+(some 20 are needed for that), and the best fixed k is chosen on other turns than those compared, see compare.py; `best
+k` is the choice for even and for odd repeats. `off again` is `off` measured twice: what it differs from 1 by is noise.
+Second table: geometric means over the batch sizes, the lowest of these, and the lowest lower bound. Third table: α of
+reached drafts; tokens per sequence and round; milliseconds per draft step and per target forward; overhead, the wall
+time of a step over that of its forwards; the decode speedup predicted from α and the two times; achieved over
+predicted. Fourth table, of policies: mean k; the share of rounds by why k was what it was (see policies/reasons.py);
+predicted over realised seconds and tokens, as sums over steps without prompts; the median error of a step's predicted
+seconds; microseconds per step in the policy's code.
 
 On other devices than the CPU a forward returns before it is done, so what is derived from its time is left out (-).
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from benchmarks import common
-from benchmarks.common import Spec
+from benchmarks.common import Chooser, Spec
 from benchmarks.compare import Estimate, geometric_mean, ratio, ratio_to_best
 from benchmarks.measure import Run, merge, timed_run
 from benchmarks.plot import chart
@@ -94,12 +96,14 @@ def whole_groups(prompts: Prompts, batch: int) -> list[Prompts]:
     return [group for group in groups if len(group) == 2 * batch] or groups
 
 
-def run_turn(llm: LLM, group: Prompts, params: SamplingParams, variants: Sequence[Variant], first: int) -> list[Run]:
+def run_turn(
+    llm: LLM, chooser: Chooser, group: Prompts, params: SamplingParams, variants: Sequence[Variant], first: int
+) -> list[Run]:
     """One run of every variant on the same prompts, in the order of the variants; the one at place `first` began."""
     runs: dict[str, Run] = {}
     shift = first % len(variants)
     for variant in [*variants[shift:], *variants[:shift]]:
-        llm.engine.configure(common.policy(variant.spec))
+        chooser.use(variant.name, variant.spec)
         runs[variant.name] = timed_run(llm, group, params, None if variant.spec else 0)
     return [runs[variant.name] for variant in variants]
 
@@ -112,15 +116,17 @@ def measure(args: argparse.Namespace, prompts: Prompts) -> list[Cell]:
         batch: LLM(args.target, args.draft, **common.engine_config(args, args.spec, batch, len(prompts)), **alone)
         for batch in args.concurrency
     }
+    choosers = {batch: Chooser(llm.engine) for batch, llm in engines.items()}
     cells = [Cell(batch, make_variants(args.spec), []) for batch in engines]
     groups = {batch: whole_groups(prompts, batch) for batch in engines}
     for cell in cells:
-        run_turn(engines[cell.batch], groups[cell.batch][-1], params, cell.variants, 0)
+        run_turn(engines[cell.batch], choosers[cell.batch], groups[cell.batch][-1], params, cell.variants, 0)
     for repeat in range(args.repeats):
+        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
         for cell in cells:
             for turn in range(repeat * args.groups, (repeat + 1) * args.groups):
                 group = groups[cell.batch][turn % len(groups[cell.batch])]
-                runs = run_turn(engines[cell.batch], group, params, cell.variants, turn)
+                runs = run_turn(engines[cell.batch], choosers[cell.batch], group, params, cell.variants, turn)
                 for variant, run in zip(cell.variants, runs, strict=True):
                     variant.runs.append(run)
                 cell.folds.append(repeat % 2)
@@ -248,7 +254,7 @@ def draw(cells: Sequence[Cell], title: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = common.parser(__doc__)
-    p.add_argument("--spec", type=common.policy_list, default=[0, 2, 4, 8], help="numbers and policies; off always is")
+    p.add_argument("--spec", type=common.policy_list, default=[0, 1, 2, 4, 8, "goodput"], help="numbers and policies")
     p.add_argument("--groups", type=common.positive, default=2, help="turns per repeat and batch (default %(default)s)")
     p.add_argument("--plot", type=Path, help="write the speedups over off as SVG")
     common.add_timing_arguments(p)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.identity --target models/demo/target --draft models/demo/draft --prompts-count 64
 
-The reference of each request is its text alone at k = 0. Every other row runs the same requests with the same seeds.
+The reference of each request is its text alone at k = 0. Every other row runs the same requests with the same seeds, at
+some k or as the policy chooses it.
 `mismatched` counts requests whose text differs; `per million` the first differences per million tokens compared (those
 up to it). For greedy text each first difference comes with the target's float64 margin there: the gap of the two
 largest logits. A difference where that gap is wide is a bug, one where it is about the rounding error is arithmetic.
@@ -15,12 +16,13 @@ from functools import cache, partial
 from transformers import PreTrainedModel
 
 from benchmarks import common, reference
+from benchmarks.common import Spec
 from benchmarks.stats import first_divergence
 from deployments.engine.llm import LLM
 from deployments.engine.types import SamplingParams
 
 TEMPERATURES = (0.0, 0.8)
-SPECS = (0, 1, 4, 8)
+SPECS: tuple[Spec, ...] = (0, 1, 4, 8, "goodput")
 BATCH = 8
 
 Outputs = list[list[int]]
@@ -48,21 +50,22 @@ def compare(reference_outputs: Outputs, outputs: Outputs) -> dict[str, object]:
     }
 
 
-def run_all(args: argparse.Namespace, prompts: Outputs) -> dict[tuple[float, str, int], Outputs]:
+def run_all(args: argparse.Namespace, prompts: Outputs) -> dict[tuple[float, str, Spec], Outputs]:
     """Outputs by temperature, mode and k. Alone: an engine with room for one sequence; indices stay the same."""
-    outputs: dict[tuple[float, str, int], Outputs] = {}
+    outputs: dict[tuple[float, str, Spec], Outputs] = {}
     for mode, batch in (("alone", 1), ("batch", BATCH)):
         llm = LLM(args.target, args.draft, **common.engine_config(args, SPECS, batch, len(prompts)))
         for temperature in TEMPERATURES:
             params = seeded(len(prompts), temperature, args.max_tokens)
-            for k in SPECS:
-                completions = llm.generate(prompts, params, k)
-                outputs[temperature, mode, k] = [list(c.token_ids) for c in completions]
+            for spec in SPECS:
+                llm.engine.configure(common.policy(spec))
+                completions = llm.generate(prompts, params, None if spec else 0)
+                outputs[temperature, mode, spec] = [list(c.token_ids) for c in completions]
     return outputs
 
 
 def rows(
-    outputs: dict[tuple[float, str, int], Outputs], prompts: Outputs, exact: Callable[[], PreTrainedModel]
+    outputs: dict[tuple[float, str, Spec], Outputs], prompts: Outputs, exact: Callable[[], PreTrainedModel]
 ) -> list[dict[str, object]]:
     """One row per run beside the reference of its temperature."""
     found: list[dict[str, object]] = []

@@ -1,6 +1,6 @@
 """A load that rises and falls, half of it copying: plain decoding, fixed k and policies that choose k, in turn.
 
-    python -m benchmarks.load --target models/demo/target --draft models/demo/draft --threads 2 \
+    python -m benchmarks.load --target models/demo/target --draft models/demo/draft --threads 2 \\
         --spec 1,2,4,8,goodput --repeats 10
 
 A stage is a number of requests of which so many are always running (--stages; as soon as one ends the next one comes).
@@ -8,17 +8,18 @@ Every other request is copy-like: its prompt ends in --max-tokens of the target'
 repeat at least 80 % (see copying.py). The others are free text at temperature 1. All have the drafter `cascade`, which
 looks for what can be copied and else asks the draft model. Requests, seeds and lengths are the same for every variant;
 no prompt shares memory with another. One engine runs all variants, each a whole stage before the next stage's turn, and
-who goes first changes. Before what is counted every variant has one turn at the largest stage that is not. What the
-engine learns of acceptance and cost it keeps, as a server does, and it learns from every variant's rounds.
+who goes first changes. Before what is counted every variant has one turn at the largest stage that is not. What is
+learned of acceptance and cost is kept, as in a server, and each variant learns from its own rounds only.
 
 First table: tokens per second of all stages together, prompts included; their ratio to `off` and to the best single
-fixed k (off being k = 0), with 95 % intervals: repeats are resampled within each stage, and the best fixed k is chosen
-on other repeats than those compared (see compare.py; `best k` is the choice for even and for odd repeats). `off again`
-is `off` measured twice: what it differs from 1 by is noise. Then, of copy-like and of free requests: mean k, and tokens
-per round with drafts. Second table: tokens per second by stage, medians over repeats.
+fixed k (off being k = 0), with 95 % intervals: repeats are resampled within each stage (some 8 are needed for that),
+and the best fixed k is chosen on other repeats than those compared, see compare.py; `best k` is the choice for even and
+for odd repeats. `off again` is `off` measured twice: what it differs from 1 by is noise. Then, of copy-like and of free
+requests: mean k, and tokens per round with drafts. Second table: tokens per second by stage, medians over repeats.
 """
 
 import argparse
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks import common
-from benchmarks.common import Spec
+from benchmarks.common import Chooser, Spec
 from benchmarks.compare import Floats, ratio_of_totals, totals_to_best
 from benchmarks.copying import copied_prompts
 from benchmarks.measure import Run
@@ -93,35 +94,44 @@ def make_stages(asks: Iterator[Ask], sizes: Sequence[int]) -> list[list[Ask]]:
     return [[next(asks) for _ in range(max(LEAST, 2 * size))] for size in sizes]
 
 
-def run_stage(driver: Driver, asks: Sequence[Ask], size: int, spec: Spec) -> tuple[float, list[Told]]:
-    """(seconds, what became of each request), `size` at a time."""
-    driver.engine.configure(common.policy(spec))
+def run_stage(driver: Driver, asks: Sequence[Ask], size: int, k: int | None) -> tuple[float, list[Told]]:
+    """(seconds, what became of each request), `size` at a time. k None: the policy's."""
     waiting = iter(asks)
     told: list[Told] = []
     running: list[Told] = []
     started = time.perf_counter()
     while len(told) < len(asks) or running:
         while len(running) < size and (ask := next(waiting, None)) is not None:
-            running.append(driver.submit(ask.prompt, ask.params, None if spec else 0, drafter="cascade"))
+            running.append(driver.submit(ask.prompt, ask.params, k, drafter="cascade"))
             told.append(running[-1])
         driver.step()
         running = [each for each in running if each.ended is None]
     return time.perf_counter() - started, told
 
 
+def run_variant(
+    driver: Driver, chooser: Chooser, variant: Variant, asks: Sequence[Ask], size: int
+) -> tuple[float, list[Told]]:
+    """A drafter that is named acts even where the policy is off, so plain requests ask for k = 0."""
+    chooser.use(variant.name, variant.spec)
+    return run_stage(driver, asks, size, None if variant.spec else 0)
+
+
 def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[Variant], list[list[Ask]]]:
     """Every variant once per stage and repeat. Raises RuntimeError for an output of another length than asked."""
     driver = Driver(make_engine(args, "paged", max(args.stages)))
+    chooser = Chooser(driver.engine)
     stages = make_stages(make_asks(driver, prompts, args.max_tokens), args.stages)
     variants = [*(Variant(common.spec_name(spec), spec) for spec in args.spec), Variant("off again", 0)]
     largest = args.stages.index(max(args.stages))
     for variant in variants:
-        run_stage(driver, stages[largest], args.stages[largest], variant.spec)
+        run_variant(driver, chooser, variant, stages[largest], args.stages[largest])
     for repeat in range(args.repeats):
+        print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
         for place, (asks, size) in enumerate(zip(stages, args.stages, strict=True)):
             shift = (repeat * len(stages) + place) % len(variants)
             for variant in [*variants[shift:], *variants[:shift]]:
-                seconds, told = run_stage(driver, asks, size, variant.spec)
+                seconds, told = run_variant(driver, chooser, variant, asks, size)
                 if any(len(each.token_ids) != args.max_tokens for each in told):
                     raise RuntimeError(f"{variant.name}: an output has not {args.max_tokens} tokens")
                 variant.seconds[place].append(seconds)

@@ -16,12 +16,13 @@ and each request's mean rate, or by what will become of every draft.
 goodput against the plan of one who knows prices and chances, and against the best fixed k of this very run, which no
 server knows beforehand; milliseconds per round in the policy's code; a load that ramps 1 → 16 → 1 of requests that copy
 and that do not, on prices like the demo pair's; and rounds until a broken drafter is left alone, and is used again.
+The first tenth of the rounds, in which all prompts come at once, is left out of the rates.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -32,13 +33,13 @@ from benchmarks.common import Spec
 from deployments.engine.llm import LLM
 from deployments.engine.types import DRAFTERS, RequestRecord, SamplingParams
 from policies.clairvoyant import Clairvoyant
+from policies.config import PolicyConfig
 from policies.control import Decision, SpecControl
 from policies.cost import CostModel
 from policies.estimator import heat_of
 from policies.observation import Candidate, Drafted, Timing
 from policies.scenarios import cpu, drifting, gpu, mixed, profile, recovery
 from policies.simulate import Controller, Report, World, simulate
-from policies.spec_length import PolicyConfig
 
 FIXED = (1, 2, 4, 8)
 REPLAYED: tuple[Spec, ...] = (0, *FIXED, "heuristic", "optimal", "goodput")
@@ -47,6 +48,8 @@ NOISE = 0.05  # σ of the logarithm of measured over true seconds
 BATCHES = (4, 16, 64, 256)
 TIMED = (32, 256)
 BROKEN = range(300, 600)
+PRICES = {"cpu": cpu, "gpu": gpu}
+DAMAGED = (("cpu", 1), ("cpu", 8), ("gpu", 16))
 Rows = list[dict[str, object]]
 
 
@@ -107,8 +110,7 @@ def replay(recorded: trace.Trace, seed: int) -> tuple[Rows, float]:
         raise ValueError("the trace holds no timings: there are no prices to replay it at")
     texts, known = trace.jobs(recorded, seed)
     depth = recorded.depth
-    prices = lru_cache(maxsize=4096)(CostModel(depth, recorded.timings).round_cost)
-    worlds = partial(World, texts, prices)
+    worlds = partial(World, texts, CostModel(depth, recorded.timings).round_cost)
     specs = [spec for spec in REPLAYED if isinstance(spec, str) or spec <= depth]
     reports = compare(worlds, specs, depth, recorded.timings)
     rows = [row(common.spec_name(spec), report, reports[0]) for spec, report in zip(specs, reports, strict=True)]
@@ -128,10 +130,11 @@ def simulated(batch: int, rounds: int, seed: int) -> dict[str, object]:
     def world() -> World:
         return World(drifting(batch, seed), machine, NOISE, seed)
 
-    fixed = {k: simulate(world(), control(policy(k, DEPTH)), rounds).tokens_per_s for k in (0, *FIXED)}
-    goodput = simulate(world(), control(policy("goodput", DEPTH)), rounds)
+    run = partial(simulate, rounds=rounds, skip=rounds // 10)
+    fixed = {k: run(world(), control(policy(k, DEPTH))).tokens_per_s for k in (0, *FIXED)}
+    goodput = run(world(), control(policy("goodput", DEPTH)))
     known = world()
-    clairvoyant = simulate(known, Clairvoyant(known, DEPTH), rounds)
+    clairvoyant = run(known, Clairvoyant(known, DEPTH))
     best = max(fixed, key=lambda k: fixed[k])
     return {
         "batch": batch,
@@ -169,13 +172,13 @@ def ramp(seed: int) -> Rows:
     return [*rows, row("clairvoyant", simulate(world, Clairvoyant(world, DEPTH)), reports[0])]
 
 
-def damage(batch: int, seed: int) -> dict[str, object]:
+def damage(prices: str, batch: int, seed: int) -> dict[str, object]:
     """Rounds until a drafter that goes wrong altogether is left alone, and from its repair until it is used again."""
-    machine = partial(gpu, DEPTH)
+    machine = partial(PRICES[prices], DEPTH)
     world = World(drifting(batch, seed), machine, NOISE, seed, BROKEN)
     control = SpecControl(PolicyConfig(), DEPTH, profile(machine, DEPTH, batch))
     left, found = recovery(simulate(world, control, BROKEN.stop + 400).mean_ks, BROKEN)
-    return {"batch": batch, "left alone after": left, "used again after": found}
+    return {"prices": prices, "batch": batch, "left alone after": left, "used again after": found}
 
 
 def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
@@ -202,15 +205,8 @@ def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 def request_line(record: RequestRecord, params: SamplingParams) -> dict[str, object]:
     """Of the trace. Its source is who drafted most; all requests were there before the first step."""
     proposers = [DRAFTERS[place] for place in record.proposer if place >= 0]
-    columns = (
-        record.steps,
-        record.planned,
-        record.drafted,
-        record.accepted,
-        record.emitted,
-        record.alphas,
-        record.reasons,
-    )
+    r = record
+    columns = (r.steps, r.planned, r.drafted, r.accepted, r.emitted, r.alphas, r.reasons)
     return {
         "request": record.request_id,
         "source": max(proposers, key=proposers.count) if proposers else record.drafter,
@@ -289,7 +285,7 @@ def main_simulate(args: argparse.Namespace) -> None:
     report["simulated"] = [simulated(batch, args.rounds, args.seed) for batch in BATCHES]
     report["policy_time"] = [timed(batch, args.rounds, args.seed) for batch in TIMED]
     report["ramp"] = ramp(args.seed)
-    report["damage"] = [damage(batch, args.seed) for batch in (1, 16)]
+    report["damage"] = [damage(prices, batch, args.seed) for prices, batch in DAMAGED]
     tables = [report[name] for name in ("simulated", "policy_time", "ramp", "damage")]
     common.print_report(report, tables, args.json)
 

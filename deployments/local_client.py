@@ -10,7 +10,7 @@ from app.client import ModelCard, Token
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStats, InvalidRequest, Output, Request
 from deployments.engine.worker import EngineWorker
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
 

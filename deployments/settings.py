@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deployments.engine.config import CacheKind, EngineConfig
-from policies.spec_length import PolicyConfig, PolicyName
+from policies.config import PolicyConfig, PolicyName
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"

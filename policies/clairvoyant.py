@@ -1,22 +1,24 @@
 """The best that planning one round at a time could do in a simulation: to measure policies by. See simulate.py."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from policies.config import PolicyConfig
 from policies.control import Decision, SpecControl
 from policies.cost import CostModel
 from policies.estimator import Estimator
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
 from policies.planner import plan
 from policies.simulate import World
-from policies.spec_length import PolicyConfig
 
 
 class Clairvoyant(SpecControl):
     """The plan of one who knows the machine's table and each request's present chance, or with `bits` each bit.
 
-    It looks one round ahead, as the planner does; it does not foresee that a chance will change.
+    It looks one round ahead, as the planner does, and does not foresee that a chance will change. Prompts beside the
+    round do not mislead it: reading a gap pays off over many rounds only for those that would draft without them, too.
     """
 
     def __init__(self, world: World, depth: int, bits: bool = False) -> None:
@@ -25,12 +27,13 @@ class Clairvoyant(SpecControl):
         self.cost = _TrueCost(world, depth)
 
     def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
-        if not candidates:
-            return super().plan(candidates, prefill)
-        observation = self._observation(candidates, prefill)
+        observation, prompts_s = self._observation(candidates, prefill)
+        if prefill:
+            usual = plan(self._observation(candidates, 0)[0])
+            observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
-        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best.seconds, best.tokens)
+        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best.seconds + prompts_s, best.tokens)
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """Nothing is left to learn."""

@@ -1,16 +1,17 @@
 """What is known of acceptance and of time, and the policy that makes k of it: all that an engine keeps for this."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.estimator import Estimator
 from policies.observation import Candidate, Drafted, Ints, Observation, State, Timing
 from policies.planner import expected_tokens, seconds
 from policies.reasons import Reason
-from policies.spec_length import PolicyConfig, make_policy
+from policies.spec_length import make_policy
 
 HORIZON = 64  # rounds, the most over which reading what the draft model has missed is taken to pay off
 
@@ -47,18 +48,25 @@ class SpecControl:
         self.config = config
         self._policy = make_policy(config)
 
+    @property
+    def most(self) -> int:
+        """Drafts that the policy may give a sequence at most."""
+        if self.config.name == "off":
+            return 0
+        return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
+
     def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
         """k for each candidate of a round whose pass reads about `prefill` tokens of prompts as well."""
         if not candidates:
             return Decision([], [], [], 0.0, 0.0, 0.0)
-        observation = self._observation(candidates, prefill)
+        observation, prompts_s = self._observation(candidates, prefill)
         choice, self._state = self._policy(observation, self._state)
         return Decision(
             choice.ks.tolist(),
             list(choice.reasons),
             observation.survival[:, 0].tolist(),
             choice.confidence,
-            seconds(observation, choice.ks, amortised=False),
+            prompts_s + seconds(observation, choice.ks, amortised=False),
             expected_tokens(observation, choice.ks),
         )
 
@@ -75,11 +83,21 @@ class SpecControl:
         self.estimator.forget(handle)
         self._last.pop(handle, None)
 
-    def _observation(self, candidates: Sequence[Candidate], prefill: int) -> Observation:
+    def _observation(self, candidates: Sequence[Candidate], prefill: int) -> tuple[Observation, float]:
+        """(what the policy sees, seconds that reading prompts adds to the round).
+
+        Prompts have to be read whatever is drafted beside them. Counted among a round's seconds, they would make it
+        look slow, and drafts in it cheap; what they change of the cost of drafts stays in.
+        """
+        cost = self.cost.round_cost(len(candidates), prefill)
+        prompts_s = 0.0
+        if prefill:
+            prompts_s = max(0.0, float(cost.verify_s[0] - self.cost.round_cost(len(candidates), 0).verify_s[0]))
+            cost = replace(cost, verify_s=cost.verify_s - prompts_s)
         limits, bounds, fixed = self._limits(candidates)
         gaps = np.array([c.gap for c in candidates])
         left = np.array([c.left for c in candidates])
-        return Observation(
+        observation = Observation(
             handles=tuple(c.handle for c in candidates),
             fixed=fixed,
             limits=limits,
@@ -87,16 +105,17 @@ class SpecControl:
             survival=self.estimator.survival(candidates),
             gaps=gaps,
             horizon=np.clip(left // 2, 1, HORIZON),  # a round emits some two tokens
-            cost=self.cost.round_cost(len(candidates), prefill),
+            cost=cost,
             alone=self.cost.round_cost(1, 0),
             last=self._last,
             round_s=self._round_s,
         )
+        return observation, prompts_s
 
     def _limits(self, candidates: Sequence[Candidate]) -> tuple[Ints, tuple[Reason, ...], Ints]:
         """(most drafts of each, what binds there, k that a request fixed or −1). A fixed k goes before the policy's
         own maximum, and is asked for whatever the drafter has: it may offer less."""
-        depth = self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
+        depth = self.most
         limits: list[int] = []
         bounds: list[Reason] = []
         fixed: list[int] = []

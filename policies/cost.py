@@ -25,6 +25,9 @@ STEP_SHARE = 0.1  # of that, what a forward of the draft model costs
 READ_SHARE = 0.005  # and each token that it reads in it
 REFRESH = 16  # observations between two looks at what was learned
 CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
+FITS = 1
+CLOSE = 0.03  # relative error below which a smaller one is no better
+TILT = 1e-9  # of the longest pass, over all its tokens
 UNSEEN = 1e-3  # weight in the isotonic fit of what was not visited, against one per round
 
 
@@ -99,21 +102,21 @@ class CostModel:
         learned = self._mixed if prefill and self._mixed.samples else self._score
         marks, factors, weights = self._marks(learned, batch, tokens)
         at_marks = np.interp(marks, tokens, profiled)
-        factors = isotonic(at_marks * factors, weights) / at_marks
-        corrected: Floats = np.maximum.accumulate(profiled * np.interp(tokens, marks, factors))
-        return corrected
+        # Between two marks the profile keeps its shape, steps included: it is its seconds that are mapped, a little
+        # tilted where it is flat, so that what was learned on either side of a flat part stays apart.
+        tilt = TILT * profiled[-1] / tokens[-1]
+        return np.interp(profiled + tilt * tokens, at_marks + tilt * marks, isotonic(at_marks * factors, weights))
 
     def _marks(self, learned: Corrections, batch: int, tokens: Floats) -> tuple[Floats, Floats, Floats]:
-        """Ascending numbers of tokens, one for each bucket that `tokens` reach, what was learned there, and how often
-        each was visited."""
-        first, last = _bucket(tokens[0]), _bucket(tokens[-1])
-        keys = [(_bucket(batch), n) for n in range(first, last + 1)]
-        places = [2 ** (learned.place(key) or key[1] / 2) for key in keys]
-        marks = np.clip(places, tokens[0], tokens[-1])
+        """Ascending numbers of tokens, one for each bucket that `tokens` reach and the two ends; what was learned at
+        each, and how often it was visited."""
+        buckets = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
+        places = [2 ** (learned.place(key) or key[1] / 2) for key in buckets]
+        keys = [buckets[0], *buckets, buckets[-1]]
         return (
-            marks,
+            np.clip([0, *places, np.inf], tokens[0], tokens[-1]),
             np.array([learned.factor(key) for key in keys]),
-            np.array([max(learned.count(key), UNSEEN) for key in keys]),
+            np.array([UNSEEN, *(max(learned.count(key), UNSEEN) for key in buckets), UNSEEN]),
         )
 
     def _compare(self, timing: Timing) -> None:
@@ -207,13 +210,15 @@ class Passes:
         return np.interp(tokens, curve.tokens, curve.seconds) + beyond
 
     def _fit_padding(self, ragged: Sequence[Timing]) -> float:
-        """Least squares in relative error."""
-        across = along = 0.0
+        """The median over uneven rounds of where each lies, weighted by how far apart the two bounds are."""
+        places: list[tuple[float, float]] = []
         for timing in ragged:
-            own, deepest = self.seconds(timing.batch, _bounds(timing)) / timing.score_s
-            along += (deepest - own) * (1 - own)
-            across += (deepest - own) ** 2
-        return min(max(along / across, 0.0), 1.0) if across else 0.0
+            own, deepest = self.seconds(timing.batch, _bounds(timing)).tolist()
+            if deepest > own:
+                places.append((min(max((timing.score_s - own) / (deepest - own), 0.0), 1.0), deepest - own))
+        places.sort()
+        heavier = np.cumsum([weight for _, weight in places]) * 2
+        return places[int(np.searchsorted(heavier, heavier[-1] / 2))][0] if places else 0.0
 
 
 def _bounds(timing: Timing) -> Floats:
@@ -222,16 +227,18 @@ def _bounds(timing: Timing) -> Floats:
 
 
 def _curves(even: Sequence[Timing]) -> list[Curve]:
-    """By batch, ascending; of a machine that nothing is known of, if there are no timings."""
+    """By batch, ascending; of a machine that nothing is known of, if there are no timings.
+
+    A pass takes no longer than one of no fewer sequences and no fewer tokens: where one was measured to, it was
+    interrupted, and the other is the better measurement of it.
+    """
+    points = np.array([(t.batch, t.batch + t.drafts, t.score_s) for t in even]).reshape(-1, 3)
+    batches, tokens, seconds = points.T
     curves = []
-    for batch in sorted({t.batch for t in even}):
-        found: dict[int, list[float]] = {}
-        for t in even:
-            if t.batch == batch:
-                found.setdefault(batch + t.drafts, []).append(t.score_s)
-        tokens = np.array(sorted(found), dtype=np.float64)
-        seconds = np.array([np.median(found[int(n)]) for n in tokens])
-        curves.append(Curve(batch, tokens, isotonic(seconds, np.ones(len(seconds)))))
+    for batch in np.unique(batches):
+        own = np.unique(tokens[batches == batch])
+        least = [seconds[(batches >= batch) & (tokens >= n)].min() for n in own]
+        curves.append(Curve(int(batch), own, np.array(least)))
     return curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
 
 
@@ -258,12 +265,19 @@ class Drafts:
 
 
 def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
-    """[3], least squares in relative error, none negative; a batch twice or half as large counts for a hundredth."""
+    """[3], none negative, by least absolute relative errors, so that a few interrupted rounds change little; a batch
+    twice or half as large counts for a tenth."""
+    if not rounds:
+        return np.zeros(3)
     seconds = np.array([t.draft_s for t in rounds])
     distance = np.log2(np.array([t.batch for t in rounds]) / batch)
-    weights = 10.0 ** -np.minimum(np.abs(distance), 6.0) / seconds
-    design = np.array([(1, t.forwards, t.read) for t in rounds]) * weights[:, None] if rounds else np.zeros((0, 3))
-    return _non_negative(design, seconds * weights)
+    design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
+    near = 10.0 ** -np.minimum(np.abs(distance), 6.0)
+    weights = np.sqrt(near)
+    for _ in range(FITS):  # iteratively reweighted least squares
+        costs = _non_negative(design * weights[:, None], weights)
+        weights = np.sqrt(near / np.maximum(np.abs(design @ costs - 1), CLOSE))
+    return costs
 
 
 def _non_negative(design: Floats, wanted: Floats) -> Floats:

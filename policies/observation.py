@@ -87,8 +87,10 @@ class State:
     """What a policy remembers from round to round; one kind for all, so that one may follow another."""
 
     ks: Mapping[int, int] = field(default_factory=dict)  # handle → k of the last plan
-    credit_s: float = 0.0  # saved up for probes
-    rounds: int = 0
+    short: Mapping[int, Reason] = field(default_factory=dict)  # handle → why that plan gave it no more than that
+    age: int = 0  # rounds that the plan has stood for; 0: it is to be made anew
+    credit_s: float = 0.0  # saved up for probes; negative: spent in advance
+    rounds: int = 0  # decided so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.observation import Floats, Ints, Observation
+from policies.observation import Bools, Floats, Ints, Observation
 
 TIE = 1e-12  # goodputs that differ by a smaller share are equal: then fewer drafts are better
-RANKINGS = 3  # most rankings of slots that differ in cost
+RANKINGS = 2  # most rankings of slots that differ in cost
 GAIN = 1e-3  # that a ranking must have brought for another to be tried
-BLOCK = 1 << 12  # slots × combinations of depths that are evaluated at once, so that they stay in the cache
-ENTRIES = 1 << 15  # slots × combinations of depths that are evaluated at once, where combinations may be left out
+BLOCK = 1 << 12  # slots × combinations of depths that are evaluated at once: few enough to stay in the cache
+LONG = 1 << 10  # slots from which on combinations are evaluated one by one
+ENTRIES = 1 << 15  # slots × combinations of depths: where kinds are mixed, combinations are left out for no more
 THIN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the depths that are left then
 
-FREE, READ, BEHIND = range(3)  # kinds of slots: no model drafts; one does and its gap is one token; or is larger
+NO_MODEL, CURRENT, BEHIND = range(3)  # kinds of slots: no model drafts; one does and its gap is one token; or is larger
 
 
 class Plan(NamedTuple):
@@ -44,7 +45,7 @@ class Slots(NamedTuple):
 
     row: Ints  # [N] place of the sequence
     position: Ints  # [N] j, from 0
-    kind: Ints  # [N] FREE, READ or BEHIND
+    kind: Ints  # [N] NO_MODEL, CURRENT or BEHIND
     value: Floats  # [N] tokens
     seconds: Floats  # [N] of the draft model's reading, amortised; a sequence's gap is in its first slot
 
@@ -82,7 +83,7 @@ def plan(observation: Observation) -> Plan:
     depths = _combinations(slots)
     for _ in range(RANKINGS):
         ranking = np.argsort(-(slots.value if alike else _worth(slots, best.goodput)), kind="stable")
-        ranked = Slots(*(column[ranking] for column in slots))
+        ranked = Slots._make(column[ranking] for column in slots)
         found = evaluate(observation, _best_prefix(observation, without, ranked, depths))
         gain = found.goodput / best.goodput - 1
         if gain > TIE:
@@ -102,9 +103,9 @@ def lone_ks(observation: Observation) -> Ints:
     drafting = np.where(k > 0, cost.drafting_s, 0.0)
     modelled = np.where(k > 0, cost.model_s + k * (cost.step_s + cost.token_s), 0.0)
     first = (observation.gaps - 1) / observation.horizon * cost.token_s
-    seconds = cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting
+    pass_s = cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting
     model_s = np.where((observation.gaps > 0)[:, None], modelled + first[:, None] * (k > 0), 0.0)
-    goodput = np.where(k <= observation.limits[:, None], tokens / (seconds + model_s), 0.0)
+    goodput = np.where(k <= observation.limits[:, None], tokens / (pass_s + model_s), 0.0)
     return goodput.argmax(1)
 
 
@@ -116,7 +117,7 @@ def _slots(observation: Observation) -> Slots:
     kind = np.minimum(gap, BEHIND)
     token_s = observation.cost.token_s
     behind_s = np.where(position == 0, (gap - 1) / observation.horizon[row], 0.0) * token_s
-    model_s = np.where(kind == FREE, 0.0, token_s + behind_s)
+    model_s = np.where(kind == NO_MODEL, 0.0, token_s + behind_s)
     return Slots(row, position, kind, observation.survival[row, position], model_s)
 
 
@@ -144,29 +145,48 @@ def _best_prefix(observation: Observation, without: Plan, slots: Slots, depths: 
     """
     start, size = int(without.ks.sum()), slots.row.size
     common_s = float(slots.seconds.min())
-    excess_s = slots.seconds - common_s
     pass_s = observation.cost.verify_s[start : start + size + 1] + np.arange(size + 1) * common_s
-    rest_s = _seconds_of_depths(observation, without, depths)
+    slots = slots._replace(seconds=slots.seconds - common_s)
+    rest_s = _seconds_of_depths(observation, without, depths)[:, None]
+    rows = max(1, BLOCK // size) if size <= LONG else 1
+    search = _best_of_row if rows == 1 else _best_of_rows
     best, taken = 0.0, slots.row[:0]
-    rows = max(1, BLOCK // size)
     for at in range(0, len(depths), rows):
-        included = slots.position < depths[at : at + rows, slots.kind]  # [rows, N]
-        drafts = included.cumsum(1, dtype=np.int32)
-        round_s = pass_s.take(drafts)
-        if excess_s.any():
-            round_s += (included * excess_s).cumsum(1)
-        round_s += rest_s[at : at + rows, None]
-        goodput = (included * slots.value).cumsum(1)
-        goodput += without.tokens
-        goodput /= round_s
-        found = float(goodput.max())
-        equal = np.flatnonzero(goodput >= found * (1 - TIE))
-        place = int(equal[drafts.ravel()[equal].argmin()])
-        row, last = divmod(place, size)
-        fewer = drafts[row, last] < taken.size
-        if found > best * (1 + TIE) or (fewer and found >= best * (1 - TIE)):
-            best, taken = found, slots.row[: last + 1][included[row, : last + 1]]
-    return without.ks + np.bincount(taken, minlength=len(without.ks))
+        included = slots.position < depths[at : at + rows, slots.kind]
+        found, chosen = search(slots, included, without.tokens, pass_s, rest_s[at : at + rows])
+        if found > best * (1 + TIE) or (found >= best * (1 - TIE) and chosen.size < taken.size):
+            best, taken = found, chosen
+    return without.ks + np.bincount(slots.row[taken], minlength=len(without.ks))
+
+
+def _best_of_rows(slots: Slots, included: Bools, tokens: float, pass_s: Floats, rest_s: Floats) -> tuple[float, Ints]:
+    """(goodput, places of the slots taken) of the best first n of those that are `included` [rows of depths, N].
+
+    tokens: of the round without any of them; pass_s: [≥ 1 + N] seconds by n; rest_s: [rows of depths, 1].
+    """
+    drafts = included.cumsum(1, dtype=np.int32)
+    round_s = pass_s.take(drafts)
+    if slots.seconds.any():
+        round_s += (included * slots.seconds).cumsum(1)
+    round_s += rest_s
+    goodput = (included * slots.value).cumsum(1)
+    goodput += tokens
+    goodput /= round_s
+    best = float(goodput.max())
+    equal = np.flatnonzero(goodput >= best * (1 - TIE))
+    row, last = divmod(int(equal[drafts.ravel()[equal].argmin()]), slots.row.size)
+    return best, np.flatnonzero(included[row, : last + 1])
+
+
+def _best_of_row(slots: Slots, included: Bools, tokens: float, pass_s: Floats, rest_s: Floats) -> tuple[float, Ints]:
+    """The same for a single row of depths, and faster where there are many slots: those left out take no time."""
+    kept = np.flatnonzero(included)
+    round_s = pass_s[1 : 1 + kept.size] + rest_s[0, 0]
+    if slots.seconds.any():
+        round_s += slots.seconds[kept].cumsum()
+    goodput = (slots.value[kept].cumsum() + tokens) / round_s
+    best = float(goodput.max())
+    return best, kept[: int((goodput >= best * (1 - TIE)).argmax()) + 1]
 
 
 def _seconds_of_depths(observation: Observation, without: Plan, depths: Ints) -> Floats:
@@ -174,7 +194,7 @@ def _seconds_of_depths(observation: Observation, without: Plan, depths: Ints) ->
     cost, ks = observation.cost, without.ks
     start, deepest = int(ks.sum()), int(ks.max())
     forwards = int(ks[observation.gaps > 0].max(initial=0))
-    more = depths[:, READ:].max(1) - forwards  # forwards of the draft model
+    more = depths[:, CURRENT:].max(1) - forwards  # forwards of the draft model
     model_s = np.where(more > 0, more * cost.step_s + (0.0 if forwards else cost.model_s), 0.0)
     padding_s = cost.padding_s[np.maximum(depths.max(1), deepest)] - cost.padding_s[deepest]
     drafting_s = 0.0 if start else cost.drafting_s
@@ -184,27 +204,27 @@ def _seconds_of_depths(observation: Observation, without: Plan, depths: Ints) ->
 
 def _combinations(slots: Slots) -> Ints:
     """[P, kinds] greatest positions + 1 to try: all that matter if that is not too much, in any case if one kind is."""
-    free, read, behind = (int(slots.position[slots.kind == kind].max(initial=-1)) + 1 for kind in range(3))
-    mixed = (free > 0) + (read > 0) + (behind > 0) > 1
+    no_model, current, behind = (int(slots.position[slots.kind == kind].max(initial=-1)) + 1 for kind in range(3))
+    mixed = (no_model > 0) + (current > 0) + (behind > 0) > 1
     for fineness in (2, 1, 0):
-        depths = _depths(free, read, behind, fineness)
+        depths = _depths(no_model, current, behind, fineness)
         if not mixed or depths.shape[0] * slots.row.size <= ENTRIES:
             break
     return depths
 
 
 @lru_cache(maxsize=1024)
-def _depths(free: int, read: int, behind: int, fineness: int) -> Ints:
+def _depths(no_model: int, current: int, behind: int, fineness: int) -> Ints:
     """Depths up to those given, of drafts without a model and of a model's. Sequences that are behind may be left out.
 
     fineness 2: every pair of depths; 1: every depth, the same for both or as deep as may be without a model; 0: few.
     """
-    most = max(free, read, behind)
+    most = max(no_model, current, behind)
     grid = [d for d in range(most + 1) if fineness or d in THIN or d in (0, most)]
     combinations = {
-        (min(without, free), min(model, read), min(late, behind))
+        (min(without, no_model), min(model, current), min(late, behind))
         for model in grid
-        for without in (grid if fineness == 2 else (model, free))
+        for without in (grid if fineness == 2 else (model, no_model))
         for late in (0, model)
     }
     return np.array(sorted(combinations - {(0, 0, 0)}))

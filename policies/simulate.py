@@ -271,10 +271,12 @@ class Report:
         self._alpha_errors += sum(abs(a - b) for a, b in zip(decision.alphas, result.alphas, strict=True))
 
 
-def simulate(world: World, control: Controller, rounds: int | None = None) -> Report:
-    """Run to the end, or for so many rounds."""
-    report = Report()
+def simulate(world: World, control: Controller, rounds: int | None = None, skip: int = 0) -> Report:
+    """Run to the end, or for so many rounds. The first `skip` are not reported: those in which a load begins."""
+    for _ in range(skip):
+        world.step(control)
+    report, start = Report(), world.clock_s
     while not world.over and (rounds is None or world.rounds < rounds):
         report.add(world.step(control))
-    report.seconds = world.clock_s
+    report.seconds = world.clock_s - start
     return report

@@ -4,50 +4,26 @@ A policy is a pure function of what is observed and of what it remembers. Every 
 request fixed, and stays within the limits, of which PolicyConfig.max_k is one. Standard library and numpy only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 
+from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Floats, Ints, Observation, RoundCost, State
 from policies.planner import evaluate, lone_ks, plan, seconds
 from policies.reasons import Reason
 
-PolicyName = Literal["off", "fixed", "heuristic", "optimal", "confidence", "goodput"]
 Policy = Callable[[Observation, State], tuple[Choice, State]]
 
-PROBE_EVERY = 16  # rounds: a probe soon after the last drafts would learn what is known
+REPLAN = 4  # rounds that a plan stands for: with few sequences, planning takes a few percent of a round
+PROBE_EVERY = 32  # rounds: a probe soon after the last drafts would learn what is known
 PROBE_DRAFTS = 4  # in all: several outcomes for what reading costs
 PROBED = (1, 2, 4)  # sequences that they may be divided among
-BANKED = 2.0  # probes or rounds, whichever takes longer, that may be saved up for
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyConfig:
-    """Which policy, and its parameters; each policy reads its own. Raises ValueError naming the field."""
-
-    name: PolicyName = "goodput"
-    k: int = 5  # fixed: of everybody; heuristic: of a sequence's first round
-    max_k: int | None = None  # most drafts for any sequence whose request does not fix them
-    threshold: float = 0.4  # confidence: a draft ends before a position at which its joint confidence is lower
-    hysteresis: float = 0.02  # goodput: share by which another plan must be better to replace the last one
-    probe_share: float = 0.01  # goodput: share of time spent on learning whether drafts would pay again
-
-    def __post_init__(self) -> None:
-        names = get_args(PolicyName)
-        if self.name not in names:
-            raise ValueError(f"name must be one of {', '.join(names)}, not {self.name!r}")
-        if self.k < 0:
-            raise ValueError(f"k must not be negative, not {self.k}")
-        if self.max_k is not None and self.max_k < 0:
-            raise ValueError(f"max_k must not be negative, not {self.max_k}")
-        if not 0.0 <= self.threshold <= 1.0:
-            raise ValueError(f"threshold must lie between 0 and 1, not {self.threshold}")
-        if not 0.0 <= self.hysteresis < 1.0:
-            raise ValueError(f"hysteresis must be at least 0 and less than 1, not {self.hysteresis}")
-        if not 0.0 <= self.probe_share <= 0.5:
-            raise ValueError(f"probe_share must lie between 0 and 0.5, not {self.probe_share}")
+# Once no drafts pay, the gaps may grow nearly as fast as the share does: then probes live on what was saved before, or
+# on what they are advanced.
+BANKED = 10.0  # rounds, or probes if they take longer, that may be saved up for
+ADVANCE = 400  # rounds whose share may be spent before it is saved
 
 
 def make_policy(config: PolicyConfig) -> Policy:
@@ -132,13 +108,13 @@ class Confidence:
     threshold: float
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
-        ks = observation.limits.copy()
+        ks = _within(observation, observation.limits)
         return Choice(ks, _reasons(observation, ks), self.threshold), _next(observation, state, ks)
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The planner's ks.
+    """The planner's ks, looked at again every few rounds and whenever other sequences run or one has other drafts.
 
     The last plan is kept while another one would be better by less than `hysteresis`: estimates are noisy, and a
     sequence that is left out and taken in again has a gap to read.
@@ -152,20 +128,37 @@ class Goodput:
     probe_share: float
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
-        ks = self._plan(observation, state)
-        reasons = _reasons(observation, ks, lone_ks(observation))
+        state = state if self._stands(observation, state) else self._plan(observation, state)
+        ks = _last(observation, state)
+        short = [state.short[handle] for handle in observation.handles]
+        reasons = _bounded(observation, ks, short)
         probe, credit_s = self._probe(observation, state, ks)
+        state = replace(state, credit_s=credit_s, rounds=state.rounds + 1, age=state.age + 1)
         if probe is None:
-            return Choice(ks, reasons), _next(observation, state, ks, credit_s)
+            return Choice(ks, reasons), state
         probed = tuple("probe" if k else reason for k, reason in zip(probe.tolist(), reasons, strict=True))
-        return Choice(probe, probed), _next(observation, state, ks, credit_s)
+        return Choice(probe, probed), state
 
-    def _plan(self, observation: Observation, state: State) -> Ints:
+    def _stands(self, observation: Observation, state: State) -> bool:
+        """Whether the last plan is not to be looked at yet. What guess drafters offer differs from round to round."""
+        offers = bool(((observation.gaps == 0) & (observation.limits > 0)).any())
+        return 0 < state.age < REPLAN and not offers and state.short.keys() == set(observation.handles)
+
+    def _plan(self, observation: Observation, state: State) -> State:
+        """The state with the plan that stands from now on."""
         best = plan(observation)
-        if state.ks.keys() != set(observation.handles):
-            return best.ks
-        last = _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
-        return last if best.goodput < (1 + self.hysteresis) * evaluate(observation, last).goodput else best.ks
+        ks = best.ks
+        if state.ks.keys() == set(observation.handles):
+            last = _last(observation, state)
+            if best.goodput < (1 + self.hysteresis) * evaluate(observation, last).goodput:
+                ks = last
+        short: list[Reason] = ["load" if more else "acceptance" for more in (lone_ks(observation) > ks).tolist()]
+        return replace(
+            state,
+            ks=dict(zip(observation.handles, ks.tolist(), strict=True)),
+            short=dict(zip(observation.handles, short, strict=True)),
+            age=0,
+        )
 
     def _probe(self, observation: Observation, state: State, ks: Ints) -> tuple[Ints | None, float]:
         """(ks with the drafts of a probe, if it is time for one; seconds saved up after it)."""
@@ -176,7 +169,7 @@ class Goodput:
             return None, credit_s
         probe, cost_s = _cheapest_probe(observation)
         credit_s = min(credit_s, BANKED * max(cost_s, observation.round_s))
-        if cost_s > credit_s or not _may_pay(observation):
+        if cost_s > credit_s + ADVANCE * self.probe_share * observation.round_s or not _may_pay(observation):
             return None, credit_s
         return probe, credit_s - max(cost_s, 0.0)
 
@@ -231,12 +224,22 @@ def _reasons(observation: Observation, ks: Ints, lone: Ints | None = None) -> tu
         short = ["policy"] * len(ks)
     else:
         short = ["load" if more else "acceptance" for more in (lone > ks).tolist()]
+    return _bounded(observation, ks, short)
+
+
+def _bounded(observation: Observation, ks: Ints, short: Sequence[Reason]) -> tuple[Reason, ...]:
+    """[B] what binds those that are at their limit, or that their request fixed; `short` of the others."""
     bound = ((ks >= observation.limits) | (observation.fixed >= 0)).tolist()
     return tuple(
         limit if binds else reason for binds, limit, reason in zip(bound, observation.bounds, short, strict=True)
     )
 
 
-def _next(observation: Observation, state: State, ks: Ints, credit_s: float | None = None) -> State:
-    saved_s = state.credit_s if credit_s is None else credit_s
-    return State(dict(zip(observation.handles, ks.tolist(), strict=True)), saved_s, state.rounds + 1)
+def _last(observation: Observation, state: State) -> Ints:
+    """[B] of the last plan, within today's limits."""
+    return _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
+
+
+def _next(observation: Observation, state: State, ks: Ints) -> State:
+    planned = dict(zip(observation.handles, ks.tolist(), strict=True))
+    return State(planned, credit_s=state.credit_s, rounds=state.rounds + 1)

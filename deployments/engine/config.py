@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")

@@ -31,9 +31,9 @@ from deployments.engine.types import (
     Request,
     StepStats,
 )
+from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.observation import Timing
-from policies.spec_length import PolicyConfig
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
-        depth = self.intake.max_spec_length
-        self.speculator = Speculator(SpecControl(config.policy, depth, timings), drafter, target.cache, depth)
+        control = SpecControl(config.policy, self.intake.max_spec_length, timings)
+        self.speculator = Speculator(control, drafter, target.cache)
         self.scheduler = Scheduler(
             target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )

@@ -1,7 +1,8 @@
 """What rounds cost on this machine: real ones, over throw-away sequences, before the first request.
 
 Each kind of round is run several times, all kinds in turn and then all again, so that a phase in which the machine is
-slow hits them alike; what is told is the median. After each round both caches go back to where they were, and in the
+slow hits them alike. What is told is the lower quartile: whatever else happens on the machine can only add to the time
+of a round, and a start is when much happens. After each round both caches go back to where they were, and in the
 end nothing is left of it: no slot is held, no block can be found, nothing is published.
 """
 
@@ -10,7 +11,6 @@ import random
 from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter
 from typing import ClassVar
 
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 LENGTH = 64  # tokens of each sequence, where the context and the memory allow
 DEPTHS = (0, 1, 2, 4, 8, 16)
 RAGGED = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts of the sequences in a round that tells what uneven ones cost, over and over
-BEHIND = 8  # tokens that the draft model reads at once in a round that tells what a token is, apart from a forward
-PASSES = 6  # over all kinds of rounds; the first one warms up, and counts only where there is no other
+BEHIND = 8  # tokens, of all sequences, that the draft model reads first in a round that tells them from its forwards
+PASSES = 5  # over all kinds of rounds; the first one warms up, and counts only where there is no other
 SALT = "profiling"
 
 
@@ -44,8 +44,8 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
     without the host's work around them. Nobody else may hold memory meanwhile.
 
     Where there is no draft model, something that costs nothing drafts. What takes longer than the budget is left out,
-    the largest batches first, all but one sequence's rounds; so are batches that there is no memory for, and rounds in
-    which the drafter failed or had no memory.
+    the largest batches first, and never a plain round of one sequence; so are batches that there is no memory for, and
+    rounds in which the drafter failed or had no memory.
     """
     models = [part for part in _parts(drafter) if isinstance(part, ModelDrafter)]
     deadline = perf_counter() + budget_s
@@ -53,7 +53,9 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
         bench = Bench(target, drafter if models else Constant(target.device), [m.runner for m in models])
         try:
             bench.fill(max_running, depth)
-            kinds = [kind for batch in _batches(len(bench.sequences)) for kind in _kinds(batch, bench.depth)]
+            kinds = [
+                kind for batch in _batches(len(bench.sequences)) for kind in _kinds(batch, bench.depth, bool(models))
+            ]
             timings = _measure(bench, kinds, deadline)
         finally:
             bench.clear(drafter)
@@ -78,7 +80,6 @@ class Samples:
     score_s: list[float] = field(default_factory=list)
 
     def timing(self, kind: Kind) -> Timing:
-        warm = slice(1, None) if len(self.score_s) > 1 else slice(None)
         return Timing(
             batch=len(kind.ks),
             drafts=sum(kind.ks),
@@ -86,8 +87,8 @@ class Samples:
             prefill=0,
             forwards=self.forwards,
             read=self.read,
-            draft_s=median(self.draft_s[warm]),
-            score_s=median(self.score_s[warm]),
+            draft_s=_quartile(self.draft_s),
+            score_s=_quartile(self.score_s),
             rest_s=0.0,
         )
 
@@ -167,17 +168,16 @@ class Constant:
 
 def _measure(bench: Bench, kinds: Seq[Kind], deadline: float) -> list[Timing]:
     samples: dict[Kind, Samples] = {}
-    for number in range(PASSES):
-        for kind in kinds:
-            if perf_counter() > deadline and (number or len(kind.ks) > 1):
-                break
-            outcome = bench.run(kind)
-            draft = outcome.draft
-            if draft.failed or draft.ks != kind.ks:
-                continue
-            made = samples.setdefault(kind, Samples(draft.steps, draft.read))
-            made.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
-            made.score_s.append(outcome.score_us * 1e-6)
+    for kind in list(kinds) * PASSES:
+        if samples and perf_counter() > deadline:
+            break
+        outcome = bench.run(kind)
+        draft = outcome.draft
+        if draft.failed or draft.ks != kind.ks:
+            continue
+        made = samples.setdefault(kind, Samples(draft.steps, draft.read))
+        made.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
+        made.score_s.append(outcome.score_us * 1e-6)
     if len(samples) < len(kinds):
         log.info("%d of %d kinds of rounds were profiled", len(samples), len(kinds))
     return [made.timing(kind) for kind, made in samples.items()]
@@ -193,7 +193,7 @@ def _batches(count: int) -> Iterator[int]:
         yield count
 
 
-def _kinds(batch: int, depth: int) -> Iterator[Kind]:
+def _kinds(batch: int, depth: int, modelled: bool) -> Iterator[Kind]:
     for k in sorted({*(k for k in DEPTHS if k <= depth), depth}):
         yield Kind((k,) * batch)
     if not depth:
@@ -201,7 +201,14 @@ def _kinds(batch: int, depth: int) -> Iterator[Kind]:
     ragged = tuple(min(RAGGED[i % len(RAGGED)], depth) for i in range(batch))
     if batch > 1:
         yield Kind(ragged)
-    yield Kind((1,) * batch, behind=BEHIND)
+    if modelled:  # two each are never too many to be read in one round
+        yield Kind((1,) * batch, behind=max(2, BEHIND // batch))
+
+
+def _quartile(values: Seq[float]) -> float:
+    """The lower one of what was measured after the warm-up; of that, where there is nothing else."""
+    warm = sorted(values[1:] or values)
+    return warm[len(warm) // 4]
 
 
 def _parts(drafter: Drafter) -> Seq[Drafter]:

@@ -3,16 +3,15 @@
 from collections.abc import Sequence as Seq
 from time import perf_counter_ns
 
-from policies.estimator import heat_of
-
 from cache.protocol import KVCache
 from deployments.engine.drafters.base import Drafter, Offer
 from deployments.engine.round import Outcome
 from deployments.engine.scheduler import Slice
 from deployments.engine.sequence import Sequence
+from policies.config import PolicyConfig
 from policies.control import Decision, SpecControl
+from policies.estimator import heat_of
 from policies.observation import Candidate, Drafted, Timing
-from policies.spec_length import PolicyConfig
 
 NOBODY = Offer(None, 0, 0)
 
@@ -20,11 +19,10 @@ NOBODY = Offer(None, 0, 0)
 class Speculator:
     """Asks the policy for the k of a round's sequences, and tells it what came of them."""
 
-    def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache, depth: int) -> None:
+    def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache) -> None:
         self.control = control
         self._drafter = drafter
         self._cache = cache
-        self._depth = depth
         self._spent_ns = 0
 
     def configure(self, policy: PolicyConfig) -> None:
@@ -72,7 +70,7 @@ class Speculator:
 
     def _candidate(self, sequence: Sequence) -> Candidate:
         left = max(0, sequence.remaining - 1)
-        wanted = min(left, self._depth if sequence.k is None else sequence.k)
+        wanted = min(left, self.control.most if sequence.k is None else sequence.k)
         offer = self._drafter.offer(sequence, wanted) if wanted and sequence.drafter else NOBODY
         return Candidate(
             handle=sequence.handle,

@@ -13,7 +13,7 @@ import torch
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStats, EngineStopped, InvalidRequest, Output, Overloaded, Request
 from policies.admission import Admission
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import common
 from benchmarks.common import Spec
 from deployments.engine.config import EngineConfig
+from deployments.engine.llm import LLM
+from deployments.engine.types import SamplingParams
 
 
 def test_spec_lists_begin_with_plain_decoding() -> None:
@@ -34,6 +36,31 @@ def test_every_spec_is_a_policy() -> None:
     assert [names[0][0], names[1], names[2][0]] == ["off", ("fixed", 4), "optimal"]
 
 
+def test_each_variant_learns_from_its_own_rounds_only() -> None:
+    llm = LLM("models/demo/target", "models/demo/draft", max_running=1, max_spec_length=4, threads=1)
+    chooser = common.Chooser(llm.engine)
+    started = llm.engine.speculator.control
+    assert started.timings  # what was measured at the start, which everyone begins with
+
+    def first_alpha(length: int) -> int:
+        """Per mille, of a new request's first draft."""
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        return llm.generate([[7, 8, 9]], params)[0].record.alphas[1]
+
+    chooser.use("4", 4)
+    unknown, known = [first_alpha(32) for _ in range(2)]
+    assert known != unknown
+    own = llm.engine.speculator.control
+    assert own is not started
+    assert own.timings == started.timings
+    chooser.use("goodput", "goodput")
+    assert llm.engine.policy.name == "goodput"
+    assert first_alpha(4) == unknown
+    chooser.use("4", 4)
+    assert llm.engine.speculator.control is own
+    assert first_alpha(4) != unknown
+
+
 def test_concurrency_is_sorted_and_positive() -> None:
     assert common.concurrency_list("8,1") == [1, 8]
     with pytest.raises(argparse.ArgumentTypeError):
@@ -42,7 +69,7 @@ def test_concurrency_is_sorted_and_positive() -> None:
 
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize(
-    ("specs", "longest"), [([0], 0), ([0, 16], 16), ([0, 2, *common.POLICIES], 8), ([0, 12, "goodput"], 12)]
+    ("specs", "longest"), [([0], 0), ([0, 12], 12), ([0, 2, *common.POLICIES], 16), ([0, 20, "goodput"], 20)]
 )
 def test_engine_config_is_always_a_valid_one(batch: int, specs: list[Spec], longest: int) -> None:
     """And each of the specs can follow in the same engine."""

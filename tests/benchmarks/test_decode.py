@@ -152,7 +152,7 @@ def test_the_benchmark_on_the_demo_pair(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(rounds[batch, name]["alpha"] is None for batch in (1, 2) for name in ("off", "off again"))
     for row in report["policies"]:
         assert row["spec"] == "goodput"
-        assert 0 <= row["mean k"] <= 8
+        assert 0 <= row["mean k"] <= 16
         assert sum(row[reason] for reason in REASONS) == pytest.approx(1)
         assert row["seconds pred/real"] > 0
     assert len(report["policies"]) == 2

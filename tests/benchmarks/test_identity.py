@@ -6,6 +6,7 @@ from functools import cache, partial
 import pytest
 
 from benchmarks import identity, reference
+from benchmarks.common import Spec
 
 PAIR = [
     "--target",
@@ -28,7 +29,7 @@ def test_no_mismatch_in_float64(capsys: pytest.CaptureFixture[str]) -> None:
         (t, mode, k)
         for t in (0.0, 0.8)
         for mode in ("alone", "batch")
-        for k in (0, 1, 4, 8)
+        for k in (0, 1, 4, 8, "goodput")
         if (mode, k) != ("alone", 0)
     }
     assert all(r["requests"] == 3 and r["mismatched"] == 0 for r in rows)
@@ -44,6 +45,7 @@ def test_a_changed_text_is_found_with_its_margin() -> None:
     """Outputs of which one greedy text and one sampled text were changed in one token."""
     prompts, base = [[23, 871, 15], [402, 77]], [[5, 6, 7], [8, 9, 10]]
     changed = [[5, 6, 7], [8, 3000, 10]]
+    outputs: dict[tuple[float, str, Spec], list[list[int]]]
     outputs = {(0.0, "alone", 0): base, (0.0, "batch", 4): changed, (0.8, "alone", 0): base, (0.8, "alone", 4): changed}
     greedy, sampled = identity.rows(
         outputs, prompts, cache(partial(reference.load, "models/demo/target", "float64", "cpu"))

@@ -1,6 +1,7 @@
 """The memory benchmark: every part on a tiny pair, and what each refuses to measure. No test looks at a time's size."""
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -239,6 +240,7 @@ def test_bookkeeping(run: Run) -> None:
         assert row["plan ms"] > 0
         assert row["extend ms"] > 0
         assert row["timer ms"] < row["bookkeeping ms"]
+        assert row["policy ms"] > 0
 
 
 def test_bookkeeping_refuses_sequences_that_end_too_early(args: argparse.Namespace) -> None:
@@ -265,6 +267,41 @@ def test_a_call_within_a_timed_call_counts_once() -> None:
     assert inner() == 1
     assert set(ledger.take()[0]) == {"inner"}
     assert ledger.take() == ({}, 0)
+
+
+def test_what_is_left_out_is_no_part_of_who_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that ticks at every reading. The outer call reads it twice, and so does what it leaves out; the timed
+    call within that does not."""
+    ticks = itertools.count()
+    monkeypatch.setattr(bookkeeping, "perf_counter_ns", lambda: 10 * next(ticks))
+    ledger = Ledger()
+    inner = ledger.wrap("inner", lambda: None)
+    chosen = ledger.leave_out(inner)
+    ledger.wrap("outer", chosen)()
+    assert ledger.take() == ({"outer": 20}, 1)  # 30 from first to last reading, 10 of them left out
+    ledger.wrap("outer", inner)()
+    assert ledger.take() == ({"outer": 10}, 1)
+    inner()
+    assert ledger.take() == ({"inner": 10}, 1)
+
+
+def test_choosing_k_is_left_out_of_the_plan(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(make_engine(args, "paged", 2, block_size=8))
+    choose = driver.engine.scheduler._choose
+
+    def slow(*args: Any) -> Any:
+        clock[0] += 1
+        return choose(*args)
+
+    clock = [0]  # stands still but for `slow`
+    monkeypatch.setattr(bookkeeping, "perf_counter_ns", lambda: clock[0])
+    monkeypatch.setattr(driver.engine.scheduler, "_choose", slow)
+    with bookkeeping.timed_methods(driver.engine) as ledger:
+        driver.submit(text().take(12), greedy(8), 0)
+        driver.run()
+        assert ledger.take()[0]["plan"] == 0
+    assert clock[0] > 1
+    assert driver.engine.scheduler._choose is slow
 
 
 def test_a_timed_call_that_raises_is_timed_and_over() -> None:

@@ -17,10 +17,16 @@ from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded, Request, SamplingParams
 from deployments.local_client import TOKENIZE_INLINE, LocalClient
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 
 CONFIG = EngineConfig(
-    "models/demo/target", "models/demo/draft", max_running=2, max_waiting=1, max_model_len=256, threads=1
+    "models/demo/target",
+    "models/demo/draft",
+    policy=PolicyConfig(name="fixed", k=4),  # goodput may draft nothing on a busy machine
+    max_running=2,
+    max_waiting=1,
+    max_model_len=256,
+    threads=1,
 )
 
 
@@ -168,9 +174,9 @@ def test_tokens_are_shown_by_text_bytes_name_or_number(client: LocalClient) -> N
 @pytest.mark.parametrize(
     ("changes", "policy", "drafter", "verifier"),
     [
-        ({}, "goodput", "model", "match"),
-        ({"draft": None}, "goodput", None, "match"),
-        ({"draft": None, "drafter": "lookup"}, "goodput", "lookup", "match"),
+        ({"policy": PolicyConfig()}, "goodput", "model", "match"),
+        ({"draft": None}, "fixed", None, "match"),
+        ({"draft": None, "drafter": "lookup"}, "fixed", "lookup", "match"),
         ({"policy": PolicyConfig(name="off"), "verifier": "block"}, "off", "model", "block"),
     ],
 )
@@ -187,7 +193,7 @@ def test_the_card_says_what_the_engine_has(
 
 
 def configured(client: LocalClient, policy: PolicyConfig) -> None:
-    """Configure it, and wait until the engine has taken it: it is asked on its own thread."""
+    """Configure it, and wait until the engine has taken it, on a thread of its own."""
     client.configure(policy)
     limit = time.monotonic() + 60
     while client.policy_status()["name"] != policy.name or client.policy_status()["k"] != policy.k:

@@ -11,7 +11,7 @@ with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that th
     from deployments.replica import Replica
 from deployments.engine.config import ConfigError
 from deployments.engine.types import EngineStats
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 
 BAD: list[tuple[Any, str]] = [
     ({"policy": "fast"}, "policy: Input should be "),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from deployments.engine.config import EngineConfig
 from deployments.engine.types import DRAFTERS, VERIFIERS
 from deployments.settings import ROOT, PolicySettings, Settings
-from policies.spec_length import PolicyConfig, PolicyName
+from policies.config import PolicyConfig, PolicyName
 
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -13,8 +13,8 @@ from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
+from policies.config import PolicyConfig
 from policies.reasons import REASONS
-from policies.spec_length import PolicyConfig
 from tests.engine.pairs import Pair
 from tests.kv import kv_config
 

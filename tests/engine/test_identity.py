@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deployments.engine import acceptance
 from deployments.engine.acceptance import Decision, Verdict, match
-from deployments.engine.drafters.base import Draft, DraftBatch
+from deployments.engine.drafters.base import Draft, DraftBatch, Offer
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
@@ -163,6 +163,9 @@ class RandomDrafter:
 
     def __init__(self) -> None:
         self.rng = random.Random(4)
+
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        return Offer(None, k, 0)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         offered = tuple(self.rng.randint(0, k) for k in ks)

@@ -25,7 +25,7 @@ from deployments.engine.types import (
     SamplingParams,
     Verifier,
 )
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.pairs import EOS, VOCAB, Pair
 

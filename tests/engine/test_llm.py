@@ -8,7 +8,7 @@ from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.llm import LLM
 from deployments.engine.runner import Runner
 from deployments.engine.types import InvalidRequest, SamplingParams
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 from tests.engine.pairs import Pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

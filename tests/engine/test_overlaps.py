@@ -68,7 +68,8 @@ def round_of(kinds: Seq[tuple[Verifier, float, int, float | None]]) -> tuple[lis
 
 def expected(sequences: Seq[Sequence], draft: Draft, logits: Tensor, accepted: Seq[int]) -> list[list[float]]:
     """Plain floats, one sequence at a time."""
-    rows, result = iter(logits.tolist()), []
+    rows = iter(logits.tolist())
+    result: list[list[float]] = []
     for i, (sequence, k) in enumerate(zip(sequences, draft.ks, strict=True)):
         scores = [next(rows) for _ in range(k + 1)]
         result.append([])

@@ -14,7 +14,7 @@ from deployments.engine.config import CPU_CHUNK, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.scheduler import Plan
 from deployments.engine.types import Request, SamplingParams
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 from tests.engine.driving import drive, load
 from tests.engine.pairs import Pair
 from tests.kv import without_prefixes

@@ -8,9 +8,9 @@ import pytest
 from deployments.engine.config import ConfigError
 from deployments.engine.engine import Engine
 from deployments.engine.types import InvalidRequest, Request, RequestRecord, SamplingParams
+from policies.config import PolicyConfig
 from policies.observation import Candidate, Timing
 from policies.reasons import REASONS, Reason
-from policies.spec_length import PolicyConfig
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import Pair
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.observation import Candidate, Drafted, Timing
-from policies.spec_length import PolicyConfig
 
 DEPTH = 8
 
@@ -101,6 +101,15 @@ def test_what_is_expected_of_a_round() -> None:
     decision = policy.plan([candidate()])
     assert decision.tokens == pytest.approx(5, abs=0.4)
     assert decision.seconds == pytest.approx(4e-4 + 1e-3 + 2e-5 * 5, rel=0.05)
+
+
+def test_prompts_beside_a_round_do_not_make_drafts_look_cheap() -> None:
+    """Its seconds are told all the same. Where drafts do not pay alone, they do not pay beside a long prompt."""
+    policy = control()
+    play(policy, [True, False], 40)
+    alone, beside = (policy.plan([candidate(2)], prefill) for prefill in (0, 4_000))
+    assert beside.ks == alone.ks
+    assert beside.seconds - alone.seconds == pytest.approx(4_000 * 2e-5, rel=0.1)
 
 
 def test_what_was_learned_outlives_a_change_of_policy() -> None:

@@ -1,9 +1,387 @@
-from policies.spec_length import Fixed
+"""The policies' laws: what each gives, and why; that the default one neither flaps nor stops learning."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import analysis
+from policies.config import PolicyConfig, PolicyName
+from policies.observation import Choice, Observation, State
+from policies.planner import plan, seconds
+from policies.reasons import REASONS
+from policies.spec_length import ADVANCE, PROBE_EVERY, REPLAN, make_policy
+from tests.policies.observing import DEPTH, machine, observe
+
+NAMES = get_args(PolicyName)
 
 
-def test_the_policys_k_unless_the_request_asks_for_its_own() -> None:
-    assert Fixed(5).plan([None, 0, 3, 8], [9, 9, 9, 9]) == [5, 0, 3, 8]
+def choose(name: PolicyName, observation: Observation, state: State | None = None, **fields: Any) -> Choice:
+    return make_policy(PolicyConfig(name, **fields))(observation, state or State())[0]
 
 
-def test_never_more_than_a_sequence_can_use() -> None:
-    assert Fixed(5).plan([None, 8, 2], [0, 3, 4]) == [0, 3, 2]
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"name": "best"}, "name"),
+        ({"k": -1}, "k must"),
+        ({"max_k": -1}, "max_k"),
+        ({"threshold": -0.1}, "threshold"),
+        ({"threshold": 1.1}, "threshold"),
+        ({"threshold": float("nan")}, "threshold"),
+        ({"hysteresis": -0.01}, "hysteresis"),
+        ({"hysteresis": 1.0}, "hysteresis"),
+        ({"probe_share": -0.01}, "probe_share"),
+        ({"probe_share": 0.51}, "probe_share"),
+    ],
+)
+def test_bad_values_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        PolicyConfig(**fields)
+
+
+def test_values_at_their_bounds_are_taken() -> None:
+    PolicyConfig("fixed", k=0, max_k=0, threshold=0.0, hysteresis=0.0, probe_share=0.0)
+    PolicyConfig("confidence", threshold=1.0, hysteresis=0.99, probe_share=0.5)
+    assert PolicyConfig().name == "goodput"
+
+
+def limited(**changes: Any) -> Observation:
+    """Sequences without a limit in the way, with one of 2 by memory, one of 0, and one whose request fixed 3."""
+    usual: dict[str, Any] = {
+        "limits": np.array([DEPTH, 2, 0, 3]),
+        "bounds": ("cap", "cache", "cap", "user"),
+        "fixed": np.array([-1, -1, -1, 3]),
+    }
+    return observe([0.9] * 4, **(usual | changes))
+
+
+def test_off_is_no_drafts_but_for_those_that_a_request_fixed() -> None:
+    choice = choose("off", limited())
+    assert choice.ks.tolist() == [0, 0, 0, 3]
+    assert choice.reasons == ("policy", "policy", "policy", "user")
+
+
+def test_fixed_is_the_same_for_everybody_within_the_limits() -> None:
+    choice = choose("fixed", limited(), k=5)
+    assert choice.ks.tolist() == [5, 2, 0, 3]
+    assert choice.reasons == ("policy", "cache", "cap", "user")
+    assert choose("fixed", limited(), k=1).ks.tolist() == [1, 1, 0, 3]
+
+
+def test_confidence_leaves_it_to_the_drafter() -> None:
+    choice = choose("confidence", limited(), threshold=0.3)
+    assert choice.ks.tolist() == [DEPTH, 2, 0, 3]
+    assert choice.reasons == ("cap", "cache", "cap", "user")
+    assert choice.confidence == 0.3
+    assert all(choose(name, limited()).confidence == 0.0 for name in NAMES if name != "confidence")
+
+
+@pytest.mark.parametrize(
+    ("last", "k"), [(None, 5), ((5, 5), 7), ((5, 4), 4), ((5, 0), 4), ((1, 0), 1), ((1, 1), 3), ((7, 7), 8)]
+)
+def test_heuristic_is_two_more_or_one_less(last: tuple[int, int] | None, k: int) -> None:
+    choice = choose("heuristic", observe([0.5], last={} if last is None else {0: last}), k=5)
+    assert choice.ks.tolist() == [k]
+    assert choice.reasons == ("policy" if k < DEPTH else "cap",)
+
+
+def test_heuristic_forgets_nothing_in_rounds_without_drafts() -> None:
+    """A last outcome that was acted upon already is not acted upon twice."""
+    policy, state = make_policy(PolicyConfig("heuristic")), State()
+    for limit in (DEPTH, 0, 0, DEPTH):
+        choice, state = policy(observe([0.5], last={0: (4, 4)}, limits=np.array([limit])), state)
+    assert choice.ks.tolist() == [6]
+
+
+@given(
+    alphas=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6),
+    limit=st.integers(0, DEPTH),
+    step_s=st.floats(1e-6, 2e-3),
+)
+def test_optimal_is_the_best_of_the_theorem(alphas: list[float], limit: int, step_s: float) -> None:
+    cost = machine(len(alphas), step_s=step_s)
+    observation = observe(alphas, cost, limits=np.full(len(alphas), limit))
+    ratio = (cost.step_s + len(alphas) * cost.token_s) / cost.verify_s[0]
+    for alpha, k in zip(alphas, choose("optimal", observation).ks.tolist(), strict=True):
+        best = analysis.best_spec_length(alpha, ratio, limit)
+        factors = [analysis.walltime_factor(alpha, length, ratio) for length in (best, k)]
+        assert factors[1] == pytest.approx(factors[0], rel=1e-12)
+
+
+def test_optimal_takes_drafts_without_a_model_for_free() -> None:
+    observation = observe([0.3, 0.3, 0.0], machine(3, step_s=5e-4), gaps=np.array([0, 1, 0]))
+    assert choose("optimal", observation).ks.tolist() == [DEPTH, 0, 0]
+
+
+def test_goodput_is_the_planners() -> None:
+    observation = limited()
+    assert choose("goodput", observation).ks.tolist() == plan(observation).ks.tolist()
+
+
+@pytest.mark.parametrize("name", ["goodput", "optimal"])
+def test_what_more_drafts_would_need(name: PolicyName) -> None:
+    """Few in a round of many, though more would pay in a round of one; few because they are rejected."""
+    many = machine(32, per_token_s=2e-4, step_s=3e-3)
+    loaded = choose(name, observe([0.75] * 32, many))
+    assert set(loaded.reasons) == {"load"}
+    rejected = choose(name, observe([0.05] * 2), State(rounds=1))
+    assert rejected.ks.tolist() == [0, 0]
+    assert rejected.reasons == ("acceptance", "acceptance")
+    mixed = choose(name, observe([0.999, 0.5, 0.05]))
+    assert mixed.reasons == ("cap", "acceptance", "acceptance")
+
+
+def rounds_that_changed(hysteresis: float) -> int:
+    """Of 300 in which there is a plan to be made, whose chances are noisy estimates of the same ones."""
+    random, policy = np.random.default_rng(0), make_policy(PolicyConfig(hysteresis=hysteresis))
+    state, last, changed = State(), None, 0
+    for _ in range(300):
+        state = replace(state, age=REPLAN)
+        choice, state = policy(observe((np.array([0.7, 0.6, 0.5]) + random.normal(0, 0.05, 3)).tolist()), state)
+        changed += last is not None and choice.ks.tolist() != last
+        last = choice.ks.tolist()
+    return changed
+
+
+def test_noise_does_not_change_the_plan() -> None:
+    assert rounds_that_changed(0.02) <= 10
+    assert rounds_that_changed(0.0) >= 100  # negative control
+
+
+def test_a_plan_is_looked_at_every_few_rounds_and_when_others_run() -> None:
+    """Drafts that all of a sudden are accepted for sure: the policy sees it a few rounds later."""
+    policy = make_policy(PolicyConfig())
+    before, sure = observe([0.05, 0.05]), observe([0.99, 0.99])
+    _, state = policy(before, State())
+    held = []
+    for _ in range(REPLAN):
+        choice, state = policy(sure, state)
+        held.append(int(choice.ks.min()))
+    assert held == [0] * (REPLAN - 1) + [DEPTH]
+    _, state = policy(before, State())
+    choice, _ = policy(observe([0.99] * 3), state)
+    assert choice.ks.tolist() == [DEPTH] * 3  # another set of sequences
+    choice, _ = policy(observe([0.99] * 2, gaps=np.array([1, 0])), state)
+    assert choice.ks.tolist() == [DEPTH] * 2  # one has something to look up
+
+
+def test_a_plan_that_stands_keeps_its_reasons_and_the_limits() -> None:
+    policy = make_policy(PolicyConfig())
+    first, state = policy(observe([0.9, 0.05]), State())
+    again, _ = policy(observe([0.9, 0.05], limits=np.array([1, DEPTH])), state)
+    assert again.ks.tolist() == [1, 0]
+    assert again.reasons == ("cap", first.reasons[1])
+
+
+def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
+    """The default policy's ks, where the last plan's were these."""
+    return choose("goodput", observation, State(ks=ks), **fields).ks.tolist()
+
+
+def test_the_last_plan_stands_until_another_gains_enough() -> None:
+    observation = observe([0.8, 0.5])
+    best = plan(observation).ks.tolist()
+    near = {0: best[0] - 1, 1: best[1]}
+    assert after(observation, near) == list(near.values())
+    assert after(observation, {0: 0, 1: 0}) == best
+
+
+def test_another_set_of_sequences_gets_another_plan() -> None:
+    observation = observe([0.8, 0.5])
+    best = plan(observation).ks.tolist()
+    near = {0: best[0] - 1, 1: best[1]}
+    for ks in ({0: near[0]}, near | {2: 0}, {0: near[0], 2: near[1]}):
+        assert after(observation, ks) == best
+
+
+def test_the_last_plan_stands_within_the_limits_and_what_is_fixed() -> None:
+    observation = observe([0.8] * 3, limits=np.array([2, DEPTH, 1]), fixed=np.array([-1, -1, 1]))
+    assert plan(observation).ks.tolist() == [2, 2, 1]
+    assert after(observation, {0: 3, 1: 3, 2: 3}, hysteresis=0.2) == [2, 3, 1]
+
+
+class Idle:
+    """Sequences whose drafts never pay: each idle round leaves every one another token to read.
+
+    Counts what the drafts that are made add to the rounds, by the same costs.
+    """
+
+    def __init__(self, batch: int, token_s: float = 2e-6, **fields: Any) -> None:
+        self.policy = make_policy(PolicyConfig(**fields))
+        self.cost = machine(batch, token_s=token_s)
+        self.observation = observe([0.05] * batch, self.cost, alone=self.cost, round_s=0.0)
+        self.state = State()
+        self.total_s = self.probes_s = 0.0
+        self.probes: list[tuple[int, Choice]] = []
+
+    @property
+    def allowed_s(self) -> float:
+        """Of which the share is taken: with the rounds whose share is advanced."""
+        return self.total_s + ADVANCE * seconds(self.observation, 0 * self.observation.limits)
+
+    def run(self, rounds: int) -> "Idle":
+        for number in range(rounds):
+            choice, self.state = self.policy(self.observation, self.state)
+            round_s = seconds(self.observation, choice.ks, amortised=False)
+            self.total_s += round_s
+            self.probes_s += round_s - seconds(self.observation, 0 * choice.ks, amortised=False)
+            if choice.ks.any():
+                self.probes.append((number, choice))
+            gaps = np.where(choice.ks > 0, 1, self.observation.gaps + 1)
+            self.observation = replace(self.observation, gaps=gaps, round_s=round_s)
+        return self
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_probes_take_their_share_of_the_time(batch: int) -> None:
+    run = Idle(batch).run(5_000)
+    assert len(run.probes) >= 5_000 / 200
+    assert 0.005 * run.total_s <= run.probes_s <= 0.01 * run.allowed_s
+    assert all("probe" in choice.reasons for _, choice in run.probes)
+
+
+def test_the_share_is_what_was_configured() -> None:
+    assert not Idle(4, probe_share=0.0).run(1_000).probes
+    more = Idle(4, probe_share=0.05).run(4_000)
+    assert 0.01 * more.allowed_s < more.probes_s <= 0.05 * more.allowed_s  # negative control of the share
+
+
+def test_what_a_probe_reads_is_part_of_its_cost() -> None:
+    """Where the draft model reads slowly, the share allows fewer probes; one that reads a token in a hundredth of a
+    round can hardly be kept up with the text."""
+    fast, slow, never = (Idle(1, token_s).run(2_000) for token_s in (2e-6, 8e-6, 2e-5))
+    assert len(fast.probes) > 1.5 * len(slow.probes) > len(never.probes)
+    assert all(run.probes_s <= 0.01 * run.allowed_s for run in (fast, slow, never))
+
+
+def test_a_probe_is_a_few_drafts_at_once_where_the_least_is_to_read() -> None:
+    gaps = np.array([500, 3, 900, 2, 700, 800])
+    observation = observe([0.05] * 6, gaps=gaps, limits=np.array([DEPTH, DEPTH, DEPTH, 1, DEPTH, 0]))
+    choice = choose("goodput", observation, State(credit_s=1.0, rounds=PROBE_EVERY))
+    assert set(np.flatnonzero(choice.ks)) <= {1, 3}
+    assert 1 <= choice.ks.sum() <= 4
+    assert [reason == "probe" for reason in choice.reasons] == (choice.ks > 0).tolist()
+
+
+def test_a_probe_is_not_the_plan() -> None:
+    """What hysteresis keeps is what was planned."""
+    policy = make_policy(PolicyConfig())
+    choice, state = policy(observe([0.05, 0.05]), State(credit_s=1.0))
+    assert "probe" in choice.reasons
+    assert set(state.ks.values()) == {0}
+    choice, state = policy(observe([0.05, 0.05]), state)
+    assert choice.reasons == ("acceptance", "acceptance")
+
+
+def test_probes_keep_a_distance() -> None:
+    numbers = [number for number, _ in Idle(4, probe_share=0.5).run(200).probes]
+    assert len(numbers) > 5
+    assert min(np.diff(numbers)) >= PROBE_EVERY
+
+
+@pytest.mark.parametrize(
+    ("changes", "probed"),
+    [
+        ({}, True),
+        ({"fixed": np.array([-1, 2])}, False),  # its drafts teach as much
+        ({"limits": np.zeros(2, np.int64)}, False),
+        ({"fixed": np.zeros(2, np.int64)}, False),
+        ({"cost": machine(2, step_s=5e-3)}, False),  # not even certain drafts would pay
+    ],
+)
+def test_probes_only_where_there_is_something_to_learn(changes: dict[str, Any], probed: bool) -> None:
+    choice = choose("goodput", observe([0.02, 0.02], **changes), State(credit_s=1.0))
+    assert ("probe" in choice.reasons) == probed
+
+
+def test_what_is_saved_up_is_bounded() -> None:
+    policy, state = make_policy(PolicyConfig(probe_share=0.5)), State()
+    for _ in range(100):
+        _, state = policy(observe([0.9], round_s=1e-3), state)
+    assert state.credit_s == pytest.approx(1e-2)
+
+
+def test_what_was_saved_while_drafts_paid_finds_out_when_they_pay_again() -> None:
+    """Even where reading a token takes as long as the share of a round, and nothing can be saved any more. What is
+    advanced does for a few probes."""
+    saved, advanced = Idle(1, token_s=2e-5), Idle(1, token_s=2e-5)
+    saved.state = State(credit_s=1e-2)
+    assert len(saved.run(400).probes) >= len(advanced.run(400).probes) + 5
+    assert [number < 200 for number, _ in advanced.probes].count(True) >= 2
+    assert len(advanced.run(2_000).probes) < 8
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    """Up to 5 sequences in any situation."""
+    batch = draw(st.integers(1, 5))
+
+    def several(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=batch, max_size=batch))
+
+    limits = np.array(several(st.integers(0, DEPTH)))
+    fixed = np.minimum(several(st.integers(-1, DEPTH)), limits)
+    outcome = st.tuples(st.integers(1, DEPTH), st.integers(0, DEPTH)).map(lambda pair: (pair[0], min(pair)))
+    return observe(
+        several(st.floats(0.0, 1.0)),
+        machine(batch, per_token_s=draw(st.floats(0.0, 2e-3))),
+        limits=limits,
+        fixed=fixed,
+        bounds=tuple("user" if k >= 0 else "cache" for k in fixed),
+        gaps=np.array(several(st.integers(0, 50))),
+        last=draw(st.dictionaries(st.integers(0, batch - 1), outcome)),
+        round_s=draw(st.floats(0.0, 1.0)),
+    )
+
+
+def check(name: PolicyName, observation: Observation, choice: Choice) -> None:
+    """What holds for every policy."""
+    ks, fixed = choice.ks, observation.fixed
+    assert ((ks >= 0) & (ks <= observation.limits)).all()
+    assert (ks == fixed)[fixed >= 0].all()
+    assert len(choice.reasons) == len(ks)
+    own = {"goodput": {"acceptance", "load", "probe"}, "optimal": {"acceptance", "load"}}.get(name, {"policy"})
+    binding = (ks == observation.limits) | (fixed >= 0)
+    for binds, reason, bound in zip(binding, choice.reasons, observation.bounds, strict=True):
+        assert reason in REASONS
+        assert reason in own or reason == bound
+        assert (reason == bound) == binds or reason in {"probe", "policy"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), observations()), min_size=1, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_every_policy_goes_on_from_any_others_state(rounds: list[tuple[PolicyName, Observation]]) -> None:
+    state = State()
+    for name, observation in rounds:
+        before = repr(state)
+        policy = make_policy(PolicyConfig(name))
+        choice, following = policy(observation, state)
+        check(name, observation, choice)
+        again, _ = policy(observation, state)
+        assert (again.ks == choice.ks).all()
+        assert repr(state) == before  # which is replaced, never changed
+        assert following.ks.keys() == set(observation.handles)
+        assert following.rounds == state.rounds + 1
+        assert following.credit_s >= 0.0
+        state = following
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda choice: replace(choice, ks=choice.ks + 9),
+        lambda choice: replace(choice, ks=choice.ks * 0),
+        lambda choice: replace(choice, reasons=("load",) * 4),
+        lambda choice: replace(choice, reasons=choice.reasons[1:]),
+    ],
+)
+def test_the_check_tells_policies_that_break_the_rules(broken: Callable[[Choice], Choice]) -> None:
+    choice = choose("fixed", limited())
+    check("fixed", limited(), choice)
+    with pytest.raises(AssertionError):
+        check("fixed", limited(), broken(choice))

@@ -46,7 +46,10 @@ def connect(served: Served, **options: Any) -> httpx.AsyncClient:
 
 
 def test_served_text_is_what_the_target_alone_says(served: Served) -> None:
-    """Speculation on over HTTP, off in process; greedy and seeded; streamed and whole. fp64: identical, no excuses."""
+    """Drafts over HTTP, as the policy likes and four a round; none in process; greedy and seeded; streamed and whole.
+
+    fp64: identical, no excuses.
+    """
     llm = LLM("models/demo/target", dtype="float64", max_model_len=ARGS["max_model_len"])
     cases = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}, {"temperature": 1.0, "top_p": 0.9, "seed": 8}]
 
@@ -57,7 +60,8 @@ def test_served_text_is_what_the_target_alone_says(served: Served) -> None:
                 for case in cases:
                     streamed, parsed = await stream(client, body(prompt, **case))
                     assert parsed[-1] == "[DONE]"
-                    whole = (await client.post("/v1/completions", json=body(prompt, **case))).json()
+                    drafted = body(prompt, **case, speculation={"k": 4})
+                    whole = (await client.post("/v1/completions", json=drafted)).json()
                     accepted = whole["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
                     answers.append((streamed, whole["choices"][0]["text"], accepted))
             return answers
@@ -74,7 +78,7 @@ def test_served_text_is_what_the_target_alone_says(served: Served) -> None:
 
 
 def test_curl_without_a_json_content_type_streams_several_tokens_per_event(served: Served) -> None:
-    request = json.dumps(body(PROMPTS[0], stream=True, max_tokens=48, temperature=0))
+    request = json.dumps(body(PROMPTS[0], stream=True, max_tokens=48, temperature=0, speculation={"k": 4}))
     headers = {"content-type": "application/x-www-form-urlencoded"}
     reply = httpx.post(f"{served.url}/v1/completions", content=request, headers=headers, timeout=60)
     assert len(reply.headers.get_list("x-request-id")) == 1  # Serve's proxy sets one: a second would spoil it
@@ -97,7 +101,7 @@ def test_a_thousand_requests_with_cancels_and_disconnects_leak_nothing(served: S
             max_tokens=rng.choice([1, 3, 17, 40]),
             temperature=rng.choice([0, 0.8]),
             stream=rng.random() < 0.7,
-            speculation=rng.choice([{"mode": "off"}, {"k": 2}, {"k": 8}]),
+            speculation=rng.choice([{"mode": "off"}, {"mode": "auto"}, {"max_k": 2}, {"k": 8}]),
         )
         try:
             async with asyncio.timeout(rng.choice([None, None, None, 0.0, 0.03, 0.3])):

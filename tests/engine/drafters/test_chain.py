@@ -46,8 +46,8 @@ class Fake:
         self.asked.append(list(ks))
         self._may_fail("propose")
         offered = [min(k, self.script.get(s.handle, 0)) for s, k in zip(batch.sequences, ks, strict=True)]
-        costs = {"steps": self.number + 1, "read": 7 * self.number, "forward_us": 10 * self.number}
-        nothing = replace(Draft.none(len(ks)), **costs)
+        n = self.number
+        nothing = replace(Draft.none(len(ks)), steps=n + 1, read=7 * n, forward_us=10 * n)
         if not any(offered):
             return nothing
         depth = max(offered) + self.wider

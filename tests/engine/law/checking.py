@@ -10,11 +10,14 @@ from zlib import crc32
 
 from deployments.engine.engine import Engine
 from deployments.engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, SamplingParams
+from policies.reasons import REASONS
 from tests.engine.law.configurations import MAX_TOKENS, SETTINGS, Configuration
 from tests.engine.law.exact import Text, exact_law
 from tests.engine.law.statistics import g_test
 from tests.engine.law.tables import table_engine
 
+MOST = 3  # drafts per round
+CHOSEN = {REASONS.index(reason) for reason in ("policy", "acceptance", "load", "probe")}  # not bounds
 LENGTH = 4  # tokens whose joint law is tested
 SHARING = 8  # texts with the same seed
 PROMPT: Text = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)  # 2 and the end token are new to the repetition penalty
@@ -43,6 +46,8 @@ class Sample:
     accepted: int = 0
     joint: int = 0  # texts of which at least two rounds with drafts decided about the tokens looked at
     proposers: set[str] = field(default_factory=set)
+    lengths: set[int] = field(default_factory=set)  # of drafts, in rounds in which as many as possible were asked for
+    chosen: dict[int, set[int]] = field(default_factory=dict)  # step → different k that the policy chose in it
 
     @property
     def counts(self) -> Counter[Text]:
@@ -58,6 +63,11 @@ class Sample:
             rounds += drafted > 0 and told < LENGTH
             told += emitted
         self.joint += rounds >= 2
+        for step, k, reason, drafted in zip(record.steps, record.planned, record.reasons, record.drafted, strict=True):
+            if reason in CHOSEN or (k == MOST and reason >= 0):
+                self.chosen.setdefault(step, set()).add(k)
+            if k == MOST:
+                self.lengths.add(drafted)
 
 
 def check(configuration: Configuration, draws: int = 4000) -> float:
@@ -92,9 +102,11 @@ def check_speculation(configuration: Configuration, sample: Sample) -> None:
     assert sample.proposers == legal, f"{configuration}: drafts came from {sample.proposers}"
 
 
-def draw(configuration: Configuration, draws: int, first: int = 0, **changes: Any) -> Sample:
+def draw(
+    configuration: Configuration, draws: int, first: int = 0, engine: Engine | None = None, **changes: Any
+) -> Sample:
     """Texts number first … first + draws − 1 of a configuration. `changes` replace fields of its requests."""
-    engine = table_engine()
+    engine = engine or table_engine()
     ours = _requests(configuration, first, draws, changes)
     outputs = _run(engine, _with_companions(ours) if configuration.mixed else ours)
     sample = Sample()

@@ -21,7 +21,7 @@ from deployments.engine.models.decoder import Decoder, DecoderConfig
 from deployments.engine.models.pair import make_drafters
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.runner import Runner
-from policies.spec_length import PolicyConfig
+from policies.config import PolicyConfig
 from tests.kv import kv_config, kv_layout
 
 VOCAB = 4

@@ -1,0 +1,224 @@
+"""Profiling: real rounds of every kind are timed, and nothing of it is left."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cache.paged import PagedCache
+from deployments.engine import profiling
+from deployments.engine.drafters.chain import Drafters
+from deployments.engine.drafters.model import ModelDrafter
+from deployments.engine.engine import Engine
+from deployments.engine.profiling import profile
+from deployments.engine.round import Outcome, run_round
+from deployments.engine.runner import Runner
+from deployments.engine.types import Request, SamplingParams
+from policies.cost import CostModel
+from policies.observation import Timing
+from tests.engine.driving import drive, load, model_drafter
+from tests.engine.pairs import VOCAB, Pair
+
+DEPTH = 4
+AGES = 60.0  # seconds, more than any of these profiles takes
+
+
+def small(pair: Pair, **config: Any) -> Engine:
+    return load(pair, **{"max_running": 6, "max_spec_length": DEPTH, **config})
+
+
+def runners(engine: Engine) -> list[Runner]:
+    assert isinstance(engine.drafter, Drafters)
+    models = [part.runner for part in engine.drafter.parts if isinstance(part, ModelDrafter)]
+    return [engine.target, *models]
+
+
+def check_nothing_is_left(engine: Engine) -> None:
+    engine.target.cache.audit(set())
+    engine.drafter.audit(set())
+    for runner in runners(engine):
+        cache = runner.cache
+        assert cache.free_slots == engine.config.max_running
+        assert cache.used == 0
+        if isinstance(cache, PagedCache):
+            cache.allocate(0, [], profiling.SALT)
+            assert cache.room(0) == min(cache.max_len, cache.num_blocks * cache.block_size)
+            cache.release(0)
+            assert not list(indexed(cache)), "some of it can be found"
+
+
+def indexed(cache: PagedCache) -> Iterator[int]:
+    """Blocks that hold the beginning of a text of the profile's salt."""
+    for first in range(VOCAB):
+        yield from (node.block for node in cache._index.match([first] * cache.block_size, profiling.SALT, 1))
+    yield from cache._index.nodes
+
+
+def uniform(timings: list[Timing]) -> dict[int, list[int]]:
+    """k of even rounds, by batch, each once where the draft model had one token to read."""
+    found: dict[int, list[int]] = {}
+    for t in timings:
+        if t.drafts == t.batch * t.depth and t.read in (0, t.drafts):
+            found.setdefault(t.batch, []).append(t.depth)
+    return {batch: sorted(ks) for batch, ks in found.items()}
+
+
+def requests() -> list[Request]:
+    return [
+        Request(f"r{i}", tuple(range(2 + i, 32 + i)), SamplingParams(temperature=t, seed=i, max_tokens=20), k=k)
+        for i, (t, k) in enumerate(((0.0, 3), (0.9, 4), (0.0, 0), (0.7, 2)))
+    ]
+
+
+def test_the_timings_cover_the_grid(pair: Pair) -> None:
+    engine = small(pair)
+    timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4, 6)}
+    for t in timings:
+        assert t.score_s > 0
+        assert (t.draft_s > 0) == (t.forwards > 0) == (t.drafts > 0)
+        assert t.forwards == t.depth
+        assert t.prefill == t.rest_s == 0
+    uneven = [t for t in timings if t.drafts < t.batch * t.depth]
+    assert [t.batch for t in uneven] == [2, 4, 6]
+    assert all(t.read == t.drafts for t in uneven)
+    behind = [t for t in timings if t.read > t.drafts]
+    assert [(t.batch, t.read) for t in behind] == [(1, 8), (2, 8), (4, 8), (6, 12)]
+
+
+def test_a_cost_model_can_be_made_of_them(pair: Pair) -> None:
+    engine = small(pair)
+    timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    cost = CostModel(DEPTH, timings).round_cost(6, 0)
+    assert cost.step_s + cost.token_s > 0
+    assert math.isfinite(cost.seconds(24, DEPTH, DEPTH, 24))
+
+
+def test_nothing_is_left_of_it(pair: Pair) -> None:
+    engine = small(pair)
+    profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("forgotten", ["release", "discard"])
+def test_what_is_left_would_be_noticed(pair: Pair, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a profile that keeps its slots, or that can be found again."""
+    engine = small(pair)
+    draft = model_drafter(engine).runner.cache
+    if not isinstance(draft, PagedCache) and forgotten == "discard":
+        pytest.skip("nothing is ever found in a slotted cache")
+    monkeypatch.setattr(draft, forgotten, lambda handle: None)
+    profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        check_nothing_is_left(engine)
+
+
+def test_a_failure_leaves_nothing_either(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small(pair)
+    rounds = iter(range(20))
+
+    def failing(*args: Any) -> Any:
+        if next(rounds, None) is None:
+            raise RuntimeError("out of order")
+        return run_round(*args)
+
+    monkeypatch.setattr(profiling, "run_round", failing)
+    with pytest.raises(RuntimeError, match="out of order"):
+        profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    check_nothing_is_left(engine)
+
+
+def test_generations_are_the_same_after_it(pair: Pair) -> None:
+    before = drive(small(pair), requests()).tokens
+    engine = small(pair)
+    profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert drive(engine, requests()).tokens == before
+
+
+def test_without_a_draft_model_the_target_is_profiled_all_the_same(pair: Pair) -> None:
+    engine = small(Pair(pair.target, pair.draft), drafter="lookup")
+    alone = Drafters({"lookup": ()}, engine.target.device)
+    timings = profile(engine.target, alone, 6, DEPTH, AGES)
+    assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4, 6)}
+    assert [t.batch for t in timings if t.drafts < t.batch * t.depth] == [2, 4, 6]
+    assert all(t.forwards == t.read == t.draft_s == 0 for t in timings)
+    check_nothing_is_left(engine)
+
+
+def test_with_little_memory_fewer_sequences_are_profiled(pair: Pair) -> None:
+    engine = small(pair, cache="paged", block_size=16, kv_tokens=200, max_model_len=96)
+    timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4)}  # three blocks each, of 13
+    check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 6])
+def test_a_short_context_leaves_room_for_fewer_drafts(pair: Pair, max_model_len: int) -> None:
+    engine = small(pair, max_model_len=max_model_len)
+    timings = profile(engine.target, engine.drafter, 2, DEPTH, AGES)
+    assert max(t.depth for t in timings) == min(DEPTH, max_model_len - 2)
+    assert {t.batch for t in timings} == {1, 2}
+    check_nothing_is_left(engine)
+
+
+def test_without_speculation_plain_rounds_are_profiled(pair: Pair) -> None:
+    engine = small(pair)
+    timings = profile(engine.target, engine.drafter, 3, 0, AGES)
+    assert [(t.batch, t.drafts) for t in timings] == [(1, 0), (2, 0), (3, 0)]
+    check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(("rounds", "kept"), [(0, {1: [0]}), (7, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
+def test_when_time_is_up_the_largest_batches_are_left_out(
+    pair: Pair, rounds: int, kept: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small(pair)
+    clock = itertools.count()  # looked at once to begin with, and before each round but the first
+    monkeypatch.setattr(profiling, "perf_counter", lambda: next(clock))
+    assert uniform(profile(engine.target, engine.drafter, 6, DEPTH, float(rounds))) == kept
+    check_nothing_is_left(engine)
+
+
+def test_a_drafter_that_fails_costs_the_rounds_with_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small(pair)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no drafts today")
+
+    monkeypatch.setattr(model_drafter(engine), "propose", fail)
+    timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert [(t.batch, t.drafts) for t in timings] == [(1, 0), (2, 0), (4, 0), (6, 0)]
+    check_nothing_is_left(engine)
+
+
+def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds come kind after kind, and then again; what a few of them took too long does not count."""
+    engine = small(pair)
+    asked: list[int] = []
+
+    def watching(plan: Any, *args: Any) -> Any:
+        asked.append(sum(s.k for s in plan.slices))
+        return run_round(plan, *args)
+
+    monkeypatch.setattr(profiling, "run_round", watching)
+    profile(engine.target, engine.drafter, 2, DEPTH, AGES)
+    kinds = len(asked) // profiling.PASSES
+    assert asked == asked[:kinds] * profiling.PASSES
+
+
+def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the first time, when everything is cold, and of one of the other four."""
+    engine = small(pair)
+    kinds = len(profile(engine.target, engine.drafter, 2, DEPTH, AGES))
+    rounds = itertools.count()
+
+    def interrupted(*args: Any) -> Outcome:
+        slow = next(rounds) // kinds in (0, 2)
+        return replace(run_round(*args), score_us=10**6 if slow else 10**3)
+
+    monkeypatch.setattr(profiling, "run_round", interrupted)
+    assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}

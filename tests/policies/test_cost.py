@@ -1,0 +1,373 @@
+"""The cost model: reproduces a profile, is corrected by what rounds really take, never says that drafts are free."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import corrections
+from policies.cost import CostModel
+from policies.observation import RoundCost, Timing
+
+DEPTH = 16
+KS = (0, 1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 16)
+
+
+def cliffs(tokens: float) -> float:
+    """A pass in seconds: it doubles from one token to two, and climbs a step for every 16."""
+    return 1e-3 * (1 if tokens <= 1 else 2 + 0.3 * (tokens // 16) + 0.01 * tokens)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What rounds really take: `verify` by tokens, attention padded in a share `padding`."""
+
+    verify: Callable[[float], float] = cliffs
+    padding: float = 0.0
+    draft: tuple[float, float, float] = (3e-4, 1e-4, 2e-5)  # once, per forward and sequence-dependent, per token
+    slow: float = 1.0
+
+    def round(self, ks: Iterable[int], prefill: int = 0, gap: int = 1) -> Timing:
+        ks = tuple(ks)
+        drafts, depth = sum(ks), max(ks)
+        own, even = self.verify(len(ks) + drafts + prefill), self.verify(len(ks) * (1 + depth) + prefill)
+        read = sum(gap + k - 1 for k in ks if k)
+        once, step, token = self.draft
+        return Timing(
+            batch=len(ks),
+            drafts=drafts,
+            depth=depth,
+            prefill=prefill,
+            forwards=depth,
+            read=read,
+            draft_s=self.slow * (once + depth * step * len(ks) ** 0.5 + read * token) if drafts else 0.0,
+            score_s=self.slow * ((1 - self.padding) * own + self.padding * even),
+            rest_s=1e-4 + 1e-5 * len(ks) + (5e-5 if drafts else 0.0),
+        )
+
+    def profile(self, batches: Iterable[int] = BATCHES, ks: Iterable[int] = KS) -> list[Timing]:
+        """As at start-up: even rounds, uneven ones, and some in which the draft model has more to read."""
+        rounds = [self.round((k,) * batch) for batch in batches for k in ks]
+        rounds += [self.round([(4, 0, 2, 1)[i % 4] for i in range(batch)]) for batch in batches if batch > 1]
+        rounds += [self.round((1,) * batch, gap=8) for batch in batches]
+        return [replace(timing, rest_s=0.0) for timing in rounds]
+
+
+def score(cost: RoundCost, drafts: int, depth: int) -> float:
+    return float(cost.verify_s[drafts] + cost.padding_s[depth])
+
+
+def draft(cost: RoundCost, timing: Timing) -> float:
+    return cost.model_s + timing.forwards * cost.step_s + timing.read * cost.token_s
+
+
+def score_error(model: CostModel, timing: Timing) -> float:
+    """Relative; below 0: predicted too little."""
+    return score(model.round_cost(timing.batch, timing.prefill), timing.drafts, timing.depth) / timing.score_s - 1
+
+
+def test_even_rounds_of_the_profile_are_predicted_as_they_were_measured() -> None:
+    machine = Machine(padding=0.4)
+    model = CostModel(DEPTH, machine.profile())
+    for batch in BATCHES:
+        for k in KS:
+            timing = machine.round((k,) * batch)
+            assert score_error(model, timing) == pytest.approx(0, abs=1e-9), f"{batch} sequences with {k} drafts"
+
+
+def test_a_cliff_stays_a_cliff() -> None:
+    cost = CostModel(DEPTH, Machine().profile()).round_cost(1, 0)
+    assert cost.verify_s[1] / cost.verify_s[0] == pytest.approx(cliffs(2) / cliffs(1))
+    assert cost.verify_s[2] / cost.verify_s[1] < 1.01
+
+
+@pytest.mark.parametrize("batch", [3, 6, 12])
+@pytest.mark.parametrize("k", [0, 3, 6, 12])
+def test_rounds_between_the_profiled_ones_lie_between_them(batch: int, k: int) -> None:
+    machine = Machine(lambda n: 2e-3 + 3e-5 * n)
+    assert score_error(CostModel(DEPTH, machine.profile()), machine.round((k,) * batch)) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("batch", "prefill"), [(32, 0), (1, 300), (16, 64), (40, 500)])
+def test_beyond_the_profile_the_last_slope_goes_on(batch: int, prefill: int) -> None:
+    machine = Machine(lambda n: 2e-3 + 3e-5 * n)
+    model = CostModel(DEPTH, machine.profile())
+    for k in (0, 4, 16):  # what is beside prompts is known by classes of 9 % of their length
+        assert score_error(model, machine.round((k,) * batch, prefill)) == pytest.approx(
+            0, abs=0.1 if prefill else 1e-9
+        )
+
+
+@pytest.mark.parametrize("padding", [0.0, 0.3, 0.6, 1.0])
+def test_what_uneven_rounds_cost_is_recovered(padding: float) -> None:
+    machine = Machine(lambda n: 2e-3 + 3e-5 * n, padding)
+    model = CostModel(DEPTH, machine.profile())
+    for ks in ((4, 0, 4, 0, 4, 0, 4, 0), (8, 0, 0, 0), (16, 1, 1, 1, 1, 1, 1, 1)):
+        assert score_error(model, machine.round(ks)) == pytest.approx(0, abs=1e-6)
+    ragged = model.round_cost(8, 0).padding_s
+    assert (ragged[-1] > 0) == (padding > 0)
+
+
+def test_without_uneven_rounds_nothing_is_added_for_them() -> None:
+    timings = [t for t in Machine(padding=0.6).profile() if t.drafts == t.batch * t.depth]
+    assert not CostModel(DEPTH, timings).round_cost(8, 0).padding_s.any()
+
+
+def test_a_draft_model_is_fitted_by_batch() -> None:
+    """Its forwards cost as the square root of the batch here: no plane goes through all batches."""
+    machine = Machine()
+    model = CostModel(DEPTH, machine.profile())
+    for batch in BATCHES:
+        for ks in ((1,) * batch, (3,) * batch, (6,) + (1,) * (batch - 1)):
+            timing = machine.round(ks, gap=2)
+            assert draft(model.round_cost(batch, 0), timing) == pytest.approx(timing.draft_s, rel=0.05)
+
+
+def test_a_few_interrupted_drafts_change_little() -> None:
+    machine = Machine()
+    interrupted = {(1, 16), (2, 2), (4, 8), (8, 4), (16, 1)}
+    timings = [
+        replace(t, draft_s=t.draft_s + 5e-3) if (t.batch, t.depth) in interrupted and t.read == t.batch * t.depth else t
+        for t in machine.profile()
+    ]
+    model = CostModel(DEPTH, timings)
+    for batch in BATCHES:
+        for k in (1, 2, 4, 8, 16):
+            timing = machine.round((k,) * batch)
+            assert draft(model.round_cost(batch, 0), timing) == pytest.approx(timing.draft_s, rel=0.1), (batch, k)
+
+
+MEASURED = [  # microseconds on two cores: batch, k, draft, score
+    *((1, 0, 0, 1800), (1, 1, 415, 2430), (1, 2, 518, 2600), (1, 4, 840, 2870), (1, 8, 1470, 3130)),
+    *((8, 0, 0, 3240), (8, 1, 730, 4000), (8, 2, 1110, 4690), (8, 4, 1880, 6130), (8, 8, 3150, 7700)),
+]
+
+
+def test_a_measured_machine_is_fitted_within_a_tenth() -> None:
+    even = [Timing(b, b * k, k, 0, k, b * k, draft * 1e-6, score * 1e-6, 0.0) for b, k, draft, score in MEASURED]
+    uneven = Timing(8, 16, 4, 0, 4, 16, 1560e-6, 5540e-6, 0.0)
+    model = CostModel(8, [*even, uneven])
+    for timing in (*even, uneven, replace(uneven, draft_s=1570e-6, score_s=5580e-6)):
+        assert score_error(model, timing) == pytest.approx(0, abs=0.1)
+        if timing.drafts:
+            assert draft(model.round_cost(timing.batch, 0), timing) == pytest.approx(timing.draft_s, rel=0.1)
+
+
+def test_a_machine_that_slows_down_is_followed() -> None:
+    """Within some rounds, draft and score alike, and also for what was not run since."""
+    model = CostModel(DEPTH, Machine().profile())
+    for _ in range(20):
+        model.observe(Machine().round((1,) * 8))
+        model.observe(Machine().round((4,) * 8))
+    slow = Machine(slow=1.6)
+    for _ in range(40):
+        model.observe(slow.round((4,) * 8))
+    for ks in ((4,) * 8, (1,) * 8, (2,) * 4, (0,) * 2):
+        timing = slow.round(ks)
+        assert score_error(model, timing) == pytest.approx(0, abs=0.05), f"{ks}"
+        if timing.drafts:
+            predicted = draft(model.round_cost(timing.batch, 0), timing)
+            assert predicted == pytest.approx(timing.draft_s, rel=0.05)
+
+
+def test_what_was_learned_of_a_bucket_moves_with_the_machine() -> None:
+    """Passes over 40 tokens take 1.3 times what the profile says. That stays known when only others are run."""
+    odd = Machine(lambda n: cliffs(n) * (1.3 if n > 20 else 1))
+    model = CostModel(DEPTH, Machine().profile())
+    for _ in range(32):
+        model.observe(odd.round((4,) * 8))
+        model.observe(odd.round((0,) * 8))
+    for _ in range(48):
+        model.observe(replace(odd, slow=1.6).round((0,) * 8))
+    assert score_error(model, replace(odd, slow=1.6).round((4,) * 8)) == pytest.approx(0, abs=0.05)
+    model.observe(replace(odd, slow=1.6).round((4,) * 8))  # one round there must not bring the old times back
+    for _ in range(15):
+        model.observe(replace(odd, slow=1.6).round((0,) * 8))
+    assert score_error(model, replace(odd, slow=1.6).round((4,) * 8)) == pytest.approx(0, abs=0.05)
+
+
+def test_what_is_not_visited_is_not_below_smaller_passes_that_are() -> None:
+    """The smaller ones turn out to take twice what the profile says, while all others keep to it."""
+    flat = Machine(lambda n: 2e-3 + 1e-6 * n)
+    surprise = Machine(lambda n: (2 if 6 <= n <= 9 else 1) * (2e-3 + 1e-6 * n))
+    model = CostModel(DEPTH, flat.profile())
+    for _ in range(32):
+        model.observe(surprise.round((0,) * 8))
+        model.observe(surprise.round((0,)))
+        model.observe(surprise.round((0,)))
+    verify = model.round_cost(8, 0).verify_s
+    assert verify[0] == pytest.approx(surprise.verify(8), rel=0.02)
+    assert (verify >= verify[0]).all()
+
+
+def test_a_profiled_round_that_was_interrupted_does_not_count() -> None:
+    """It took longer than a larger one, of its own batch or of another; uneven ones go by what most of them say."""
+    machine = Machine(lambda n: 2e-3 + 3e-5 * n, padding=0.5)
+    interrupted = {(2, 4, 2), (4, 64, 16), (4, 7, 4)}
+    timings = [
+        replace(t, score_s=5 * t.score_s) if (t.batch, t.drafts, t.depth) in interrupted else t
+        for t in machine.profile()
+    ]
+    model = CostModel(DEPTH, timings)
+    for ks in ((2,) * 2, (3,) * 3, (8,) * 4, (16,) * 4, (4, 0, 2, 1), (4, 0) * 4):
+        assert score_error(model, machine.round(ks)) == pytest.approx(0, abs=0.06), f"{ks}"
+
+
+def test_rounds_that_contradict_each_other_are_averaged() -> None:
+    """Twice as many tokens are seen to take half the time."""
+    model = CostModel(DEPTH, Machine().profile())
+    for _ in range(16):
+        model.observe(replace(Machine().round((0,) * 8), score_s=4e-3))
+        model.observe(replace(Machine().round((1,) * 8), score_s=2e-3))
+    assert model.round_cost(8, 0).verify_s[[0, 8]] == pytest.approx([3e-3, 3e-3], rel=0.05)
+
+
+def test_what_was_learned_on_both_sides_of_a_step_holds_on_both() -> None:
+    """The profile steps up between 8 tokens and 12; passes of 4 take more than it says, passes of 12 less."""
+    profile = [Timing(4, 4 * k, k, 0, 0, 0, 0.0, ms * 1e-3, 0.0) for k, ms in enumerate((1.0, 1.0, 2.0, 3.0))]
+    model = CostModel(3, profile)
+    for _ in range(16):
+        model.observe(replace(profile[0], score_s=1.5e-3))
+        model.observe(replace(profile[2], score_s=1.6e-3))
+    verify = model.round_cost(4, 0).verify_s
+    assert verify[[0, 8]] == pytest.approx([1.5e-3, 1.6e-3], rel=1e-3)
+    assert (np.diff(verify) >= -1e-12).all()
+
+
+def test_reading_a_prompt_teaches_nothing_about_drafting() -> None:
+    model = CostModel(DEPTH, Machine().profile())
+    for _ in range(16):
+        model.observe(replace(Machine().round((2,) * 4, gap=60), draft_s=1.0))
+    assert model.round_cost(4, 0).step_s == CostModel(DEPTH, Machine().profile()).round_cost(4, 0).step_s
+
+
+def outliers_follow(model: CostModel) -> float:
+    """The error after rounds of which most are interrupted, but never more than three in a row."""
+    rng = np.random.default_rng(0)
+    usual = Machine().round((2,) * 4)
+    for n in range(160):
+        noise = 1 + 0.02 * rng.standard_normal()
+        interrupted = 5.0 if n >= 32 and n % 4 else 1.0
+        model.observe(replace(usual, score_s=usual.score_s * noise * interrupted))
+    return score_error(model, usual)
+
+
+def test_interrupted_rounds_are_not_taken_for_slow_ones() -> None:
+    assert outliers_follow(CostModel(DEPTH, Machine().profile())) == pytest.approx(0, abs=0.03)
+
+
+def test_without_rejection_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corrections, "OUTLIER", float("inf"))
+    assert outliers_follow(CostModel(DEPTH, Machine().profile())) > 1
+
+
+def test_host_work_is_learned_with_and_without_drafts() -> None:
+    model = CostModel(DEPTH, Machine().profile())
+    assert model.round_cost(4, 0).base_s == model.round_cost(4, 0).drafting_s == 0
+    for _ in range(16):
+        for ks in ((0,) * 4, (2,) * 4, (0,) * 8, (1,) * 16):  # 16 sequences never ran without
+            model.observe(Machine().round(ks))
+    for batch in (4, 6, 8, 16):
+        cost = model.round_cost(batch, 0)
+        assert cost.base_s == pytest.approx(1e-4 + 1e-5 * batch)
+        assert cost.drafting_s == pytest.approx(5e-5)
+
+
+def test_drafts_that_no_model_made_cost_the_host_time() -> None:
+    model = CostModel(DEPTH, Machine().profile())
+    looked_up = replace(Machine().round((2,) * 4), forwards=0, read=0, draft_s=7e-5)
+    for _ in range(16):
+        model.observe(Machine().round((0,) * 4))
+        model.observe(looked_up)
+    assert model.round_cost(4, 0).drafting_s == pytest.approx(5e-5 + 7e-5)
+
+
+def test_prompts_beside_a_round_teach_nothing_about_rounds_without() -> None:
+    """A prompt's tokens cost what they cost: here a tenth of a verified one."""
+    model = CostModel(DEPTH, Machine().profile())
+    before = model.round_cost(4, 0)
+    for _ in range(32):
+        model.observe(replace(Machine().round((2,) * 4, prefill=100), score_s=1.5e-3))
+    after = model.round_cost(4, 0)
+    assert after.verify_s.tolist() == before.verify_s.tolist()
+    assert score(model.round_cost(4, 100), 8, 2) == pytest.approx(1.5e-3, rel=0.05)
+
+
+def test_errors_are_those_of_predictions_made_before_the_round() -> None:
+    model = CostModel(DEPTH, Machine().profile())
+    assert max(model.errors) == 0
+    slow = Machine(slow=2.0).round((4,) * 8)
+    model.observe(slow)
+    assert model.errors.draft == pytest.approx(0.5, abs=0.05)
+    assert model.errors.score == pytest.approx(0.5, abs=0.01)
+    assert model.errors.round == pytest.approx(0.52, abs=0.05)  # nothing is known of the host's work yet
+    for _ in range(300):
+        model.observe(slow)
+    assert max(model.errors) < 0.01
+
+
+def test_without_a_profile_drafts_are_not_free_and_rounds_teach() -> None:
+    model = CostModel(DEPTH)
+    cost = model.round_cost(8, 0)
+    assert cost.step_s > 0
+    assert cost.token_s > 0
+    assert (np.diff(cost.verify_s) > 0).all()
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        model.observe(Machine().round((int(rng.integers(0, 9)),) * 8))
+    for k in (0, 2, 4, 8):
+        timing = Machine().round((k,) * 8)
+        assert score_error(model, timing) == pytest.approx(0, abs=0.15)
+        if k:
+            assert draft(model.round_cost(8, 0), timing) == pytest.approx(timing.draft_s, rel=0.5)
+
+
+def test_without_a_profiled_draft_model_its_forwards_are_not_free() -> None:
+    silent = [replace(t, forwards=0, read=0, draft_s=0.0) for t in Machine().profile()]
+    cost = CostModel(DEPTH, silent).round_cost(1, 0)
+    assert cost.step_s == pytest.approx(0.1 * cliffs(1))
+
+
+TIMES = st.floats(1e-6, 1.0)
+
+
+@st.composite
+def any_timing(draw: st.DrawFn) -> Timing:
+    batch = draw(st.integers(1, 9))
+    ks = draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch))
+    drafts, depth = sum(ks), max(ks)
+    forwards = draw(st.sampled_from((0, depth)))
+    read = drafts + draw(st.integers(0, 9)) if forwards else 0
+    prefill = draw(st.sampled_from((0, 0, 3, 100)))
+    rest = draw(st.sampled_from((0.0, 1e-4)))
+    return Timing(batch, drafts, depth, prefill, forwards, read, draw(TIMES) if drafts else 0.0, draw(TIMES), rest)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(any_timing(), max_size=12),
+    st.lists(any_timing(), max_size=40),
+    st.integers(1, 20),
+    st.sampled_from((0, 1, 7, 500)),
+)
+def test_whatever_was_measured_more_tokens_never_cost_less(
+    profiled: list[Timing], seen: list[Timing], batch: int, prefill: int
+) -> None:
+    model = CostModel(5, profiled)
+    for timing in seen:
+        model.observe(timing)
+    cost = model.round_cost(batch, prefill)
+    assert cost.verify_s.shape == (1 + 5 * batch,)
+    assert cost.padding_s.shape == (6,)
+    assert np.isfinite(cost.verify_s).all()
+    assert cost.verify_s[0] > 0
+    assert (np.diff(cost.verify_s) >= -1e-12).all()
+    assert cost.padding_s[0] == 0
+    assert (np.diff(cost.padding_s) >= -1e-12).all()
+    scalars = (cost.base_s, cost.drafting_s, cost.model_s, cost.step_s, cost.token_s, *model.errors)
+    assert np.isfinite(scalars).all()
+    assert min(scalars) >= 0
