@@ -43,6 +43,7 @@ POOL_WEIGHT = 8.0  # of a source's pool of all heats, against what is known of o
 FACTOR_MEMORY = 0.995  # per round; longer: a drafter's decay with depth changes less than its texts do
 FACTOR_WEIGHT = 20.0  # expected failures: the weight of f = 1 at first, and what ageing leaves
 FACTOR_RANGE = (0.1, 10.0)  # of f, which for want of failures would be 0 or infinite
+SETTLE = 4  # rounds after which what was learned of a population counts; that is what costs time with few sequences
 BUCKETS = (0, 1, 2, 2)  # of positions 1, 2, 3–4; all behind are in LAST_BUCKET
 LAST_BUCKET = 3
 WARMEST = (0.0, 0.5, 1.0)  # temperature of each heat; the last heat is warmer than all
@@ -69,9 +70,9 @@ class _Pool:
 
     counts: Floats = field(default_factory=lambda: BASE_LAW * BASE_WEIGHT)
 
-    def age(self) -> None:
+    def age(self, rounds: int) -> None:
         weight = float(self.counts.sum())
-        self.counts *= max(MEMORY, min(1.0, FLOOR_WEIGHT / weight))
+        self.counts *= max(MEMORY**rounds, min(1.0, FLOOR_WEIGHT / weight))
 
     @property
     def law(self) -> Floats:
@@ -91,7 +92,7 @@ class _Population:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what follows from the counts: after every change of them."""
+        """Recompute what follows from the counts."""
         law = (self.counts + POOL_WEIGHT * self.pool.law) / (self.counts.sum() + POOL_WEIGHT)
         self.law: Floats = (1 - DOUBT) * law + DOUBT * BASE_LAW
         factors = np.clip(self.failed / self.expected, *FACTOR_RANGE)
@@ -107,9 +108,9 @@ class _Population:
         survival: Floats = beliefs @ self._survival
         return survival
 
-    def age(self) -> None:
-        self.counts *= MEMORY
-        kept = np.maximum(FACTOR_MEMORY, np.minimum(1.0, FACTOR_WEIGHT / self.expected))
+    def age(self, rounds: int) -> None:
+        self.counts *= MEMORY**rounds
+        kept = np.maximum(FACTOR_MEMORY**rounds, np.minimum(1.0, FACTOR_WEIGHT / self.expected))
         self.failed *= kept
         self.expected *= kept
 
@@ -149,6 +150,7 @@ class Estimator:
         self._beliefs: Floats = np.empty((MIN_ROWS, len(LEVELS)))
         self._members: Ints = np.zeros(MIN_ROWS, np.int64)  # each row's population
         self._free = list(range(MIN_ROWS))
+        self._rounds = 0  # observed
 
     def survival(self, candidates: Sequence[Candidate]) -> Floats:
         """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nobody would draft."""
@@ -171,24 +173,29 @@ class Estimator:
 
         Call it once per round, whether or not anything was drafted in it: what is known ages in rounds.
         """
-        for pool in self._pools.values():
-            pool.age()
         groups: dict[int, list[Drafted]] = {}
         for outcome in outcomes:
             if outcome.drafted > 0:
                 groups.setdefault(self._population(outcome.source, outcome.heat), []).append(outcome)
-        for population in self._populations:
-            population.age()
         for key, group in groups.items():
             rows = [self._row(outcome, key) for outcome in group]
             self._beliefs[rows] = self._populations[key].learn(self._beliefs[rows], *_evidence(group, self.depth))
-        for population in self._populations:
-            population.refresh()
+        self._rounds += 1
+        if self._rounds % SETTLE == 0:
+            self._settle()
         self._leak({*(outcome.handle for outcome in outcomes), *idle})
 
     def forget(self, handle: int) -> None:
         """The sequence is over. Unknown handles are none."""
         self._free.extend(self._rows.pop(handle, {}).values())
+
+    def _settle(self) -> None:
+        """Let the populations age, and what follows from them be what was learned."""
+        for pool in self._pools.values():
+            pool.age(SETTLE)
+        for population in self._populations:
+            population.age(SETTLE)
+            population.refresh()
 
     def _leak(self, handles: Iterable[int]) -> None:
         rows = [row for handle in handles for row in self._rows.get(handle, {}).values()]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.estimator import BASE_RATE, MIN_ROWS, Estimator, heat_of
+from policies.estimator import BASE_RATE, MIN_ROWS, SETTLE, Estimator, heat_of
 from policies.observation import Candidate, Drafted, Floats
 
 RECORDING = Path(__file__).parent / "data" / "demo_rounds.json"
@@ -221,6 +221,8 @@ def test_rounds_without_drafts_do_not_make_hopeful_but_ready_to_be_convinced() -
     def after_probes(estimator: Estimator) -> float:
         for handle in (100, 101, 102):
             estimator.observe([drafted(handle, 4, 3)])
+        for _ in range(SETTLE):
+            estimator.observe([])
         return first(estimator, 200)
 
     fresh, waited = broken(), broken()
