@@ -120,7 +120,9 @@ class Scheduler:
     def _prefill(self, rows: int) -> int:
         """About how many tokens of prompts will be in the pass."""
         pending = sum(left for s in self.running if (left := self._target.uncached(s)) > 1)
-        return min(pending + sum(len(s.tokens) for s in self.waiting), self._chunk(rows))
+        if len(self.running) < self._max_running:
+            pending += sum(len(s.tokens) for s in self.waiting)
+        return min(pending, self._chunk(rows))
 
     def _verifications(self, decoding: Seq[Sequence], chosen: Decision) -> list[Slice]:
         """Every decoding sequence gets its token, and as many of its drafts as there is memory for."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from time import perf_counter_ns
 
 from cache.protocol import KVCache
-from deployments.engine.drafters.base import Drafter, Offer
+from deployments.engine.drafters.base import NO_OFFER, Drafter
 from deployments.engine.round import Outcome
 from deployments.engine.scheduler import Slice
 from deployments.engine.sequence import Sequence
@@ -12,8 +12,6 @@ from policies.config import PolicyConfig
 from policies.control import Decision, SpecControl
 from policies.estimator import heat_of
 from policies.observation import Candidate, Drafted, Timing
-
-NOBODY = Offer(None, 0, 0)
 
 
 class Speculator:
@@ -71,7 +69,7 @@ class Speculator:
     def _candidate(self, sequence: Sequence) -> Candidate:
         left = max(0, sequence.remaining - 1)
         wanted = min(left, self.control.most if sequence.k is None else sequence.k)
-        offer = self._drafter.offer(sequence, wanted) if wanted and sequence.drafter else NOBODY
+        offer = self._drafter.offer(sequence, wanted) if wanted and sequence.drafter else NO_OFFER
         return Candidate(
             handle=sequence.handle,
             fixed=sequence.k,

@@ -199,7 +199,7 @@ def test_the_same_requests_without_what_is_wrong_are_served(engine: Engine) -> N
     run(engine, replace(BASE, prompt_ids=(5,) * 90))
     run(engine, replace(BASE, prediction_ids=(0, VOCAB - 1)))
     record = record_of(engine, replace(BASE, **SAMPLED, lenience=0.5))
-    assert (record.lenience, record.verifier, record.drafter, record.k_max) == (0.5, "rejection", "model", 5)
+    assert (record.lenience, record.verifier, record.drafter, record.k_max) == (0.5, "rejection", "model", 8)
     assert record_of(engine, BASE).lenience is None
 
 

@@ -36,8 +36,10 @@ def test_one_each(llm: LLM) -> None:
     together = llm.generate(prompts, params, k=[0, 3, None])
     assert [len(c.token_ids) for c in together] == [5, 14, 5]
     assert [c.seed for c in together] == [0, 1, 2]
-    assert [c.record.k_max for c in together] == [0, 3, 5]
-    assert [max(c.drafted) for c in together] == [0, 3, 3]  # None: the engine's 5, cut by max_tokens after one token
+    assert [c.record.k_max for c in together] == [0, 3, 16]
+    assert [c.record.fixed_k for c in together] == [0, 3, None]
+    assert [max(c.drafted) for c in together[:2]] == [0, 3]
+    assert max(together[2].drafted) <= 3  # the policy's, cut by max_tokens after one token
     for prompt, each, completion in zip(prompts, params, together, strict=True):
         (alone,) = llm.generate([prompt], each, k=0)
         assert alone.token_ids == completion.token_ids

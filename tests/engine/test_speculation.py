@@ -1,17 +1,23 @@
 """The policy in the engine: what it is told, that its k is what is drafted, and that records say why."""
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import count
+from statistics import mean
 
+import numpy as np
 import pytest
+import torch
 
 from deployments.engine.config import ConfigError
 from deployments.engine.engine import Engine
 from deployments.engine.types import InvalidRequest, Request, RequestRecord, SamplingParams
 from policies.config import PolicyConfig
-from policies.observation import Candidate, Timing
+from policies.cost import CostModel
+from policies.observation import Candidate, Drafted, RoundCost, Timing
 from policies.reasons import REASONS, Reason
-from tests.engine.driving import Drive, drive, load
+from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.pairs import Pair
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
@@ -210,3 +216,64 @@ def test_costs_are_measured_at_the_start(pair: Pair) -> None:
     assert {t.batch for t in timings} >= {1, 2, 4}
     assert {t.depth for t in timings} >= {0, 1, 2, 4}
     assert all(t.score_s > 0 and (t.draft_s > 0) == (t.drafts > 0) for t in timings)
+
+
+class Priced(CostModel):
+    """Every pass takes 2 ms and 20 µs a token, a forward of the draft .1 ms, a token that it reads 2 µs."""
+
+    def round_cost(self, batch: int, prefill: int) -> RoundCost:
+        verify = 2e-3 + 2e-5 * (batch + prefill + np.arange(1.0 + batch * 16))
+        return RoundCost(0.0, 0.0, 0.0, 1e-4, 2e-6, verify, np.zeros(17))
+
+    def observe(self, timing: Timing) -> None:
+        pass
+
+
+def priced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock has a part in what the policy does."""
+    control = engine.speculator.control
+    control.cost = Priced(16)
+    observe = control.observe
+
+    def timeless(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        observe(replace(timing, draft_s=0.0, score_s=2e-3, rest_s=0.0), drafted, idle)
+
+    monkeypatch.setattr(control, "observe", timeless)
+
+
+def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rounds: int) -> list[float]:
+    """Of each decoding sequence, four at a time; `changes` happen before the round of that number."""
+    numbers, drafts = count(), list[float]()
+    while len(drafts) < rounds:
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 4:
+            n = next(numbers)
+            engine.submit(Request(str(n), (5 + n % 50, 6 + n // 50), replace(PARAMS, seed=n, max_tokens=90)))
+        if len(drafts) in changes:
+            changes.pop(len(drafts))()
+        stats = engine.step().stats
+        if stats.decoding:
+            drafts.append(stats.drafted / stats.decoding)
+    return drafts
+
+
+def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 20 rounds, and within 200 after its repair. In between, newcomers try it for a few rounds."""
+    engine = load(twins, policy=PolicyConfig("goodput"), max_running=4)
+    priced(engine, monkeypatch)
+    table = model_drafter(engine).runner.decoder.embedding
+    good = table.clone()
+
+    def spoil() -> None:
+        table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(0), dtype=table.dtype))
+
+    def repair() -> None:
+        table.copy_(good)
+
+    changes = {60: spoil, 180: repair}
+    drafts = drafts_per_round(engine, changes, 480)
+    assert not changes
+    usual = mean(drafts[30:60])
+    assert usual > 4
+    assert min(drafts[60:80]) == 0
+    assert mean(drafts[80:180]) < 0.15 * usual
+    assert mean(drafts[380:]) > 0.8 * usual
