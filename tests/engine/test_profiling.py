@@ -152,7 +152,7 @@ def test_without_a_draft_model_the_target_is_profiled_all_the_same(pair: Pair) -
 def test_with_little_memory_fewer_sequences_are_profiled(pair: Pair) -> None:
     engine = small(pair, cache="paged", block_size=16, kv_tokens=200, max_model_len=96)
     timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
-    assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4)}  # three blocks each, of 13
+    assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4, 5)}  # of 13 blocks
     check_nothing_is_left(engine)
 
 
@@ -196,7 +196,7 @@ def test_a_drafter_that_fails_costs_the_rounds_with_drafts(pair: Pair, monkeypat
 
 
 def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds come kind after kind, and then again; what a few of them took too long does not count."""
+    """Rounds come kind after kind, a few of each in a row, and then again."""
     engine = small(pair)
     asked: list[int] = []
 
@@ -206,18 +206,19 @@ def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(profiling, "run_round", watching)
     profile(engine.target, engine.drafter, 2, DEPTH, AGES)
-    kinds = len(asked) // profiling.PASSES
-    assert asked == asked[:kinds] * profiling.PASSES
+    sweep = asked[: len(asked) // profiling.SWEEPS]
+    assert asked == sweep * profiling.SWEEPS
+    assert sweep == [drafts for drafts in sweep[:: profiling.RUNS] for _ in range(profiling.RUNS)]
 
 
 def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the first time, when everything is cold, and of one of the other four."""
+    """The first of each kind in a row, when everything is cold, and one in six of the others."""
     engine = small(pair)
-    kinds = len(profile(engine.target, engine.drafter, 2, DEPTH, AGES))
     rounds = itertools.count()
 
     def interrupted(*args: Any) -> Outcome:
-        slow = next(rounds) // kinds in (0, 2)
+        sweep, place = divmod(next(rounds) % (2 * profiling.RUNS), profiling.RUNS)
+        slow = not place or (not sweep and place == 1)
         return replace(run_round(*args), score_us=10**6 if slow else 10**3)
 
     monkeypatch.setattr(profiling, "run_round", interrupted)
