@@ -229,8 +229,9 @@ def _hold(runner: Runner, sequence: Sequence, depth: int) -> bool:
 
 
 def _go_back(runner: Runner, sequence: Sequence, uncached: int) -> None:
-    """Let so many of its last tokens be uncached, or all that are."""
-    length = min(runner.cache.length(sequence.handle), max(0, len(sequence.tokens) - uncached))
+    """Let so many of its last tokens be uncached, at most half of them: what begins anew could be indexed."""
+    kept = max(len(sequence.tokens) // 2, len(sequence.tokens) - uncached)
+    length = min(runner.cache.length(sequence.handle), kept)
     runner.cache.truncate_to(sequence.handle, length)
 
 
