@@ -34,12 +34,13 @@ from deployments.engine.llm import LLM
 from deployments.engine.types import DRAFTERS, RequestRecord, SamplingParams
 from policies.clairvoyant import Clairvoyant
 from policies.config import PolicyConfig
-from policies.control import Decision, SpecControl
+from policies.control import SpecControl
 from policies.cost import CostModel
 from policies.estimator import heat_of
 from policies.observation import Candidate, Drafted, Timing
 from policies.scenarios import cpu, drifting, gpu, mixed, profile, recovery
 from policies.simulate import Controller, Report, World, simulate
+from policies.standing import Decision
 
 FIXED = (1, 2, 4, 8)
 REPLAYED: tuple[Spec, ...] = (0, *FIXED, "heuristic", "optimal", "goodput")

@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from policies.config import PolicyConfig
-from policies.control import Decision, SpecControl
+from policies.control import SpecControl
 from policies.cost import CostModel
 from policies.estimator import Estimator
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
 from policies.planner import plan
 from policies.simulate import World
+from policies.standing import Decision
 
 
 class Clairvoyant(SpecControl):

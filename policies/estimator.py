@@ -20,7 +20,8 @@ other prompts than those of tests/policies/data; the optima are flat. The weight
 fails and is repaired is dropped and found again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -150,7 +151,7 @@ class Estimator:
         self._beliefs: Floats = np.empty((MIN_ROWS, len(LEVELS)))
         self._members: Ints = np.zeros(MIN_ROWS, np.int64)  # each row's population
         self._free = list(range(MIN_ROWS))
-        self._rounds = 0  # observed
+        self._rounds = 0  # observed since the populations were settled
 
     def survival(self, candidates: Sequence[Candidate]) -> Floats:
         """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nobody would draft."""
@@ -168,10 +169,11 @@ class Estimator:
             result[places] = population.survival(beliefs)
         return result
 
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
-        """Learn from a round. idle: handles of sequences that decoded in it without drafts.
+    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = (), rounds: int = 1) -> None:
+        """Learn from one or a few rounds at once. idle: handles of sequences that decoded in them without drafts, one
+        for each such round.
 
-        Call it once per round, whether or not anything was drafted in it: what is known ages in rounds.
+        All rounds are to be observed, whether or not anything was drafted in them: what is known ages in rounds.
         """
         groups: dict[int, list[Drafted]] = {}
         for outcome in outcomes:
@@ -179,29 +181,36 @@ class Estimator:
                 groups.setdefault(self._population(outcome.source, outcome.heat), []).append(outcome)
         for key, group in groups.items():
             rows = [self._row(outcome, key) for outcome in group]
-            self._beliefs[rows] = self._populations[key].learn(self._beliefs[rows], *_evidence(group, self.depth))
-        self._rounds += 1
-        if self._rounds % SETTLE == 0:
-            self._settle()
-        self._leak({*(outcome.handle for outcome in outcomes), *idle})
+            accepts, rejects = _evidence(group, self.depth)
+            if rounds > 1:
+                rows, accepts, rejects = _merged(rows, accepts, rejects)
+            self._beliefs[rows] = self._populations[key].learn(self._beliefs[rows], accepts, rejects)
+        self._rounds += rounds
+        if self._rounds >= SETTLE:
+            self._settle(self._rounds)
+            self._rounds = 0
+        self._leak(Counter([*(outcome.handle for outcome in outcomes), *idle]))
 
     def forget(self, handle: int) -> None:
         """The sequence is over. Unknown handles are none."""
         self._free.extend(self._rows.pop(handle, {}).values())
 
-    def _settle(self) -> None:
+    def _settle(self, rounds: int) -> None:
         """Let the populations age, and what follows from them be what was learned."""
         for pool in self._pools.values():
-            pool.age(SETTLE)
+            pool.age(rounds)
         for population in self._populations:
-            population.age(SETTLE)
+            population.age(rounds)
             population.refresh()
 
-    def _leak(self, handles: Iterable[int]) -> None:
-        rows = [row for handle in handles for row in self._rows.get(handle, {}).values()]
+    def _leak(self, rounds: Mapping[int, int]) -> None:
+        """rounds: handle → in how many it took part."""
+        rows = [(row, n) for handle, n in rounds.items() for row in self._rows.get(handle, {}).values()]
         if rows:
+            which, times = map(list, zip(*rows, strict=True))
             laws = np.array([population.law for population in self._populations])
-            self._beliefs[rows] += SWITCH * (laws[self._members[rows]] - self._beliefs[rows])
+            shares = 1 - (1 - SWITCH) ** np.array(times)
+            self._beliefs[which] += shares[:, None] * (laws[self._members[which]] - self._beliefs[which])
 
     def _population(self, source: str, heat: int) -> int:
         key = self._keys.get((source, heat))
@@ -244,3 +253,15 @@ def _evidence(outcomes: Sequence[Drafted], depth: int) -> tuple[Floats, Floats]:
         accepts[replaced], rejects[replaced] = 0.0, 0.0
         accepts[reached], rejects[reached] = values, 1 - values
     return accepts, rejects
+
+
+def _merged(rows: list[int], accepts: Floats, rejects: Floats) -> tuple[list[int], Floats, Floats]:
+    """The evidence of each row once: what it saw in one round, and what in the next."""
+    places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+    if len(places) == len(rows):
+        return rows, accepts, rejects
+    at = [places[row] for row in rows]
+    merged = np.zeros((2, len(places), accepts.shape[1]))
+    np.add.at(merged[0], at, accepts)
+    np.add.at(merged[1], at, rejects)
+    return list(places), merged[0], merged[1]

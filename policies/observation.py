@@ -74,7 +74,8 @@ class Observation:
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
-    round_s: float  # what the last round took; 0: there was none
+    rounds: int  # since the last choice
+    round_s: float  # mean of what they took; 0: there was none
 
     @property
     def free(self) -> Ints:
@@ -87,10 +88,9 @@ class State:
     """What a policy remembers from round to round; one kind for all, so that one may follow another."""
 
     ks: Mapping[int, int] = field(default_factory=dict)  # handle → k of the last plan
-    short: Mapping[int, Reason] = field(default_factory=dict)  # handle → why that plan gave it no more than that
-    age: int = 0  # rounds that the plan has stood for; 0: it is to be made anew
     credit_s: float = 0.0  # saved up for probes; negative: spent in advance
-    rounds: int = 0  # decided so far
+    rounds: int = 0  # decided about so far
+    probed: int = 0  # rounds at the last probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ class Choice:
     ks: Ints  # [B]
     reasons: tuple[Reason, ...]  # [B]
     confidence: float = 0.0  # a model's draft ends before a position at which the drafts' joint confidence is lower
+    stands: int = 1  # rounds that it may be used for while the same sequences run
+    joining: int | None = None  # k of sequences that join them meanwhile; None: that has to be chosen
 
 
 class Drafted(NamedTuple):

@@ -10,6 +10,7 @@ user        its request fixed k, turned speculation off, or set a max_k that is 
 cap         it may not emit more tokens, its drafter offers no more, or the server allows no more
 cache       there is no memory for more
 acceptance  more drafts would be rejected too often to pay, even if it ran alone
-load        more would pay if it ran alone, and do not beside the others of this round
+load        more would pay if it ran alone, and do not beside the others of this round; or it has just joined them, and
+            in a large batch that is planned for a round later
 probe       drafts that are not expected to pay, to learn whether they would
 """

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from policies.control import Decision
 from policies.observation import Candidate, Drafted, RoundCost, Timing
+from policies.standing import Decision
 
 MODEL = "model"  # the source whose drafts cost forwards
 PLENTY = 1 << 30  # memory is no limit here

@@ -4,7 +4,7 @@ A policy is a pure function of what is observed and of what it remembers. Every 
 request fixed, and stays within the limits, of which PolicyConfig.max_k is one. Standard library and numpy only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from policies.reasons import Reason
 
 Policy = Callable[[Observation, State], tuple[Choice, State]]
 
-REPLAN = 4  # rounds that a plan stands for: with few sequences, planning takes a few percent of a round
+STANDS = 4  # rounds that a plan stands for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds: a probe soon after the last drafts would learn what is known
 PROBE_DRAFTS = 4  # in all: several outcomes for what reading costs
 PROBED = (1, 2, 4)  # sequences that they may be divided among
@@ -49,7 +49,7 @@ class Off:
             bound if fixed >= 0 else "policy"
             for fixed, bound in zip(observation.fixed.tolist(), observation.bounds, strict=True)
         )
-        return Choice(ks, reasons), _next(observation, state, ks)
+        return Choice(ks, reasons, stands=STANDS, joining=0), _next(observation, state, ks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Fixed:
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
         ks = _within(observation, np.full_like(observation.limits, self.k))
-        return Choice(ks, _reasons(observation, ks)), _next(observation, state, ks)
+        return Choice(ks, _reasons(observation, ks), stands=STANDS, joining=self.k), _next(observation, state, ks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,15 @@ class Confidence:
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
         ks = _within(observation, observation.limits)
-        return Choice(ks, _reasons(observation, ks), self.threshold), _next(observation, state, ks)
+        reasons = _reasons(observation, ks)
+        return Choice(ks, reasons, self.threshold, STANDS, joining=observation.survival.shape[1]), _next(
+            observation, state, ks
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The planner's ks, looked at again every few rounds and whenever other sequences run or one has other drafts.
+    """The planner's ks.
 
     The last plan is kept while another one would be better by less than `hysteresis`: estimates are noisy, and a
     sequence that is left out and taken in again has a gap to read.
@@ -122,50 +125,37 @@ class Goodput:
     A plan without any draft teaches nothing, and the drafts may be better by now. Therefore a share of all time is
     saved up, and spent on a few drafts as soon as it covers them, all that must be read for them included, provided
     that they could change the plan.
+
+    A choice stands for a few rounds, but for one if it gives drafts to sequences that had none: they tell most.
     """
 
     hysteresis: float
     probe_share: float
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
-        state = state if self._stands(observation, state) else self._plan(observation, state)
-        ks = _last(observation, state)
-        short = [state.short[handle] for handle in observation.handles]
-        reasons = _bounded(observation, ks, short)
+        ks = self._plan(observation, state)
+        reasons = _reasons(observation, ks, lone_ks(observation))
         probe, credit_s = self._probe(observation, state, ks)
-        state = replace(state, credit_s=credit_s, rounds=state.rounds + 1, age=state.age + 1)
+        after = replace(_next(observation, state, ks), credit_s=credit_s)
         if probe is None:
-            return Choice(ks, reasons), state
+            begun = any(k and not state.ks.get(handle) for handle, k in after.ks.items())
+            return Choice(ks, reasons, stands=1 if begun else STANDS), after
         probed = tuple("probe" if k else reason for k, reason in zip(probe.tolist(), reasons, strict=True))
-        return Choice(probe, probed), state
+        return Choice(probe, probed), replace(after, probed=after.rounds)
 
-    def _stands(self, observation: Observation, state: State) -> bool:
-        """Whether the last plan is not to be looked at yet. What guess drafters offer differs from round to round."""
-        offers = bool(((observation.gaps == 0) & (observation.limits > 0)).any())
-        return 0 < state.age < REPLAN and not offers and state.short.keys() == set(observation.handles)
-
-    def _plan(self, observation: Observation, state: State) -> State:
-        """The state with the plan that stands from now on."""
+    def _plan(self, observation: Observation, state: State) -> Ints:
         best = plan(observation)
-        ks = best.ks
-        if state.ks.keys() == set(observation.handles):
-            last = _last(observation, state)
-            if best.goodput < (1 + self.hysteresis) * evaluate(observation, last).goodput:
-                ks = last
-        short: list[Reason] = ["load" if more else "acceptance" for more in (lone_ks(observation) > ks).tolist()]
-        return replace(
-            state,
-            ks=dict(zip(observation.handles, ks.tolist(), strict=True)),
-            short=dict(zip(observation.handles, short, strict=True)),
-            age=0,
-        )
+        if state.ks.keys() != set(observation.handles):
+            return best.ks
+        last = _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
+        return last if best.goodput < (1 + self.hysteresis) * evaluate(observation, last).goodput else best.ks
 
     def _probe(self, observation: Observation, state: State, ks: Ints) -> tuple[Ints | None, float]:
         """(ks with the drafts of a probe, if it is time for one; seconds saved up after it)."""
-        credit_s = state.credit_s + self.probe_share * observation.round_s
+        credit_s = state.credit_s + self.probe_share * observation.round_s * observation.rounds
         if ks.any() or not observation.free.size:
             return None, min(credit_s, BANKED * observation.round_s)
-        if state.rounds % PROBE_EVERY:
+        if state.rounds + observation.rounds - state.probed < PROBE_EVERY:
             return None, credit_s
         probe, cost_s = _cheapest_probe(observation)
         credit_s = min(credit_s, BANKED * max(cost_s, observation.round_s))
@@ -224,22 +214,12 @@ def _reasons(observation: Observation, ks: Ints, lone: Ints | None = None) -> tu
         short = ["policy"] * len(ks)
     else:
         short = ["load" if more else "acceptance" for more in (lone > ks).tolist()]
-    return _bounded(observation, ks, short)
-
-
-def _bounded(observation: Observation, ks: Ints, short: Sequence[Reason]) -> tuple[Reason, ...]:
-    """[B] what binds those that are at their limit, or that their request fixed; `short` of the others."""
     bound = ((ks >= observation.limits) | (observation.fixed >= 0)).tolist()
     return tuple(
         limit if binds else reason for binds, limit, reason in zip(bound, observation.bounds, short, strict=True)
     )
 
 
-def _last(observation: Observation, state: State) -> Ints:
-    """[B] of the last plan, within today's limits."""
-    return _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
-
-
 def _next(observation: Observation, state: State, ks: Ints) -> State:
     planned = dict(zip(observation.handles, ks.tolist(), strict=True))
-    return State(planned, credit_s=state.credit_s, rounds=state.rounds + 1)
+    return replace(state, ks=planned, rounds=state.rounds + observation.rounds)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from cache.protocol import CacheFull
 from deployments.engine.runner import Runner
 from deployments.engine.sequence import Sequence, State
-from policies.control import Decision
 from policies.reasons import Reason
+from policies.standing import Decision
 
 WORTH_SHARING = 16  # tokens in common, below which nobody waits for another's or shares its memory
 HEADROOM = 16  # positions per running sequence that must be free after an admission, or it would soon be undone

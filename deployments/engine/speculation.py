@@ -9,9 +9,10 @@ from deployments.engine.round import Outcome
 from deployments.engine.scheduler import Slice
 from deployments.engine.sequence import Sequence
 from policies.config import PolicyConfig
-from policies.control import Decision, SpecControl
+from policies.control import SpecControl
 from policies.estimator import heat_of
 from policies.observation import Candidate, Drafted, Timing
+from policies.standing import Decision
 
 
 class Speculator:

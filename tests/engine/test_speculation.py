@@ -42,7 +42,8 @@ def test_the_text_is_the_same_whatever_the_policy(pair: Pair, name: str) -> None
     plain = drive(load(pair), requests(k=0)).tokens
     run = drive(load(pair, policy=PolicyConfig(name, k=3)), requests())  # type: ignore[arg-type]
     assert run.tokens == plain
-    assert (run.drafted > 0) == (name != "off")
+    if name not in ("optimal", "goodput"):  # which look at the clock
+        assert (run.drafted > 0) == (name != "off")
 
 
 def test_a_draft_that_is_always_right_is_trusted_more_than_one_that_is_not(pair: Pair, twins: Pair) -> None:
@@ -179,13 +180,13 @@ def test_the_policy_sees_what_there_is(pair: Pair, monkeypatch: pytest.MonkeyPat
 def test_rounds_are_timed_for_the_cost_model(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(pair, policy=PolicyConfig("fixed", k=3), max_running=2)
     seen: list[Timing] = []
-    observe = engine.speculator.control.cost.observe
+    observe = engine.speculator.control.observe
 
-    def spy(timing: Timing) -> None:
+    def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int]) -> None:
         seen.append(timing)
-        observe(timing)
+        observe(timing, drafted, idle)
 
-    monkeypatch.setattr(engine.speculator.control.cost, "observe", spy)
+    monkeypatch.setattr(engine.speculator.control, "observe", spy)
     run = drive(engine, {0: [Request("a", (5, 6, 7), PARAMS)], 3: [Request("b", tuple(range(5, 45)), PARAMS, k=0)]})
     first, second = seen[:2]
     assert (first.batch, first.drafts, first.depth, first.prefill, first.forwards, first.read) == (1, 0, 0, 2, 0, 0)

@@ -41,6 +41,7 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "cost": cost,
         "alone": machine(),
         "last": {},
+        "rounds": 1,
         "round_s": 1e-3,
     }
     return Observation(**(usual | changes))

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from policies.config import PolicyConfig
-from policies.control import SpecControl
+from policies.control import MOST_ROUNDS, SpecControl
 from policies.observation import Candidate, Drafted, Timing
+from policies.spec_length import STANDS
+from policies.standing import YOUNGEST, Decision
 
 DEPTH = 8
 
@@ -51,6 +53,12 @@ def play(policy: SpecControl, good: Sequence[bool], rounds: int) -> list[list[in
     return played
 
 
+def anew(policy: SpecControl, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
+    """Not by a choice that still stands."""
+    policy.configure(policy.config)
+    return policy.plan(candidates, prefill)
+
+
 @pytest.mark.parametrize(
     ("changes", "k", "reason"),
     [
@@ -75,7 +83,7 @@ def test_what_bounds_k(changes: dict[str, object], k: int, reason: str) -> None:
     """Of a sequence that would be given more: every draft is accepted."""
     policy = control()
     play(policy, [True], 20)
-    decision = policy.plan([candidate(0, **changes)])
+    decision = anew(policy, [candidate(0, **changes)])
     assert (decision.ks, decision.reasons) == ([k], [reason])
 
 
@@ -107,7 +115,7 @@ def test_prompts_beside_a_round_do_not_make_drafts_look_cheap() -> None:
     """Its seconds are told all the same. Where drafts do not pay alone, they do not pay beside a long prompt."""
     policy = control()
     play(policy, [True, False], 40)
-    alone, beside = (policy.plan([candidate(2)], prefill) for prefill in (0, 4_000))
+    alone, beside = (anew(policy, [candidate(2)], prefill) for prefill in (0, 4_000))
     assert beside.ks == alone.ks
     assert beside.seconds - alone.seconds == pytest.approx(4_000 * 2e-5, rel=0.1)
 
@@ -115,7 +123,7 @@ def test_prompts_beside_a_round_do_not_make_drafts_look_cheap() -> None:
 def test_what_was_learned_outlives_a_change_of_policy() -> None:
     policy = control("fixed", k=4)
     play(policy, [False], 40)
-    policy.configure(PolicyConfig("goodput"))
+    policy.configure(PolicyConfig("goodput", probe_share=0.0))
     assert policy.plan([candidate()]).ks == [0]
     assert control().plan([candidate()]).ks != [0]  # which knows nothing, and tries
 
@@ -126,9 +134,67 @@ def test_a_sequence_that_is_gone_leaves_no_trace_but_in_the_mean() -> None:
     good, bad = policy.plan([candidate(0), candidate(1)]).alphas
     for handle in (0, 1, 1):
         policy.forget(handle)
-    again = policy.plan([candidate(0), candidate(1)]).alphas
+    again = anew(policy, [candidate(0), candidate(1)]).alphas
     assert again[0] == again[1]
     assert bad < again[0] < good
+
+
+def sure(policy: SpecControl, rounds: int, handles: Sequence[int] = (0, 1), **changes: object) -> list[list[int]]:
+    """Choices in rounds in which nothing is learned."""
+    return [policy.plan([candidate(n, **changes) for n in handles]).ks for _ in range(rounds)]
+
+
+def test_a_choice_stands_for_a_few_rounds() -> None:
+    """Drafts that all of a sudden are all rejected: that is seen when the next choice is made."""
+    policy = control(probe_share=0.0)
+    play(policy, [True, True], 40)
+    anew(policy, [candidate(0), candidate(1)])
+    rejected = play(policy, [False, False], STANDS + 12)
+    assert min(rejected[STANDS - 2]) == DEPTH
+    assert max(rejected[-1]) < DEPTH // 2
+
+
+def test_a_choice_stands_within_todays_limits() -> None:
+    policy = control()
+    play(policy, [True, False], 40)
+    first = anew(policy, [candidate(0), candidate(1)])
+    again = policy.plan([candidate(0, left=1), candidate(1)])
+    assert again.ks == [1, first.ks[1]]
+    assert again.reasons == ["cap", first.reasons[1]]
+    assert policy.plan([candidate(1), candidate(0, fixed=3)]).ks == [first.ks[1], 3]  # whoever is left, in any order
+
+
+def test_who_joins_waits_for_the_plan_no_longer_than_another_round() -> None:
+    policy = control()
+    play(policy, [True, True], 40)
+    anew(policy, [candidate(0), candidate(1)])
+    joined = sure(policy, YOUNGEST, (0, 1, 7))
+    assert joined[YOUNGEST - 2] == [DEPTH, DEPTH, 0]
+    assert joined[YOUNGEST - 1][2] > 0
+
+
+def test_who_joins_a_policy_that_gives_everybody_the_same_gets_it_at_once() -> None:
+    policy = control("fixed", k=3)
+    assert sure(policy, 1) == [[3, 3]]
+    assert sure(policy, 1, (0, 1, 7)) == [[3, 3, 3]]
+
+
+def test_guesses_are_chosen_about_in_every_round() -> None:
+    """What they offer is another thing in each."""
+    policy = control()
+    play(policy, [True], 20)
+    offered = [policy.plan([candidate(source="lookup", gap=0, offered=n)]).ks for n in (8, 0, 3, 8)]
+    assert offered == [[8], [0], [3], [8]]
+
+
+def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that only read prompts do not pile up."""
+    policy = control()
+    learned: list[Timing] = []
+    monkeypatch.setattr(policy.cost, "observe", learned.append)
+    for _ in range(MOST_ROUNDS):
+        policy.observe(Timing(1, 0, 0, 50, 0, 0, 0.0, 2e-3, 0.0), [], [0])
+    assert len(learned) == MOST_ROUNDS
 
 
 def test_no_candidates_and_no_drafts_at_all() -> None:

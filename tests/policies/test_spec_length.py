@@ -14,7 +14,7 @@ from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, State
 from policies.planner import plan, seconds
 from policies.reasons import REASONS
-from policies.spec_length import ADVANCE, PROBE_EVERY, REPLAN, make_policy
+from policies.spec_length import ADVANCE, PROBE_EVERY, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
@@ -137,11 +137,10 @@ def test_what_more_drafts_would_need(name: PolicyName) -> None:
 
 
 def rounds_that_changed(hysteresis: float) -> int:
-    """Of 300 in which there is a plan to be made, whose chances are noisy estimates of the same ones."""
+    """Of 300 whose chances are noisy estimates of the same ones."""
     random, policy = np.random.default_rng(0), make_policy(PolicyConfig(hysteresis=hysteresis))
     state, last, changed = State(), None, 0
     for _ in range(300):
-        state = replace(state, age=REPLAN)
         choice, state = policy(observe((np.array([0.7, 0.6, 0.5]) + random.normal(0, 0.05, 3)).tolist()), state)
         changed += last is not None and choice.ks.tolist() != last
         last = choice.ks.tolist()
@@ -151,31 +150,6 @@ def rounds_that_changed(hysteresis: float) -> int:
 def test_noise_does_not_change_the_plan() -> None:
     assert rounds_that_changed(0.02) <= 10
     assert rounds_that_changed(0.0) >= 100  # negative control
-
-
-def test_a_plan_is_looked_at_every_few_rounds_and_when_others_run() -> None:
-    """Drafts that all of a sudden are accepted for sure: the policy sees it a few rounds later."""
-    policy = make_policy(PolicyConfig())
-    before, sure = observe([0.05, 0.05]), observe([0.99, 0.99])
-    _, state = policy(before, State())
-    held = []
-    for _ in range(REPLAN):
-        choice, state = policy(sure, state)
-        held.append(int(choice.ks.min()))
-    assert held == [0] * (REPLAN - 1) + [DEPTH]
-    _, state = policy(before, State())
-    choice, _ = policy(observe([0.99] * 3), state)
-    assert choice.ks.tolist() == [DEPTH] * 3  # another set of sequences
-    choice, _ = policy(observe([0.99] * 2, gaps=np.array([1, 0])), state)
-    assert choice.ks.tolist() == [DEPTH] * 2  # one has something to look up
-
-
-def test_a_plan_that_stands_keeps_its_reasons_and_the_limits() -> None:
-    policy = make_policy(PolicyConfig())
-    first, state = policy(observe([0.9, 0.05]), State())
-    again, _ = policy(observe([0.9, 0.05], limits=np.array([1, DEPTH])), state)
-    assert again.ks.tolist() == [1, 0]
-    assert again.reasons == ("cap", first.reasons[1])
 
 
 def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
@@ -271,7 +245,7 @@ def test_a_probe_is_a_few_drafts_at_once_where_the_least_is_to_read() -> None:
 def test_a_probe_is_not_the_plan() -> None:
     """What hysteresis keeps is what was planned."""
     policy = make_policy(PolicyConfig())
-    choice, state = policy(observe([0.05, 0.05]), State(credit_s=1.0))
+    choice, state = policy(observe([0.05, 0.05]), State(credit_s=1.0, rounds=PROBE_EVERY))
     assert "probe" in choice.reasons
     assert set(state.ks.values()) == {0}
     choice, state = policy(observe([0.05, 0.05]), state)
@@ -295,7 +269,7 @@ def test_probes_keep_a_distance() -> None:
     ],
 )
 def test_probes_only_where_there_is_something_to_learn(changes: dict[str, Any], probed: bool) -> None:
-    choice = choose("goodput", observe([0.02, 0.02], **changes), State(credit_s=1.0))
+    choice = choose("goodput", observe([0.02, 0.02], **changes), State(credit_s=1.0, rounds=PROBE_EVERY))
     assert ("probe" in choice.reasons) == probed
 
 
