@@ -9,10 +9,11 @@ to turn. No prompt shares memory with another, and prompts are read in large chu
 Before what is counted every variant has one turn that is not. What is learned of acceptance and cost is kept from turn
 to turn, as in a server, and each variant learns from its own rounds only.
 
-First table, with prefill and for decode steps alone: tokens per second; over `off` and over the best fixed k of that
-batch size, off being k = 0. These are medians of ratios within turns, with 95 % intervals; turns are what is resampled
-(some 20 are needed for that), and the best fixed k is chosen on other turns than those compared, see compare.py; `best
-k` is the choice for even and for odd repeats. `off again` is `off` measured twice: what it differs from 1 by is noise.
+First table, as long as all places are taken, with prefill and for decode steps alone: tokens per second; over `off` and
+over the best fixed k of that batch size, off being k = 0. These are medians of ratios within turns, with 95 %
+intervals; turns are what is resampled (some 20 are needed for that), and the best fixed k is chosen on other turns than
+those compared, see compare.py; `best k` is the choice for even and for odd repeats. `off again` is `off` measured
+twice: what it differs from 1 by is noise.
 Second table: geometric means over the batch sizes, the lowest of these, and the lowest lower bound. Third table: α of
 reached drafts; tokens per sequence and round; milliseconds per draft step and per target forward; overhead, the wall
 time of a step over that of its forwards; the decode speedup predicted from α and the two times; achieved over
@@ -41,7 +42,7 @@ from deployments.engine.types import SamplingParams
 from policies.reasons import REASONS
 
 FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieved/predicted")
-RATES = {"": "tokens_per_s", "decode ": "decode_tokens_per_s"}
+RATES = {"": "busy_tokens_per_s", "decode ": "decode_tokens_per_s"}
 Prompts = Sequence[Sequence[int]]
 Rows = list[dict[str, object]]
 
@@ -234,7 +235,7 @@ def scaling(cells: Sequence[Cell]) -> Rows:
             "batch": cell.batch,
             "over batch": smallest.batch,
             "spec": wide.name,
-            "throughput ratio": median_ratio(wide.rates("tokens_per_s"), narrow.rates("tokens_per_s")),
+            "throughput ratio": median_ratio(wide.rates("busy_tokens_per_s"), narrow.rates("busy_tokens_per_s")),
         }
         for cell in others
         for wide, narrow in zip(cell.variants, smallest.variants, strict=True)
@@ -245,7 +246,7 @@ def draw(cells: Sequence[Cell], title: str) -> str:
     """The plot: speedup over `off`, prefill included, by batch size."""
     names = [variant.name for variant in cells[0].variants[1:]]
     lines = {
-        name: [cell.over_off(cell.variants[place], "tokens_per_s").interval for cell in cells]
+        name: [cell.over_off(cell.variants[place], "busy_tokens_per_s").interval for cell in cells]
         for place, name in enumerate(names, 1)
     }
     labels = [str(cell.batch) for cell in cells]

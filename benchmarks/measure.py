@@ -49,6 +49,18 @@ class Run:
         return sum(map(len, self.outputs)) / self.seconds
 
     @property
+    def busy_tokens_per_s(self) -> float:
+        """Emitted tokens per second, prefill included, up to the last step in which all places were taken.
+
+        Behind it requests end and none is left to take their places, so that batches get smaller than what is to be
+        measured: the sooner, the more their speeds differ. Of a single call only.
+        """
+        full = max(step.sequences for step in self.steps)
+        last = max(i for i, step in enumerate(self.steps) if step.sequences == full)
+        window = self.steps[: last + 1]
+        return sum(step.emitted for step in window) / sum(step.step_us for step in window) * 1e6
+
+    @property
     def alpha(self) -> float | None:
         return acceptance_rate(*self._drafts)
 

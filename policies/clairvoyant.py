@@ -47,7 +47,7 @@ class _TrueChances(Estimator):
         self._bits = bits
         self._places = np.arange(1, depth + 1)
 
-    def survival(self, candidates: Sequence[Candidate]) -> Floats:
+    def survival(self, candidates: Sequence[Candidate], hopeful: bool = False) -> Floats:
         if self._bits:
             runs = np.array([self._world.run(c.handle) for c in candidates])
             return (runs[:, None] >= self._places).astype(np.float64)

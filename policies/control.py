@@ -61,13 +61,14 @@ class SpecControl:
         observation, prompts_s = self._observation(candidates, prefill)
         self._rounds, self._spent_s = 0, 0.0
         choice, self._state = self._policy(observation, self._state)
+        expected = replace(observation, survival=self.estimator.survival(candidates))
         decision = Decision(
             choice.ks.tolist(),
             list(choice.reasons),
-            observation.survival[:, 0].tolist(),
+            expected.survival[:, 0].tolist(),
             choice.confidence,
-            prompts_s + seconds(observation, choice.ks, amortised=False),
-            expected_tokens(observation, choice.ks),
+            prompts_s + seconds(expected, choice.ks, amortised=False),
+            expected_tokens(expected, choice.ks),
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
         self._standing = Standing(decision, choice.stands, choice.joining, places)
@@ -120,7 +121,7 @@ class SpecControl:
             fixed=np.array(limits.fixed),
             limits=np.array(limits.most),
             bounds=tuple(limits.bounds),
-            survival=self.estimator.survival(candidates),
+            survival=self.estimator.survival(candidates, hopeful=True),
             gaps=gaps,
             horizon=np.clip(left // 2, 1, HORIZON),  # a round emits some two tokens
             cost=cost,

@@ -24,10 +24,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import exp
 
 import numpy as np
 
-from policies.observation import Bools, Candidate, Drafted, Floats, Ints
+from policies.observation import Candidate, Drafted, Floats, Ints
 
 BASE_RATE = 0.65  # acceptance to expect of a drafter that nothing is known of
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # of hazard around BASE_RATE's: acceptance from .997 down to .008
@@ -38,12 +39,15 @@ BASE_WEIGHT = 10.0  # of the base law, in rounds of one sequence: it is a guess,
 DOUBT = 0.1  # of every population's law that stays the base law: .05 to .2 are as likely, and where nothing was ever
 # accepted it is what lets a few probes convince
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
-MEMORY = 0.98  # per round, of what the population was learned from: half of it is 34 rounds old or less
+SPAN = 8.0  # rounds of a sequence, from which on each counts less: the population is one of sequences, not of rounds
+MOST_WEIGHT = 100.0  # that what the population was learned from may have, in rounds of new sequences
+MEMORY = 0.98  # of it, per round without drafts
 FLOOR_WEIGHT = 4.0  # to which ageing takes a source's evidence, its mean unchanged: a few probes then overturn it
 POOL_WEIGHT = 8.0  # of a source's pool of all heats, against what is known of one heat, in rounds of one sequence
 FACTOR_MEMORY = 0.995  # per round; longer: a drafter's decay with depth changes less than its texts do
 FACTOR_WEIGHT = 20.0  # expected failures: the weight of f = 1 at first, and what ageing leaves
 FACTOR_RANGE = (0.1, 10.0)  # of f, which for want of failures would be 0 or infinite
+TRIALS = 2  # rounds in which a sequence is given the benefit of the doubt
 SETTLE = 4  # rounds after which what was learned of a population counts; that is what costs time with few sequences
 BUCKETS = (0, 1, 2, 2)  # of positions 1, 2, 3–4; all behind are in LAST_BUCKET
 LAST_BUCKET = 3
@@ -71,9 +75,20 @@ class _Pool:
 
     counts: Floats = field(default_factory=lambda: BASE_LAW * BASE_WEIGHT)
 
+    learned: bool = False  # since it aged last
+
     def age(self, rounds: int) -> None:
-        weight = float(self.counts.sum())
-        self.counts *= max(MEMORY**rounds, min(1.0, FLOOR_WEIGHT / weight))
+        """Rounds have passed; those without drafts take off weight."""
+        if not self.learned and self.counts.any():
+            weight = float(self.counts.sum())
+            self.counts *= max(MEMORY**rounds, min(1.0, FLOOR_WEIGHT / weight))
+        self.learned = False
+
+    def add(self, evidence: Floats) -> None:
+        """[levels]. What is older gives way to it."""
+        self.counts *= exp(-float(evidence.sum()) / MOST_WEIGHT)
+        self.counts += evidence
+        self.learned = True
 
     @property
     def law(self) -> Floats:
@@ -85,7 +100,7 @@ class _Population:
 
     def __init__(self, pool: _Pool, depth: int) -> None:
         self.pool = pool
-        self.counts: Floats = np.zeros_like(LEVELS)
+        self.own = _Pool(np.zeros_like(LEVELS))
         self.failed: Floats = np.full(LAST_BUCKET + 1, FACTOR_WEIGHT)  # per position bucket: seen, and
         self.expected: Floats = np.full(LAST_BUCKET + 1, FACTOR_WEIGHT)  # expected were all f = 1
         self._bucket: Ints = np.array([*BUCKETS, *[LAST_BUCKET] * depth][:depth])
@@ -94,7 +109,7 @@ class _Population:
 
     def refresh(self) -> None:
         """Recompute what follows from the counts."""
-        law = (self.counts + POOL_WEIGHT * self.pool.law) / (self.counts.sum() + POOL_WEIGHT)
+        law = (self.own.counts + POOL_WEIGHT * self.pool.law) / (self.own.counts.sum() + POOL_WEIGHT)
         self.law: Floats = (1 - DOUBT) * law + DOUBT * BASE_LAW
         factors = np.clip(self.failed / self.expected, *FACTOR_RANGE)
         self._factors: Floats = factors[self._bucket]
@@ -110,23 +125,26 @@ class _Population:
         return survival
 
     def age(self, rounds: int) -> None:
-        self.counts *= MEMORY**rounds
+        self.own.age(rounds)
         kept = np.maximum(FACTOR_MEMORY**rounds, np.minimum(1.0, FACTOR_WEIGHT / self.expected))
         self.failed *= kept
         self.expected *= kept
 
-    def learn(self, beliefs: Floats, accepts: Floats, rejects: Floats) -> Floats:
-        """Beliefs [N, levels] after rounds with these outcomes [N, depth], both 0 where nothing was observed."""
-        self._learn_factors(self.survival(beliefs), rejects, accepts + rejects > 0)
+    def learn(self, beliefs: Floats, accepts: Floats, rejects: Floats, weights: Floats) -> Floats:
+        """Beliefs [N, levels] after rounds with these outcomes [N, depth], both 0 where nothing was observed.
+
+        weights [N]: of each as a sample of the population.
+        """
+        self._learn_factors(self.survival(beliefs), rejects, accepts + rejects)
         logs = accepts @ self._log_accept.T + rejects @ self._log_reject.T
         after: Floats = beliefs * np.exp(logs - logs.max(1, keepdims=True))
         after /= after.sum(1, keepdims=True)
-        seen = after.sum(0)
-        self.counts += seen
-        self.pool.counts += seen
+        evidence = weights @ after
+        self.own.add(evidence)
+        self.pool.add(evidence)
         return after
 
-    def _learn_factors(self, survival: Floats, rejects: Floats, observed: Bools) -> None:
+    def _learn_factors(self, survival: Floats, rejects: Floats, observed: Floats) -> None:
         """f is failures seen over failures expected, given what was believed of each sequence before."""
         reached = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
         expected = (1 - survival / reached) / self._factors
@@ -150,11 +168,16 @@ class Estimator:
         self._rows: dict[int, dict[str, int]] = {}  # handle → source → row of:
         self._beliefs: Floats = np.empty((MIN_ROWS, len(LEVELS)))
         self._members: Ints = np.zeros(MIN_ROWS, np.int64)  # each row's population
+        self._seen: Floats = np.zeros(MIN_ROWS)  # rounds
         self._free = list(range(MIN_ROWS))
         self._rounds = 0  # observed since the populations were settled
 
-    def survival(self, candidates: Sequence[Candidate]) -> Floats:
-        """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nobody would draft."""
+    def survival(self, candidates: Sequence[Candidate], hopeful: bool = False) -> Floats:
+        """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nobody would draft.
+
+        hopeful: for a sequence that has drafted in fewer than TRIALS rounds, the chance if it is of the better half of
+        what it may be. Who always expects the mean never learns which sequences are better than that.
+        """
         result = np.zeros((len(candidates), self.depth))
         groups: dict[int, tuple[list[int], list[int]]] = {}
         for place, candidate in enumerate(candidates):
@@ -164,8 +187,12 @@ class Estimator:
                 rows.append(self._rows.get(candidate.handle, {}).get(candidate.source, -1))
         for key, (places, rows) in groups.items():
             population = self._populations[key]
+            unknown = np.array(rows) < 0
             beliefs = self._beliefs[rows]
-            beliefs[np.array(rows) < 0] = population.law
+            beliefs[unknown] = population.law
+            if hopeful:
+                fresh = unknown | (self._seen[rows] < TRIALS)
+                beliefs[fresh] = _better_half(beliefs[fresh])
             result[places] = population.survival(beliefs)
         return result
 
@@ -182,9 +209,12 @@ class Estimator:
         for key, group in groups.items():
             rows = [self._row(outcome, key) for outcome in group]
             accepts, rejects = _evidence(group, self.depth)
+            seen = np.ones(len(rows))
             if rounds > 1:
-                rows, accepts, rejects = _merged(rows, accepts, rejects)
-            self._beliefs[rows] = self._populations[key].learn(self._beliefs[rows], accepts, rejects)
+                rows, accepts, rejects, seen = _merged(rows, accepts, rejects)
+            weights = seen / (1 + self._seen[rows] / SPAN)
+            self._seen[rows] += seen
+            self._beliefs[rows] = self._populations[key].learn(self._beliefs[rows], accepts, rejects, weights)
         self._rounds += rounds
         if self._rounds >= SETTLE:
             self._settle(self._rounds)
@@ -211,6 +241,7 @@ class Estimator:
             laws = np.array([population.law for population in self._populations])
             shares = 1 - (1 - SWITCH) ** np.array(times)
             self._beliefs[which] += shares[:, None] * (laws[self._members[which]] - self._beliefs[which])
+            self._seen[which] *= 1 - shares  # what turns into another sample counts as one again
 
     def _population(self, source: str, heat: int) -> int:
         key = self._keys.get((source, heat))
@@ -225,6 +256,7 @@ class Estimator:
         if row is None:
             row = rows[outcome.source] = self._new_row()
             self._beliefs[row] = self._populations[key].law
+            self._seen[row] = 0.0
         self._members[row] = key
         return row
 
@@ -233,8 +265,15 @@ class Estimator:
             size = len(self._beliefs)
             self._beliefs = np.concatenate([self._beliefs, np.empty_like(self._beliefs)])
             self._members = np.concatenate([self._members, np.zeros_like(self._members)])
+            self._seen = np.concatenate([self._seen, np.zeros_like(self._seen)])
             self._free.extend(range(size, 2 * size))
         return self._free.pop()
+
+
+def _better_half(beliefs: Floats) -> Floats:
+    """[N, levels], given that the hazard is below its median; LEVELS ascend."""
+    before = beliefs.cumsum(1) - beliefs
+    return 2 * np.clip(0.5 - before, 0.0, beliefs)
 
 
 def _evidence(outcomes: Sequence[Drafted], depth: int) -> tuple[Floats, Floats]:
@@ -255,13 +294,11 @@ def _evidence(outcomes: Sequence[Drafted], depth: int) -> tuple[Floats, Floats]:
     return accepts, rejects
 
 
-def _merged(rows: list[int], accepts: Floats, rejects: Floats) -> tuple[list[int], Floats, Floats]:
-    """The evidence of each row once: what it saw in one round, and what in the next."""
+def _merged(rows: list[int], accepts: Floats, rejects: Floats) -> tuple[list[int], Floats, Floats, Floats]:
+    """The evidence of each row once, what it saw in one round and what in the next, and in how many it saw any."""
     places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
-    if len(places) == len(rows):
-        return rows, accepts, rejects
     at = [places[row] for row in rows]
     merged = np.zeros((2, len(places), accepts.shape[1]))
     np.add.at(merged[0], at, accepts)
     np.add.at(merged[1], at, rejects)
-    return list(places), merged[0], merged[1]
+    return list(places), merged[0], merged[1], np.bincount(at).astype(np.float64)

@@ -68,7 +68,7 @@ class Observation:
     fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy's to choose
     limits: Ints  # [B] most drafts that each may get
     bounds: tuple[Reason, ...]  # [B] what a k at its limit is due to: user, cap or cache
-    survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted
+    survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted, as hoped for of newcomers
     gaps: Ints  # [B] as Candidate.gap
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
     cost: RoundCost

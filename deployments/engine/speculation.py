@@ -51,7 +51,7 @@ class Speculator:
                 read=drafts.read,
                 draft_s=outcome.draft_us / 1e6,
                 score_s=outcome.score_us / 1e6,
-                rest_s=rest_us / 1e6,
+                rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # choosing k takes as long whatever is chosen
             )
             drafted = [told for i, part in enumerate(outcome.slices) if (told := _drafted(part, i, outcome))]
             idle = [s.sequence.handle for s, k in zip(outcome.slices, drafts.ks, strict=True) if not k]

@@ -21,7 +21,7 @@ def round_step(draft_us: int, draft_steps: int, target_us: int, step_us: int, **
     """A step whose proposing and scoring took ten microseconds more than their forwards."""
     whole = {"draft_us": draft_us + 10, "score_us": target_us + 10, "step_us": step_us, "emitted": 6}
     forwards = {"draft_forward_us": draft_us, "draft_steps": draft_steps, "target_forward_us": target_us}
-    return step(sequences=2, drafted=8, accepted=4, **(whole | forwards | more))
+    return step(**({"sequences": 2, "drafted": 8, "accepted": 4} | whole | forwards | more))
 
 
 class ScriptedEngine:
@@ -54,6 +54,14 @@ def test_run_derives_its_figures_from_settled_decode_steps() -> None:
     assert run.target_s == pytest.approx(1000e-6)
     assert run.overhead == pytest.approx(3300 / 3000)
     assert run.decode_tokens_per_s == pytest.approx(12 / 3300e-6)
+
+
+def test_busy_tokens_per_s_leaves_out_the_tail() -> None:
+    """In which some have finished and nobody takes their places; not the gap before in which somebody was late."""
+    steps = [round_step(0, 0, 900, 1000, sequences=n) for n in (1, 4, 3, 4, 2, 1)]
+    run = Run(1.0, [[1]], [record([0], [0], [1])], steps)
+    emitted = [step.emitted for step in steps]
+    assert run.busy_tokens_per_s == pytest.approx(sum(emitted[:4]) / 4000e-6)
 
 
 def test_tokens_per_s_counts_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

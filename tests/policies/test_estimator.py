@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.estimator import BASE_RATE, MIN_ROWS, SETTLE, Estimator, heat_of
+from policies.estimator import BASE_RATE, MIN_ROWS, SETTLE, TRIALS, Estimator, heat_of
 from policies.observation import Candidate, Drafted, Floats
 
 RECORDING = Path(__file__).parent / "data" / "demo_rounds.json"
@@ -230,7 +230,7 @@ def test_rounds_without_drafts_do_not_make_hopeful_but_ready_to_be_convinced() -
         waited.observe([], idle=range(8))
     assert first(waited, 200) <= first(fresh, 200) + 0.01 < 0.1
     assert after_probes(fresh) < 0.15
-    assert after_probes(waited) > 0.3
+    assert after_probes(waited) > 0.2
 
 
 def test_one_success_convinces_nobody_however_old_the_rest_is() -> None:
@@ -399,13 +399,41 @@ def test_who_gets_no_drafts_becomes_like_all() -> None:
 
 def test_what_one_heat_shows_is_the_first_guess_for_another_until_it_has_its_own() -> None:
     estimator = Estimator(DEPTH)
-    for _ in range(100):
-        estimator.observe([drafted(0, 4, 0, heat=0)])
+    for n in range(100):
+        estimator.observe([drafted(10 + n // 5, 4, 0, heat=0)])
     assert first(estimator, 9, heat=2) < 0.2
-    for _ in range(100):
-        estimator.observe([drafted(0, 4, 0, heat=0), drafted(1, 4, 4, heat=2)])
+    for n in range(100):
+        estimator.observe([drafted(30 + n // 5, 4, 0, heat=0), drafted(60 + n // 5, 4, 4, heat=2)])
     assert first(estimator, 9, heat=0) < 0.2
-    assert first(estimator, 9, heat=2) > 0.8
+    assert first(estimator, 9, heat=2) > 0.75
+
+
+def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> None:
+    """But for the leak between them."""
+    random = np.random.default_rng(1)
+    single, several = Estimator(DEPTH), Estimator(DEPTH)
+    for _ in range(60):
+        rounds = [[drafted(n, 4, int(random.geometric(0.4)) - 1 if n else 0) for n in range(3)] for _ in range(4)]
+        rounds = [[o._replace(accepted=min(4, o.accepted)) for o in outcomes] for outcomes in rounds]
+        for outcomes in rounds:
+            single.observe(outcomes, [7])
+        several.observe([o for outcomes in rounds for o in outcomes], [7] * 4, rounds=4)
+        asked = [candidate(handle) for handle in (0, 1, 2, 7, 9)]
+        assert np.abs(single.survival(asked) - several.survival(asked)).max() < 0.06
+
+
+def test_newcomers_are_hoped_to_be_of_the_better_half() -> None:
+    estimator = Estimator(DEPTH)
+    for n in range(60):
+        estimator.observe([drafted(10 + n, 4, 4 * (n % 2))])
+    asked = [candidate(9)]
+    mean, hope = estimator.survival(asked)[0, 0], estimator.survival(asked, hopeful=True)[0, 0]
+    assert mean < 0.75
+    assert hope > 0.85
+    for _ in range(TRIALS):
+        assert estimator.survival(asked, hopeful=True)[0, 0] > estimator.survival(asked)[0, 0]
+        estimator.observe([drafted(9, 4, 0)])
+    assert estimator.survival(asked, hopeful=True)[0, 0] == estimator.survival(asked)[0, 0] < 0.3
 
 
 def test_sources_are_told_apart() -> None:
