@@ -4,8 +4,9 @@
         --spec off,1,2,4,8,goodput --concurrency 1,4,8,16 --repeats 20 --plot decode.svg
 
 --spec takes off, numbers (that k for everyone) and policies. One engine per batch size runs all of them: each
-continues a group of prompts, two batches of them, before the next group's turn, and who goes first changes from turn
+continues a group of prompts, three batches of them, before the next group's turn, and who goes first changes from turn
 to turn. No prompt shares memory with another, and prompts are read in large chunks, so that most steps only decode.
+Texts are of --max-tokens on average, from half to one and a half of that, so that they do not end all at once.
 Before what is counted every variant has one turn that is not. What is learned of acceptance and cost is kept from turn
 to turn, as in a server, and each variant learns from its own rounds only.
 
@@ -27,7 +28,8 @@ On other devices than the CPU a forward returns before it is done, so what is de
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 
@@ -43,6 +45,8 @@ from policies.reasons import REASONS
 
 FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieved/predicted")
 RATES = {"": "busy_tokens_per_s", "decode ": "decode_tokens_per_s"}
+WAVES = 3  # batches of a group
+SHARES = (4, 2, 5, 3, 6)  # quarters of max_tokens, one after the other
 Prompts = Sequence[Sequence[int]]
 Rows = list[dict[str, object]]
 
@@ -87,14 +91,22 @@ def make_variants(specs: Sequence[Spec]) -> list[Variant]:
 
 
 def split(prompts: Prompts, batch: int) -> list[Prompts]:
-    """Groups of two batches: the second fills the places that the first one's early finishers leave."""
-    return [prompts[i : i + 2 * batch] for i in range(0, len(prompts), 2 * batch)]
+    """Groups of a few batches: the others fill the places that the first one's early finishers leave."""
+    return [prompts[i : i + WAVES * batch] for i in range(0, len(prompts), WAVES * batch)]
 
 
 def whole_groups(prompts: Prompts, batch: int) -> list[Prompts]:
     """Groups of the same size, so that turns weigh the same; a single smaller one if there are not enough prompts."""
     groups = split(prompts, batch)
-    return [group for group in groups if len(group) == 2 * batch] or groups
+    return [group for group in groups if len(group) == WAVES * batch] or groups
+
+
+def spread(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Lengths from half to one and a half of max_tokens: in step, plain requests would all end at once, and wait for
+    each other's prompts, as those of other variants never do."""
+    return [
+        replace(params, max_tokens=max(1, params.max_tokens * share // 4)) for share in islice(cycle(SHARES), count)
+    ]
 
 
 def run_turn(
@@ -105,7 +117,7 @@ def run_turn(
     shift = first % len(variants)
     for variant in [*variants[shift:], *variants[:shift]]:
         chooser.use(variant.name, variant.spec)
-        runs[variant.name] = timed_run(llm, group, params, None if variant.spec else 0)
+        runs[variant.name] = timed_run(llm, group, spread(params, len(group)), None if variant.spec else 0)
     return [runs[variant.name] for variant in variants]
 
 

@@ -148,13 +148,14 @@ def merge(runs: Sequence[Run]) -> Run:
     )
 
 
-Generate = Callable[[Sequence[Sequence[int]], SamplingParams, int | None], Sequence[Generated]]
+Params = SamplingParams | Sequence[SamplingParams]  # of all prompts, or of each
+Generate = Callable[[Sequence[Sequence[int]], Params, int | None], Sequence[Generated]]
 
 
 def timed_run(
     llm: Generator,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: Params,
     k: int | None,
     generate: Generate | None = None,
 ) -> Run:
@@ -167,7 +168,8 @@ def timed_run(
     completions = (generate or llm.generate)(prompts, params, k)
     seconds = time.perf_counter() - start
     outputs = [list(c.token_ids) for c in completions]
-    lengths = {len(tokens) for tokens in outputs}
-    if lengths != {params.max_tokens}:
-        raise RuntimeError(f"outputs of {sorted(lengths)} tokens where {params.max_tokens} were asked for")
+    lengths = [len(tokens) for tokens in outputs]
+    asked = [p.max_tokens for p in ([params] * len(prompts) if isinstance(params, SamplingParams) else params)]
+    if lengths != asked:
+        raise RuntimeError(f"outputs of {sorted({*lengths})} tokens where {sorted({*asked})} were asked for")
     return Run(seconds, outputs, [c.record for c in completions], list(llm.steps))

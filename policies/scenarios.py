@@ -133,10 +133,11 @@ WINDOW = 10  # rounds over which a level is a mean
 def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | None]:
     """(rounds until a broken drafter is left alone, rounds from its repair until it is used again); None: never.
 
-    Left alone: mean k below .1. Used again: the mean of ten rounds is at least half of that of all before the damage.
+    Left alone: mean k below a tenth of what it was. Used again: the mean of ten rounds is at least half of that of all
+    before the damage.
     """
     before = float(np.mean(mean_ks[: broken.start]))
-    left = next((i for i, k in enumerate(mean_ks[broken.start : broken.stop]) if k < 0.1), None)
+    left = next((i for i, k in enumerate(mean_ks[broken.start : broken.stop]) if k < before / 10), None)
     after = mean_ks[broken.stop :]
     means = [float(np.mean(after[i : i + WINDOW])) for i in range(len(after) - WINDOW + 1)]
     return left, next((i for i, mean in enumerate(means) if mean >= before / 2), None)

@@ -1,7 +1,10 @@
 """The decode benchmark: its ratios on scripted runs, and the whole of it on the demo pair."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +13,7 @@ from benchmarks import decode
 from benchmarks.decode import Cell, Variant
 from benchmarks.measure import Run
 from benchmarks.stats import predicted_speedup
+from deployments.engine.types import SamplingParams
 from policies.reasons import REASONS
 from tests.benchmarks.scripted import record, step
 
@@ -17,17 +21,21 @@ PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--thr
 
 
 def run(
-    seconds: float, k: int = 0, accepted: int = 0, draft_us: int = 0, target_us: int = 1000, step_us: int = 0
+    busy_s: float, k: int = 0, accepted: int = 0, draft_us: int = 0, target_us: int = 1000, step_us: int = 0
 ) -> Run:
-    """A run of one sequence whose every round is alike, and whose first two steps only read the prompt."""
-    emitted, rounds = accepted + 1, 10
+    """A run of two sequences whose every round is alike.
+
+    Their prompts are read in what the rounds leave of the busy seconds; a slow step of a single sequence follows.
+    """
+    emitted, rounds, round_us = accepted + 1, 10, step_us or draft_us + target_us
     told = record([k] * rounds, [accepted] * rounds, [emitted] * rounds, "acceptance")
-    drafts = {"drafted": k, "accepted": accepted, "draft_us": draft_us, "draft_steps": k, "draft_forward_us": draft_us}
-    target = {"score_us": target_us, "target_forward_us": target_us, "step_us": step_us or draft_us + target_us}
-    chosen = {"decoding": 1, "predicted_us": 500, "predicted_tokens": 2.0 * emitted}
-    return Run(
-        seconds, [[1] * emitted * rounds], [told], [step(emitted=emitted, **drafts, **target, **chosen)] * rounds
-    )
+    drafts = {"drafted": 2 * k, "accepted": 2 * accepted, "draft_us": draft_us}
+    forwards = {"draft_steps": k, "draft_forward_us": draft_us, "score_us": target_us, "target_forward_us": target_us}
+    chosen = {"decoding": 2, "predicted_us": 500, "predicted_tokens": 4.0 * emitted}
+    alike = step(sequences=2, emitted=2 * emitted, step_us=round_us, **drafts, **forwards, **chosen)
+    prompts = step(sequences=2, prefill_tokens=6, emitted=0, step_us=round(busy_s * 1e6) - rounds * round_us)
+    tail = step(sequences=1, emitted=0, step_us=9_000_000)
+    return Run(busy_s + 9, [[1] * emitted * rounds] * 2, [told] * 2, [prompts, *[alike] * rounds, tail])
 
 
 def cell(*variants: Variant, batch: int = 1) -> Cell:
@@ -40,7 +48,7 @@ def test_ratios_are_taken_within_turns() -> None:
     plain = Variant("off", 0, [run(1.0), run(30.0), run(1.0)])  # a disturbed second turn
     fast = Variant("4", 4, [run(s, 4, 3, 500, 1500, 2500) for s in (1.0, 30.0, 1.0)])
     off, four, again = decode.speed_rows([cell(plain, fast)])
-    assert (four["tok/s"], four["over off"], four["over best"], four["best k"]) == (40.0, (4, 4, 4), (1, 1, 1), "4")
+    assert (four["tok/s"], four["over off"], four["over best"], four["best k"]) == (80.0, (4, 4, 4), (1, 1, 1), "4")
     assert four["decode over off"] == pytest.approx((4 / 2.5,) * 3)
     assert off["over off"] == again["over off"] == (1, 1, 1)
     assert off["over best"] == again["over best"] == (0.25, 0.25, 0.25)
@@ -125,14 +133,50 @@ def test_scaling_is_per_variant_over_the_smallest_batch() -> None:
 
 def test_groups_cover_the_prompts_once() -> None:
     prompts = [[i] for i in range(10)]
-    assert [len(group) for group in decode.split(prompts, 4)] == [8, 2]
+    assert [len(group) for group in decode.split(prompts, 2)] == [6, 4]
     assert [prompt for group in decode.split(prompts, 1) for prompt in group] == prompts
 
 
 def test_turns_are_of_whole_groups() -> None:
     prompts = [[i] for i in range(10)]
-    assert [len(group) for group in decode.whole_groups(prompts, 2)] == [4, 4]
+    assert decode.whole_groups(prompts, 1) == [prompts[:3], prompts[3:6], prompts[6:9]]
     assert decode.whole_groups(prompts, 8) == [prompts]
+
+
+def test_lengths_are_spread_evenly_about_what_was_asked_for() -> None:
+    params = SamplingParams(temperature=0.5, seed=3, max_tokens=48)
+    given = decode.spread(params, 7)
+    lengths = [each.max_tokens for each in given]
+    assert all(mean(lengths[i : i + 5]) == 48 for i in range(3))
+    assert (min(lengths), max(lengths)) == (24, 72)
+    assert len({*lengths[:5]}) == 5
+    assert {(each.temperature, each.seed) for each in given} == {(0.5, 3)}
+
+
+def test_the_shortest_text_has_a_token() -> None:
+    assert min(each.max_tokens for each in decode.spread(SamplingParams(max_tokens=1), 5)) == 1
+
+
+def test_a_turn_asks_all_variants_for_the_same_spread_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    order: list[str] = []
+
+    class Choosing:
+        def use(self, name: str, spec: object) -> None:
+            order.append(name)
+
+    def timed_run(llm: object, group: object, params: Sequence[SamplingParams], k: int | None) -> Run:
+        asked.append([each.max_tokens for each in params])
+        return run(float(len(asked)))
+
+    monkeypatch.setattr(decode, "timed_run", timed_run)
+    nothing: Any = None
+    choosing: Any = Choosing()
+    variants = decode.make_variants([0, 4])
+    runs = decode.run_turn(nothing, choosing, [[1], [2], [3]], SamplingParams(max_tokens=8), variants, 1)
+    assert asked == [[8, 4, 10]] * 3
+    assert order == ["4", "off again", "off"]
+    assert [turn.seconds - 9 for turn in runs] == [3, 1, 2]  # in the order of the variants, whoever began
 
 
 def test_the_benchmark_on_the_demo_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

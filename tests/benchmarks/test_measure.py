@@ -25,11 +25,12 @@ def round_step(draft_us: int, draft_steps: int, target_us: int, step_us: int, **
 
 
 class ScriptedEngine:
-    """Emits `length` tokens per prompt, whatever is asked for."""
+    """Emits that many tokens per prompt (one number for all, or one each), whatever is asked for."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, lengths: int | Sequence[int]) -> None:
+        self.lengths = lengths
         self.steps: list[StepStats] = []
+        self.asked: list[object] = []
         self.calls: list[object] = []
 
     def generate(
@@ -39,9 +40,11 @@ class ScriptedEngine:
         k: int | Sequence[int | None] | None = None,
     ) -> list[Scripted]:
         self.calls.append(k)
+        self.asked.append(params)
         self.steps = [round_step(0, 0, 900, 999, prefill_tokens=9), round_step(500, 4, 900, 1500)]
         self.steps += [round_step(400, 4, 1000, 1540), round_step(600, 4, 1000, 1760)]
-        return [Scripted([1] * self.length, record([0, 4, 4], [0, 4, 1], [1, 5, 2])) for _ in prompts]
+        lengths = [self.lengths] * len(prompts) if isinstance(self.lengths, int) else self.lengths
+        return [Scripted([1] * length, record([0, 4, 4], [0, 4, 1], [1, 5, 2])) for length in lengths]
 
 
 def test_run_derives_its_figures_from_settled_decode_steps() -> None:
@@ -109,5 +112,18 @@ def test_k_and_its_reasons_are_of_rounds_in_which_it_was_chosen() -> None:
 
 
 def test_outputs_of_another_length_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="7 were asked for"):
+    with pytest.raises(RuntimeError, match=r"of \[8\] tokens where \[7\] were asked for"):
         timed_run(ScriptedEngine(8), [[1]], SamplingParams(max_tokens=7), 4)
+
+
+def test_each_prompt_may_have_its_own_length() -> None:
+    engine, params = ScriptedEngine([3, 8]), [SamplingParams(max_tokens=n) for n in (3, 8)]
+    assert [len(tokens) for tokens in timed_run(engine, [[1], [2]], params, 4).outputs] == [3, 8]
+    assert engine.asked == [params]
+
+
+@pytest.mark.parametrize("asked", [(8, 3), (3, 3), (3, 8, 8)])
+def test_each_length_is_held_against_its_own_prompt(asked: Sequence[int]) -> None:
+    params = [SamplingParams(max_tokens=n) for n in asked]
+    with pytest.raises(RuntimeError, match="were asked for"):
+        timed_run(ScriptedEngine([3, 8]), [[1], [2]], params, 4)
