@@ -79,6 +79,8 @@ class SpecControl:
         self._timings.append(timing)
         self._drafted += drafted
         self._idle += idle
+        if self._standing is not None and self._standing.surprised(sum(o.accepted for o in drafted)):
+            self._standing = None
         if len(self._timings) >= MOST_ROUNDS:
             self._learn()
 

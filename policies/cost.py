@@ -23,6 +23,7 @@ PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over o
 TOKEN_SHARE = 0.02  # of that, what every further token costs, where there is no second measurement
 STEP_SHARE = 0.1  # of that, what a forward of the draft model costs
 READ_SHARE = 0.005  # and each token that it reads in it
+EVERY = 4  # rounds
 REFRESH = 16  # observations between two looks at what was learned
 CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
 FITS = 8
@@ -49,7 +50,8 @@ class CostModel:
         self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
         self._host = HostWork()
         self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
-        self._rounds = 0
+        self._rounds = 0  # looked at
+        self._offered = 0
         self._errors = [(0.0, 0)] * 3  # mean and count of draft, score and round
 
     @property
@@ -65,8 +67,12 @@ class CostModel:
         return cost
 
     def observe(self, timing: Timing) -> None:
-        """Take in a round of the engine. What it was predicted to take is compared first."""
-        if timing.batch < 1:
+        """Take in a round of the engine. What it was predicted to take is compared first.
+
+        Once there are enough, one in EVERY is looked at: that follows a machine that changes, and costs a round less.
+        """
+        self._offered += 1
+        if timing.batch < 1 or (self._rounds >= 4 * WINDOW and self._offered % EVERY):
             return
         self._compare(timing)
         self._correct(timing)

@@ -31,7 +31,7 @@ from policies.population import LEVELS, Pool, Population
 
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 SPAN = 8.0  # rounds of a sequence, from which on each counts less: the population is one of sequences, not of rounds
-TRIALS = 2  # rounds in which a sequence is given the benefit of the doubt
+TRIALS = 1  # rounds in which a sequence is given the benefit of the doubt
 SETTLE = 4  # rounds after which what was learned of a population counts; that is what costs time with few sequences
 WARMEST = (0.0, 0.5, 1.0)  # temperature of each heat; the last heat is warmer than all
 MIN_ROWS = 64

@@ -16,7 +16,11 @@ from policies.reasons import Reason
 
 Policy = Callable[[Observation, State], tuple[Choice, State]]
 
-STANDS = 4  # rounds that a plan stands for: choosing and learning take a few percent of a round with few sequences
+STANDS = 8  # rounds that a plan stands for: choosing and learning take a few percent of a round with few sequences
+EDGE = (
+    0.03  # share by which drafts must be expected to pay: what predictions leave out is in favour of none, such as that
+)
+# passes of changing sizes find their weights farther away
 PROBE_EVERY = 32  # rounds: a probe soon after the last drafts would learn what is known
 PROBE_DRAFTS = 4  # in all: several outcomes for what reading costs
 PROBED = (1, 2, 4)  # sequences that they may be divided among
@@ -119,7 +123,7 @@ class Confidence:
 class Goodput:
     """The planner's ks.
 
-    The last plan is kept while another one would be better by less than `hysteresis`: estimates are noisy, and a
+    None at all, unless some pay clearly. The last plan is kept while another one would be better by less than `hysteresis`: estimates are noisy, and a
     sequence that is left out and taken in again has a gap to read.
 
     A plan without any draft teaches nothing, and the drafts may be better by now. Therefore a share of all time is
@@ -134,7 +138,8 @@ class Goodput:
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
         ks = self._plan(observation, state)
-        reasons = _reasons(observation, ks, lone_ks(observation))
+        lone = lone_ks(observation) if len(ks) > 1 else ks
+        reasons = _reasons(observation, ks, lone)
         probe, credit_s = self._probe(observation, state, ks)
         after = replace(_next(observation, state, ks), credit_s=credit_s)
         if probe is None:
@@ -145,6 +150,9 @@ class Goodput:
 
     def _plan(self, observation: Observation, state: State) -> Ints:
         best = plan(observation)
+        without = evaluate(observation, _within(observation, np.zeros_like(observation.limits)))
+        if best.goodput < (1 + EDGE) * without.goodput:
+            return without.ks
         if state.ks.keys() != set(observation.handles):
             return best.ks
         last = _within(observation, np.array([state.ks[handle] for handle in observation.handles]))

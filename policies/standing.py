@@ -8,6 +8,7 @@ from policies.observation import Candidate
 from policies.reasons import Reason
 
 YOUNGEST = 2  # rounds that a choice stands for when sequences join: in large batches one does in every other round
+ENOUGH = 3.0  # accepted drafts to be expected, before what came of them is a surprise
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Standing:
     joining: int | None
     places: dict[int, int]  # handle → place in the decision
     age: int = 1  # rounds that it was used for
+    accepted: int = 0  # drafts in these
+    expected: float = 0.0  # of them
 
     def serves(self, candidates: Sequence[Candidate]) -> bool:
         """Not those of whom some have a guess to offer, which differs from round to round."""
@@ -46,6 +49,13 @@ class Standing:
             return False
         joined = self.joining is None and any(c.handle not in self.places for c in candidates)
         return not joined or self.age < YOUNGEST
+
+    def surprised(self, accepted: int) -> bool:
+        """Whether, with so many drafts accepted in one more round, it is out of date: far fewer were than expected, or
+        far more."""
+        self.accepted += accepted
+        self.expected += self.decision.tokens - len(self.decision.ks)
+        return self.expected >= ENOUGH and not self.expected / 2 <= self.accepted <= self.expected * 2
 
     def decide(self, candidates: Sequence[Candidate], limits: Limits) -> Decision:
         """The same again for those that are still there, within today's limits."""

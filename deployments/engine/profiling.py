@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LENGTH = 128  # mean tokens of the sequences, where the context and the memory allow
 DEPTHS = (0, 1, 2, 4, 8, 16)
 RAGGED = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts of the sequences in a round that tells what uneven ones cost, over and over
-BEHIND = 32  # tokens, of all sequences, that the draft model reads first in a round that tells them from its forwards
+BEHIND = 32  # tokens of one sequence that the draft model reads first, in a round that tells what such a gap costs
 SWEEPS = 2  # over all kinds of rounds
 RUNS = 4  # in a row of each kind; the first one warms up, and counts only where there is no other
 SPREAD = 37  # of 64ths: neighbours differ in length, the first few as much as all
@@ -70,7 +70,7 @@ class Kind:
     """A round to be measured."""
 
     ks: tuple[int, ...]  # by sequence
-    behind: int = 1  # tokens that the draft model has yet to read of each
+    behind: int = 1  # tokens that the draft model has yet to read of the first sequence; of the others it is one
 
 
 @dataclass(slots=True)
@@ -132,10 +132,10 @@ class Bench:
 
     def run(self, kind: Kind) -> Outcome:
         batch = self.sequences[: len(kind.ks)]
-        for sequence in batch:
+        for i, sequence in enumerate(batch):
             _go_back(self._target, sequence, 1)
             for runner in self._drafts:
-                _go_back(runner, sequence, kind.behind)
+                _go_back(runner, sequence, 1 if i else kind.behind)
         slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, kind.ks, strict=True))
         return run_round(Plan(slices), self._target, self._drafter)
 
@@ -205,8 +205,8 @@ def _kinds(batch: int, depth: int, modelled: bool) -> Iterator[Kind]:
     ragged = tuple(min(RAGGED[i % len(RAGGED)], depth) for i in range(batch))
     if batch > 1:
         yield Kind(ragged)
-    if modelled:  # two each are never too many to be read in one round
-        yield Kind((1,) * batch, behind=max(2, BEHIND // batch))
+    if modelled:
+        yield Kind((1,) * batch, behind=BEHIND)
 
 
 def _quartile(values: Seq[float]) -> float:

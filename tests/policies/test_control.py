@@ -6,7 +6,7 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import MOST_ROUNDS, SpecControl
-from policies.observation import Candidate, Drafted, Timing
+from policies.observation import Candidate, Choice, Drafted, Observation, State, Timing
 from policies.spec_length import STANDS
 from policies.standing import YOUNGEST, Decision
 
@@ -144,14 +144,30 @@ def sure(policy: SpecControl, rounds: int, handles: Sequence[int] = (0, 1), **ch
     return [policy.plan([candidate(n, **changes) for n in handles]).ks for _ in range(rounds)]
 
 
-def test_a_choice_stands_for_a_few_rounds() -> None:
-    """Drafts that all of a sudden are all rejected: that is seen when the next choice is made."""
+def test_a_choice_stands_for_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = control(probe_share=0.0)
+    play(policy, [True, True], 40)
+    made: list[Observation] = []
+    choose = policy._policy
+    policy.configure(policy.config)
+
+    def spy(observation: Observation, state: State) -> tuple[Choice, State]:
+        made.append(observation)
+        return choose(observation, state)
+
+    monkeypatch.setattr(policy, "_policy", spy)
+    sure(policy, 2 * STANDS)
+    assert len(made) == 2
+
+
+def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
+    """Drafts that all of a sudden are all rejected."""
     policy = control(probe_share=0.0)
     play(policy, [True, True], 40)
     anew(policy, [candidate(0), candidate(1)])
-    rejected = play(policy, [False, False], STANDS + 12)
-    assert min(rejected[STANDS - 2]) == DEPTH
-    assert max(rejected[-1]) < DEPTH // 2
+    rejected = play(policy, [False, False], STANDS)
+    assert min(rejected[0]) == DEPTH
+    assert max(rejected[3]) < DEPTH // 2
 
 
 def test_a_choice_stands_within_todays_limits() -> None:
