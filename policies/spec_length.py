@@ -17,10 +17,9 @@ from policies.reasons import Reason
 Policy = Callable[[Observation, State], tuple[Choice, State]]
 
 STANDS = 8  # rounds that a plan stands for: choosing and learning take a few percent of a round with few sequences
-EDGE = (
-    0.03  # share by which drafts must be expected to pay: what predictions leave out is in favour of none, such as that
-)
-# passes of changing sizes find their weights farther away
+# What predictions leave out is in favour of no drafts, such as that passes of changing sizes find their weights farther
+# away.
+EDGE = 0.03  # share by which drafts must be expected to pay
 PROBE_EVERY = 32  # rounds: a probe soon after the last drafts would learn what is known
 PROBE_DRAFTS = 4  # in all: several outcomes for what reading costs
 PROBED = (1, 2, 4)  # sequences that they may be divided among
@@ -123,8 +122,8 @@ class Confidence:
 class Goodput:
     """The planner's ks.
 
-    None at all, unless some pay clearly. The last plan is kept while another one would be better by less than `hysteresis`: estimates are noisy, and a
-    sequence that is left out and taken in again has a gap to read.
+    None at all, unless some pay clearly. The last plan is kept while another one would be better by less than
+    `hysteresis`: estimates are noisy, and a sequence that is left out and taken in again has a gap to read.
 
     A plan without any draft teaches nothing, and the drafts may be better by now. Therefore a share of all time is
     saved up, and spent on a few drafts as soon as it covers them, all that must be read for them included, provided

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from policies import analysis
 from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, State
-from policies.planner import plan, seconds
+from policies.planner import evaluate, plan, seconds
 from policies.reasons import REASONS
-from policies.spec_length import ADVANCE, PROBE_EVERY, make_policy
+from policies.spec_length import ADVANCE, EDGE, PROBE_EVERY, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
@@ -150,6 +150,19 @@ def rounds_that_changed(hysteresis: float) -> int:
 def test_noise_does_not_change_the_plan() -> None:
     assert rounds_that_changed(0.02) <= 10
     assert rounds_that_changed(0.0) >= 100  # negative control
+
+
+def test_drafts_that_hardly_pay_are_left_alone() -> None:
+    """Within the share that predictions may be wrong by; and the planner itself would take them."""
+    cost = machine(1, step_s=2e-4)
+    gains: dict[float, float] = {}
+    for alpha in np.arange(0.05, 0.6, 0.01).tolist():
+        observation = observe([alpha], cost)
+        if plan(observation).ks.any():
+            gains[alpha] = plan(observation).goodput / evaluate(observation, np.zeros(1, np.int64)).goodput
+    assert min(gains.values()) < 1 + EDGE
+    for alpha, gain in gains.items():
+        assert choose("goodput", observe([alpha], cost)).ks.any() == (gain >= 1 + EDGE)
 
 
 def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
