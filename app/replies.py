@@ -1,7 +1,8 @@
 """The bodies of /v1/completions replies: text completions, stream chunks, usage and per-request metrics.
 
 Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request metrics, so that tools which read those
-(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can repeat the text. So are
+(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can
+repeat a text (of verifiers other than `match`, if the request fixes k). So are
 `metrics.preemptions`, how often memory was taken back from a choice, which then had to be computed again, and of
 `metrics.speculative_decoding` drafter, verifier, mode, policy, draft_length_histogram and decisions.
 """

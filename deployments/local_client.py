@@ -22,7 +22,7 @@ class LocalClient:
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
-            policy=engine.config.policy.name,
+            policy=_name(engine.policy),
             max_spec_length=engine.max_spec_length,
             drafters=engine.drafters,
             drafter=engine.config.drafter or ("model" if "model" in engine.drafters else None),
@@ -42,7 +42,7 @@ class LocalClient:
 
     @property
     def model(self) -> ModelCard:
-        return replace(self._card, policy=self.worker.engine.policy.name)
+        return replace(self._card, policy=_name(self.worker.engine.policy))
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         special = field == "prompt"
@@ -126,3 +126,8 @@ async def _until_finish(queue: asyncio.Queue[Output]) -> AsyncIterator[Output]:
         yield output
         if output.finish_reason:
             return
+
+
+def _name(policy: PolicyConfig) -> str:
+    """What the edge goes by: a policy that never drafts by itself is off."""
+    return policy.name if policy.drafts else "off"

@@ -17,6 +17,12 @@ class PolicyConfig:
     hysteresis: float = 0.02  # goodput: share by which another plan must be better to replace the last one
     probe_share: float = 0.01  # goodput: share of time spent on learning whether drafts would pay again
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it ever drafts for requests that do not fix their k."""
+        started = self.name not in ("fixed", "heuristic") or self.k > 0
+        return self.name != "off" and started and self.max_k != 0
+
     def __post_init__(self) -> None:
         names = get_args(PolicyName)
         if self.name not in names:

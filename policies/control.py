@@ -47,7 +47,7 @@ class SpecControl:
     @property
     def most(self) -> int:
         """Drafts that the policy may give a sequence at most."""
-        if self.config.name == "off":
+        if not self.config.drafts:
             return 0
         return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
 

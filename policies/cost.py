@@ -10,24 +10,20 @@ Statistical Inference under Order Restrictions, section 1.2).
 """
 
 from collections.abc import Sequence
-from itertools import combinations
 from math import log2
 from typing import NamedTuple
 
 import numpy as np
 
 from policies.corrections import WINDOW, Corrections, HostWork, isotonic
+from policies.drafts import Drafts
 from policies.observation import Floats, RoundCost, Timing
 
 PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over one token
 TOKEN_SHARE = 0.02  # of that, what every further token costs, where there is no second measurement
-STEP_SHARE = 0.1  # of that, what a forward of the draft model costs
-READ_SHARE = 0.005  # and each token that it reads in it
 EVERY = 4  # rounds
 REFRESH = 16  # observations between two looks at what was learned
 CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
-FITS = 8
-CLOSE = 0.03  # relative error below which a smaller one is no better
 TILT = 1e-9  # of the longest pass, over all its tokens
 UNSEEN = 1e-3  # weight in the isotonic fit of what was not visited, against one per round
 
@@ -52,6 +48,7 @@ class CostModel:
         self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
         self._rounds = 0  # looked at
         self._offered = 0
+        self._drafted = False  # whether anything was in the last round that was offered
         self._errors = [(0.0, 0)] * 3  # mean and count of draft, score and round
 
     @property
@@ -72,7 +69,9 @@ class CostModel:
         Once there are enough, one in EVERY is looked at: that follows a machine that changes, and costs a round less.
         """
         self._offered += 1
-        if timing.batch < 1 or (self._rounds >= 4 * WINDOW and self._offered % EVERY):
+        drafted, self._drafted = self._drafted, timing.drafts > 0
+        alike = drafted == self._drafted
+        if timing.batch < 1 or (self._rounds >= 4 * WINDOW and alike and self._offered % EVERY):
             return
         self._compare(timing)
         self._correct(timing)
@@ -246,58 +245,6 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
         least = [seconds[(batches >= batch) & (tokens >= n)].min() for n in own]
         curves.append(Curve(int(batch), own, np.array(least)))
     return curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
-
-
-class Drafts:
-    """What the draft model costs as profiled: (once, per forward, per token that it reads), by batch.
-
-    Its cost is not affine in the batch, so that each profiled batch is fitted on its own; neighbours only tell a
-    forward from a token, where the batch's own rounds do not.
-    """
-
-    def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
-        rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
-        self._batches = sorted({t.batch for t in rounds}) or [1]
-        self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])  # [P, 3]
-        if not rounds:
-            self._costs = np.array([[0.0, STEP_SHARE, READ_SHARE]]) * pass_s
-        self._known: dict[int, Floats] = {}
-
-    def cost(self, batch: int) -> Floats:
-        """[3] seconds; to be read only."""
-        if batch not in self._known:
-            self._known[batch] = np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
-        return self._known[batch]
-
-
-def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
-    """[3], none negative, by least absolute relative errors, so that a few interrupted rounds change little; a batch
-    twice or half as large counts for a tenth."""
-    if not rounds:
-        return np.zeros(3)
-    seconds = np.array([t.draft_s for t in rounds])
-    distance = np.log2(np.array([t.batch for t in rounds]) / batch)
-    design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
-    near = 10.0 ** -np.minimum(np.abs(distance), 6.0)
-    weights = np.sqrt(near)
-    for _ in range(FITS):  # iteratively reweighted least squares
-        costs = _non_negative(design * weights[:, None], weights)
-        weights = np.sqrt(near / np.maximum(np.abs(design @ costs - 1), CLOSE))
-    return costs
-
-
-def _non_negative(design: Floats, wanted: Floats) -> Floats:
-    """x ≥ 0 that minimises |design · x − wanted|: the best of the least squares over each subset of the columns, which
-    is the optimum (its own support is one of them)."""
-    best, least = np.zeros(design.shape[1]), float(wanted @ wanted)
-    for size in range(1, design.shape[1] + 1):
-        for support in combinations(range(design.shape[1]), size):
-            part = np.linalg.lstsq(design[:, support], wanted, rcond=None)[0]
-            rest = wanted - design[:, support] @ part
-            if (part >= 0).all() and rest @ rest < least:
-                least, best = float(rest @ rest), np.zeros(design.shape[1])
-                best[list(support)] = part
-    return best
 
 
 def _bucket(count: float, per_octave: int = 2) -> int:

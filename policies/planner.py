@@ -93,6 +93,22 @@ def plan(observation: Observation) -> Plan:
     return best
 
 
+def even_plan(observation: Observation) -> Plan:
+    """The best of those that give everybody the same k, as far as the limits and what is fixed allow."""
+    depths = np.arange(observation.survival.shape[1] + 1)
+    free = observation.fixed < 0
+    ks = np.where(free, np.minimum(depths[:, None], observation.limits), np.maximum(observation.fixed, 0))  # [K + 1, B]
+    sums = np.hstack([np.zeros((len(free), 1)), observation.survival.cumsum(1)])
+    tokens = len(free) + sums[np.arange(len(free)), ks].sum(1)
+    cost, modelled = observation.cost, np.where(observation.gaps > 0, ks, 0)
+    drafts, deepest, forwards = ks.sum(1), ks.max(1), modelled.max(1)
+    behind = np.where(modelled > 0, (observation.gaps - 1) / observation.horizon, 0.0).sum(1)
+    model_s = cost.model_s + forwards * cost.step_s + (modelled.sum(1) + behind) * cost.token_s
+    seconds = cost.base_s + cost.verify_s[drafts] + cost.padding_s[deepest]
+    seconds = seconds + np.where(drafts > 0, cost.drafting_s, 0.0) + np.where(forwards > 0, model_s, 0.0)
+    return evaluate(observation, ks[int((tokens / seconds).argmax())])
+
+
 def lone_ks(observation: Observation) -> Ints:
     """[B] k that each sequence would get in a round of its own, by the same objective."""
     cost, survival = observation.alone, observation.survival

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 Reason = Literal["policy", "user", "cap", "cache", "acceptance", "load", "probe"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """
-policy      the policy gives this k to everybody, whatever it costs (off, fixed, heuristic, confidence)
+policy      the policy gives this k to everybody, whatever it costs (off, fixed, heuristic), or to all who join
 user        its request fixed k, turned speculation off, or set a max_k that is in the way
 cap         it may not emit more tokens, its drafter offers no more, or the server allows no more
 cache       there is no memory for more

@@ -11,7 +11,7 @@ import numpy as np
 
 from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Floats, Ints, Observation, RoundCost, State
-from policies.planner import evaluate, lone_ks, plan, seconds
+from policies.planner import Plan, evaluate, even_plan, lone_ks, plan, seconds
 from policies.reasons import Reason
 
 Policy = Callable[[Observation, State], tuple[Choice, State]]
@@ -20,6 +20,7 @@ STANDS = 8  # rounds that a plan stands for: choosing and learning take a few pe
 # What predictions leave out is in favour of no drafts, such as that passes of changing sizes find their weights farther
 # away.
 EDGE = 0.03  # share by which drafts must be expected to pay
+UNEVEN = 0.05  # share by which different k must be expected to pay, where a pass takes longer for being uneven
 PROBE_EVERY = 32  # rounds: a probe soon after the last drafts would learn what is known
 PROBE_DRAFTS = 4  # in all: several outcomes for what reading costs
 PROBED = (1, 2, 4)  # sequences that they may be divided among
@@ -122,8 +123,11 @@ class Confidence:
 class Goodput:
     """The planner's ks.
 
-    None at all, unless some pay clearly. The last plan is kept while another one would be better by less than
-    `hysteresis`: estimates are noisy, and a sequence that is left out and taken in again has a gap to read.
+    None at all, unless some pay clearly; once they do, a little less is enough. The last plan is kept while another one
+    would be better by less than `hysteresis`: estimates are noisy, and a sequence that is left out and taken in again
+    has a gap to read.
+
+    The same k for everybody is preferred where uneven passes cost more: then so does changing their size all the time.
 
     A plan without any draft teaches nothing, and the drafts may be better by now. Therefore a share of all time is
     saved up, and spent on a few drafts as soon as it covers them, all that must be read for them included, provided
@@ -141,27 +145,38 @@ class Goodput:
         reasons = _reasons(observation, ks, lone)
         probe, credit_s = self._probe(observation, state, ks)
         after = replace(_next(observation, state, ks), credit_s=credit_s)
+        if ks[observation.free].any():
+            after = replace(after, probed=after.rounds)
         if probe is None:
             begun = any(k and not state.ks.get(handle) for handle, k in after.ks.items())
-            return Choice(ks, reasons, stands=1 if begun else STANDS), after
-        probed = tuple("probe" if k else reason for k, reason in zip(probe.tolist(), reasons, strict=True))
+            guessed = bool(
+                (observation.gaps[observation.free] == 0).any()
+            )  # who guesses offers something else next time
+            stands = 1 if begun or guessed else STANDS
+            return Choice(ks, reasons, stands=stands, joining=_common(observation, ks)), after
+        more = (probe > ks).tolist()
+        probed = tuple("probe" if new else reason for new, reason in zip(more, reasons, strict=True))
         return Choice(probe, probed), replace(after, probed=after.rounds)
 
     def _plan(self, observation: Observation, state: State) -> Ints:
-        best = plan(observation)
-        without = evaluate(observation, _within(observation, np.zeros_like(observation.limits)))
-        if best.goodput < (1 + EDGE) * without.goodput:
-            return without.ks
-        if state.ks.keys() != set(observation.handles):
-            return best.ks
-        last = _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
-        return last if best.goodput < (1 + self.hysteresis) * evaluate(observation, last).goodput else best.ks
+        margin = 1 + _unevenness(observation.cost)
+        best, even = plan(observation), even_plan(observation)
+        if even.goodput * margin >= best.goodput:
+            best = even
+        if state.ks.keys() == set(observation.handles):
+            ks = _within(observation, np.array([state.ks[handle] for handle in observation.handles]))
+            last = evaluate(observation, ks)
+            worth = last.goodput / (1.0 if _is_even(observation, ks) else margin)
+            best = last if best.goodput < (1 + self.hysteresis) * worth else best
+        edge = max(0.0, EDGE - self.hysteresis) if any(state.ks.values()) else EDGE
+        without = _without(observation)
+        return without.ks if best.goodput < (1 + edge) * without.goodput else best.ks
 
     def _probe(self, observation: Observation, state: State, ks: Ints) -> tuple[Ints | None, float]:
         """(ks with the drafts of a probe, if it is time for one; seconds saved up after it)."""
         credit_s = state.credit_s + self.probe_share * observation.round_s * observation.rounds
-        if ks.any() or not observation.free.size:
-            return None, min(credit_s, BANKED * observation.round_s)
+        if ks[observation.free].any() or not observation.free.size:
+            return None, min(credit_s, BANKED * observation.round_s) if observation.rounds else credit_s
         if state.rounds + observation.rounds - state.probed < PROBE_EVERY:
             return None, credit_s
         probe, cost_s = _cheapest_probe(observation)
@@ -171,13 +186,34 @@ class Goodput:
         return probe, credit_s - max(cost_s, 0.0)
 
 
+def _common(observation: Observation, ks: Ints) -> int | None:
+    """The k that everybody gets, as far as the limits allow; None: there are several, or none gets any."""
+    return int(ks[observation.free].max(initial=0)) or None if _is_even(observation, ks) else None
+
+
+def _is_even(observation: Observation, ks: Ints) -> bool:
+    """Whether everybody gets the same k, as far as the limits allow."""
+    free = observation.free
+    return bool((ks[free] == np.minimum(ks[free].max(initial=0), observation.limits[free])).all())
+
+
+def _without(observation: Observation) -> Plan:
+    """The plan without drafts but for those that requests fixed."""
+    return evaluate(observation, _within(observation, np.zeros_like(observation.limits)))
+
+
+def _unevenness(cost: RoundCost) -> float:
+    """By which a plan that is not even must be better than one that is."""
+    return UNEVEN if cost.padding_s[-1] > UNEVEN * cost.verify_s[0] else 0.0
+
+
 def _cheapest_probe(observation: Observation) -> tuple[Ints, float]:
     """(ks, seconds that they add to the round): of a few probes, the one that takes least time for each draft.
 
     Sequences with the smallest gaps are in it, for which the draft model reads least, and all at once: the draft
     model's forwards and a longer pass cost nearly as much for one sequence as for some.
     """
-    nothing = np.zeros_like(observation.limits)
+    nothing = _within(observation, np.zeros_like(observation.limits))
     plain_s = seconds(observation, nothing, amortised=False)
     free = observation.free
     nearest = free[np.argsort(observation.gaps[free], kind="stable")]
@@ -187,12 +223,13 @@ def _cheapest_probe(observation: Observation) -> tuple[Ints, float]:
         places = nearest[:sequences]
         ks[places] = np.minimum(observation.limits[places], PROBE_DRAFTS // sequences)
         probes.append((ks, seconds(observation, ks, amortised=False) - plain_s))
-    return min(probes, key=lambda probe: probe[1] / int(probe[0].sum()))
+    return min(probes, key=lambda probe: probe[1] / int(probe[0].sum() - nothing.sum()))
 
 
 def _may_pay(observation: Observation) -> bool:
     """Whether there would be drafts if all were sure to be accepted: if not, nothing that a probe shows matters."""
-    return bool(plan(replace(observation, survival=np.ones_like(observation.survival))).ks.any())
+    certain = replace(observation, survival=np.ones_like(observation.survival))
+    return plan(certain).goodput >= (1 + EDGE) * _without(certain).goodput
 
 
 def _theorem(observation: Observation, ratio: Floats) -> Ints:

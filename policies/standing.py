@@ -8,6 +8,7 @@ from policies.observation import Candidate
 from policies.reasons import Reason
 
 YOUNGEST = 2  # rounds that a choice stands for when sequences join: in large batches one does in every other round
+FEW = 4  # of so many sequences one may join a choice that gives everybody the same, and is not asked about
 ENOUGH = 3.0  # accepted drafts to be expected, before what came of them is a surprise
 
 
@@ -19,8 +20,8 @@ class Decision:
     reasons: list[Reason]
     alphas: list[float]  # chance that the first draft is accepted
     confidence: float  # see Choice
-    seconds: float  # of the whole step
-    tokens: float  # that the candidates emit together
+    seconds: float  # of the whole step; 0: others run than those for whom it was predicted
+    tokens: float  # that the candidates emit together; 0 as seconds
 
 
 class Limits(NamedTuple):
@@ -42,17 +43,22 @@ class Standing:
     age: int = 1  # rounds that it was used for
     accepted: int = 0  # drafts in these
     expected: float = 0.0  # of them
+    same: bool = True  # whether those run for whom it was made
 
     def serves(self, candidates: Sequence[Candidate]) -> bool:
         """Not those of whom some have a guess to offer, which differs from round to round."""
         if self.age >= self.stands or any(c.source is not None and not c.gap and c.fixed is None for c in candidates):
             return False
-        joined = self.joining is None and any(c.handle not in self.places for c in candidates)
-        return not joined or self.age < YOUNGEST
+        joined = sum(c.handle not in self.places for c in candidates)
+        if self.joining is None:
+            return not joined or self.age < YOUNGEST
+        return joined * FEW <= len(candidates)
 
     def surprised(self, accepted: int) -> bool:
         """Whether, with so many drafts accepted in one more round, it is out of date: far fewer were than expected, or
         far more."""
+        if not self.same:
+            return False
         self.accepted += accepted
         self.expected += self.decision.tokens - len(self.decision.ks)
         return self.expected >= ENOUGH and not self.expected / 2 <= self.accepted <= self.expected * 2
@@ -64,14 +70,18 @@ class Standing:
         for n, candidate in enumerate(candidates):
             k, reason, alpha = self._of(candidate.handle)
             k = k if limits.fixed[n] < 0 else limits.fixed[n]
+            bound = limits.fixed[n] >= 0 or k > limits.most[n]
             ks.append(min(k, limits.most[n]))
-            reasons.append(limits.bounds[n] if k > limits.most[n] or limits.fixed[n] >= 0 else reason)
+            reasons.append(limits.bounds[n] if bound else reason)
             alphas.append(alpha)
-        return replace(self.decision, ks=ks, reasons=reasons, alphas=alphas)
+        decision = replace(self.decision, ks=ks, reasons=reasons, alphas=alphas)
+        self.same = len(candidates) == len(self.places) and all(c.handle in self.places for c in candidates)
+        return decision if self.same else replace(decision, seconds=0.0, tokens=0.0)
 
     def _of(self, handle: int) -> tuple[int, Reason, float]:
         """(k, reason, chance of the first draft)."""
         place = self.places.get(handle)
         if place is not None:
             return self.decision.ks[place], self.decision.reasons[place], self.decision.alphas[place]
-        return (0, "load", 0.0) if self.joining is None else (self.joining, "policy", 0.0)
+        usual = sum(self.decision.alphas) / len(self.decision.alphas)
+        return (0, "load", usual) if self.joining is None else (self.joining, "policy", usual)

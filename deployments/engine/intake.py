@@ -117,7 +117,7 @@ class Intake:
         wish = request.drafter or ("cascade" if request.prediction_ids else None)
         drafter = wish or self._default
         k: int | None = request.k
-        if k is None and wish and self.policy.name == "off":
+        if k is None and wish and not self.policy.drafts:
             k = DEFAULT_SPEC_LENGTH  # a drafter that is asked for acts all the same
         most = self.max_spec_length if request.max_k is None else request.max_k
         k_max = most if k is None else min(k, most)

@@ -41,21 +41,20 @@ class Speculator:
         """Learn from a round. `prefill`: tokens in its pass beyond one per sequence and their drafts."""
         started = perf_counter_ns()
         drafts = outcome.draft
-        if not drafts.failed:  # else its time is not that of such a round
-            timing = Timing(
-                batch=len(outcome.slices),
-                drafts=sum(drafts.ks),
-                depth=max(drafts.ks, default=0),
-                prefill=prefill,
-                forwards=drafts.steps,
-                read=drafts.read,
-                draft_s=outcome.draft_us / 1e6,
-                score_s=outcome.score_us / 1e6,
-                rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # choosing k takes as long whatever is chosen
-            )
-            drafted = [told for i, part in enumerate(outcome.slices) if (told := _drafted(part, i, outcome))]
-            idle = [s.sequence.handle for s, k in zip(outcome.slices, drafts.ks, strict=True) if not k]
-            self.control.observe(timing, drafted, idle)
+        timing = Timing(
+            batch=len(outcome.slices),
+            drafts=sum(drafts.ks),
+            depth=max(drafts.ks, default=0),
+            prefill=prefill,
+            forwards=drafts.steps,
+            read=drafts.read,
+            draft_s=outcome.draft_us / 1e6,
+            score_s=outcome.score_us / 1e6,
+            rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # choosing k takes as long whatever is chosen
+        )
+        drafted = [told for i, part in enumerate(outcome.slices) if (told := _drafted(part, i, outcome))]
+        idle = [s.sequence.handle for s, k in zip(outcome.slices, drafts.ks, strict=True) if not k]
+        self.control.observe(timing, drafted, idle)
         self._spent_ns += perf_counter_ns() - started
 
     def forget(self, handle: int) -> None:
@@ -85,10 +84,17 @@ class Speculator:
 
 
 def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
-    """What became of the drafts of the round's i-th sequence; None without any."""
+    """What became of the drafts of the round's i-th sequence; None without any.
+
+    A drafter that failed to make those that were asked of it is as good as one whose drafts are rejected.
+    """
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
-    if not draft.ks[i] or verdict.bad[i]:
+    if verdict.bad[i] or sequence.drafter is None:
         return None
-    source = sequence.drafter if draft.proposers is None else draft.proposers[i]
     heat = heat_of(sequence.params.temperature)
-    return Drafted(sequence.handle, source or "", heat, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
+    if not draft.ks[i]:
+        return Drafted(sequence.handle, sequence.drafter, heat, part.k, 0) if draft.failed and part.k else None
+    source = sequence.drafter if draft.proposers is None else draft.proposers[i]
+    return Drafted(
+        sequence.handle, source or sequence.drafter, heat, draft.ks[i], verdict.accepted[i], verdict.overlaps[i]
+    )

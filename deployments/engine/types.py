@@ -237,7 +237,7 @@ class StepStats:
     preempted: int = 0  # sequences whose memory was taken back
     cached_tokens: int = 0  # of the prompts of sequences that were admitted, found in the target's cache
     decoding: int = 0  # sequences whose k was chosen in this step
-    predicted_us: int = 0  # what the cost model expected of the step; 0: no k was chosen in it
+    predicted_us: int = 0  # what the cost model expected of the step; 0: it was not asked, others ran than before
     predicted_tokens: float = 0.0  # what the estimator expected those sequences to emit
     policy_us: int = 0  # of step_us: choosing k, and learning from the round
 

@@ -60,6 +60,7 @@ def test_a_draft_that_is_always_right_is_trusted_more_than_one_that_is_not(pair:
 def test_what_the_policy_expects_is_what_happens(twins: Pair) -> None:
     """With drafts that are always right: so many tokens, after some rounds of learning."""
     engine = load(twins, policy=PolicyConfig("fixed", k=3), max_running=1)
+    drive(engine, [Request("before", (8, 9), replace(PARAMS, max_tokens=90))])
     run = drive(engine, [Request("r", (5, 6, 7), replace(PARAMS, max_tokens=80))])
     settled = [s for s in run.steps[10:-2] if s.decoding]
     assert len(settled) > 5

@@ -182,11 +182,18 @@ def test_a_choice_stands_within_todays_limits() -> None:
 
 def test_who_joins_waits_for_the_plan_no_longer_than_another_round() -> None:
     policy = control()
-    play(policy, [True, True], 40)
+    play(policy, [True, False], 40)
     anew(policy, [candidate(0), candidate(1)])
     joined = sure(policy, YOUNGEST, (0, 1, 7))
-    assert joined[YOUNGEST - 2] == [DEPTH, DEPTH, 0]
+    assert joined[YOUNGEST - 2][2] == 0
     assert joined[YOUNGEST - 1][2] > 0
+
+
+def test_who_joins_a_plan_that_gives_everybody_the_same_gets_it_too() -> None:
+    policy = control()
+    play(policy, [True, True], 40)
+    anew(policy, [candidate(0), candidate(1)])
+    assert sure(policy, 1, (0, 1, 7)) == [[DEPTH] * 3]
 
 
 def test_who_joins_a_policy_that_gives_everybody_the_same_gets_it_at_once() -> None:

@@ -165,6 +165,19 @@ def test_drafts_that_hardly_pay_are_left_alone() -> None:
         assert choose("goodput", observe([alpha], cost)).ks.any() == (gain >= 1 + EDGE)
 
 
+def test_the_same_k_for_everybody_where_uneven_passes_cost_more() -> None:
+    """Unless different ones pay clearly; and where they cost no more, each gets its own."""
+    alike, apart = [0.85, 0.75, 0.6, 0.5], [0.98, 0.9, 0.2, 0.05]
+    padded = machine(4, padding_s=np.arange(DEPTH + 1) * 1e-5)
+    assert len(set(plan(observe(alike, padded)).ks.tolist())) > 1
+    assert len(set(choose("goodput", observe(alike, padded)).ks.tolist())) == 1
+    assert choose("goodput", observe(alike, padded)).joining == choose("goodput", observe(alike, padded)).ks[0]
+    assert len(set(choose("goodput", observe(apart, padded)).ks.tolist())) > 1
+    assert choose("goodput", observe(apart, padded)).joining is None
+    assert choose("goodput", observe([0.05] * 4, padded)).joining is None
+    assert choose("goodput", observe(alike)).ks.tolist() == plan(observe(alike)).ks.tolist()
+
+
 def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
     """The default policy's ks, where the last plan's were these."""
     return choose("goodput", observation, State(ks=ks), **fields).ks.tolist()
@@ -275,7 +288,7 @@ def test_probes_keep_a_distance() -> None:
     ("changes", "probed"),
     [
         ({}, True),
-        ({"fixed": np.array([-1, 2])}, False),  # its drafts teach as much
+        ({"fixed": np.array([-1, 2])}, True),  # who knows who drafts those
         ({"limits": np.zeros(2, np.int64)}, False),
         ({"fixed": np.zeros(2, np.int64)}, False),
         ({"cost": machine(2, step_s=5e-3)}, False),  # not even certain drafts would pay

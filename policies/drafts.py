@@ -1,0 +1,65 @@
+"""What the draft model costs, fitted to the rounds that were profiled. See cost.py, which corrects it while serving."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from policies.observation import Floats, Timing
+
+STEP_SHARE = 0.1  # what a forward costs on a machine that nothing is known of, of the target's pass over one token
+READ_SHARE = 0.005  # and each token that it reads in it
+FITS = 8
+CLOSE = 0.03  # relative error below which a smaller one is no better
+
+
+class Drafts:
+    """What the draft model costs as profiled: (once, per forward, per token that it reads), by batch.
+
+    Its cost is not affine in the batch, so that each profiled batch is fitted on its own; neighbours only tell a
+    forward from a token, where the batch's own rounds do not.
+    """
+
+    def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
+        rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
+        self._batches = sorted({t.batch for t in rounds}) or [1]
+        self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])  # [P, 3]
+        if not rounds:
+            self._costs = np.array([[0.0, STEP_SHARE, READ_SHARE]]) * pass_s
+        self._known: dict[int, Floats] = {}
+
+    def cost(self, batch: int) -> Floats:
+        """[3] seconds; to be read only."""
+        if batch not in self._known:
+            self._known[batch] = np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
+        return self._known[batch]
+
+
+def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
+    """[3], none negative, by least absolute relative errors, so that a few interrupted rounds change little; a batch
+    twice or half as large counts for a tenth."""
+    if not rounds:
+        return np.zeros(3)
+    seconds = np.array([t.draft_s for t in rounds])
+    distance = np.log2(np.array([t.batch for t in rounds]) / batch)
+    design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
+    near = 10.0 ** -np.minimum(np.abs(distance), 6.0)
+    weights = np.sqrt(near)
+    for _ in range(FITS):  # iteratively reweighted least squares
+        costs = _non_negative(design * weights[:, None], weights)
+        weights = np.sqrt(near / np.maximum(np.abs(design @ costs - 1), CLOSE))
+    return costs
+
+
+def _non_negative(design: Floats, wanted: Floats) -> Floats:
+    """x ≥ 0 that minimises |design · x − wanted|: the best of the least squares over each subset of the columns, which
+    is the optimum (its own support is one of them)."""
+    best, least = np.zeros(design.shape[1]), float(wanted @ wanted)
+    for size in range(1, design.shape[1] + 1):
+        for support in combinations(range(design.shape[1]), size):
+            part = np.linalg.lstsq(design[:, support], wanted, rcond=None)[0]
+            rest = wanted - design[:, support] @ part
+            if (part >= 0).all() and rest @ rest < least:
+                least, best = float(rest @ rest), np.zeros(design.shape[1])
+                best[list(support)] = part
+    return best
