@@ -279,3 +279,18 @@ def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, mo
     assert min(drafts[60:80]) == 0
     assert mean(drafts[80:180]) < 0.15 * usual
     assert mean(drafts[380:]) > 0.8 * usual
+
+
+def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs an attempt and a traceback in each round in which it is asked."""
+    engine = load(twins, policy=PolicyConfig("goodput"), max_running=1)
+    priced(engine, monkeypatch)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no drafts today")
+
+    monkeypatch.setattr(model_drafter(engine), "propose", fail)
+    run = drive(engine, [Request("r", (5, 6), replace(PARAMS, max_tokens=60))])
+    planned = records(run)[0].planned
+    assert max(planned[1:4]) > 0
+    assert sum(k > 0 for k in planned[30:]) <= 5

@@ -210,6 +210,58 @@ def test_guesses_are_chosen_about_in_every_round() -> None:
     assert offered == [[8], [0], [3], [8]]
 
 
+def test_what_was_chosen_for_a_guess_is_not_used_for_a_models_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = control()
+    play(policy, [True], 20)
+    policy.plan([candidate(source="lookup", gap=0, offered=8)])
+    choose, made = policy._policy, list[Observation]()
+
+    def spy(observation: Observation, state: State) -> tuple[Choice, State]:
+        made.append(observation)
+        return choose(observation, state)
+
+    monkeypatch.setattr(policy, "_policy", spy)
+    policy.plan([candidate(gap=300)])
+    assert [o.gaps.tolist() for o in made] == [[300]]
+
+
+def test_a_request_that_fixes_its_k_does_not_end_probes() -> None:
+    """Its drafter may be another, or have nothing to offer."""
+
+    def probes(**companion: object) -> int:
+        policy, found = control(), 0
+        play(policy, [False], 40)
+        for _ in range(400):
+            decision = policy.plan([candidate(0), candidate(1, **companion)])
+            found += "probe" in decision.reasons
+            k = decision.ks[0]
+            drafted = [Drafted(0, "model", 0, k, 0)] if k else []
+            policy.observe(Timing(2, k, k, 0, k, k, 1e-4 * k, 1e-3 + 2e-5 * (2 + k), 0.0), drafted, [0, 1])
+        return found
+
+    assert probes(fixed=0, source=None, offered=0, gap=0) > 0
+    assert probes(fixed=4, source=None, offered=0, gap=0) > 0
+
+
+def test_expectations_are_of_those_for_whom_they_were_made() -> None:
+    policy = control("fixed", k=4)
+    both = policy.plan([candidate(0), candidate(1)])
+    assert both.tokens > 2
+    assert both.seconds > 0
+    again = policy.plan([candidate(0), candidate(1)])
+    assert (again.tokens, again.seconds) == (both.tokens, both.seconds)
+    one = policy.plan([candidate(0)])
+    assert (one.tokens, one.seconds) == (0.0, 0.0)
+
+
+def test_a_crowd_that_joins_makes_a_new_choice_due() -> None:
+    policy = control()
+    play(policy, [True], 40)
+    assert anew(policy, [candidate(0)]).ks == [DEPTH]
+    crowd = [candidate(0), *(candidate(n, gap=300) for n in range(1, 8))]
+    assert policy.plan(crowd).tokens > 0  # chosen for them
+
+
 def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that only read prompts do not pile up."""
     policy = control()
