@@ -227,6 +227,7 @@ class Report:
     predicted_tokens: float = 0.0
     decoded: int = 0  # the tokens that were predicted: those of sequences that decoded
     _seconds_errors: float = 0.0
+    _predicted: int = 0  # rounds
     _alpha_errors: float = 0.0
 
     @property
@@ -243,7 +244,7 @@ class Report:
 
     @property
     def seconds_error(self) -> float:
-        return self._seconds_errors / max(1, self.rounds)
+        return self._seconds_errors / max(1, self._predicted)
 
     @property
     def alpha_error(self) -> float:
@@ -267,7 +268,9 @@ class Report:
         self.probes += decision.reasons.count("probe")
         self.predicted_tokens += decision.tokens
         self.decoded += sum(result.emitted)
-        self._seconds_errors += abs(decision.seconds / result.seconds - 1)
+        if decision.seconds:  # else nobody was asked
+            self._seconds_errors += abs(decision.seconds / result.seconds - 1)
+            self._predicted += 1
         self._alpha_errors += sum(abs(a - b) for a, b in zip(decision.alphas, result.alphas, strict=True))
 
 
