@@ -5,7 +5,7 @@ failed: the likelihood of a round is Πa over its n successes times (1 − a) of
 discrete-time hazard, as in Kaplan and Meier 1958). Where the overlap β = Σ min(p, q) of a reached position is known, β
 and 1 − β take the place of the outcome: the same mean, less variance.
 
-A sequence has a hazard h: a draft at position j that is reached is accepted with chance a(j) = exp(−h·f(j)), f(1) = 1.
+A sequence has a hazard h: a draft at position j that is reached is accepted with chance a(j) = exp(−h·f(j)).
 What is known of h is a belief over LEVELS. Each round it is multiplied by the likelihood of what was seen and leaks a
 little towards the population's belief, for text changes: the filter of a hidden Markov model, where discounted Beta
 counts keep only a mean and a weight. The population's belief, per source and heat, is learned from its sequences'

@@ -113,10 +113,9 @@ class Confidence:
 
     def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
         ks = _within(observation, observation.limits)
-        reasons = _reasons(observation, ks)
-        return Choice(ks, reasons, self.threshold, STANDS, joining=observation.survival.shape[1]), _next(
-            observation, state, ks
-        )
+        most = observation.survival.shape[1]
+        choice = Choice(ks, _reasons(observation, ks), self.threshold, STANDS, joining=most)
+        return choice, _next(observation, state, ks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +148,8 @@ class Goodput:
             after = replace(after, probed=after.rounds)
         if probe is None:
             begun = any(k and not state.ks.get(handle) for handle, k in after.ks.items())
-            guessed = bool(
-                (observation.gaps[observation.free] == 0).any()
-            )  # who guesses offers something else next time
+            # Who guesses has something else to offer in the next round.
+            guessed = bool((observation.gaps[observation.free] == 0).any())
             stands = 1 if begun or guessed else STANDS
             return Choice(ks, reasons, stands=stands, joining=_common(observation, ks)), after
         more = (probe > ks).tolist()

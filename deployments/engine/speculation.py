@@ -8,7 +8,6 @@ from deployments.engine.drafters.base import NO_OFFER, Drafter
 from deployments.engine.round import Outcome
 from deployments.engine.scheduler import Slice
 from deployments.engine.sequence import Sequence
-from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.estimator import heat_of
 from policies.observation import Candidate, Drafted, Timing
@@ -23,9 +22,6 @@ class Speculator:
         self._drafter = drafter
         self._cache = cache
         self._spent_ns = 0
-
-    def configure(self, policy: PolicyConfig) -> None:
-        self.control.configure(policy)
 
     def plan(self, decoding: Seq[Sequence], prefill: int) -> Decision:
         """k for sequences that decode in the coming round, whose pass reads about `prefill` tokens of prompts as well.
@@ -52,8 +48,9 @@ class Speculator:
             score_s=outcome.score_us / 1e6,
             rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # choosing k takes as long whatever is chosen
         )
-        drafted = [told for i, part in enumerate(outcome.slices) if (told := _drafted(part, i, outcome))]
-        idle = [s.sequence.handle for s, k in zip(outcome.slices, drafts.ks, strict=True) if not k]
+        drafted = [one for i, part in enumerate(outcome.slices) if (one := _drafted(part, i, outcome))]
+        told = {one.handle for one in drafted}
+        idle = [part.sequence.handle for part in outcome.slices if part.sequence.handle not in told]
         self.control.observe(timing, drafted, idle)
         self._spent_ns += perf_counter_ns() - started
 
