@@ -20,6 +20,7 @@ other prompts than those of tests/policies/data; the optima are flat. The weight
 fails and is repaired is dropped and found again.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -39,7 +40,7 @@ MIN_ROWS = 64
 
 def heat_of(temperature: float) -> int:
     """The bucket of requests among which acceptance is comparable: greedy, up to 0.5, up to 1, above."""
-    return sum(temperature > warmest for warmest in WARMEST)
+    return bisect_left(WARMEST, temperature)
 
 
 class Estimator:

@@ -4,8 +4,8 @@ A round's goodput is its expected tokens over its predicted seconds. A sequence'
 and all before it are accepted, which only falls with j. So for any number of drafts n and any greatest k, the n
 worthiest slots (sequence, j) are the best ones, and those of a sequence among them are its first. To evaluate every n
 under every greatest k is to evaluate every plan that may be the best, however irregular a pass' seconds are in n. That
-is exact where all drafts to be decided about cost the same: all a model's, with no gap but the one token that every
-round leaves, or none a model's.
+is exact where all drafts to be decided about cost the same: all a model's, with no gap but what a round leaves, or none
+a model's.
 
 Elsewhere slots are ranked by their worth less what their seconds are worth at the best goodput known (Dinkelbach 1967,
 On nonlinear fractional programming), again while that rises; and a sequence with a gap to read is ranked by the mean of
@@ -28,7 +28,8 @@ LONG = 1 << 10  # slots from which on combinations are evaluated one by one
 ENTRIES = 1 << 15  # slots × combinations of depths: where kinds are mixed, combinations are left out for no more
 THIN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the depths that are left then
 
-NO_MODEL, CURRENT, BEHIND = range(3)  # kinds of slots: no model drafts; one does and its gap is one token; or is larger
+LEFT = 2  # tokens that a round leaves unread at most: the last draft, if all were accepted, and the one behind it
+NO_MODEL, CURRENT, BEHIND = range(3)  # kinds of slots: no model drafts; one does, its gap is what a round leaves; larger
 
 
 class Plan(NamedTuple):
@@ -60,10 +61,15 @@ def seconds(observation: Observation, ks: Ints, amortised: bool = True) -> float
     """What the round takes. amortised: a gap costs only its share of the rounds in which having read it pays off."""
     cost = observation.cost
     read = (ks > 0) & (observation.gaps > 0)
-    behind = (observation.gaps[read] - 1) / (observation.horizon[read] if amortised else 1)
+    behind = _behind(observation)[read] if amortised else observation.gaps[read] - 1
     modelled = ks[read]
     round_s = cost.seconds(int(ks.sum()), int(ks.max(initial=0)), int(modelled.max(initial=0)), int(modelled.sum()))
     return round_s + float(behind.sum()) * cost.token_s
+
+
+def _behind(observation: Observation) -> Floats:
+    """[B] tokens to read in each round over which a gap is spread, beyond the one that every round reads."""
+    return np.maximum(observation.gaps - LEFT, 0) / observation.horizon
 
 
 def evaluate(observation: Observation, ks: Ints) -> Plan:
@@ -102,7 +108,7 @@ def even_plan(observation: Observation) -> Plan:
     tokens = len(free) + sums[np.arange(len(free)), ks].sum(1)
     cost, modelled = observation.cost, np.where(observation.gaps > 0, ks, 0)
     drafts, deepest, forwards = ks.sum(1), ks.max(1), modelled.max(1)
-    behind = np.where(modelled > 0, (observation.gaps - 1) / observation.horizon, 0.0).sum(1)
+    behind = np.where(modelled > 0, _behind(observation), 0.0).sum(1)
     model_s = cost.model_s + forwards * cost.step_s + (modelled.sum(1) + behind) * cost.token_s
     seconds = cost.base_s + cost.verify_s[drafts] + cost.padding_s[deepest]
     seconds = seconds + np.where(drafts > 0, cost.drafting_s, 0.0) + np.where(forwards > 0, model_s, 0.0)
@@ -118,7 +124,7 @@ def lone_ks(observation: Observation) -> Ints:
     tokens[:, 1:] += 1
     drafting = np.where(k > 0, cost.drafting_s, 0.0)
     modelled = np.where(k > 0, cost.model_s + k * (cost.step_s + cost.token_s), 0.0)
-    first = (observation.gaps - 1) / observation.horizon * cost.token_s
+    first = _behind(observation) * cost.token_s
     pass_s = cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting
     model_s = np.where((observation.gaps > 0)[:, None], modelled + first[:, None] * (k > 0), 0.0)
     goodput = np.where(k <= observation.limits[:, None], tokens / (pass_s + model_s), 0.0)
@@ -130,9 +136,9 @@ def _slots(observation: Observation) -> Slots:
     row, position = np.nonzero(np.arange(observation.survival.shape[1]) < observation.limits[free][:, None])
     row = free[row]
     gap = observation.gaps[row]
-    kind = np.minimum(gap, BEHIND)
+    kind = np.where(gap > LEFT, BEHIND, np.minimum(gap, CURRENT))
     token_s = observation.cost.token_s
-    behind_s = np.where(position == 0, (gap - 1) / observation.horizon[row], 0.0) * token_s
+    behind_s = np.where(position == 0, _behind(observation)[row], 0.0) * token_s
     model_s = np.where(kind == NO_MODEL, 0.0, token_s + behind_s)
     return Slots(row, position, kind, observation.survival[row, position], model_s)
 

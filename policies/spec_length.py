@@ -147,11 +147,13 @@ class Goodput:
         if ks[observation.free].any():
             after = replace(after, probed=after.rounds)
         if probe is None:
-            begun = any(k and not state.ks.get(handle) for handle, k in after.ks.items())
+            joining = _common(observation, ks)
+            unknown = 0 if joining is None else None  # newcomers got what everybody gets, if there is such a k
+            begun = not state.ks or any(k and state.ks.get(handle, unknown) == 0 for handle, k in after.ks.items())
             # Who guesses has something else to offer in the next round.
             guessed = bool((observation.gaps[observation.free] == 0).any())
             stands = 1 if begun or guessed else STANDS
-            return Choice(ks, reasons, stands=stands, joining=_common(observation, ks)), after
+            return Choice(ks, reasons, stands=stands, joining=joining), after
         more = (probe > ks).tolist()
         probed = tuple("probe" if new else reason for new, reason in zip(more, reasons, strict=True))
         return Choice(probe, probed), replace(after, probed=after.rounds)
