@@ -29,7 +29,7 @@ ENTRIES = 1 << 15  # slots × combinations of depths: where kinds are mixed, com
 THIN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the depths that are left then
 
 LEFT = 2  # tokens that a round leaves unread at most: the last draft, if all were accepted, and the one behind it
-NO_MODEL, CURRENT, BEHIND = range(3)  # kinds of slots: no model drafts; one does, its gap is what a round leaves; larger
+NO_MODEL, CURRENT, BEHIND = range(3)  # kinds of slots: no model drafts; one does, gap up to LEFT; larger gap
 
 
 class Plan(NamedTuple):
