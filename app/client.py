@@ -18,6 +18,7 @@ from deployments.engine.types import (
     Overloaded,
     Request,
     RequestRecord,
+    StepStats,
     TokenLogprob,
     Verifier,
 )
@@ -89,6 +90,12 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def watch(self, stepped: Callable[[Sequence[StepStats]], None], ended: Callable[[Output], None]) -> None:
+        """From now on call, on the event loop: `stepped` with the engine's steps, some at once; `ended` with the last
+        output of every request that was submitted, also if nobody reads it any more. At most one may watch.
+        """
+        ...
 
     def policy_status(self) -> Mapping[str, Any]:
         """The policy in force by name and parameters, as JSON; `refused`: why the last one that was sent is not in
@@ -166,6 +173,10 @@ def _logprob(token: int, count: int | None) -> TokenLogprob:
     return TokenLogprob(token, -9.5 if token % 2 else -0.5, top)
 
 
+def _nobody(told: object) -> None:
+    pass
+
+
 class FakeEngineClient:
     """An engine that replays a script: each request's outputs come from `script(request)`, one per event-loop turn.
 
@@ -202,6 +213,8 @@ class FakeEngineClient:
         self.tokenized: list[tuple[str, str]] = []  # (field, text)
         self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
         self.cancelled: list[str] = []  # those cancelled while they ran
+        self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to play the engine's steps
+        self._ended: Callable[[Output], None] = _nobody
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         await asyncio.sleep(0)
@@ -233,6 +246,7 @@ class FakeEngineClient:
                 break
             if output.finish_reason is not None:
                 self.open.pop(request.id, None)
+                self._ended(output)
             yield output
             if output.finish_reason is not None:
                 return
@@ -242,7 +256,9 @@ class FakeEngineClient:
         except TimeoutError:
             self.open.pop(request.id, None)
             message = f"the deadline of {request.deadline_s} s has passed"
-            yield Output(request.id, (), "", "error", message, "deadline_exceeded")
+            last = Output(request.id, (), "", "error", message, "deadline_exceeded")
+            self._ended(last)
+            yield last
         else:
             yield Output(request.id, (), "", "cancelled")
 
@@ -251,6 +267,10 @@ class FakeEngineClient:
         if event is not None:
             event.set()
             self.cancelled.append(request_id)
+            self._ended(Output(request_id, (), "", "cancelled"))
+
+    def watch(self, stepped: Callable[[Sequence[StepStats]], None], ended: Callable[[Output], None]) -> None:
+        self.stepped, self._ended = stepped, ended
 
     def stats(self) -> EngineStats:
         return EngineStats(

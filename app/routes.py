@@ -17,6 +17,7 @@ from app.fields import Prompt
 from app.replies import JSON, Envelope
 from app.schemas import Completion, parse
 from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
+from app.telemetry import Exchange, Telemetry
 from app.tenants import cache_salt
 from deployments.engine import types
 from deployments.engine.types import InvalidRequest, Output
@@ -61,20 +62,29 @@ class Completions:
     A response object with a body generator would not do: a generator that never started never runs its `finally`.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, telemetry: Telemetry) -> None:
         self.client = client
+        self.telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.telemetry.exchange(scope) as exchange:
+            await self._serve(exchange, scope, receive, send)
+
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         posted = Request(scope, receive)
-        asked = parse(await posted.body(), self.client.model)
+        exchange.asked = asked = parse(await posted.body(), self.client.model)
         require_model(asked.model, self.client.model)
         salt = cache_salt(posted.headers.get("authorization"), asked.cache_salt)
         requests = await self._requests(asked, scope["state"]["request_id"], salt)
         try:
             streams = self.client.submit(requests)
-            reply = self._reply(asked, requests, merged(streams), scope, receive, leaving_is_disconnect(send))
+            self.telemetry.submitted(exchange, requests)
+            reply = self._reply(
+                exchange.id, asked, requests, merged(streams), scope, receive, leaving_is_disconnect(send)
+            )
             await unless_disconnected(receive, reply)
-        except ClientDisconnect:
+        except ClientDisconnect as left:
+            exchange.error = left
             log.info("request %s: the client left", scope["state"]["request_id"])
         finally:
             for request in requests:
@@ -82,6 +92,7 @@ class Completions:
 
     def _reply(
         self,
+        reply_id: str,
         asked: Completion,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
@@ -89,7 +100,7 @@ class Completions:
         receive: Receive,
         send: Send,
     ) -> Coroutine[Any, Any, None]:
-        envelope = Envelope(f"cmpl-{scope['state']['request_id']}", int(time.time()), self.client.model.name, asked.n)
+        envelope = Envelope(reply_id, int(time.time()), self.client.model.name, asked.n)
         echoes = self._echoes(asked, requests)
         choices = [
             Choice(index, request, self.client.token, echoes[request.prompt_index])

@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from app.client import ModelCard, Token
 from deployments.engine.engine import Engine
-from deployments.engine.types import EngineStats, InvalidRequest, Output, Request
+from deployments.engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from deployments.engine.worker import EngineWorker
 from policies.config import PolicyConfig
 
+TELL_EVERY_S = 0.1  # of steps, at most
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
 
 
@@ -37,6 +38,11 @@ class LocalClient:
         self._refused: str | None = None  # why the last policy that was sent is not in force
         self._queues: dict[str, asyncio.Queue[Output]] = {}  # touched by the event loop only
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._steps: list[
+            StepStats
+        ] = []  # that nobody was told of yet; touched by the event loop only, as the next two
+        self._stepped: Callable[[Sequence[StepStats]], None] | None = None
+        self._ended: Callable[[Output], None] | None = None
         self.worker = EngineWorker(engine, self._deliver)
         self.worker.start()
 
@@ -81,6 +87,9 @@ class LocalClient:
     def stats(self) -> EngineStats:
         return self.worker.stats()
 
+    def watch(self, stepped: Callable[[Sequence[StepStats]], None], ended: Callable[[Output], None]) -> None:
+        self._stepped, self._ended = stepped, ended
+
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the engine's next round on; nothing that runs is disturbed.
 
@@ -100,24 +109,35 @@ class LocalClient:
         """End the engine thread; what runs ends as cancelled."""
         self.worker.stop()
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output], stats: StepStats | None) -> None:
         """On the engine thread."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
         try:
-            loop.call_soon_threadsafe(self._dispatch, outputs)
+            loop.call_soon_threadsafe(self._dispatch, outputs, stats)
         except RuntimeError:  # closed between the check and the call: nobody is left to read
             return
 
-    def _dispatch(self, outputs: list[Output]) -> None:
+    def _dispatch(self, outputs: list[Output], stats: StepStats | None) -> None:
         for output in outputs:
             queue = self._queues.get(output.request_id)
-            if queue is None:
-                continue
-            queue.put_nowait(output)
+            if queue is not None:
+                queue.put_nowait(output)
             if output.finish_reason:
-                del self._queues[output.request_id]
+                self._queues.pop(output.request_id, None)
+                if self._ended is not None:
+                    self._ended(output)
+        if stats is not None and self._stepped is not None:
+            if not self._steps:
+                asyncio.get_running_loop().call_later(TELL_EVERY_S, self._tell)
+            self._steps.append(stats)
+
+    def _tell(self) -> None:
+        """Of all steps since the first that nobody was told of."""
+        steps, self._steps = self._steps, []
+        if self._stepped is not None:
+            self._stepped(steps)
 
 
 async def _until_finish(queue: asyncio.Queue[Output]) -> AsyncIterator[Output]:

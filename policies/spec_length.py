@@ -132,7 +132,8 @@ class Goodput:
     saved up, and spent on a few drafts as soon as it covers them, all that must be read for them included, provided
     that they could change the plan.
 
-    A choice stands for a few rounds, but for one if it gives drafts to sequences that had none: they tell most.
+    A choice stands for a few rounds, but for one if it gives drafts to sequences that had none, for they tell most, or
+    at most half of the last one's: a drafter that goes bad is then left alone sooner.
     """
 
     hysteresis: float
@@ -150,9 +151,10 @@ class Goodput:
             joining = _common(observation, ks)
             unknown = 0 if joining is None else None  # newcomers got what everybody gets, if there is such a k
             begun = not state.ks or any(k and state.ks.get(handle, unknown) == 0 for handle, k in after.ks.items())
+            fewer = sum(after.ks.values()) * 2 <= sum(state.ks.values())
             # Who guesses has something else to offer in the next round.
             guessed = bool((observation.gaps[observation.free] == 0).any())
-            stands = 1 if begun or guessed else STANDS
+            stands = 1 if begun or guessed or fewer else STANDS
             return Choice(ks, reasons, stands=stands, joining=joining), after
         more = (probe > ks).tolist()
         probed = tuple("probe" if new else reason for new, reason in zip(more, reasons, strict=True))

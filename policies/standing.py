@@ -9,7 +9,7 @@ from policies.reasons import Reason
 
 YOUNGEST = 2  # rounds that a choice stands for when sequences join: in large batches one does in every other round
 FEW = 4  # of so many sequences one may join a choice that gives everybody the same, and is not asked about
-ENOUGH = 3.0  # accepted drafts to be expected, before what came of them is a surprise
+ENOUGH = 2.0  # accepted drafts to be expected, before what came of them is a surprise
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class Verdict:
     # where acceptance is equality.
     overlaps: list[tuple[float, ...]]
     illegal: int  # sequences whose draft held an id outside the vocabulary
+    drafts: list[list[int]]  # ids that were proposed
 
 
 @dataclass(frozen=True, slots=True)

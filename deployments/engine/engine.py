@@ -21,7 +21,7 @@ from deployments.engine.runner import Runner
 from deployments.engine.scheduler import Plan, Scheduler, Slice
 from deployments.engine.sequence import Sequence
 from deployments.engine.speculation import Speculator
-from deployments.engine.stats import note_round, step_stats
+from deployments.engine.stats import Ledger
 from deployments.engine.types import (
     DrafterName,
     ErrorCode,
@@ -74,8 +74,7 @@ class Engine:
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
         self._gone: list[int] = []  # handles of sequences that ended since the last step's end
-        self._draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
-        self.steps = 0
+        self._ledger = Ledger()
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
@@ -108,6 +107,11 @@ class Engine:
         self.intake.policy = policy
 
     @property
+    def steps(self) -> int:
+        """Ended so far."""
+        return self._ledger.steps
+
+    @property
     def drafters(self) -> tuple[DrafterName, ...]:
         return self.intake.drafters
 
@@ -127,6 +131,7 @@ class Engine:
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "id")
         sequence = self.intake.sequence(request, next(self._handles), time.monotonic() if arrived is None else arrived)
+        sequence.record.waiting_ahead = len(self.scheduler.waiting)
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
@@ -148,13 +153,13 @@ class Engine:
 
     def step(self) -> StepResult:
         """End what is overdue, plan, run one round, commit its tokens, learn from it, publish what came of it."""
-        started = time.perf_counter_ns()
+        self._ledger.begin()
         self._expire()
         plan = self._plan()
         outcome = self._round(plan)
         outputs = self._commit(plan, outcome)
-        self._learn(plan, outcome, started)
-        return self._publish(plan, outcome, outputs, started)
+        self._learn(plan, outcome)
+        return self._publish(plan, outcome, outputs)
 
     def audit(self) -> None:
         """Raise AssertionError unless every slot is accounted for (I3); cheap enough to run whenever idle."""
@@ -173,7 +178,7 @@ class Engine:
     def _plan(self) -> Plan:
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
-            self._draft_faults += not try_forget(self.drafter, sequence)
+            self._ledger.draft_faults += not try_forget(self.drafter, sequence)
         for sequence, cached in plan.started:
             if sequence.record.admitted is None:
                 sequence.record.admitted = time.monotonic()
@@ -208,6 +213,7 @@ class Engine:
         for part in plan.slices:
             if not part.emits:
                 self.target.cache.publish(part.sequence.handle, part.sequence.tokens)
+                part.sequence.record.prefill_passes += 1
         for i, part in enumerate(outcome.slices):
             output = self._commit_one(part, i, outcome)
             if output is not None:
@@ -231,7 +237,7 @@ class Engine:
             return None
         self.target.cache.publish(sequence.handle, sequence.tokens)
         prompt_logprobs = () if record.emitted else tuple(sequence.prompt_logprobs)
-        note_round(record, part, outcome, i, self.steps + 1, len(committed.tokens))
+        self._ledger.note(part, outcome, i, len(committed.tokens))
         if record.first_token is None and committed.tokens:
             record.first_token = time.monotonic()
         output = Output(
@@ -240,36 +246,33 @@ class Engine:
             committed.text,
             logprobs=outcome.logprobs[i][: len(committed.tokens)],
             prompt_logprobs=prompt_logprobs,
+            drafts=tuple(verdict.drafts[i]),
+            accepted=verdict.accepted[i],
         )
         if committed.finish_reason is None:
             return output
         self._finish(sequence, committed.finish_reason, None, output)
         return None
 
-    def _learn(self, plan: Plan, outcome: Outcome | None, started: int) -> None:
+    def _learn(self, plan: Plan, outcome: Outcome | None) -> None:
         if outcome is not None:
-            rest_us = (time.perf_counter_ns() - started) // 1000 - outcome.draft_us - outcome.score_us
+            rest_us = self._ledger.spent_us - outcome.draft_us - outcome.score_us
             committed = sum(part.committed for part in plan.slices)
             self.speculator.observe(outcome, committed - len(outcome.slices), rest_us)
         for handle in self._gone:
             self.speculator.forget(handle)
         self._gone.clear()
 
-    def _publish(self, plan: Plan, outcome: Outcome | None, outputs: list[Output], started: int) -> StepResult:
-        self.steps += 1
+    def _publish(self, plan: Plan, outcome: Outcome | None, outputs: list[Output]) -> StepResult:
         outputs += self._finished
         self._finished = []
-        faults, self._draft_faults = self._draft_faults, 0
-        stats = step_stats(
+        stats = self._ledger.close(
             plan,
             outcome,
-            step=self.steps,
             emitted=sum(len(o.token_ids) for o in outputs),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            draft_faults=faults,
             policy_us=self.speculator.spent_us(),
-            step_us=(time.perf_counter_ns() - started) // 1000,
         )
         return StepResult(outputs, stats)
 
@@ -283,7 +286,7 @@ class Engine:
     ) -> None:
         """The one way a request ends: free what it holds, and queue its last output (I5)."""
         self.scheduler.remove(sequence)
-        self._draft_faults += not try_forget(self.drafter, sequence)
+        self._ledger.draft_faults += not try_forget(self.drafter, sequence)
         sequence.finish(reason)
         del self._sequences[sequence.request_id]
         self._gone.append(sequence.handle)

@@ -6,7 +6,7 @@ The HTTP edge imports this module, so nothing here may import torch. Token ids a
 
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from policies.reasons import REASONS
 
@@ -150,7 +150,10 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Raw facts of one request, appended to while it runs; column i is round i (a pass that emitted tokens for it)."""
+    """Raw facts of one request, appended to while it runs; column i is round i (a pass that emitted tokens for it).
+
+    The first round ends the prompt and emits the first token.
+    """
 
     request_id: str
     seed: int
@@ -176,6 +179,13 @@ class RequestRecord:
     accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
     emitted: list[int] = field(default_factory=list)  # tokens that reached the client
     proposer: list[int] = field(default_factory=list)  # index in DRAFTERS of who proposed the drafts; -1: no drafts
+    batch: list[int] = field(default_factory=list)  # sequences that emitted in the round
+    began_us: list[int] = field(default_factory=list)  # when its step began, after the arrival
+    draft_us: list[int] = field(default_factory=list)  # as StepStats
+    score_us: list[int] = field(default_factory=list)
+    step_us: list[int] = field(default_factory=list)
+    waiting_ahead: int = 0  # requests that waited when it came
+    prefill_passes: int = 0  # passes that read part of its prompt (again, after a preemption) without an end to it
     prediction_tokens: int = 0  # of the client's guess of the output
     prediction_accepted: int = 0  # of these, tokens that the output followed
 
@@ -211,6 +221,20 @@ class Output:
     record: RequestRecord | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, where asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
+    drafts: tuple[int, ...] = ()  # ids that were proposed for it in this round, of which
+    accepted: int = 0  # so many, the first ones, were accepted: before a stop cut the text
+
+
+class Part(NamedTuple):
+    """What one sequence had of a step's round."""
+
+    k: int
+    reason: int  # index in REASONS; -1: nobody chose k
+    alpha: int  # chance of the first draft before the round, per mille
+    drafted: int
+    accepted: int
+    emitted: int
+    proposer: int  # index in DRAFTERS; -1: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +264,9 @@ class StepStats:
     predicted_us: int = 0  # what the cost model expected of the step; 0: it was not asked, others ran than before
     predicted_tokens: float = 0.0  # what the estimator expected those sequences to emit
     policy_us: int = 0  # of step_us: choosing k, and learning from the round
+    began: float = 0.0  # monotonic seconds
+    parts: tuple[Part, ...] = ()  # of the sequences that emitted
+    requests: tuple[str, ...] = ()  # whose sequences were in the round
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
             break
         decision = _merge(decision or _blank(draft.ks, logits.device), part, which)
     if decision is None:
-        return Verdict([], [], [], [], 0)
+        return Verdict([], [], [], [], 0, [])
     return on_host(decision, draft, logits.shape[-1])
 
 
@@ -133,7 +133,8 @@ def on_host(decision: Decision, draft: Draft, vocab_size: int) -> Verdict:
     columns = [decision.accepted, decision.tokens, decision.finite]
     if draft.tokens is None:
         accepted, tokens, finite = torch.stack(columns).tolist()
-        return Verdict(accepted, [[t] for t in tokens], [not good for good in finite], [()] * len(tokens), 0)
+        bad = [not good for good in finite]
+        return Verdict(accepted, [[t] for t in tokens], bad, [()] * len(tokens), 0, [[]] * len(tokens))
     depth = max(draft.ks)
     told = [] if decision.overlaps is None else [decision.overlaps]
     rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, :depth], *told], 1).tolist()  # the round's one copy
@@ -144,6 +145,7 @@ def on_host(decision: Decision, draft: Draft, vocab_size: int) -> Verdict:
         bad=[not row[2] for row in rows],
         overlaps=_overlaps(rows, 3 + depth, draft.ks) if told else [()] * len(rows),
         illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
+        drafts=drafts,
     )
 
 

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine.engine import Engine
-from deployments.engine.types import EngineStats, EngineStopped, InvalidRequest, Output, Overloaded, Request
+from deployments.engine.types import (
+    EngineStats,
+    EngineStopped,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    Request,
+    StepStats,
+)
 from policies.admission import Admission
 from policies.config import PolicyConfig
 
@@ -20,7 +28,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5  # how often an idle engine proves that it lives
 MAX_FAILURES = 3  # steps that fail one after another before health says so
 
-Deliver = Callable[[list[Output]], None]
+Deliver = Callable[[list[Output], StepStats | None], None]  # outputs, of a step: its statistics
 
 
 class _Open(NamedTuple):
@@ -29,7 +37,7 @@ class _Open(NamedTuple):
 
 
 class EngineWorker:
-    """Runs an engine in its own thread. `deliver` is called on that thread with each step's outputs and must not block.
+    """Runs an engine in its own thread. `deliver` is called on that thread after each step and must not block.
 
     Every submitted request gets exactly one output with a finish_reason, also when it is cancelled, when the engine
     fails, and when the worker stops. What `deliver` raises is logged and lost: it must get its outputs through itself.
@@ -194,7 +202,7 @@ class EngineWorker:
             self._failures = 0
         elif result.stats.failed:
             self._failures += 1
-        self._publish(result.outputs)
+        self._publish(result.outputs, result.stats)
         self._audited = False
         if not left:
             self._audit()
@@ -206,14 +214,14 @@ class EngineWorker:
             self.engine.audit()
             self._audited = True
 
-    def _publish(self, outputs: list[Output]) -> None:
+    def _publish(self, outputs: list[Output], stats: StepStats | None = None) -> None:
         """Close the books on what finished, so that its places are free, then hand the outputs over."""
         if any(o.finish_reason for o in outputs):
             with self._lock:
                 self._close(outputs)
         try:
-            if outputs:
-                self._deliver(outputs)
+            if outputs or stats:
+                self._deliver(outputs, stats)
         except Exception:
             log.exception("%d outputs could not be delivered", len(outputs))
 

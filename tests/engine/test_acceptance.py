@@ -24,7 +24,9 @@ def reference(drawn: Seq[Seq[int]], drafts: Seq[Seq[int]], vocab: int) -> Verdic
         accepted.append(n)
         emitted.append(list(own[: n + 1]))
         illegal += any(not 0 <= token < vocab for token in proposed)
-    return Verdict(accepted, emitted, [False] * len(accepted), [()] * len(accepted), illegal)
+    return Verdict(
+        accepted, emitted, [False] * len(accepted), [()] * len(accepted), illegal, [list(row) for row in drafts]
+    )
 
 
 def run(drawn: Seq[Seq[int]], drafts: Seq[Seq[int]], vocab: int, extra: int = 0) -> Verdict:
@@ -68,24 +70,24 @@ def test_ragged_batches(seed: int) -> None:
 
 def test_without_drafts() -> None:
     finite = torch.tensor([True, False])
-    assert decide([4, 5], None, [0, 0], 9, finite) == Verdict([0, 0], [[4], [5]], [False, True], [(), ()], 0)
-    assert decide([], None, [], 9) == Verdict([], [], [], [], 0)
+    assert decide([4, 5], None, [0, 0], 9, finite) == Verdict([0, 0], [[4], [5]], [False, True], [(), ()], 0, [[], []])
+    assert decide([], None, [], 9) == Verdict([], [], [], [], 0, [])
 
 
 def test_the_docstrings_example() -> None:
-    assert run([[7, 3, 9, 4]], [[7, 3, 5]], 10) == Verdict([2], [[7, 3, 9]], [False], [()], 0)
+    assert run([[7, 3, 9, 4]], [[7, 3, 5]], 10) == Verdict([2], [[7, 3, 9]], [False], [()], 0, [[7, 3, 5]])
 
 
 def test_illegal_ids_cost_their_own_sequence_only() -> None:
     verdict = run([[1, 2, 3], [1, 2, 3], [1, 2, 3]], [[1, 2], [1, 10], [-1, 2]], 10)
-    assert verdict == Verdict([2, 1, 0], [[1, 2, 3], [1, 2], [1]], [False] * 3, [()] * 3, 2)
+    assert verdict == Verdict([2, 1, 0], [[1, 2, 3], [1, 2], [1]], [False] * 3, [()] * 3, 2, [[1, 2], [1, 10], [-1, 2]])
 
 
 def test_an_illegal_id_that_was_drawn_is_accepted_by_nobody_else() -> None:
     """Junk beyond a row's drafts may equal the draw; it was never proposed."""
     table = torch.tensor([[1, 2], [1, 2]])
     verdict = decide([1, 2, 1, 2, 3], table, [1, 2], 10)
-    assert verdict == Verdict([1, 2], [[1, 2], [1, 2, 3]], [False, False], [(), ()], 0)
+    assert verdict == Verdict([1, 2], [[1, 2], [1, 2, 3]], [False, False], [(), ()], 0, [[1], [1, 2]])
 
 
 @pytest.mark.parametrize("row", range(4))
@@ -95,7 +97,7 @@ def test_a_score_that_is_not_finite_matters_where_it_was_emitted(row: int) -> No
     finite[row] = False
     table = torch.tensor([[7, 0, 9], [0, 0, 0]])
     verdict = decide([7, 3, 9, 4, 5], table, [3, 0], 10, finite)
-    assert verdict == Verdict([1, 0], [[7, 3], [5]], [row < 2, False], [(), ()], 0)
+    assert verdict == Verdict([1, 0], [[7, 3], [5]], [row < 2, False], [(), ()], 0, [[7, 0, 9], []])
 
 
 def test_results_are_plain_python() -> None:

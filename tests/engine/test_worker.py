@@ -13,7 +13,15 @@ import pytest
 from deployments.engine import worker as worker_module
 from deployments.engine.engine import Engine, StepResult
 from deployments.engine.scheduler import Plan
-from deployments.engine.types import EngineStopped, InvalidRequest, Output, Overloaded, Request, SamplingParams
+from deployments.engine.types import (
+    EngineStopped,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    Request,
+    SamplingParams,
+    StepStats,
+)
 from deployments.engine.worker import IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission
 from tests.engine.driving import load
@@ -31,7 +39,7 @@ class Desk:
         self.on_delivery: Callable[[list[Output]], None] = lambda outputs: None
         self._changed = threading.Condition()
 
-    def deliver(self, outputs: list[Output]) -> None:
+    def deliver(self, outputs: list[Output], stats: StepStats | None) -> None:
         with self._changed:
             for output in outputs:
                 self.outputs[output.request_id].append(output)
@@ -221,7 +229,7 @@ def test_a_stalled_step_is_unhealthy_until_it_moves_again(worker: EngineWorker, 
 def test_choices_that_could_never_be_open_together_are_refused(pair: Pair) -> None:
     """Waiting would not help: there is no load under which they would be admitted."""
     engine = load(pair, max_running=2, max_waiting=20, **({} if kv_kind() == "slotted" else {"kv_tokens": 200}))
-    worker = EngineWorker(engine, lambda _: None)
+    worker = EngineWorker(engine, lambda outputs, stats: None)
     most = 8 * engine.target.layout.tokens
     requests = [replace(make_request(f"r{i}"), prompt_ids=(5,) * 80) for i in range(21)]
     while sum(80 + r.params.max_tokens for r in requests) <= most:

@@ -95,7 +95,7 @@ def check_exact(planned_by: Planner, seed: int, instances: int) -> None:
     """All drafts are a model's, which has read all but what a round leaves, or none is."""
     random = np.random.default_rng(seed)
     for number in range(instances):
-        gaps = partial(random.integers, 1, 3) if number % 2 else zeros
+        gaps: Callable[[int], Ints] = partial(random.integers, 1, 3) if number % 2 else zeros
         observation = instance(random, gaps)
         assert regret(observation, planned_by) < 1e-9
 
