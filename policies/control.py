@@ -8,7 +8,7 @@ import numpy as np
 from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.estimator import Estimator
-from policies.observation import Candidate, Drafted, Observation, State, Timing
+from policies.observation import Candidate, Drafted, Observation, RoundCost, State, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
 from policies.standing import Decision, Limits, Standing
@@ -36,7 +36,8 @@ class SpecControl:
         self._idle: list[int] = []
         self._gone: list[int] = []
         self._timings: list[Timing] = []
-        self._rounds, self._spent_s = 0, 0.0  # since the last choice, of those that were learned from
+        # Since the last choice: rounds that were learned from, what they took, tokens of prompts in them.
+        self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self.configure(config)
 
     def configure(self, config: PolicyConfig) -> None:
@@ -59,7 +60,7 @@ class SpecControl:
             return self._standing.decide(candidates, self._limits(candidates))
         self._learn()
         observation, prompts_s = self._observation(candidates, prefill)
-        self._rounds, self._spent_s = 0, 0.0
+        self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._state = self._policy(observation, self._state)
         expected = replace(observation, survival=self.estimator.survival(candidates))
         decision = Decision(
@@ -102,19 +103,17 @@ class SpecControl:
             self.estimator.forget(handle)
             self._last.pop(handle, None)
         self._rounds += len(timings)
+        self._prefill += sum(t.prefill for t in timings)
         self._spent_s += sum(t.draft_s + t.score_s + t.rest_s for t in timings)
 
     def _observation(self, candidates: Sequence[Candidate], prefill: int) -> tuple[Observation, float]:
         """(what the policy sees, seconds that reading prompts adds to the round).
 
-        Prompts have to be read whatever is drafted beside them. Counted among a round's seconds, they would make it
-        look slow, and drafts in it cheap; what they change of the cost of drafts stays in.
+        A choice stands for rounds with prompts and without: what these change of the cost of drafts is taken at the
+        number of tokens that rounds had since the last choice.
         """
-        cost = self.cost.round_cost(len(candidates), prefill)
-        prompts_s = 0.0
-        if prefill:
-            prompts_s = max(0.0, float(cost.verify_s[0] - self.cost.round_cost(len(candidates), 0).verify_s[0]))
-            cost = replace(cost, verify_s=cost.verify_s - prompts_s)
+        cost, _ = self._beside(len(candidates), round(self._prefill / max(1, self._rounds)))
+        _, prompts_s = self._beside(len(candidates), prefill)
         limits = self._limits(candidates)
         gaps = np.array([c.gap for c in candidates])
         left = np.array([c.left for c in candidates])
@@ -133,6 +132,18 @@ class SpecControl:
             round_s=self._spent_s / max(1, self._rounds),
         )
         return observation, prompts_s
+
+    def _beside(self, batch: int, prefill: int) -> tuple[RoundCost, float]:
+        """(cost of rounds with that many tokens of prompts, less the seconds that these take by themselves; those).
+
+        Prompts have to be read whatever is drafted beside them. Counted among a round's seconds, they would make it
+        look slow, and drafts in it cheap.
+        """
+        cost = self.cost.round_cost(batch, prefill)
+        if not prefill:
+            return cost, 0.0
+        prompts_s = max(0.0, float(cost.verify_s[0] - self.cost.round_cost(batch, 0).verify_s[0]))
+        return replace(cost, verify_s=cost.verify_s - prompts_s), prompts_s
 
     def _limits(self, candidates: Sequence[Candidate]) -> Limits:
         """A fixed k goes before the policy's own maximum, and is asked for whatever the drafter offers."""

@@ -151,7 +151,8 @@ class Goodput:
             joining = _common(observation, ks)
             unknown = 0 if joining is None else None  # newcomers got what everybody gets, if there is such a k
             begun = not state.ks or any(k and state.ks.get(handle, unknown) == 0 for handle, k in after.ks.items())
-            fewer = sum(after.ks.values()) * 2 <= sum(state.ks.values())
+            before = sum(state.ks.values())
+            fewer = 0 < before >= 2 * sum(after.ks.values())
             # Who guesses has something else to offer in the next round.
             guessed = bool((observation.gaps[observation.free] == 0).any())
             stands = 1 if begun or guessed or fewer else STANDS

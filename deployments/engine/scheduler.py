@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from cache.protocol import CacheFull
 from deployments.engine.runner import Runner
@@ -120,8 +121,7 @@ class Scheduler:
     def _prefill(self, rows: int) -> int:
         """About how many tokens of prompts will be in the pass."""
         pending = sum(left for s in self.running if (left := self._target.uncached(s)) > 1)
-        if len(self.running) < self._max_running:
-            pending += sum(len(s.tokens) for s in self.waiting)
+        pending += sum(len(s.tokens) for s in islice(self.waiting, self._max_running - len(self.running)))
         return min(pending, self._chunk(rows))
 
     def _verifications(self, decoding: Seq[Sequence], chosen: Decision) -> list[Slice]:
