@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,15 @@ from app.client import Token
 from app.main import create_app
 from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.engine import Engine
-from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded, Request, SamplingParams
+from deployments.engine.types import (
+    EngineStopped,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    Request,
+    SamplingParams,
+    StepStats,
+)
 from deployments.local_client import TOKENIZE_INLINE, LocalClient
 from policies.config import PolicyConfig
 
@@ -47,6 +55,42 @@ def make_request(name: str, max_tokens: int = 8) -> Request:
 
 async def tokens_of(client: LocalClient, request: Request) -> list[int]:
     return [t async for output in client.submit([request])[0] for t in output.token_ids]
+
+
+def test_who_watches_is_told_of_every_end_and_of_all_steps(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a request that was cancelled, whose record tells what it did until then."""
+    steps: list[StepStats] = []
+    ended: list[Output] = []
+    calls: list[int] = []
+
+    def stepped(new: Sequence[StepStats]) -> None:
+        calls.append(len(new))
+        steps.extend(new)
+
+    monkeypatch.setattr("deployments.local_client.TELL_EVERY_S", 0.02)
+    client.watch(stepped, ended.append)
+
+    async def scenario() -> None:
+        before = client.stats().steps
+        whole, cut = client.submit([make_request("whole", 20), make_request("cut", 200)])
+        for _ in range(2):
+            await anext(cut)
+        client.cancel("cut")
+        tokens = [t async for output in whole for t in output.token_ids]
+        assert len(tokens) == 20
+        while len(ended) < 2 or not steps or steps[-1].running:  # noqa: ASYNC110 - told by the clock
+            await asyncio.sleep(0.01)
+        assert [stats.step for stats in steps] == list(range(before + 1, client.stats().steps + 1))
+
+    within(scenario())
+    assert {output.request_id: output.finish_reason for output in ended} == {"whole": "length", "cut": "cancelled"}
+    records = {output.request_id: output.record for output in ended}
+    assert records["cut"] is not None
+    assert 0 < records["cut"].output_tokens < 200
+    assert sum(len(stats.parts) for stats in steps) == sum(len(r.steps) for r in records.values() if r)
+    assert max(calls) > 1  # some at once
 
 
 def test_concurrent_requests_get_their_own_outputs(client: LocalClient) -> None:

@@ -1,8 +1,9 @@
 """Drive an engine step by step and keep all that it says; the laws of every request are checked on the way."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from deployments.engine.drafters.chain import Drafters
 from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.sequence import Sequence
-from deployments.engine.types import FinishReason, Request, RequestRecord, SamplingParams, StepStats
+from deployments.engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
 from policies.config import PolicyConfig
 from policies.reasons import REASONS
 from tests.engine.pairs import Pair
@@ -103,7 +104,7 @@ def drive(
 ) -> Drive:
     """Run until nothing is left. arrivals and cancels happen before the step of that number (0 is the first).
 
-    Checks I5 (one finish event each, nothing after it), I8 and, once idle, I3.
+    Checks I5 (one finish event each, nothing after it), I8, that steps and records tell the same and, once idle, I3.
     """
     timetable = arrivals if isinstance(arrivals, Mapping) else {0: arrivals}
     run = Drive({r.id: Told() for requests in timetable.values() for r in requests})
@@ -117,6 +118,7 @@ def drive(
         result = engine.step()
         run.steps.append(result.stats)
         for output in result.outputs:
+            check_drafts(output)
             told = run.told[output.request_id]
             assert told.reason is None, f"{output.request_id} spoke after it had finished"
             told.tokens += output.token_ids
@@ -130,7 +132,36 @@ def drive(
         assert model_drafter(engine).runner.cache.free_slots == engine.config.max_running
     for request_id, told in run.told.items():
         check_finished(request_id, told)
+    check_steps(run)
     return run
+
+
+def columns_of(record: RequestRecord) -> list[list[int]]:
+    """One entry per round each."""
+    every = (getattr(record, column.name) for column in fields(record))
+    return [values for values in every if isinstance(values, list)]
+
+
+def check_drafts(output: Output) -> None:
+    """What reached the client begins with the accepted drafts, unless a stop cut it before their end."""
+    assert 0 <= output.accepted <= len(output.drafts)
+    accepted = output.drafts[: output.accepted]
+    count = min(len(accepted), len(output.token_ids))
+    assert output.token_ids[:count] == accepted[:count]
+
+
+def check_steps(run: Drive) -> None:
+    """A step's statistics are those of its requests' records."""
+    rounds = defaultdict[int, list[tuple[int, ...]]](list)
+    for told in run.told.values():
+        if told.record is not None:
+            r = told.record
+            parts = (r.planned, r.reasons, r.alphas, r.drafted, r.accepted, r.emitted, r.proposer)
+            for step, *part in zip(r.steps, *parts, strict=True):
+                rounds[step].append(tuple(part))
+    for stats in run.steps:
+        assert sorted(stats.parts) == sorted(rounds[stats.step])
+        assert len(stats.parts) <= len(set(stats.requests)) == stats.sequences
 
 
 def check_finished(request_id: str, told: Told) -> None:
@@ -144,8 +175,7 @@ def check_finished(request_id: str, told: Told) -> None:
     histogram = record.histogram()
     assert sum(histogram) == record.rounds
     assert sum(j * n for j, n in enumerate(histogram)) == sum(record.accepted)
-    columns = (record.planned, record.reasons, record.alphas, record.steps, record.drafted, record.accepted)
-    assert {len(column) for column in columns} == {len(record.emitted)}
+    assert {len(column) for column in columns_of(record)} == {len(record.emitted)}
     assert all(
         a <= d <= k <= record.k_max for a, d, k in zip(record.accepted, record.drafted, record.planned, strict=True)
     )

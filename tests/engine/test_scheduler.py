@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from deployments.engine import scheduler
 from deployments.engine.config import CPU_CHUNK, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.engine.scheduler import Plan
+from deployments.engine.sequence import Sequence
 from deployments.engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
+from policies.standing import Decision
 from tests.engine.driving import drive, load
 from tests.engine.pairs import Pair
 from tests.kv import without_prefixes
@@ -55,6 +58,27 @@ def test_a_sequence_for_which_no_token_is_left_holds_no_memory(engine: Engine) -
     assert [s.request_id for s in engine.scheduler.waiting] == ["b", "c"]
     engine.step()
     assert described(engine.scheduler.plan()) == [("a", 5, 0, True), ("b", 9, 0, True), ("c", 1, 0, False)]
+
+
+def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[int] = []
+    choose = engine.scheduler._choose
+
+    def spy(decoding: Seq[Sequence], prefill: int) -> Decision:
+        expected.append(prefill)
+        return choose(decoding, prefill)
+
+    monkeypatch.setattr(engine.scheduler, "_choose", spy)
+    for name, length in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 4)):
+        submit(engine, name, length, k=0)
+    for _ in range(3):
+        engine.step()
+    assert set(expected) == {0}
+    engine.cancel("a")
+    engine.step()
+    assert expected[-1] == 3
 
 
 def test_without_drafts(engine: Engine) -> None:

@@ -120,6 +120,22 @@ def test_prompts_beside_a_round_do_not_make_drafts_look_cheap() -> None:
     assert beside.seconds - alone.seconds == pytest.approx(4_000 * 2e-5, rel=0.1)
 
 
+def test_choices_go_by_the_prompts_that_rounds_really_had() -> None:
+    """On a machine where tokens cost something from the 33rd on: a choice stands for rounds to come, which may have no
+    prompts."""
+    steep = [
+        Timing(b, b * k, k, 0, k, b * k, 1e-5 * k, 1e-3 + 5e-4 * max(0, b * (1 + k) - 32), 0.0)
+        for b in (1, 2, 4, 8)
+        for k in (0, 1, 2, 4, 8)
+    ]
+    policy = SpecControl(PolicyConfig(probe_share=0.0), DEPTH, steep)
+    play(policy, [True], 40)
+    assert anew(policy, [candidate()], prefill=400).ks == [DEPTH]
+    busy = Timing(1, 4, 4, 400, 4, 4, 4e-5, 1e-3 + 5e-4 * (1 + 4 + 400 - 32), 0.0)
+    policy.observe(busy, [Drafted(0, "model", 0, 4, 4)])
+    assert anew(policy, [candidate()]).ks[0] < DEPTH
+
+
 def test_what_was_learned_outlives_a_change_of_policy() -> None:
     policy = control("fixed", k=4)
     play(policy, [False], 40)

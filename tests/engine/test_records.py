@@ -1,0 +1,57 @@
+"""What a request's record says of its rounds: when they were, how long they took, and beside whom."""
+
+from itertools import pairwise
+
+from deployments.engine.types import Request, SamplingParams
+from tests.engine.driving import Drive, drive, load
+from tests.engine.pairs import Pair
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def run(pair: Pair, **changes: object) -> Drive:
+    """Two places for three requests, the second of which has a long prompt."""
+    engine = load(pair, max_running=2, **changes)
+    prompts = (tuple(range(5, 9)), tuple(range(5, 45)), tuple(range(9, 14)))
+    return drive(engine, [Request(f"r{n}", prompt, PARAMS) for n, prompt in enumerate(prompts)])
+
+
+def test_rounds_are_timed_within_their_request(pair: Pair) -> None:
+    done = run(pair)
+    steps = {stats.step: stats for stats in done.steps}
+    for told in done.told.values():
+        record = told.record
+        assert record is not None
+        assert record.admitted is not None
+        assert record.finished is not None
+        assert record.began_us[0] <= 1e6 * (record.finished - record.arrived)
+        assert all(before < after for before, after in pairwise(record.began_us))
+        for i, step in enumerate(record.steps):
+            stats = steps[step]
+            assert (record.draft_us[i], record.score_us[i], record.step_us[i]) == (
+                stats.draft_us,
+                stats.score_us,
+                stats.step_us,
+            )
+            assert record.step_us[i] >= record.draft_us[i] + record.score_us[i] > 0
+            assert abs(record.began_us[i] - 1e6 * (stats.began - record.arrived)) < 2
+            assert record.batch[i] == len(stats.parts)
+
+
+def test_who_ran_and_who_waited(pair: Pair) -> None:
+    done = run(pair)
+    first, second, third = (done.told[f"r{n}"].record for n in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [record.waiting_ahead for record in (first, second, third)] == [0, 1, 2]
+    assert set(first.batch) == {1, 2} or set(first.batch) == {2}
+    assert set(third.batch) <= {1, 2}
+    assert done.steps[0].requests == ("r0", "r1")
+
+
+def test_passes_that_only_read_the_prompt_are_counted(pair: Pair) -> None:
+    whole, chunked = run(pair), run(pair, max_step_tokens=20)
+    passes = [[told.record.prefill_passes for told in done.told.values() if told.record] for done in (whole, chunked)]
+    assert passes[0] == [0, 0, 0]
+    assert passes[1][1] > 1
