@@ -124,14 +124,14 @@ def test_choices_go_by_the_prompts_that_rounds_really_had() -> None:
     """On a machine where tokens cost something from the 33rd on: a choice stands for rounds to come, which may have no
     prompts."""
     steep = [
-        Timing(b, b * k, k, 0, k, b * k, 1e-5 * k, 1e-3 + 5e-4 * max(0, b * (1 + k) - 32), 0.0)
+        Timing(b, b * k, k, 0, k, b * k, 1e-5 * k, 1e-3 + 2e-3 * max(0, b * (1 + k) - 32), 0.0)
         for b in (1, 2, 4, 8)
         for k in (0, 1, 2, 4, 8)
     ]
     policy = SpecControl(PolicyConfig(probe_share=0.0), DEPTH, steep)
     play(policy, [True], 40)
     assert anew(policy, [candidate()], prefill=400).ks == [DEPTH]
-    busy = Timing(1, 4, 4, 400, 4, 4, 4e-5, 1e-3 + 5e-4 * (1 + 4 + 400 - 32), 0.0)
+    busy = Timing(1, 4, 4, 400, 4, 4, 4e-5, 1e-3 + 2e-3 * (1 + 4 + 400 - 32), 0.0)
     policy.observe(busy, [Drafted(0, "model", 0, 4, 4)])
     assert anew(policy, [candidate()]).ks[0] < DEPTH
 
