@@ -51,7 +51,7 @@ def test_who_ran_and_who_waited(pair: Pair) -> None:
 
 
 def test_passes_that_only_read_the_prompt_are_counted(pair: Pair) -> None:
-    whole, chunked = run(pair), run(pair, max_step_tokens=20)
+    whole, chunked = run(pair), run(pair, max_step_tokens=20, max_spec_length=4)
     passes = [[told.record.prefill_passes for told in done.told.values() if told.record] for done in (whole, chunked)]
     assert passes[0] == [0, 0, 0]
     assert passes[1][1] > 1
