@@ -10,6 +10,7 @@ from typing import Any
 from app.client import Token
 from app.errors import DeadlineExceeded, EngineFailure
 from app.logprobs import Transcript
+from app.provenance import Provenance
 from app.schemas import Completion
 from deployments.engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
@@ -51,13 +52,23 @@ def engine_requests(
 class Choice:
     """One choice of the reply. Outputs go in; what of them can be shown comes out, all at once or in chunks."""
 
-    def __init__(self, index: int, request: Request, token: Callable[[int], Token], echo: str | None) -> None:
-        """`echo` is the prompt's text if the reply is to begin with it."""
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        token: Callable[[int], Token],
+        echo: str | None,
+        *,
+        tell_tokens: bool = False,
+    ) -> None:
+        """`echo` is the prompt's text if the reply is to begin with it; tell_tokens: also tell where each came from."""
         self.index = index
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
         self._prompt_ids = request.prompt_ids
         self._echo = echo  # until it is written
         self._transcript = None if request.params.logprobs is None else Transcript(token)
+        keeps_end = request.params.include_stop_str_in_output
+        self._provenance = Provenance(token, keeps_end=keeps_end) if tell_tokens else None
         self._text = ""
         self._reason: FinishReason | None = None
 
@@ -70,6 +81,8 @@ class Choice:
         self._text += output.text
         if self._transcript is not None:
             self._transcript.add(output.logprobs)
+        if self._provenance is not None:
+            self._provenance.add(output)
         self._reason, self.record = output.finish_reason, output.record
 
     @property
@@ -78,10 +91,11 @@ class Choice:
         return bool(self._text) or self._reason is not None
 
     def take(self) -> dict[str, Any]:
-        """What came since the last take, in OpenAI's shape."""
+        """What came since the last take, in OpenAI's shape; `speculation` is ours (see provenance.py)."""
         text, self._text = self._text, ""
         logprobs = None if self._transcript is None else self._transcript.take()
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason}
+        told = {} if self._provenance is None else {"speculation": {"rounds": self._provenance.take()}}
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason} | told
 
 
 async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]:

@@ -1,14 +1,13 @@
 """The seam between the HTTP edge and an engine: the EngineClient protocol, and a fake to test and show the edge."""
 
 import asyncio
-import codecs
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, Literal, Protocol
 
+from app.script import MAX_K, POLICY, Script, blank, note, spell
 from deployments.engine.types import (
     DRAFTERS,
     DrafterName,
@@ -19,10 +18,10 @@ from deployments.engine.types import (
     Request,
     RequestRecord,
     StepStats,
-    TokenLogprob,
     Verifier,
 )
-from policies.reasons import REASONS
+
+__all__ = ["EngineClient", "FakeEngineClient", "ModelCard", "Script", "Token", "spell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,75 +103,6 @@ class EngineClient(Protocol):
         ...
 
 
-Script = Callable[[Request], Iterable[Output]]
-
-POLICY = "goodput"  # of the fake, and the largest k that it allows
-MAX_K = 8
-
-
-def spell(request: Request) -> Iterator[Output]:
-    """The default script: the prompt's ids again as text, three tokens a round (k = 3 where it may be, two drafts
-    accepted)."""
-    params, prompt = request.params, request.prompt_ids
-    ids = [prompt[i % len(prompt)] for i in range(params.max_tokens)]
-    record = _record(request, ids)
-    before = (
-        tuple(_logprob(t, params.prompt_logprobs) for t in prompt[1:]) if params.prompt_logprobs is not None else ()
-    )
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    for start in range(0, max(1, len(ids)), 3):
-        part = tuple(ids[start : start + 3])
-        k = min(3, record.k_max)
-        record.steps.append(start // 3)
-        record.planned.append(k)
-        record.reasons.append(REASONS.index("policy" if record.fixed_k is None else "user"))
-        record.alphas.append(750)
-        record.drafted.append(k)
-        record.accepted.append(min(2, k))
-        record.emitted.append(len(part))
-        record.output_tokens += len(part)
-        last = record.output_tokens == len(ids)
-        record.finished = time.monotonic() if last else None
-        yield Output(
-            request.id,
-            part,
-            utf8.decode(bytes(part), last),
-            "length" if last else None,
-            record=record if last else None,
-            logprobs=tuple(_logprob(t, params.logprobs) for t in part) if params.logprobs is not None else (),
-            prompt_logprobs=() if start else before,
-        )
-
-
-def _record(request: Request, ids: Sequence[int]) -> RequestRecord:
-    now = time.monotonic()
-    most = MAX_K if request.max_k is None else request.max_k
-    k = most if request.k is None else request.k
-    guess = request.prediction_ids
-    return RequestRecord(
-        request.id,
-        request.params.seed or 0,
-        len(request.prompt_ids),
-        k,
-        arrived=now,
-        admitted=now,
-        first_token=now,
-        verifier=request.verifier or "match",
-        drafter=(request.drafter or ("cascade" if guess else "model")) if k else None,
-        lenience=request.lenience,
-        policy=POLICY,
-        fixed_k=request.k,
-        prediction_tokens=len(guess),
-        prediction_accepted=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guess, ids, strict=False))),
-    )
-
-
-def _logprob(token: int, count: int | None) -> TokenLogprob:
-    """Every second token is the likeliest of all, the others are none of the likeliest."""
-    top = tuple(((token + rank + token % 2) % 256, -0.5 * (rank + 1)) for rank in range(count or 0))
-    return TokenLogprob(token, -9.5 if token % 2 else -0.5, top)
-
-
 def _nobody(told: object) -> None:
     pass
 
@@ -182,7 +112,7 @@ class FakeEngineClient:
 
     Shipped with the protocol so that the edge can be tested, and shown, without a model. Its tokens are bytes. A
     request whose script ends without a finish_reason stays open, as one that still runs, until it is cancelled or its
-    deadline has passed.
+    deadline has passed; its last output then carries a record of the outputs that were read.
     """
 
     def __init__(
@@ -213,6 +143,7 @@ class FakeEngineClient:
         self.tokenized: list[tuple[str, str]] = []  # (field, text)
         self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
         self.cancelled: list[str] = []  # those cancelled while they ran
+        self._records: dict[str, RequestRecord] = {}  # of running requests
         self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to play the engine's steps
         self._ended: Callable[[Output], None] = _nobody
 
@@ -234,6 +165,7 @@ class FakeEngineClient:
             raise Overloaded(f"{len(self.open)} requests are running or waiting", retry_after=2)
         self.submitted += requests
         self.open |= {request.id: asyncio.Event() for request in requests}
+        self._records |= {request.id: blank(request) for request in requests}
         now = time.monotonic()
         return [
             self._replay(request, self.open[request.id], now + (request.deadline_s or math.inf)) for request in requests
@@ -244,8 +176,10 @@ class FakeEngineClient:
             await asyncio.sleep(0)
             if cancelled.is_set() or time.monotonic() >= deadline:
                 break
+            if output.token_ids:
+                note(self._records[request.id], len(output.drafts), output.accepted, len(output.token_ids))
             if output.finish_reason is not None:
-                self.open.pop(request.id, None)
+                self._close(request.id)
                 self._ended(output)
             yield output
             if output.finish_reason is not None:
@@ -254,20 +188,28 @@ class FakeEngineClient:
             async with asyncio.timeout(None if deadline == math.inf else deadline - time.monotonic()):
                 await cancelled.wait()
         except TimeoutError:
-            self.open.pop(request.id, None)
             message = f"the deadline of {request.deadline_s} s has passed"
-            last = Output(request.id, (), "", "error", message, "deadline_exceeded")
+            record = self._close(request.id)
+            last = Output(request.id, (), "", "error", message, "deadline_exceeded", record)
             self._ended(last)
             yield last
         else:
             yield Output(request.id, (), "", "cancelled")
 
     def cancel(self, request_id: str) -> None:
-        event = self.open.pop(request_id, None)
+        event = self.open.get(request_id)
         if event is not None:
             event.set()
             self.cancelled.append(request_id)
-            self._ended(Output(request_id, (), "", "cancelled"))
+            self._ended(Output(request_id, (), "", "cancelled", record=self._close(request_id)))
+
+    def _close(self, request_id: str) -> RequestRecord | None:
+        """It does not run any more; returns the record of what was read of it."""
+        self.open.pop(request_id, None)
+        record = self._records.pop(request_id, None)
+        if record is not None:
+            record.finished = time.monotonic()
+        return record
 
     def watch(self, stepped: Callable[[Sequence[StepStats]], None], ended: Callable[[Output], None]) -> None:
         self.stepped, self._ended = stepped, ended

@@ -4,7 +4,10 @@ Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request met
 (AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can
 repeat a text (of verifiers other than `match`, if the request fixes k). So are
 `metrics.preemptions`, how often memory was taken back from a choice, which then had to be computed again, and of
-`metrics.speculative_decoding` drafter, verifier, mode, policy, draft_length_histogram and decisions.
+`metrics.speculative_decoding` drafter, verifier, mode, policy, draft_length_histogram, decisions, rounds and choices.
+
+Where vLLM says nothing of speculation, for n > 1, we say what all choices make together; its per-step lists, which only
+one sequence can have, are then in `choices`.
 """
 
 import json
@@ -16,6 +19,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from app.rounds import raw_columns, told
 from deployments.engine.types import RequestRecord
 
 # JSON leaves these raw, and many stream readers take them for ends of lines.
@@ -43,6 +47,7 @@ class Envelope:
     created: int  # Unix seconds
     model: str
     n: int = 1  # choices per prompt
+    tell_steps: bool = False  # in the metrics, every round of every choice
 
     def body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
@@ -52,7 +57,8 @@ class Envelope:
         """What is known only at the end, over all choices: usage, metrics, the seed, and a label if it was lossy."""
         lenience = records[0].lenience
         label = {} if lenience is None else {"lossy": {"lenience": lenience}}
-        return {"usage": usage(records, self.n), "metrics": metrics(records), "seed": records[0].seed} | label
+        told = metrics(records, tell_steps=self.tell_steps)
+        return {"usage": usage(records, self.n), "metrics": told, "seed": records[0].seed} | label
 
 
 def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
     return counts
 
 
-def metrics(records: Sequence[RequestRecord]) -> dict[str, Any]:
+def metrics(records: Sequence[RequestRecord], *, tell_steps: bool = False) -> dict[str, Any]:
     """Times in milliseconds, from the first arrival. generation_time_ms runs to the last token of all choices, and
     tokens_per_second is over it; mean_itl_ms is the mean gap between two tokens of one choice.
 
@@ -85,7 +91,7 @@ def metrics(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "mean_itl_ms": _mean_gap(records),
         "tokens_per_second": round(1000 * output / total, 3) if total else None,
         "preemptions": sum(record.preemptions for record in records),
-        "speculative_decoding": _speculative_decoding(records) if records[0].k_max else None,
+        "speculative_decoding": _speculative_decoding(records, tell_steps) if records[0].k_max or tell_steps else None,
     }
 
 
@@ -99,8 +105,8 @@ def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
     return round(sum(ms for ms, n in spans if ms is not None and n > 0) / gaps, 3) if gaps else None
 
 
-def _speculative_decoding(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Of all choices; null in `metrics` when speculation was off for them.
+def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) -> dict[str, Any]:
+    """Of all choices; null in `metrics` when speculation was off for them, unless their rounds are to be told.
 
     num_spec_steps and acceptance_histogram count the rounds that verified at least one draft; draft_length_histogram
     (by drafts asked for, 0 too) and decisions (by why they were so many and no more) count every round in which k was
@@ -111,7 +117,7 @@ def _speculative_decoding(records: Sequence[RequestRecord]) -> dict[str, Any]:
     accepted = sum(sum(record.accepted) for record in records)
     histograms = [record.histogram() for record in records]
     return {
-        "mode": "auto" if records[0].fixed_k is None else "fixed",
+        "mode": _mode(records[0]),
         "policy": records[0].policy,  # in force when the request came
         "drafter": records[0].drafter,
         "verifier": records[0].verifier,
@@ -124,6 +130,25 @@ def _speculative_decoding(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
         "num_spec_tokens": records[0].k_max,  # the choices of a request have it in common
+    } | (_steps(records) if tell_steps else {})
+
+
+def _mode(record: RequestRecord) -> str:
+    if not record.k_max:
+        return "off"
+    return "auto" if record.fixed_k is None else "fixed"
+
+
+def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """vLLM's lists of one choice, one entry per round that verified at least one draft, and all rounds' columns."""
+    if len(records) > 1:
+        return {"choices": [{"index": index} | _steps([record]) for index, record in enumerate(records)]}
+    (record,) = records
+    verified = [i for i, drafted in enumerate(record.drafted) if drafted]
+    return {
+        "per_step_accepted": [record.accepted[i] for i in verified],
+        "per_step_drafted": [record.drafted[i] for i in verified],
+        "rounds": told(raw_columns(record)),
     }
 
 

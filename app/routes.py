@@ -79,12 +79,11 @@ class Completions:
         try:
             streams = self.client.submit(requests)
             self.telemetry.submitted(exchange, requests)
-            reply = self._reply(
-                exchange.id, asked, requests, merged(streams), scope, receive, leaving_is_disconnect(send)
-            )
+            outputs = merged(streams) if exchange.texts is None else exchange.overheard(merged(streams))
+            reply = self._reply(exchange, asked, requests, outputs, scope, receive, leaving_is_disconnect(send))
             await unless_disconnected(receive, reply)
         except ClientDisconnect as left:
-            exchange.error = left
+            exchange.fail(left)
             log.info("request %s: the client left", scope["state"]["request_id"])
         finally:
             for request in requests:
@@ -92,7 +91,7 @@ class Completions:
 
     def _reply(
         self,
-        reply_id: str,
+        exchange: Exchange,
         asked: Completion,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
@@ -100,14 +99,15 @@ class Completions:
         receive: Receive,
         send: Send,
     ) -> Coroutine[Any, Any, None]:
-        envelope = Envelope(reply_id, int(time.time()), self.client.model.name, asked.n)
+        envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, asked.n, asked.tell_steps)
         echoes = self._echoes(asked, requests)
         choices = [
-            Choice(index, request, self.client.token, echoes[request.prompt_index])
+            Choice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
             for index, request in enumerate(requests)
         ]
         if asked.stream:
-            return send_stream(completion_events(outputs, choices, envelope, asked.include_usage), send)
+            events = completion_events(outputs, choices, envelope, asked.include_usage, exchange.fail)
+            return send_stream(events, send)
         return send_whole(outputs, choices, envelope, scope, receive, send)
 
     async def _requests(self, asked: Completion, request_id: str, salt: str) -> list[types.Request]:

@@ -64,7 +64,7 @@ class Body(Strict):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(without_nulls)] | None = None
-    speculation: Speculation | None = None
+    speculation: Annotated[Speculation, BeforeValidator(without_nulls)] | None = None
     prediction: Prediction | None = None
     lossy: Lossy | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
@@ -106,6 +106,8 @@ class Completion:
     include_usage: bool
     cache_salt: str | None  # as asked for; what the engine gets depends on the API key too
     deadline_s: float | None
+    tell_steps: bool = False  # in the metrics, every round
+    tell_tokens: bool = False  # in the choices, where every token came from
 
 
 def parse(raw: bytes, card: ModelCard) -> Completion:
@@ -125,6 +127,8 @@ def parse(raw: bytes, card: ModelCard) -> Completion:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         cache_salt=body.cache_salt,
         deadline_s=body.deadline_s,
+        tell_steps=body.speculation is not None and body.speculation.steps,
+        tell_tokens=body.speculation is not None and body.speculation.tokens,
     )
 
 

@@ -13,10 +13,12 @@ FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the draf
 
 
 class Speculation(Strict):
-    """How to draft; the server's own way for what is not said.
+    """How to draft, the server's own way for what is not said; and what to tell of it.
 
     mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k; "off": no drafts. Without a
-    mode, k means fixed, and anything else leaves k to the policy.
+    mode, k means fixed, and anything else leaves k to the policy. steps: the reply's metrics tell every round (see
+    app/replies.py); tokens: its choices tell where every token came from (see app/provenance.py). Both tell of a text
+    without drafts too, so no mode refuses them.
     """
 
     mode: Literal["auto", "off", "fixed"] | None = None
@@ -24,6 +26,8 @@ class Speculation(Strict):
     max_k: Annotated[int, Field(ge=1)] | None = None
     drafter: DrafterName | None = None
     verifier: Verifier | None = None
+    steps: bool = False
+    tokens: bool = False
 
 
 class Prediction(Strict):

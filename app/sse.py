@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -29,13 +29,17 @@ def event(payload: dict[str, Any]) -> bytes:
 
 
 async def completion_events(
-    outputs: AsyncGenerator[tuple[int, Output]], choices: Sequence[Choice], envelope: Envelope, include_usage: bool
+    outputs: AsyncGenerator[tuple[int, Output]],
+    choices: Sequence[Choice],
+    envelope: Envelope,
+    include_usage: bool,
+    broke: Callable[[Exception], None],
 ) -> AsyncGenerator[bytes]:
     """One event per output that adds text to its choice or ends it, then the usage, then [DONE].
 
     The usage comes in an event of its own if the client asked for one (include_usage, as OpenAI does it), else in the
     event that ends the last choice. An error before the first event is raised, so that it can still become a status; a
-    later one becomes an error event, and no [DONE] follows.
+    later one becomes an error event, and no [DONE] follows; `broke` is told of it.
     """
     started = False
     try:
@@ -52,6 +56,7 @@ async def completion_events(
             log.info("stream %s: %s", envelope.id, error)
         else:
             log.exception("stream %s broke", envelope.id)
+        broke(error)
         yield event(error_body(error)[1])
         return
     yield DONE

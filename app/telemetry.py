@@ -6,17 +6,21 @@ and costs that one call; no request notices.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from app.client import EngineClient
+from app.errors import error_body
 from app.schemas import Completion
 from deployments.engine.types import Output, Request, RequestRecord, StepStats
+
+CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"  # failures that are no errors of ours
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +38,35 @@ class Exchange:
     error: Exception | None = None  # that ended it; ClientDisconnect: the client left
     finished: float | None = None  # monotonic seconds: the last byte, or the disconnect
     trace_id: str | None = None  # 32 hexadecimal digits; None: it is not traced
+    texts: list[str] | None = None  # of every choice, as far as it came; None: no listener set it, so nobody keeps any
 
     @property
     def complete(self) -> bool:
         return self.finished is not None and len(self.ended) == len(self.requests)
+
+    def fail(self, error: Exception) -> None:
+        """Of a reply that had begun, too: its status was sent before."""
+        self.error = error
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, in a word: an error's code, client_disconnect, or cancelled (Serve ended its task); None: it
+        did not. Of an exchange that is complete."""
+        if isinstance(self.error, ClientDisconnect):
+            return CLIENT_DISCONNECT
+        if self.error is not None:
+            told = error_body(self.error)[1]["error"]
+            return str(told["code"] or told["type"])
+        let_go = not self.requests or any(output.finish_reason == "cancelled" for output in self.outputs)
+        return CANCELLED if let_go else None
+
+    async def overheard(self, outputs: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[tuple[int, Output]]:
+        """The same (choice, output), with their texts kept where a listener asked for that."""
+        async with aclosing(outputs) as live:
+            async for index, output in live:
+                if self.texts is not None:
+                    self.texts[index] += output.text
+                yield index, output
 
     @property
     def outputs(self) -> list[Output]:
@@ -80,7 +109,8 @@ class Telemetry:
         try:
             yield exchange
         except BaseException as error:
-            exchange.error = error if isinstance(error, Exception) else exchange.error
+            if isinstance(error, Exception):
+                exchange.fail(error)
             raise
         finally:
             exchange.finished = time.monotonic()
@@ -89,6 +119,7 @@ class Telemetry:
     def submitted(self, exchange: Exchange, requests: Sequence[Request]) -> None:
         """The engine took these just now, in this turn of the event loop."""
         exchange.requests = tuple(requests)
+        exchange.texts = None if exchange.texts is None else [""] * len(requests)
         self._open |= {request.id: exchange for request in requests}
 
     def _ended(self, output: Output) -> None:

@@ -53,6 +53,33 @@ def test_a_stream_is_parsed(include_usage: bool) -> None:
     assert len(chunks[-1].choices) == (0 if include_usage else 1)
 
 
+def test_what_rounds_did_is_parsed() -> None:
+    asked = {"speculation": {"k": 3, "steps": True, "tokens": True}}
+    done = with_client(
+        FakeEngineClient(),
+        lambda client: client.completions.create(model="fake", prompt="abc", max_tokens=4, extra_body=asked),
+    )
+    assert done.metrics["speculative_decoding"]["per_step_accepted"] == [2, 2]
+    first, second = done.choices[0].speculation["rounds"]
+    assert [token["source"] for token in first["tokens"]] == ["draft", "draft", "recovered"]
+    assert (first["rejected"], second["tokens"]) == (["d"], [{"text": "a", "source": "draft"}])
+
+
+def test_what_rounds_did_is_parsed_in_a_stream() -> None:
+    asked = {"speculation": {"k": 2, "tokens": True}}
+
+    async def scenario(client: AsyncOpenAI) -> list[Any]:
+        stream = await client.completions.create(
+            model="fake", prompt="abc", max_tokens=6, stream=True, extra_body=asked
+        )
+        return [chunk.choices[0] async for chunk in stream]
+
+    for choice in with_client(FakeEngineClient(), scenario):
+        (told,) = choice.speculation["rounds"]
+        assert "".join(token["text"] for token in told["tokens"]) == choice.text == "abc"
+        assert [token["source"] for token in told["tokens"]] == ["draft", "draft", "bonus"]
+
+
 def test_the_choices_of_a_stream_are_parsed() -> None:
     async def scenario(client: AsyncOpenAI) -> list[Any]:
         stream = await client.completions.create(model="fake", prompt=["abc", "xy"], n=2, max_tokens=7, stream=True)

@@ -53,12 +53,38 @@ def refused(fields: dict[str, Any], **card: Any) -> InvalidRequest:
         ({"mode": "fixed", "k": 2}, 2, None),
         ({"mode": "fixed", "k": 0}, 0, None),
         ({"mode": None, "k": 2}, 2, None),
+        ({"mode": "off", "steps": True, "tokens": True}, 0, None),
+        ({"k": 2, "steps": None, "tokens": None}, 2, None),
+        ({"max_k": 2, "tokens": True}, None, 2),
+        ({"steps": True}, None, None),
     ],
 )
 def test_the_forms_of_speculation(speculation: dict[str, Any], k: int | None, max_k: int | None) -> None:
     client = FakeEngineClient()
     assert call(create_app(client), PROMPT | {"speculation": speculation}).status == 200
     assert (client.submitted[0].k, client.submitted[0].max_k) == (k, max_k)
+
+
+@pytest.mark.parametrize("field", ["steps", "tokens"])
+@pytest.mark.parametrize("speculation", [{}, {"mode": "off"}, {"mode": "auto"}, {"k": 0}])
+@pytest.mark.parametrize("card", [{}, NO_DRAFTER, *QUIET])
+def test_what_rounds_did_can_be_asked_of_every_server_in_every_mode(
+    card: dict[str, Any], speculation: dict[str, Any], field: str
+) -> None:
+    asked = {"speculation": speculation | {field: True}}
+    completion = parse(json.dumps(PROMPT | asked).encode(), replace(CARD, **card))
+    assert (completion.tell_steps, completion.tell_tokens) == (field == "steps", field == "tokens")
+    assert completion.drafting == settled({"speculation": speculation}, **card)
+
+
+@pytest.mark.parametrize("value", [1, "true", [], {}])
+@pytest.mark.parametrize("field", ["steps", "tokens"])
+def test_only_true_and_false_ask_for_it(field: str, value: Any) -> None:
+    error = refused({"speculation": {field: value}})
+    assert (error.param, str(error)) == (
+        f"speculation.{field}",
+        f"speculation.{field}: Input should be a valid boolean",
+    )
 
 
 def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:

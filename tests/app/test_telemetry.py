@@ -106,6 +106,29 @@ def test_a_deadline() -> None:
     assert the_one(recorder).outputs[0].error_code == "deadline_exceeded"
 
 
+def test_a_stream_that_breaks_has_failed_though_its_status_was_sent() -> None:
+    def breaks(request: Request) -> Iterator[Output]:
+        yield Output(request.id, (97,), "a")
+        yield Output(request.id, (), "", "error", "the model failed")
+
+    app, recorder, _ = serve(breaks)
+    reply = call(app, PROMPT | {"stream": True})
+    assert reply.status == 200
+    assert the_one(recorder).failure == "engine_error"
+
+
+def test_so_has_one_that_we_break_when_the_engine_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, recorder, client = serve()
+
+    def fail(token_id: int) -> Any:
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr(client, "token", fail)
+    call(app, PROMPT | {"stream": True, "speculation": {"tokens": True}})
+    call(app, PROMPT | {"stream": True})
+    assert [exchange.failure for exchange in recorder.over] == ["internal_error", None]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves(stream: bool) -> None:
     app, recorder, client = serve(lambda request: iter([Output(request.id, (1,), "a")]))
@@ -121,6 +144,7 @@ def test_a_client_that_leaves(stream: bool) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
     exchange = the_one(recorder)
     assert isinstance(exchange.error, ClientDisconnect)
+    assert exchange.failure == "client_disconnect"
     assert [output.finish_reason for output in exchange.outputs] == ["cancelled"] * 2
 
 
