@@ -120,6 +120,8 @@ class LocalClient:
             return
 
     def _dispatch(self, outputs: list[Output], stats: StepStats | None) -> None:
+        """Whoever watches is told after the streams have what they wait for."""
+        loop = asyncio.get_running_loop()
         for output in outputs:
             queue = self._queues.get(output.request_id)
             if queue is not None:
@@ -127,10 +129,10 @@ class LocalClient:
             if output.finish_reason:
                 self._queues.pop(output.request_id, None)
                 if self._ended is not None:
-                    self._ended(output)
+                    loop.call_soon(self._ended, output)
         if stats is not None and self._stepped is not None:
             if not self._steps:
-                asyncio.get_running_loop().call_later(TELL_EVERY_S, self._tell)
+                loop.call_later(TELL_EVERY_S, self._tell)
             self._steps.append(stats)
 
     def _tell(self) -> None:

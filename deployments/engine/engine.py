@@ -146,6 +146,7 @@ class Engine:
 
     def abort(self, error: str) -> list[Output]:
         """End every request with an error, after a failure that no step survives; returns their last outputs."""
+        self._ledger.drop()
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "error", error)
         outputs, self._finished = self._finished, []

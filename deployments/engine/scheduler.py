@@ -45,7 +45,8 @@ class Plan:
         return sum(s.committed for s in self.slices if s.committed > 1 or not s.emits)
 
     def without_drafts(self) -> "Plan":
-        return replace(self, slices=tuple(replace(s, k=0) for s in self.slices))
+        """Nobody chose that."""
+        return replace(self, slices=tuple(replace(s, k=0, reason=None) for s in self.slices))
 
 
 class Scheduler:

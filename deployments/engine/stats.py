@@ -18,6 +18,7 @@ class Ledger:
         self._began_ns = time.monotonic_ns()
 
     def begin(self) -> None:
+        self.drop()
         self._began_ns = time.monotonic_ns()
 
     @property
@@ -51,16 +52,26 @@ class Ledger:
         record.score_us.append(outcome.score_us)
         self._noted.append((record, noted))
 
+    def drop(self) -> None:
+        """The step broke down, if one runs: what it emitted reaches nobody."""
+        for record, _ in self._noted:
+            record.emitted[-1] = 0
+        self.settle()
+
+    def settle(self) -> tuple[int, tuple[Part, ...]]:
+        """The step ends now: (its microseconds, the rounds noted in it). Records are whole after this."""
+        (noted, self._noted), step_us = (self._noted, []), self.spent_us
+        for record, _ in noted:
+            record.step_us.append(step_us)
+        return step_us, tuple(part for _, part in noted)
+
     def close(
         self, plan: Plan, outcome: Outcome | None, *, emitted: int, running: int, waiting: int, policy_us: int
     ) -> StepStats:
         """The step is over. outcome: None for a step without a round."""
         self.steps += 1
         faults, self.draft_faults = self.draft_faults, 0
-        noted, self._noted = self._noted, []
-        step_us, expected = self.spent_us, plan.expected
-        for record, _ in noted:
-            record.step_us.append(step_us)
+        (step_us, parts), expected = self.settle(), plan.expected
         return StepStats(
             step=self.steps,
             sequences=len(plan.slices),
@@ -86,7 +97,7 @@ class Ledger:
             predicted_tokens=expected.tokens if expected else 0.0,
             policy_us=policy_us,
             began=self._began_ns / 1e9,
-            parts=tuple(part for _, part in noted),
+            parts=parts,
             requests=tuple(part.sequence.request_id for part in plan.slices),
         )
 

@@ -2,8 +2,10 @@
 
 from itertools import pairwise
 
+import pytest
+
 from deployments.engine.types import Request, SamplingParams
-from tests.engine.driving import Drive, drive, load
+from tests.engine.driving import Drive, check_steps, columns_of, drive, load
 from tests.engine.pairs import Pair
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -48,6 +50,26 @@ def test_who_ran_and_who_waited(pair: Pair) -> None:
     assert set(first.batch) == {1, 2} or set(first.batch) == {2}
     assert set(third.batch) <= {1, 2}
     assert done.steps[0].requests == ("r0", "r1")
+
+
+def test_a_step_that_breaks_down_leaves_whole_records(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing for the next one."""
+    engine = load(pair, max_running=2)
+    for name in ("a", "b"):
+        engine.submit(Request(name, (5, 6, 7), PARAMS))
+    delivered = [len(output.token_ids) for output in engine.step().outputs]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the step breaks down after its tokens were committed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_learn", fail)
+        with pytest.raises(RuntimeError, match="breaks down"):
+            engine.step()
+    records = [output.record for output in engine.abort("gone")]
+    assert [record and record.output_tokens for record in records] == delivered == [1, 1]
+    assert all(record and {len(column) for column in columns_of(record)} == {2} for record in records)
+    check_steps(drive(engine, [Request("c", (5, 6, 7), PARAMS)]))
 
 
 def test_passes_that_only_read_the_prompt_are_counted(pair: Pair) -> None:
