@@ -14,10 +14,10 @@ export RAY_USAGE_STATS_ENABLED = 0
 export PYTHONPATH = $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test proofs check format bench clean test-kv
+.PHONY: help setup serve test proofs check format bench clean test-kv test-external
 
 help:
-	@echo "make serve | test | proofs | check | format | bench | clean"
+	@echo "make serve | test | test-external | proofs | check | format | bench | clean"
 
 setup: $(READY)
 
@@ -41,6 +41,11 @@ test: $(READY)
 test-kv: $(READY)
 	$(BIN)/python -m pytest -q --kv slotted tests/engine $(ARGS)
 	$(BIN)/python -m pytest -q --kv gathered tests/engine --ignore tests/engine/law $(ARGS)
+
+# Tests that need a browser or Prometheus: installed on Debian if they can be, else listed as skipped, with the reason.
+test-external: $(READY)
+	scripts/setup_external.sh
+	$(BIN)/python -m pytest -q -rs -m external tests/external $(ARGS)
 
 # What `test` leaves out: the law of every combination of settings, drafters and verifiers (about an hour on one core).
 proofs: $(READY)

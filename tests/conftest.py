@@ -21,10 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Proofs take many minutes, so they run only where they are asked for: `make proofs`, or any -m that names them."""
-    if "proofs" in config.getoption("markexpr"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("proofs")]
+    """Proofs take many minutes and external tests need other programs, so they run only where they are asked for: by
+    `make proofs` and `make test-external`, or any -m that names them."""
+    asked = config.getoption("markexpr")
+    unasked = [name for name in ("proofs", "external") if name not in asked]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -1,0 +1,222 @@
+"""Every metric family that a replica exports: its name, what it counts, its labels and its buckets. Labels have few
+values each, and are never of one request.
+
+Ray puts `ray_` before each name and labels of its own beside these; Serve adds deployment, replica and application.
+Ray's habits (2.60) shape what is here. A counter refuses to grow by 0, so one that has not grown does not exist,
+and `rate` and `increase` miss its first growth: Count begins each series with what vanishes in any sum. A histogram's
+sum is put together from the middles of its buckets: exact means are ratios of counters, and histograms are only for
+quantiles. A gauge that nobody sets for two reports (20 s) is gone until it is set again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve import metrics
+
+BIRTH = 5e-324  # the least positive number: added to anything that is counted, it is 0
+
+# Below a millisecond: with a small target on a GPU a token takes no longer.
+ROUND_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
+# OpenTelemetry's GenAI conventions, with finer steps at the low end.
+DURATION_S = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+FIRST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+TOKEN_S = (
+    0.0005, 0.001, 0.002, 0.004, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
+ACCEPTED = (
+    0.5,
+    1.5,
+    2.5,
+    3.5,
+    4.5,
+    5.5,
+    6.5,
+    8.5,
+    12.5,
+    16.5,
+    32.5,
+)  # between whole numbers: Ray refuses a bucket of 0
+RATE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LENGTH = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 17.0)
+BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class Rounds:
+    """Of one sequence each, with at least one draft, but for emitted, which counts all tokens.
+
+    Label drafter: who proposed; "none" where nobody did. Label position: drafts from 1 on.
+    """
+
+    def __init__(self, make: "Maker") -> None:
+        self.rounds = make.count("specdec_rounds_total", "Rounds with drafts, one per sequence", "drafter")
+        self.drafted = make.count("specdec_drafted_tokens_total", "Drafts verified", "drafter")
+        self.accepted = make.count("specdec_accepted_tokens_total", "Drafts accepted", "drafter")
+        self.rolled_back = make.count("specdec_rolled_back_tokens_total", "Drafts not accepted", "drafter")
+        self.emitted = make.count("specdec_emitted_tokens_total", "Tokens that reached a client", "drafter")
+        self.drafted_at = make.count(
+            "specdec_drafted_tokens_per_pos_total", "Rounds with at least so many drafts", "position"
+        )
+        self.accepted_at = make.count(
+            "specdec_accepted_tokens_per_pos_total", "Rounds in which at least so many were accepted", "position"
+        )
+        self.decisions = make.count(
+            "specdec_policy_decisions_total", "Rounds by why their sequence got so many drafts", "policy", "reason"
+        )
+        self.round_accepted = make.histogram(
+            "specdec_round_accepted_tokens", "Drafts accepted in a round, of every eighth", ACCEPTED
+        )
+        self.alpha = make.gauge(
+            "specdec_alpha_estimate", "Chance of a first draft to be accepted, mean of what ran last", "drafter"
+        )
+        self.k = make.gauge(
+            "specdec_k_current", "Drafts that the policy gave a sequence, mean of what ran last", "drafter"
+        )
+
+
+class Steps:
+    """Of the engine, over all sequences at once.
+
+    decode_* and plain_* are of steps that read no prompt. Label batch: sequences, the next power of two; drafts: yes,
+    no. What plain_seconds is, see plain.py; the estimated speedup is it over decode_seconds.
+    """
+
+    def __init__(self, make: "Maker") -> None:
+        self.steps = make.count("specdec_steps_total", "Steps of the engine")
+        self.seconds = make.count("specdec_step_seconds_total", "Seconds in the engine's steps")
+        self.draft_seconds = make.count("specdec_draft_seconds_total", "Of these, proposing drafts")
+        self.verify_seconds = make.count("specdec_verify_seconds_total", "Of these, the target's pass and acceptance")
+        self.policy_seconds = make.count("specdec_policy_seconds_total", "Of these, choosing how much to draft")
+        self.prompt_tokens = make.count("specdec_prompt_tokens_total", "Tokens of prompts read, or cached", "source")
+        self.preemptions = make.count("specdec_preemptions_total", "Sequences whose memory was taken back")
+        self.draft_faults = make.count("specdec_draft_faults_total", "Failures that cost drafts and nothing else")
+        self.failed = make.count("specdec_failed_steps_total", "Steps whose requests all ended with an error")
+        self.phases = make.histogram(
+            "specdec_round_duration_seconds", "Seconds of a step by what they went to", ROUND_S, "phase"
+        )
+        self.batch_size = make.histogram("specdec_step_batch_size", "Sequences in a step", BATCH)
+        labels = ("batch", "drafts")
+        self.decode_seconds = make.count("specdec_decode_seconds_total", "Seconds of steps without prompts", *labels)
+        self.decode_tokens = make.count("specdec_decode_tokens_total", "Tokens that these emitted", *labels)
+        self.plain_seconds = make.count(
+            "specdec_plain_seconds_total", "Estimate of the seconds that these tokens take without drafts", *labels
+        )
+
+
+class Requests:
+    """As clients know them, and the choices of which they consist."""
+
+    def __init__(self, make: "Maker") -> None:
+        self.requests = make.count("specdec_requests_total", "Requests by how they ended", "outcome")
+        self.prediction = make.count("specdec_prediction_tokens_total", "Tokens of clients' predictions", "result")
+        self.rate = make.histogram("specdec_request_acceptance_rate", "Accepted share of a choice's drafts", RATE)
+        self.length = make.histogram(
+            "specdec_request_acceptance_length", "Mean of 1 + accepted over a choice's rounds with drafts", LENGTH
+        )
+        self.queue = make.histogram("specdec_request_queue_seconds", "Seconds that a choice waited", DURATION_S)
+        self.duration = make.histogram(
+            "gen_ai_server_request_duration_seconds", "Seconds of a request that the engine took", DURATION_S, "outcome"
+        )
+        self.first_token = make.histogram(
+            "gen_ai_server_time_to_first_token_seconds", "Seconds to a request's first token", FIRST_S
+        )
+        self.per_token = make.histogram(
+            "gen_ai_server_time_per_output_token_seconds", "Mean seconds of a choice's tokens after the first", TOKEN_S
+        )
+
+
+class State:
+    """Of the replica, now."""
+
+    def __init__(self, make: "Maker") -> None:
+        self.running = make.gauge("specdec_requests_running", "Sequences that hold memory")
+        self.waiting = make.gauge("specdec_requests_waiting", "Sequences that wait for it")
+        self.kv_used = make.gauge("specdec_kv_cache_usage_ratio", "Share of the target's KV memory that is held")
+        self.heartbeat = make.gauge("specdec_engine_heartbeat_age_seconds", "Seconds since the engine made progress")
+        self.dropped = make.count("specdec_telemetry_dropped_total", "Telemetry that was made and lost", "kind")
+
+
+class Maker:
+    """Makes instruments that all carry the model's name."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts: list[Count] = []
+
+    def count(self, name: str, about: str, *labels: str) -> "Count":
+        counter = metrics.Counter(name, about, self._keys(labels))
+        counter.set_default_tags({"model_name": self._model_name})
+        self._counts.append(Count(counter, labels))
+        return self._counts[-1]
+
+    def histogram(self, name: str, about: str, bounds: Sequence[float], *labels: str) -> "Spread":
+        histogram = metrics.Histogram(name, about, list(bounds), self._keys(labels))
+        histogram.set_default_tags({"model_name": self._model_name})
+        return Spread(histogram, labels)
+
+    def gauge(self, name: str, about: str, *labels: str) -> "Level":
+        gauge = metrics.Gauge(name, about, self._keys(labels))
+        gauge.set_default_tags({"model_name": self._model_name})
+        return Level(gauge, labels)
+
+    def tell(self) -> None:
+        """Let Ray know by how much counters have grown."""
+        for count in self._counts:
+            count.tell()
+
+    def _keys(self, labels: tuple[str, ...]) -> Any:
+        """A tuple; Serve annotates it as one of a single string."""
+        return ("model_name", *labels)
+
+
+class Labels:
+    """The values of an instrument's labels, in order, as Ray takes them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._tags: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def __call__(self, values: tuple[str, ...]) -> dict[str, str]:
+        tags = self._tags.get(values)
+        if tags is None:
+            tags = self._tags[values] = dict(zip(self._names, values, strict=True))
+        return tags
+
+
+class Count:
+    """A counter that grows here, often and cheaply, and in Ray whenever `tell` is called."""
+
+    def __init__(self, counter: metrics.Counter, labels: Sequence[str]) -> None:
+        self._counter, self._labels = counter, Labels(labels)
+        self._grown: dict[tuple[str, ...], float] = {}
+        self._born: set[tuple[str, ...]] = set()
+
+    def add(self, value: float, *labels: str) -> None:
+        """value ≥ 0; 0 begins a series."""
+        self._grown[labels] = self._grown.get(labels, 0) + value
+
+    def tell(self) -> None:
+        grown, self._grown = self._grown, {}
+        for labels, value in grown.items():
+            if value or labels not in self._born:
+                self._born.add(labels)
+                self._counter.inc(value or BIRTH, self._labels(labels))
+
+
+class Spread:
+    """A histogram."""
+
+    def __init__(self, histogram: metrics.Histogram, labels: Sequence[str]) -> None:
+        self._observe, self._labels = histogram.observe, Labels(labels)
+
+    def observe(self, value: float, *labels: str) -> None:
+        self._observe(value, self._labels(labels))
+
+
+class Level:
+    """A gauge."""
+
+    def __init__(self, gauge: metrics.Gauge, labels: Sequence[str]) -> None:
+        self._gauge, self._labels = gauge, Labels(labels)
+
+    def set(self, value: float, *labels: str) -> None:
+        self._gauge.set(value, self._labels(labels))

@@ -1,0 +1,237 @@
+"""What requests and steps add to the metrics of deployments/instruments.py."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import TypeVar, get_args
+
+from app.client import EngineClient
+from app.errors import error_body
+from app.otel import DROPPED, Dropped, Loss
+from app.telemetry import CANCELLED, CLIENT_DISCONNECT, Exchange
+from deployments.engine.types import DRAFTERS, Part, RequestRecord, StepStats
+from deployments.instruments import Count, Level, Maker, Requests, Rounds, State, Steps
+from deployments.plain import PlainTime, faulty
+from policies.observation import Timing
+from policies.reasons import REASONS
+
+OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected", "cancelled")
+BEAT_S = 1.0
+OUTCOME_OF_FAILURE = {
+    CLIENT_DISCONNECT: "disconnected",
+    CANCELLED: "cancelled",
+    "engine_overloaded": "overloaded",
+    "deadline_exceeded": "deadline",
+}
+ONE_IN = 8  # of so many rounds one goes into the histogram of accepted drafts: each observation costs 2 µs
+NOBODY = "none"
+USER = REASONS.index("user")
+DRAFTS = ("no", "yes")
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Meter:
+    """A listener (app/telemetry.py). All series that can be foreseen begin with it, at 0.
+
+    Histograms take one value at a time. Counters and the gauges of the replica's state are told to Ray, which reports
+    every 10 s, once a second while the engine works, and by `beat`, which whoever checks the replica's health should
+    call every few seconds: nothing else tells what came last, or of an engine that stands still.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model_name: str,
+        *,
+        timings: Sequence[Timing] = (),
+        dropped: Dropped = DROPPED,
+    ) -> None:
+        """timings: rounds measured at the start. dropped: counts the spans that were lost."""
+        self._maker = make = Maker(model_name)
+        self.rounds, self.steps, self.requests, self.state = Rounds(make), Steps(make), Requests(make), State(make)
+        self._client = client
+        self._plain = PlainTime(client.model.max_spec_length, timings)
+        self._dropped = dropped
+        self._lost = Counter[Loss]()  # that was told of
+        self._next = 0  # rounds with drafts before the next one that goes into the histogram
+        self._begin_series()
+        self.beat()
+
+    def began(self, exchange: Exchange) -> None:
+        pass
+
+    def ended(self, exchange: Exchange) -> None:
+        outcome = outcome_of(exchange)
+        self.requests.requests.add(1, outcome)
+        if not exchange.requests:
+            return
+        assert exchange.finished is not None, "a listener is told of an exchange once it is complete"
+        self.requests.duration.observe(exchange.finished - exchange.began, outcome)
+        if outcome == "completed":
+            self._latencies(exchange)
+        for record in exchange.records:
+            self._choice(record)
+
+    def stepped(self, steps: Sequence[StepStats]) -> None:
+        parts = [part for step in steps for part in step.parts]
+        self._add_rounds(parts)
+        self._add_choices(parts)
+        self._add_steps(steps)
+        self._add_decoding([step for step in steps if step.parts and not step.prefill_tokens])
+        if time.monotonic() >= self._due:
+            self.beat()
+
+    def beat(self) -> None:
+        self._due = time.monotonic() + BEAT_S
+        stats = self._client.stats()
+        self.state.running.set(stats.running)
+        self.state.waiting.set(stats.waiting)
+        self.state.kv_used.set(stats.kv_used)
+        self.state.heartbeat.set(stats.heartbeat_age_s)
+        for kind, count in self._dropped.counts().items():
+            self.state.dropped.add(count - self._lost[kind], kind)
+            self._lost[kind] = count
+        self._maker.tell()
+
+    def _begin_series(self) -> None:
+        model, rounds, steps = self._client.model, self.rounds, self.steps
+        for count in (steps.steps, steps.seconds, steps.draft_seconds, steps.verify_seconds, steps.policy_seconds):
+            count.add(0)
+        for count in (steps.preemptions, steps.draft_faults, steps.failed):
+            count.add(0)
+        _begin(steps.prompt_tokens, ("computed", "cached"))
+        _begin(self.state.dropped, get_args(Loss))
+        _begin(self.requests.requests, OUTCOMES)
+        _begin(self.requests.prediction, ("accepted", "rejected"))
+        for count in (rounds.rounds, rounds.drafted, rounds.accepted, rounds.rolled_back):
+            _begin(count, model.drafters)
+        _begin(rounds.emitted, (*model.drafters, NOBODY))
+        for count in (rounds.drafted_at, rounds.accepted_at):
+            _begin(count, (str(position) for position in range(1, model.max_spec_length + 1)))
+        for reason in REASONS:
+            rounds.decisions.add(0, self._client.stats().policy, reason)
+
+    def _choice(self, record: RequestRecord) -> None:
+        drafted, accepted, rounds = sum(record.drafted), sum(record.accepted), record.rounds
+        if rounds:
+            self.requests.rate.observe(accepted / drafted)
+            self.requests.length.observe(1 + accepted / rounds)
+        if record.prediction_tokens:
+            self.requests.prediction.add(record.prediction_accepted, "accepted")
+            self.requests.prediction.add(record.prediction_tokens - record.prediction_accepted, "rejected")
+        if record.admitted is not None:
+            self.requests.queue.observe(record.admitted - record.arrived)
+
+    def _latencies(self, exchange: Exchange) -> None:
+        """Of the tokens, as OpenTelemetry has them: where all went well."""
+        firsts = [record.first_token for record in exchange.records if record.first_token is not None]
+        if firsts:
+            self.requests.first_token.observe(min(firsts) - exchange.began)
+        for record in exchange.records:
+            if record.finished is not None and record.first_token is not None and record.output_tokens > 1:
+                seconds = record.finished - record.first_token
+                self.requests.per_token.observe(seconds / (record.output_tokens - 1))
+
+    def _add_rounds(self, parts: Sequence[Part]) -> None:
+        rounds = self.rounds
+        for drafter, of in _grouped(parts, lambda part: _name(part.proposer, NOBODY)).items():
+            rounds.emitted.add(sum(part.emitted for part in of), drafter)
+            drafted, accepted = sum(part.drafted for part in of), sum(part.accepted for part in of)
+            if drafted:
+                rounds.rounds.add(sum(part.drafted > 0 for part in of), drafter)
+                rounds.drafted.add(drafted, drafter)
+                rounds.accepted.add(accepted, drafter)
+                rounds.rolled_back.add(drafted - accepted, drafter)
+        _add_at(rounds.drafted_at, [part.drafted for part in parts])
+        _add_at(rounds.accepted_at, [part.accepted for part in parts])
+        came = [part.accepted for part in parts if part.drafted]
+        for accepted in came[self._next :: ONE_IN]:
+            rounds.round_accepted.observe(accepted)
+        self._next = (self._next - len(came)) % ONE_IN
+
+    def _add_choices(self, parts: Sequence[Part]) -> None:
+        """A sequence without drafts counts as one of the server's own drafter: who would have drafted is not told."""
+        rounds, policy = self.rounds, self._client.stats().policy
+        default = self._client.model.drafter or NOBODY
+        chosen = [part for part in parts if part.reason >= 0]
+        for code, count in Counter(part.reason for part in chosen).items():
+            rounds.decisions.add(count, policy, REASONS[code])
+        free = [part for part in chosen if part.reason != USER]
+        for drafter, of in _grouped(free, lambda part: _name(part.proposer, default)).items():
+            _set_mean(rounds.k, [part.k for part in of], drafter)
+            _set_mean(rounds.alpha, [part.alpha / 1000 for part in of], drafter)
+
+    def _add_steps(self, steps: Sequence[StepStats]) -> None:
+        told = self.steps
+        told.steps.add(len(steps))
+        told.seconds.add(sum(step.step_us for step in steps) / 1e6)
+        told.draft_seconds.add(sum(step.draft_us for step in steps) / 1e6)
+        told.verify_seconds.add(sum(step.score_us for step in steps) / 1e6)
+        told.policy_seconds.add(sum(step.policy_us for step in steps) / 1e6)
+        told.prompt_tokens.add(sum(step.prefill_tokens for step in steps), "computed")
+        told.prompt_tokens.add(sum(step.cached_tokens for step in steps), "cached")
+        told.preemptions.add(sum(step.preempted for step in steps))
+        told.draft_faults.add(sum(step.draft_faults for step in steps))
+        told.failed.add(sum(step.failed for step in steps))
+        for step in steps:
+            if step.sequences:
+                told.batch_size.observe(step.sequences)
+                if step.drafted:
+                    told.phases.observe(step.draft_us / 1e6, "draft")
+                told.phases.observe(step.score_us / 1e6, "verify")
+                told.phases.observe(max(0, step.step_us - step.draft_us - step.score_us) / 1e6, "other")
+
+    def _add_decoding(self, steps: Sequence[StepStats]) -> None:
+        told = self.steps
+        for (batch, drafts), of in _grouped(steps, _kind).items():
+            told.decode_seconds.add(sum(step.step_us for step in of) / 1e6, batch, drafts)
+            told.decode_tokens.add(sum(step.emitted for step in of), batch, drafts)
+            told.plain_seconds.add(sum(map(self._plain.seconds, of)), batch, drafts)
+
+
+def outcome_of(exchange: Exchange) -> str:
+    """One of OUTCOMES."""
+    failure = exchange.failure
+    if failure is None:
+        return "completed"
+    if failure in OUTCOME_OF_FAILURE:
+        return OUTCOME_OF_FAILURE[failure]
+    assert exchange.error is not None, "all other failures are errors"
+    return "refused" if error_body(exchange.error)[0] < 500 else "failed"
+
+
+def _begin(count: Count, labels: Iterable[str]) -> None:
+    for label in labels:
+        count.add(0, label)
+
+
+def _add_at(count: Count, lengths: Iterable[int]) -> None:
+    """Add, for each position from 1 on, how many of the lengths reach it."""
+    counts = Counter(lengths)
+    positions = range(max(counts, default=0), 0, -1)
+    for position, reached in zip(positions, accumulate(counts[position] for position in positions), strict=True):
+        count.add(reached, str(position))
+
+
+def _set_mean(level: Level, values: Sequence[float], *labels: str) -> None:
+    level.set(sum(values) / len(values), *labels)
+
+
+def _name(proposer: int, otherwise: str) -> str:
+    return otherwise if proposer < 0 else DRAFTERS[proposer]
+
+
+def _kind(step: StepStats) -> tuple[str, str]:
+    """The labels batch and drafts."""
+    batch = len(step.parts)
+    return str(1 << (batch - 1).bit_length()), DRAFTS[step.drafted > 0 or faulty(step)]
+
+
+def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
