@@ -11,17 +11,29 @@ from app import routes
 from app.client import EngineClient
 from app.errors import HANDLERS
 from app.health import health
+from app.keys import Keys, RequireKey
+from app.live import Live
 from app.middleware import BodyLimit, LastResort, RequestId
+from app.pages import OPEN_PATHS, page_routes
 from app.telemetry import Listener, Telemetry
 
 MAX_BODY_BYTES = 2 * 2**20
 
 
 def create_app(
-    client: EngineClient, listeners: Sequence[Listener] = (), *, max_body_bytes: int = MAX_BODY_BYTES
+    client: EngineClient,
+    listeners: Sequence[Listener] = (),
+    *,
+    live: Live | None = None,
+    keys: Keys | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
-    """The application over any engine: a replica's own, a remote one, or the fake. listeners: see app/telemetry.py."""
-    telemetry = Telemetry(client, listeners)
+    """The application over any engine: a replica's own, a remote one, or the fake.
+
+    listeners: see app/telemetry.py. live: what /ui shows; it listens too. keys: that the server's users must have one
+    of.
+    """
+    telemetry = Telemetry(client, (*listeners, live) if live is not None else listeners)
     app = Starlette(
         routes=[
             Route("/", partial(routes.index, client)),
@@ -29,10 +41,12 @@ def create_app(
             Route("/v1/models", partial(routes.list_models, client)),
             Route("/v1/models/{id:path}", partial(routes.get_model, client)),
             Route("/v1/completions", routes.Completions(client, telemetry), methods=["POST"]),
+            *(page_routes(live) if live is not None else ()),
         ],
         middleware=[
             Middleware(RequestId),
             Middleware(LastResort),
+            *([Middleware(RequireKey, keys=keys, open_paths=OPEN_PATHS)] if keys is not None else ()),
             Middleware(BodyLimit, max_bytes=max_body_bytes),
         ],
         exception_handlers=HANDLERS,

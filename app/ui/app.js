@@ -1,0 +1,92 @@
+// The page's table of contents: builds its parts, and passes on what the live feed tells.
+
+import { follow, key } from "./api.js";
+import { buildCharts, restart, take } from "./charts.js";
+import { buildCompare } from "./compare.js";
+import { byId, number } from "./dom.js";
+import { buildPlayground, fitPlayground } from "./playground.js";
+import { buildRequests, markChosen, refreshRequests } from "./requests.js";
+import { showStrip } from "./strip.js";
+import { buildTiles, showTiles } from "./tiles.js";
+
+let model = null;
+let fitted = ""; // what the form was last fitted to
+
+buildTiles();
+buildCharts();
+buildPlayground(open);
+buildCompare(open);
+buildRequests(open);
+buildKey();
+follow({ state: begin, event: show, gone, locked });
+
+function open(record) {
+  showStrip(record);
+  markChosen(record.id);
+}
+
+function begin(state) {
+  model = state.model;
+  byId("model").textContent = model.name;
+  document.title = `${model.name} · Foretoken`;
+  byId("change-key").hidden = !key.get();
+  restart(state);
+  show(state);
+  refreshRequests(state.now.requests, true);
+  performance.mark("useful");
+}
+
+function show(change) {
+  const { now } = change;
+  link("live", "live");
+  trouble(now.healthy ? "" : `The engine makes no progress: ${now.reason}.`);
+  showTiles(now);
+  take(change);
+  refreshRequests(now.requests);
+  const fits = JSON.stringify([model, now.policy, now.speculation.unasked]);
+  if (fits !== fitted) fitPlayground(model, now);
+  fitted = fits;
+}
+
+function gone(error, wait) {
+  link("gone", "no connection");
+  const why = error.status ? error.message : "it does not answer";
+  trouble(`The server is gone (${why}). Trying again in ${number(wait / 1000, wait < 1000 ? 1 : 0)} s.`);
+}
+
+function link(state, text) {
+  if (byId("link").dataset.state === state) return;
+  byId("link").dataset.state = state;
+  byId("link").textContent = text;
+}
+
+function trouble(text) {
+  if (byId("trouble").textContent === text) return;
+  byId("trouble").textContent = text;
+  byId("trouble").hidden = !text;
+}
+
+let unlock = () => {};
+
+function buildKey() {
+  byId("change-key").addEventListener("click", () => {
+    key.drop();
+    location.reload();
+  });
+  byId("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    key.set(byId("key").value.trim());
+    byId("key").value = "";
+    byId("key-dialog").close();
+    unlock();
+  });
+}
+
+function locked() {
+  link("locked", "key needed");
+  if (key.get()) byId("key-why").textContent = "The server did not accept that key.";
+  key.drop();
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+  return new Promise((resolve) => (unlock = resolve));
+}

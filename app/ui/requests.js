@@ -1,0 +1,71 @@
+// The list of recent requests: which are kept, and which one is shown in the strip.
+
+import { get } from "./api.js";
+import { byId, el, millis, number, percent, plural } from "./dom.js";
+
+const SHOWN = 40; // of those that the server keeps
+const STATUS = { ok: "✓", error: "✕", disconnected: "⤺" };
+
+let chosen = null; // id
+let known = -1; // how many requests had ended when the list was last read
+let next = 0; // when the list may be read again
+let later; // timer of the next reading
+
+// `open`: called with a request's whole record when it is chosen.
+export function buildRequests(open) {
+  byId("rows").addEventListener("click", async (event) => {
+    const row = event.target.closest("[data-id]");
+    if (!row) return;
+    const record = await get(`ui/api/requests/${row.dataset.id}`).catch(() => null);
+    if (record) open(record);
+    else row.querySelector(".when").textContent = "gone";
+  });
+}
+
+export function markChosen(id) {
+  chosen = id;
+  for (const row of byId("rows").children) row.setAttribute("aria-pressed", String(row.dataset.id === id));
+}
+
+// Read the list again if requests have ended since, at most once a second.
+export async function refreshRequests(ended, force = false) {
+  if (!force && ended === known) return;
+  clearTimeout(later);
+  const wait = next - performance.now();
+  if (!force && wait > 0) {
+    later = setTimeout(() => refreshRequests(ended), wait);
+    return;
+  }
+  known = ended;
+  next = performance.now() + 1000;
+  try {
+    const { requests } = await get(`ui/api/requests?limit=${SHOWN}`);
+    byId("no-requests").hidden = requests.length > 0;
+    show(requests);
+  } catch {
+    return; // whoever follows the feed finds out what is wrong, and begins anew
+  }
+}
+
+function show(requests) {
+  const focused = document.activeElement?.dataset?.id;
+  byId("rows").replaceChildren(...requests.map(row));
+  markChosen(chosen);
+  if (focused) byId("rows").querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function row(request) {
+  const sums = (name) => request.choices.reduce((sum, choice) => sum + choice[name], 0);
+  const drafted = sums("drafted");
+  const drafts = drafted ? `${percent(sums("accepted") / drafted)} of ${number(drafted)} drafts` : "no drafts";
+  const outcome = request.status === "ok" ? drafts : (request.error ?? request.status);
+  return el(
+    "button",
+    { type: "button", class: "row", "data-id": request.id, "data-status": request.status },
+    el("span", { class: "status", role: "img", "aria-label": request.status }, STATUS[request.status]),
+    el("span", { class: "when" }, new Date(request.began_unix_ms).toLocaleTimeString("en-GB")),
+    el("span", { class: "size" }, plural(request.output_tokens, "token")),
+    el("span", { class: "drafts" }, outcome),
+    el("span", { class: "took" }, millis(request.total_ms)),
+  );
+}

@@ -1,0 +1,79 @@
+// A text whose tokens show where they came from; pointing at one, or stepping with the keyboard, tells of its round.
+
+import { el, micros, plural, stepping } from "./dom.js";
+
+export const REASONS = {
+  policy: "the policy gives everybody this k",
+  user: "the request says so",
+  cap: "more would not be used",
+  cache: "there is no memory for more",
+  acceptance: "more would be rejected too often to pay",
+  load: "more would not pay beside the others of the round",
+  probe: "a trial, to learn whether drafts would pay",
+};
+
+export class TokenText {
+  // tell(text): where the facts of the round that is pointed at go.
+  constructor(root, tell) {
+    this.root = root;
+    this.tell = tell;
+    this.clear();
+    root.addEventListener("pointerover", (event) => this.point(event.target.closest("[data-round]")));
+    root.addEventListener("focus", () => this.current === null && this.rounds.length && this.choose(0));
+    stepping(root, () => this.rounds.length, () => this.current, (index) => this.choose(index));
+  }
+
+  clear() {
+    this.rounds = []; // as the stream told them
+    this.columns = null; // of the same rounds, from the server's record
+    this.current = null;
+    this.root.replaceChildren();
+  }
+
+  add(rounds) {
+    const fresh = document.createDocumentFragment();
+    for (const round of rounds) {
+      fresh.append(...this.spans(round, this.rounds.length));
+      this.rounds.push(round);
+    }
+    this.root.append(fresh);
+  }
+
+  spans(round, index) {
+    const span = (token) => el("span", { class: `token ${token.source}`, "data-round": index }, token.text);
+    const ghost = (text) => el("s", { class: "ghost", "data-round": index }, text.replaceAll("\n", "↵"));
+    const ghosts = round.rejected.map(ghost);
+    const own = round.tokens.findIndex((token) => token.source !== "draft");
+    const cut = own < 0 ? round.tokens.length : own;
+    return [...round.tokens.slice(0, cut).map(span), ...ghosts, ...round.tokens.slice(cut).map(span)];
+  }
+
+  point(node) {
+    if (node) this.choose(Number(node.dataset.round));
+  }
+
+  choose(index) {
+    for (const node of this.root.querySelectorAll(".chosen")) node.classList.remove("chosen");
+    const nodes = this.root.querySelectorAll(`[data-round="${index}"]`);
+    for (const node of nodes) node.classList.add("chosen");
+    nodes[0]?.scrollIntoView({ block: "nearest" });
+    this.current = index;
+    this.tell(roundFacts(this.rounds[index].round, this.rounds[index], this.columns));
+  }
+}
+
+// One round in words; columns may be missing while its request runs.
+export function roundFacts(number, round, columns) {
+  const parts = [`Round ${number}`];
+  const by = columns?.drafter[number] ? ` by ${columns.drafter[number]}` : "";
+  parts.push(round.drafted ? `${plural(round.drafted, "draft")}${by}, ${round.accepted} accepted` : "no drafts");
+  if (!columns || columns.k[number] === undefined) return parts.join(" · ");
+  const reason = columns.reason[number];
+  if (reason) parts.push(`k = ${columns.k[number]}: ${REASONS[reason] ?? reason} (${reason})`);
+  if (columns.batch[number]) parts.push(`${plural(columns.batch[number], "sequence")} in the round`);
+  parts.push(
+    `draft ${micros(columns.draft_us[number])}, verify ${micros(columns.verify_us[number])}, ` +
+      `other ${micros(columns.overhead_us[number])}`,
+  );
+  return parts.join(" · ");
+}

@@ -1,0 +1,119 @@
+"""A headless Chromium, driven over chromedriver's W3C WebDriver protocol: plain HTTP with JSON."""
+
+import base64
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for an element's id
+KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": "\ue00d", "Left": "\ue012", "Right": "\ue014", "Home": "\ue011"}
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+PATIENCE_S = 60
+
+
+class Browser:
+    """One session."""
+
+    def __init__(self, http: httpx.Client, session: str) -> None:
+        self._http = http
+        self._session = session
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        reply = self._http.request(method, f"/session/{self._session}{path}", json=body)
+        value = reply.json()["value"]
+        assert reply.is_success, value
+        return value
+
+    def open(self, url: str) -> None:
+        self._call("POST", "/url", {"url": url})
+
+    def run(self, script: str, *args: Any) -> Any:
+        """The value that the body of a function returns."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def wait(self, expression: str) -> Any:
+        """The expression's value once it is true."""
+        ends = time.monotonic() + PATIENCE_S
+        while not (value := self.run(f"return {expression};")):
+            assert time.monotonic() < ends, f"never true: {expression}; the page says: {self.run(PAGE)}"
+            time.sleep(0.05)
+        return value
+
+    def click(self, selector: str) -> None:
+        found = self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
+        self._call("POST", f"/element/{found}/click", {})
+
+    def press(self, *names: str) -> None:
+        """Keys by their names in KEYS, or characters."""
+        keys = [KEYS.get(name, name) for name in names]
+        actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def resize(self, width: int, height: int) -> None:
+        """Of the viewport: a headless window keeps a minimum width of its own."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.devtools("Emulation.setDeviceMetricsOverride", metrics)
+
+    def devtools(self, command: str, params: dict[str, Any]) -> Any:
+        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def picture(self, path: Path) -> None:
+        """Of the whole page, as PNG."""
+        whole = {"format": "png", "captureBeyondViewport": True}
+        path.write_bytes(base64.b64decode(self.devtools("Page.captureScreenshot", whole)["data"]))
+
+    def complaints(self) -> list[str]:
+        """What the console logged since the last call, of any level above info."""
+        entries = self._call("POST", "/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
+
+
+PAGE = "return document.body.innerText.slice(0, 2000)"
+
+
+@contextmanager
+def browsing(chromedriver: str, chromium: str, profile: Path) -> Iterator[Browser]:
+    """A browser of its own, with an empty profile; it and its driver end with the block."""
+    with open(profile / "driver.log", "w+") as log:
+        driver = subprocess.Popen([chromedriver, "--port=0"], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{_port(profile / 'driver.log')}", timeout=60) as http:
+                session = _begin(http, chromium, profile)
+                try:
+                    yield Browser(http, session)
+                finally:
+                    http.delete(f"/session/{session}")
+        finally:
+            driver.terminate()
+            driver.wait(30)
+
+
+def _port(log: Path) -> int:
+    ends = time.monotonic() + PATIENCE_S
+    while "started successfully on port" not in (said := log.read_text()):
+        assert time.monotonic() < ends, said
+        time.sleep(0.05)
+    return int(said.split("started successfully on port ")[1].split(".")[0])
+
+
+def _begin(http: httpx.Client, chromium: str, profile: Path) -> str:
+    options = {"binary": chromium, "args": [*FLAGS, f"--user-data-dir={profile / 'profile'}"]}
+    wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+    reply = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}})
+    assert reply.is_success, reply.text
+    return str(reply.json()["value"]["sessionId"])

@@ -1,0 +1,31 @@
+"""A real server of this process, on a port of the loopback interface."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from app.client import EngineClient
+from app.keys import Keys
+from app.live import Live
+from app.main import create_app
+
+
+@contextmanager
+def serving(client: EngineClient, keys: Keys | None = None, port: int = 0) -> Iterator[str]:
+    """The server's URL; it ends with the block."""
+    app = create_app(client, live=Live(client), keys=keys)
+    config = uvicorn.Config(app, port=port, log_level="warning", ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)

@@ -1,0 +1,279 @@
+"""The live page in a real browser, before a real server over the demo pair."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client import FakeEngineClient, spell
+from app.keys import Keys
+from deployments.engine.config import EngineConfig
+from deployments.engine.engine import Engine
+from deployments.local_client import LocalClient
+from policies.config import PolicyConfig
+from tests.external.browser import Browser, browsing
+from tests.external.page import DONE, fill, generate, tokens, visit
+from tests.external.server import serving
+
+pytestmark = pytest.mark.external
+
+DEMO = Path(__file__).resolve().parents[2] / "models/demo"
+KEY = "sk-of-the-test"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    config = EngineConfig(
+        target=str(DEMO / "target"), draft=str(DEMO / "draft"), policy=PolicyConfig("fixed", k=4), threads=1
+    )
+    client = LocalClient(Engine.from_config(config), "demo")
+    with serving(client) as url:
+        yield url
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def shared(chromedriver: str, chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(chromedriver, chromium, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared: Browser) -> Iterator[Browser]:
+    """Whatever a test does with it, the console has nothing to complain about."""
+    shared.resize(1280, 900)
+    shared.complaints()
+    yield shared
+    assert shared.complaints() == []
+
+
+def test_the_playground_streams_tokens_in_the_colours_of_their_sources(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    rounds = generate(browser, server)["choices"][0]["rounds"]
+    sources = [source for source, _ in tokens(browser)]
+    assert sources.count("draft") > 0
+    assert sources.count("recovered") > 0
+    assert sources.count("ghost") == sum(rounds["drafted"]) - sum(rounds["accepted"])
+    assert len(sources) - sources.count("ghost") == sum(rounds["emitted"]) == 48
+    asked = {"model": "demo", "prompt": browser.run("return document.querySelector('#prompt').value")}
+    body = asked | {"seed": 7, "max_tokens": 48, "temperature": 0.8}
+    reply = httpx.post(f"{server}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    assert "".join(text for source, text in tokens(browser) if source != "ghost") == reply["choices"][0]["text"]
+    colours = "return ['draft', 'recovered', 'bonus', 'plain'].map(s => getComputedStyle("
+    styles = browser.run(colours + "document.querySelector('.legend .' + s)).textDecorationStyle)")
+    assert styles[:3] == ["solid", "dashed", "double"], "told apart by more than their colour"
+
+
+def test_rejected_drafts_are_shown_where_asked_for(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    generate(browser, server)
+    shown = "return getComputedStyle(document.querySelector('#output .ghost')).display !== 'none'"
+    assert not browser.run(shown)
+    browser.click("#ghosts")
+    assert browser.run(shown)
+
+
+def test_speculation_can_be_switched_off(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    kept = generate(browser, server, k="off")
+    assert {source for source, _ in tokens(browser)} == {"plain"}
+    assert kept["choices"][0]["drafter"] is None
+
+
+def test_a_comparison_ends_in_identical_and_a_ratio(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    fill(browser, seed=7, max_tokens=48)
+    browser.click("#ab")
+    verdict = browser.wait("document.querySelector('#verdict').textContent")
+    assert verdict.startswith("identical · 48 tokens · ")
+    assert " × as fast with drafts" in verdict
+    without, drafted = tokens(browser, "#text-off"), tokens(browser, "#text-on")
+    assert {source for source, _ in without} == {"plain"}
+    assert "draft" in {source for source, _ in drafted}
+    texts = ["".join(text for source, text in lane if source != "ghost") for lane in (without, drafted)]
+    assert texts[0] == texts[1] != ""
+
+
+class Liar(FakeEngineClient):
+    """Its text depends on the drafts."""
+
+    def submit(self, requests: Any) -> Any:
+        self.script = scripted(b"abcdX" if requests[0].k == 0 else b"abcdY")
+        return super().submit(requests)
+
+
+def scripted(ids: bytes) -> Callable[[Any], Iterator[Any]]:
+    return lambda request: spell(replace(request, prompt_ids=tuple(ids)))
+
+
+def test_a_comparison_that_finds_a_difference_says_where(browser: Browser) -> None:
+    with serving(Liar()) as url:
+        visit(browser, url)
+        fill(browser, seed=7, max_tokens=12)
+        browser.click("#ab")
+        assert browser.wait("document.querySelector('#verdict').textContent").startswith("different at token 5 · ")
+        browser.open("about:blank")
+
+
+def test_the_strip_shows_what_the_server_tells(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    kept = generate(browser, server)
+    rounds = kept["choices"][0]["rounds"]
+    drawn = browser.run(
+        """return [...document.querySelectorAll('#strip-body .column')].map(column => {
+          const count = (name) => column.querySelectorAll('.' + name).length;
+          const height = (name) => Number(column.querySelector('.time.' + name).getAttribute('height'));
+          return [count('accepted'), count('rejected'), count('missing'), height('draft'), height('verify')];
+        });"""
+    )
+    columns = list(zip(rounds["accepted"], rounds["drafted"], rounds["k"], strict=True))
+    assert [column[:3] for column in drawn] == [[a, d - a, max(0, k - d)] for a, d, k in columns]
+    times = [us for pair in zip(rounds["draft_us"], rounds["verify_us"], strict=True) for us in pair]
+    heights = [height for column in drawn for height in column[3:]]
+    scale = sum(heights) / sum(times)
+    assert heights == pytest.approx([us * scale for us in times], abs=0.01)
+    assert kept["id"] in browser.run("return document.querySelector('#strip-body').innerText")
+
+
+def test_the_strip_tells_of_a_round_by_keyboard(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    rounds = generate(browser, server)["choices"][0]["rounds"]
+    browser.run("document.querySelector('#strip-body .rounds').focus()")
+    browser.press("Home", "Right", "Right")
+    said = browser.run("return document.querySelector('#strip-body .facts').textContent")
+    assert said.startswith(f"Round 2 · {rounds['drafted'][2]} drafts by model, {rounds['accepted'][2]} accepted · k = ")
+    assert f"({rounds['reason'][2]})" in said
+
+
+def test_the_text_tells_of_a_round_by_keyboard(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    rounds = generate(browser, server)["choices"][0]["rounds"]
+    browser.run("document.querySelector('#output').focus()")
+    browser.press("Home", "Right")
+    said = browser.run("return document.querySelector('#facts').textContent")
+    assert said.startswith(f"Round 1 · {rounds['drafted'][1]} drafts by model, {rounds['accepted'][1]} accepted · k = ")
+    assert browser.run("return new Set([...document.querySelectorAll('.chosen')].map(n => n.dataset.round)).size") == 1
+
+
+def test_everything_is_reached_by_keyboard(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    generate(browser, server)
+    browser.wait("document.querySelectorAll('.row').length")
+    browser.run("document.activeElement.blur(); window.scrollTo(0, 0)")
+    reached = []
+    for _ in range(60):
+        browser.press("Tab")
+        reached.append(browser.run("const a = document.activeElement; return a.id || a.className || a.name"))
+    wanted = ["prompt", "temperature", "max-tokens", "seed", "k", "drafter", "go", "ab", "ghosts", "output", "row"]
+    wanted += ["quiet copy", "rounds", "span"]
+    assert [name for name in wanted if name not in reached] == []
+    browser.run("document.querySelector('#go').focus(); delete document.querySelector('#strip-body').dataset.id")
+    browser.press("Enter")
+    browser.wait(DONE)
+
+
+def test_the_figures_and_charts_live(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    generate(browser, server)
+    browser.wait("Number(document.querySelector('#tile-rate').textContent.replace(',', '')) > 0")
+    browser.wait("document.querySelector('#readout-rate').textContent")
+    browser.wait("document.querySelector('#readout-accepted').textContent")
+    assert browser.wait("document.querySelector('#readout-time').textContent").startswith("draft ")
+    now = httpx.get(f"{server}/ui/api/state").json()["now"]
+    browser.wait(f"document.querySelector('#tile-acceptance').textContent === '{100 * now['acceptance']:.0f} %'")
+    for accepted, drafted in zip(now["positions"]["accepted"], now["positions"]["drafted"], strict=True):
+        browser.wait(f"document.querySelector('.survival').textContent.includes('{accepted:,} of {drafted:,}')")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_sticks_out(browser: Browser, server: str, width: int, tmp_path: Path) -> None:
+    browser.resize(width, 900)
+    visit(browser, server)
+    generate(browser, server)
+    browser.picture(tmp_path / f"{width}.png")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+
+
+def test_a_server_without_requests_says_so(browser: Browser) -> None:
+    with serving(FakeEngineClient()) as url:
+        visit(browser, url)
+        assert "No requests yet" in browser.run("return document.querySelector('#requests').innerText")
+        assert "No drafts in the last 5 minutes" in browser.run("return document.querySelector('#charts').innerText")
+        browser.open("about:blank")
+
+
+def test_a_server_without_drafter_says_so(browser: Browser) -> None:
+    client = FakeEngineClient()
+    client.model = replace(client.model, drafters=(), drafter=None, max_spec_length=0)
+    with serving(client) as url:
+        visit(browser, url)
+        said = browser.run("return document.body.innerText")
+        assert "this server has no drafter" in said
+        assert "there is nothing to compare" in said
+        assert browser.run("return document.querySelector('#ab').disabled && document.querySelector('#k').disabled")
+        browser.open("about:blank")
+
+
+def test_a_server_that_drafts_nothing_by_itself_says_so_and_compares_all_the_same(browser: Browser) -> None:
+    client = FakeEngineClient()
+    client.model = replace(client.model, policy="off", drafter=None)
+    with serving(client) as url:
+        visit(browser, url)
+        assert "the policy is off" in browser.run("return document.querySelector('#tiles').innerText")
+        assert "drafts nothing by itself" in browser.run("return document.querySelector('#hint').textContent")
+        browser.click("#ab")
+        assert browser.wait("document.querySelector('#verdict').textContent").startswith("identical")
+        assert client.submitted[-1].k == 4
+        browser.open("about:blank")
+
+
+def test_the_servers_words_are_shown_where_it_refuses(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    fill(browser, max_tokens=1_000_000)
+    browser.click("#go")
+    assert "this model's context is" in browser.wait("document.querySelector('#hint').textContent")
+    assert "400" in browser.complaints()[0], "the browser's own line"
+
+
+def test_where_keys_are_set_the_page_asks_for_one_and_keeps_it_in_the_tab(browser: Browser) -> None:
+    with serving(FakeEngineClient(), Keys.of([KEY])) as url:
+        browser.open(f"{url}/ui")
+        browser.wait("document.querySelector('#key-dialog').open")
+        browser.press(*"wrong", "Enter")
+        browser.wait("document.querySelector('#key-why').textContent.includes('did not accept')")
+        browser.wait("document.querySelector('#key-dialog').open")
+        browser.press(*KEY, "Enter")
+        browser.wait("document.querySelector('#link').dataset.state === 'live'")
+        assert browser.run("return [Object.values(sessionStorage), localStorage.length, document.cookie]") == [
+            [KEY],
+            0,
+            "",
+        ]
+        fill(browser, max_tokens=9)
+        browser.click("#go")
+        browser.wait(DONE)
+        assert all("401" in said for said in browser.complaints())
+        browser.open("about:blank")
+
+
+def test_when_the_server_goes_the_page_says_so_and_returns_with_it(browser: Browser) -> None:
+    with serving(FakeEngineClient()) as url:
+        visit(browser, url)
+    said = browser.wait("document.querySelector('#trouble').textContent")
+    assert said.startswith("The server is gone")
+    with serving(FakeEngineClient(), port=int(url.rsplit(":", 1)[1])):
+        browser.wait("document.querySelector('#link').dataset.state === 'live'")
+        assert browser.run("return document.querySelector('#trouble').hidden")
+        browser.open("about:blank")
+    assert all("ERR_" in said for said in browser.complaints())
+
+
+def test_what_a_browser_refuses_is_found(browser: Browser, server: str) -> None:
+    """The negative control of every test here: a script in the page's text would be refused, and reported."""
+    visit(browser, server)
+    browser.run("const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s)")
+    assert browser.run("return window.ran === undefined")
+    assert any("Content Security Policy" in said for said in browser.complaints())

@@ -1,0 +1,47 @@
+"""The live page through Serve's proxy: its files, its data and its feed."""
+
+import json
+import re
+
+import httpx
+import pytest
+
+from tests.serving.conftest import Served
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+def test_the_page_and_all_that_it_loads_come_through(served: Served) -> None:
+    page = httpx.get(f"{served.url}/ui").raise_for_status()
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    links = re.findall(r'(?:src|href)="(ui/[^"]+)"', page.text)
+    assert len(links) == 4
+    for link in links:
+        reply = httpx.get(f"{served.url}/{link}").raise_for_status()
+        assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_request_is_found_with_its_rounds(served: Served) -> None:
+    speculation = {"mode": "fixed", "k": 3}
+    asked = {"model": "demo", "prompt": "def f(x):", "max_tokens": 24, "speculation": speculation}
+    reply = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
+    said = reply["metrics"]["speculative_decoding"]
+    for _ in range(50):  # another replica may answer, which does not know it
+        found = httpx.get(f"{served.url}/ui/api/requests/{reply['id']}")
+        if found.is_success:
+            break
+    (choice,) = found.raise_for_status().json()["choices"]
+    rounds = choice["rounds"]
+    assert (sum(rounds["drafted"]), sum(rounds["accepted"])) == (
+        said["num_draft_tokens"],
+        said["num_accepted_draft_tokens"],
+    )
+    assert sum(rounds["emitted"]) == reply["usage"]["completion_tokens"]
+
+
+def test_the_feed_streams(served: Served) -> None:
+    with httpx.stream("GET", f"{served.url}/ui/events", timeout=30) as reply:
+        lines = (line for line in reply.iter_lines() if line.startswith("data: "))
+        events = [json.loads(next(lines)[6:]) for _ in range(3)]
+    assert events[0]["now"]["t"] < events[2]["now"]["t"]
+    assert all(set(event) == {"now", "series"} for event in events)
