@@ -36,7 +36,7 @@ def create_app(
     telemetry = Telemetry(client, (*listeners, live) if live is not None else listeners)
     app = Starlette(
         routes=[
-            Route("/", partial(routes.index, client)),
+            Route("/", partial(routes.index, client, live is not None)),
             Route("/health", partial(health, client)),
             Route("/v1/models", partial(routes.list_models, client)),
             Route("/v1/models/{id:path}", partial(routes.get_model, client)),

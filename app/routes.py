@@ -31,9 +31,12 @@ ROUTES = {
     "GET /health": "whether the engine makes progress",
 }
 
+PAGE = {"GET /ui": "what tokens come from, rounds of recent requests, live charts: for a browser"}
 
-async def index(client: EngineClient, request: Request) -> Response:
-    return JSON({"model": client.model.name, "routes": ROUTES})
+
+async def index(client: EngineClient, page: bool, request: Request) -> Response:
+    """page: whether there is one."""
+    return JSON({"model": client.model.name, "routes": ROUTES | (PAGE if page else {})})
 
 
 async def list_models(client: EngineClient, request: Request) -> Response:

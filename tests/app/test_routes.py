@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from app.client import FakeEngineClient
+from app.live import Live
 from app.main import create_app
 from tests.app.harness import call
 
@@ -38,10 +41,13 @@ def test_a_models_name_may_hold_slashes() -> None:
     assert (done.status, json.loads(done.reply)["id"]) == (200, "org/model")
 
 
-def test_the_index_lists_only_routes_that_exist() -> None:
-    app = create_app(FakeEngineClient())
+@pytest.mark.parametrize("page", [False, True])
+def test_the_index_lists_only_routes_that_exist(page: bool) -> None:
+    client = FakeEngineClient()
+    app = create_app(client, live=Live(client) if page else None)
     index = json.loads(call(app, method="GET", path="/").reply)
     assert index["model"] == "fake"
+    assert ("GET /ui" in index["routes"]) == page
     for route in index["routes"]:
         method, path = route.split()
         done = call(app, {}, method=method, path=path.replace("{id}", "fake"))
