@@ -69,6 +69,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.copying $(PAIR) --threads 2
 	$(BIN)/python -m benchmarks.sampling $(PAIR) --threads 2
 	$(BIN)/python -m benchmarks.memory $(PAIR) --threads 2
+	$(BIN)/python -m benchmarks.telemetry $(PAIR) --threads 2
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
