@@ -29,7 +29,7 @@ def build(settings: Settings) -> Application:
         health_check_period_s=2,
         health_check_timeout_s=30,
     )
-    application: Application = deployment.bind(settings.freeze(device), settings.name)
+    application: Application = deployment.bind(settings.freeze(device), settings.edge())
     return application
 
 

@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import socket
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -9,11 +11,16 @@ from pydantic import ValidationError
 from ray import serve
 from starlette.applications import Starlette
 
+from app import conventions, otel
+from app.keys import Keys
+from app.live import Live
 from app.main import create_app
+from app.tracing import Tracer
 from deployments.engine.config import ConfigError, EngineConfig
 from deployments.engine.engine import Engine
 from deployments.local_client import LocalClient
-from deployments.settings import PolicySettings
+from deployments.metrics import Meter
+from deployments.settings import EdgeConfig, PolicySettings
 
 log = logging.getLogger(__name__)
 
@@ -23,19 +30,27 @@ log = logging.getLogger(__name__)
 class Replica:
     """Hosts the target, the drafter and the HTTP application; there is no handle hop between a token and its socket."""
 
-    def __init__(self, config: EngineConfig, model_name: str) -> None:
+    def __init__(self, config: EngineConfig, edge: EdgeConfig) -> None:
         """Loads the pair; an error here is the deployment's start-up error, so its message names what to change."""
         _show_logs()
+        self._edge = edge
+        self._keys = None if edge.api_key_file is None else Keys.read(Path(edge.api_key_file))
+        self._spans = otel.provider(_resource()) if edge.traces.level != "off" else None
+        self._text = self._spans is not None and otel.captures_text()
+        log.info("traces: %s", "none" if self._spans is None else edge.traces)
         gpus = ray.get_gpu_ids()
         log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
-        self.client = LocalClient(Engine.from_config(config), model_name)
+        engine = Engine.from_config(config)
+        self.client = LocalClient(engine, edge.model_name)
+        self.meter = Meter(self.client, edge.model_name, timings=engine.speculator.control.timings)
         self._serving = False  # whether Serve has started it, with a user_config if there is one
         gc.collect()
         gc.freeze()  # what is loaded by now stays: a full collection that walks over it takes a tenth of a second
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after __init__; its handlers are closures over this replica's engine."""
-        return create_app(self.client)
+        tracers = [] if self._spans is None else [Tracer(self.client, self._spans, self._edge.traces, text=self._text)]
+        return create_app(self.client, [*tracers, self.meter], live=Live(self.client), keys=self._keys)
 
     def reconfigure(self, user_config: Any) -> None:
         """Take a deployment's `user_config`, a PolicySettings, at the start and whenever it changes.
@@ -58,6 +73,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise unless the engine progresses; after three failures Serve replaces the replica."""
         self._serving = True
+        self.meter.beat()
         stats = self.client.stats()
         if not stats.healthy:
             raise RuntimeError(stats.reason)
@@ -76,6 +92,22 @@ class Replica:
         client: Any = getattr(self, "client", None)  # absent when loading failed
         if client is not None:
             client.close()
+        spans: Any = getattr(self, "_spans", None)
+        if spans is not None:
+            spans.shutdown()  # Serve kills the process next
+
+
+def _resource() -> dict[str, str]:
+    """What spans say of where they are from."""
+    context = serve.get_replica_context()
+    return {
+        "service.name": conventions.SCOPE,
+        "service.version": conventions.VERSION,
+        "service.instance.id": context.replica_id.unique_id,
+        "ray.serve.application": context.app_name,
+        "ray.serve.deployment": context.deployment,
+        "host.name": socket.gethostname(),
+    }
 
 
 def _reason(error: ValidationError | ConfigError) -> str:

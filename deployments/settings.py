@@ -5,11 +5,13 @@ The only reader of the application's arguments. Arguments from the command line 
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from app.tracing import Level, TraceConfig
 from deployments.engine.config import CacheKind, EngineConfig
 from policies.config import PolicyConfig, PolicyName
 
@@ -40,6 +42,16 @@ Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeConfig:
+    """What is around a replica's engine."""
+
+    model_name: str  # for clients
+    traces: TraceConfig
+    api_key_file: str | None  # on the replica's machine
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -106,6 +118,9 @@ class Settings(BaseModel):
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
     num_cpus: Number = 1.0  # per replica
+    api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: anybody may ask
+    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # or off, request, rounds: see app/tracing.py
+    trace_steps: Fraction = 0.01  # of the engine's steps: those that get a span
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
@@ -122,6 +137,13 @@ class Settings(BaseModel):
     def live(self) -> PolicySettings:
         """The part that may change while a replica serves."""
         return PolicySettings(policy="off" if self.drafter == "off" else self.policy, k=self.spec_length)
+
+    def edge(self) -> EdgeConfig:
+        return EdgeConfig(
+            self.name,
+            TraceConfig(self.trace_level, self.trace_steps),
+            None if self.api_key_file is None else _resolve(self.api_key_file),
+        )
 
     def freeze(self, device: Device) -> EngineConfig:
         """The engine's configuration on the device that was chosen for it. Raises ConfigError for a conflict."""

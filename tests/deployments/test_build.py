@@ -10,7 +10,8 @@ with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that th
     from ray.serve import Deployment
 
     from deployments.build import build
-from deployments.settings import PolicySettings, Settings
+from app.tracing import TraceConfig
+from deployments.settings import EdgeConfig, PolicySettings, Settings
 
 
 def replica(settings: Settings) -> Deployment:
@@ -51,3 +52,11 @@ def test_a_replica_reserves_what_it_uses(device: str, gpus: int) -> None:
     options = replica(Settings.model_validate({"device": device, "num_cpus": 3})).ray_actor_options
     assert options is not None
     assert (options["num_cpus"], options["num_gpus"]) == (3, gpus)
+
+
+def test_what_is_around_the_engine_reaches_the_replica() -> None:
+    args = {"trace_level": "rounds", "trace_steps": "0.5", "api_key_file": "/keys", "model_name": "m"}
+    arguments: Any = replica(Settings.model_validate(args)).init_args
+    engine, edge = arguments
+    assert edge == EdgeConfig("m", TraceConfig("rounds", 0.5), "/keys")
+    assert engine == Settings().freeze(engine.device)

@@ -45,13 +45,22 @@ class Client:
         pass
 
 
+class Heart:
+    """A meter that counts its beats."""
+
+    beats = 0
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
 @pytest.fixture
 def replica() -> Any:
     """One whose pair has been loaded, and that Serve has not started yet."""
     ours = Replica.func_or_class.__mro__[1]  # type: ignore[attr-defined]  # below what Serve's decorators made of it
     assert ours.__module__ == "deployments.replica"
     bare = ours.__new__(ours)
-    bare.client, bare._serving = Client(), False
+    bare.client, bare.meter, bare._serving = Client(), Heart(), False
     return bare
 
 
@@ -86,3 +95,10 @@ def test_later_an_invalid_one_is_logged_and_shown_and_changes_nothing(
     assert reason in caplog.text
     replica.reconfigure({"policy": "goodput"})
     assert replica.client.refused is None
+
+
+def test_a_health_check_tells_the_metrics_that_the_engine_stands_still(replica: Any) -> None:
+    replica.client.stats = lambda: EngineStats(False, "no step for 30 s", 0, 0, 0, 1, 1, 30.0)
+    with pytest.raises(RuntimeError, match="no step"):
+        replica.check_health()
+    assert replica.meter.beats == 1

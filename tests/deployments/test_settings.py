@@ -10,9 +10,10 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from app.tracing import Level, TraceConfig
 from deployments.engine.config import EngineConfig
 from deployments.engine.types import DRAFTERS, VERIFIERS
-from deployments.settings import ROOT, PolicySettings, Settings
+from deployments.settings import ROOT, EdgeConfig, PolicySettings, Settings
 from policies.config import PolicyConfig, PolicyName
 
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
@@ -161,6 +162,14 @@ def test_off_needs_no_quotes_in_yaml() -> None:
     assert PolicySettings.model_validate(yaml.safe_load("policy: off")).freeze().name == "off"
 
 
+def test_traces_are_packed_unless_said_otherwise() -> None:
+    assert Settings().edge() == EdgeConfig("demo", TraceConfig("packed", 0.01), None)
+    assert Settings.model_validate(yaml.safe_load("trace_level: off")).edge().traces.level == "off"
+    for level in get_args(Level):
+        assert Settings.model_validate({"trace_level": level}).edge().traces.level == level
+    assert Settings.model_validate({"api_key_file": "keys.txt"}).edge().api_key_file == str(ROOT / "keys.txt")
+
+
 def test_every_policy_can_be_set() -> None:
     for name in get_args(PolicyName):
         assert Settings.model_validate({"policy": name}).freeze("cpu").policy == PolicyConfig(name=name)
@@ -294,6 +303,10 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"request_timeout_s": 0}, "greater than 0"),
         ({"request_timeout_s": True}, "must be a number"),
         ({"request_timeout_s": "inf"}, "finite"),
+        ({"trace_level": "all"}, "'packed' or 'rounds'"),
+        ({"trace_steps": 1.01}, "less than or equal to 1"),
+        ({"trace_steps": -0.01}, "greater than or equal to 0"),
+        ({"trace_steps": True}, "must be a number"),
     ],
 )
 def test_a_bad_setting_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
