@@ -89,7 +89,7 @@ class Listener(Protocol):
         ...
 
     def stepped(self, steps: Sequence[StepStats]) -> None:
-        """The engine's steps since the last call, at most some ten calls a second."""
+        """The engine's steps since the last call, at most some four calls a second."""
         ...
 
 

@@ -27,7 +27,7 @@ from deployments.engine.types import StepStats
 
 MAX_LINKS = 64  # of an engine step; the SDK keeps no more than 128, and says nothing
 MAX_CHOICES = 16  # of a request that have spans: those of 64 with 500 rounds held the event loop for 60 to 150 ms
-REMEMBERED = 256  # exchanges that ended: the engine's steps are told of up to a tenth of a second later
+REMEMBERED = 256  # exchanges that ended: the engine's steps are told of up to a quarter of a second later
 
 Level = Literal["off", "request", "packed", "rounds"]
 """

@@ -63,7 +63,7 @@ class Rounds:
             "specdec_policy_decisions_total", "Rounds by why their sequence got so many drafts", "policy", "reason"
         )
         self.round_accepted = make.histogram(
-            "specdec_round_accepted_tokens", "Drafts accepted in a round, of every eighth", ACCEPTED
+            "specdec_round_accepted_tokens", "Drafts accepted in a round, in every eighth step", ACCEPTED
         )
         self.alpha = make.gauge(
             "specdec_alpha_estimate", "Chance of a first draft to be accepted, mean of what ran last", "drafter"
@@ -91,9 +91,9 @@ class Steps:
         self.draft_faults = make.count("specdec_draft_faults_total", "Failures that cost drafts and nothing else")
         self.failed = make.count("specdec_failed_steps_total", "Steps whose requests all ended with an error")
         self.phases = make.histogram(
-            "specdec_round_duration_seconds", "Seconds of a step by what they went to", ROUND_S, "phase"
+            "specdec_round_duration_seconds", "Seconds of every eighth step by what they went to", ROUND_S, "phase"
         )
-        self.batch_size = make.histogram("specdec_step_batch_size", "Sequences in a step", BATCH)
+        self.batch_size = make.histogram("specdec_step_batch_size", "Sequences in every eighth step", BATCH)
         labels = ("batch", "drafts")
         self.decode_seconds = make.count("specdec_decode_seconds_total", "Seconds of steps without prompts", *labels)
         self.decode_tokens = make.count("specdec_decode_tokens_total", "Tokens that these emitted", *labels)

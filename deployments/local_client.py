@@ -12,7 +12,7 @@ from deployments.engine.types import EngineStats, InvalidRequest, Output, Reques
 from deployments.engine.worker import EngineWorker
 from policies.config import PolicyConfig
 
-TELL_EVERY_S = 0.1  # of steps, at most
+TELL_EVERY_S = 0.25  # of steps, at most: as often as the live page shows them
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
 
 

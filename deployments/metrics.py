@@ -24,7 +24,7 @@ OUTCOME_OF_FAILURE = {
     "engine_overloaded": "overloaded",
     "deadline_exceeded": "deadline",
 }
-ONE_IN = 8  # of so many rounds one goes into the histogram of accepted drafts: each observation costs 2 µs
+ONE_IN = 8  # of so many steps one goes into the histograms: they take one value at a time, each of which costs 2 µs
 NOBODY = "none"
 USER = REASONS.index("user")
 DRAFTS = ("no", "yes")
@@ -56,7 +56,7 @@ class Meter:
         self._plain = PlainTime(client.model.max_spec_length, timings)
         self._dropped = dropped
         self._lost = Counter[Loss]()  # that was told of
-        self._next = 0  # rounds with drafts before the next one that goes into the histogram
+        self._next = 0  # steps before the next one that goes into histograms
         self._begin_series()
         self.beat()
 
@@ -78,8 +78,12 @@ class Meter:
     def stepped(self, steps: Sequence[StepStats]) -> None:
         parts = [part for step in steps for part in step.parts]
         self._add_rounds(parts)
-        self._add_choices(parts)
+        self._set_choices(parts)
         self._add_steps(steps)
+        ran = [step for step in steps if step.sequences]
+        for step in ran[self._next :: ONE_IN]:
+            self._observe(step)
+        self._next = (self._next - len(ran)) % ONE_IN
         self._add_decoding([step for step in steps if step.parts and not step.prefill_tokens])
         if time.monotonic() >= self._due:
             self.beat()
@@ -137,32 +141,29 @@ class Meter:
 
     def _add_rounds(self, parts: Sequence[Part]) -> None:
         rounds = self.rounds
-        for drafter, of in _grouped(parts, lambda part: _name(part.proposer, NOBODY)).items():
-            rounds.emitted.add(sum(part.emitted for part in of), drafter)
-            drafted, accepted = sum(part.drafted for part in of), sum(part.accepted for part in of)
+        alike = Counter((part.proposer, part.drafted, part.accepted, part.emitted) for part in parts)
+        for (proposer, drafted, accepted, emitted), count in alike.items():
+            drafter = _name(proposer, NOBODY)
+            rounds.emitted.add(count * emitted, drafter)
             if drafted:
-                rounds.rounds.add(sum(part.drafted > 0 for part in of), drafter)
-                rounds.drafted.add(drafted, drafter)
-                rounds.accepted.add(accepted, drafter)
-                rounds.rolled_back.add(drafted - accepted, drafter)
+                rounds.rounds.add(count, drafter)
+                rounds.drafted.add(count * drafted, drafter)
+                rounds.accepted.add(count * accepted, drafter)
+                rounds.rolled_back.add(count * (drafted - accepted), drafter)
         _add_at(rounds.drafted_at, [part.drafted for part in parts])
         _add_at(rounds.accepted_at, [part.accepted for part in parts])
-        came = [part.accepted for part in parts if part.drafted]
-        for accepted in came[self._next :: ONE_IN]:
-            rounds.round_accepted.observe(accepted)
-        self._next = (self._next - len(came)) % ONE_IN
+        policy = self._client.stats().policy
+        for code, count in Counter(part.reason for part in parts).items():
+            if code >= 0:
+                rounds.decisions.add(count, policy, REASONS[code])
 
-    def _add_choices(self, parts: Sequence[Part]) -> None:
+    def _set_choices(self, parts: Sequence[Part]) -> None:
         """A sequence without drafts counts as one of the server's own drafter: who would have drafted is not told."""
-        rounds, policy = self.rounds, self._client.stats().policy
         default = self._client.model.drafter or NOBODY
-        chosen = [part for part in parts if part.reason >= 0]
-        for code, count in Counter(part.reason for part in chosen).items():
-            rounds.decisions.add(count, policy, REASONS[code])
-        free = [part for part in chosen if part.reason != USER]
+        free = [part for part in parts if part.reason >= 0 and part.reason != USER]
         for drafter, of in _grouped(free, lambda part: _name(part.proposer, default)).items():
-            _set_mean(rounds.k, [part.k for part in of], drafter)
-            _set_mean(rounds.alpha, [part.alpha / 1000 for part in of], drafter)
+            _set_mean(self.rounds.k, [part.k for part in of], drafter)
+            _set_mean(self.rounds.alpha, [part.alpha / 1000 for part in of], drafter)
 
     def _add_steps(self, steps: Sequence[StepStats]) -> None:
         told = self.steps
@@ -176,13 +177,17 @@ class Meter:
         told.preemptions.add(sum(step.preempted for step in steps))
         told.draft_faults.add(sum(step.draft_faults for step in steps))
         told.failed.add(sum(step.failed for step in steps))
-        for step in steps:
-            if step.sequences:
-                told.batch_size.observe(step.sequences)
-                if step.drafted:
-                    told.phases.observe(step.draft_us / 1e6, "draft")
-                told.phases.observe(step.score_us / 1e6, "verify")
-                told.phases.observe(max(0, step.step_us - step.draft_us - step.score_us) / 1e6, "other")
+
+    def _observe(self, step: StepStats) -> None:
+        told = self.steps
+        told.batch_size.observe(step.sequences)
+        if step.drafted:
+            told.phases.observe(step.draft_us / 1e6, "draft")
+        told.phases.observe(step.score_us / 1e6, "verify")
+        told.phases.observe(max(0, step.step_us - step.draft_us - step.score_us) / 1e6, "other")
+        for part in step.parts:
+            if part.drafted:
+                self.rounds.round_accepted.observe(part.accepted)
 
     def _add_decoding(self, steps: Sequence[StepStats]) -> None:
         told = self.steps

@@ -13,9 +13,9 @@ from app.client import FakeEngineClient, Script, spell
 from app.main import create_app
 from app.otel import Dropped
 from app.telemetry import Exchange as Followed
-from deployments import instruments
+from deployments import instruments, metrics
 from deployments.engine.types import DRAFTERS, EngineStats, Output, Part, Request, StepStats
-from deployments.metrics import ONE_IN, OUTCOMES, Meter
+from deployments.metrics import OUTCOMES, Meter
 from policies.reasons import REASONS
 from tests.app.harness import PROMPT, Exchange, call
 from tests.deployments import recording
@@ -74,6 +74,7 @@ LOAD, BY_USER, CAP = REASONS.index("load"), REASONS.index("user"), REASONS.index
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     monkeypatch.setattr(instruments, "metrics", recording)
     monkeypatch.setattr(Instrument, "made", {})
+    monkeypatch.setattr(metrics, "ONE_IN", 1)
     return Told()
 
 
@@ -145,7 +146,7 @@ def test_what_rounds_add(told: Told) -> None:
     assert told["specdec_drafted_tokens_per_pos_total"] == {"1": 4, "2": 3, "3": 2, "4": 1}
     assert told["specdec_accepted_tokens_per_pos_total"] == {"1": 3, "2": 2}
     assert told["specdec_policy_decisions_total"] == {"goodput load": 4, "goodput user": 1, "goodput cap": 1}
-    assert told.values("specdec_round_accepted_tokens") == {"": [2]}  # the others are of the seven that are left out
+    assert told.values("specdec_round_accepted_tokens") == {"": [2, 2, 0, 1]}
 
 
 def test_the_policy_s_view_leaves_out_what_requests_fixed(told: Told) -> None:
@@ -171,6 +172,18 @@ def test_what_steps_add(told: Told) -> None:
     assert phases["draft"] == [0.002, 0.002], "steps without drafts would look like quick ones"
     assert phases["verify"] == [0.007, 0.007, 0.007, 0.009, 0.0]
     assert phases["other"] == pytest.approx([0.003, 0.001, 0.001, 0.001, 0.010])
+
+
+def test_histograms_see_one_step_in_so_many_that_ran(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "ONE_IN", 3)
+    meter = Meter(FakeEngineClient(), "demo")
+    steps = [step(*[part(1, 1)] * batch) for batch in range(1, 11)]
+    for few in (steps[:2], steps[2:3], [step()], steps[3:]):
+        play(meter, few)
+    assert told.values("specdec_step_batch_size") == {"": [1, 4, 7, 10]}
+    assert len(told.values("specdec_round_duration_seconds")["verify"]) == 4
+    assert len(told.values("specdec_round_accepted_tokens")[""]) == 1 + 4 + 7 + 10
+    assert told["specdec_rounds_total"] == {"model": 55}
 
 
 def test_decoding_is_counted_by_batch_and_without_steps_that_read_prompts(told: Told) -> None:
@@ -234,9 +247,8 @@ def test_the_identities_between_families(told: Told, seed: int) -> None:
     assert sum(accepted.values()) == told.total("specdec_accepted_tokens_per_pos_total")
     assert told.total("specdec_emitted_tokens_total") == sum(s.emitted for s in steps)
     rounds = told.total("specdec_rounds_total")
-    every = [part.accepted for s in steps for part in s.parts if part.drafted]
-    assert told.values("specdec_round_accepted_tokens") == {"": every[::ONE_IN]}
-    assert (len(every), sum(every)) == (rounds, sum(accepted.values()))
+    values = told.values("specdec_round_accepted_tokens")[""]
+    assert (len(values), sum(values)) == (rounds, sum(accepted.values()))
     assert told["specdec_drafted_tokens_per_pos_total"]["1"] == rounds
     for family in ("specdec_drafted_tokens_per_pos_total", "specdec_accepted_tokens_per_pos_total"):
         survival = [told[family].get(f"{position}", 0) for position in range(1, 9)]

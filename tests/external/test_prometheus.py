@@ -17,7 +17,6 @@ import httpx
 import pytest
 import yaml
 
-from deployments.metrics import ONE_IN
 from tests.deployments.boards import ALERTS, board_queries
 from tests.deployments.test_metrics import COUNTERS, GAUGES, HISTOGRAMS
 from tests.external.conftest import ROOT, program
@@ -202,7 +201,7 @@ def test_the_identities_hold_in_prometheus(run: Scraped) -> None:
     assert run.value("sum(ray_specdec_drafted_tokens_per_pos_total)") == drafted
     assert run.value("sum(ray_specdec_rolled_back_tokens_total)") == drafted - accepted
     rounds = run.value("sum(ray_specdec_rounds_total)")
-    assert run.value("sum(ray_specdec_round_accepted_tokens_count)") == math.ceil(rounds / ONE_IN)
+    assert 0 < run.value("sum(ray_specdec_round_accepted_tokens_count)") < rounds
     assert run.value('sum(ray_specdec_drafted_tokens_per_pos_total{position="1"})') == rounds
     assert run.value("sum(ray_gen_ai_server_request_duration_seconds_count)") == len(run.replies)
 
