@@ -15,7 +15,7 @@ from deployments.engine.types import Overloaded
 
 EVENT_EVERY_S = 0.25
 QUIET_EVENTS = 4  # of which only one is sent while nothing changes
-MAX_VIEWERS = 32
+MAX_VIEWERS = 8  # each takes one of the requests that Serve lets a replica have
 PATIENCE_S = 10.0  # after FEED_S, with a viewer that does not read
 FEED_S = 60.0  # then a viewer comes again: a server that is to end waits for those who are connected
 
@@ -33,13 +33,14 @@ class Feed:
         self._told = asyncio.Event()  # set, and replaced by a new one, with each event
 
     async def follow(self) -> AsyncGenerator[bytes]:
-        """One event at once, and then each as it is made, for FEED_S; a viewer that is slow misses some."""
+        """The whole state at once, and then each event as it is made, for FEED_S; a viewer that is slow misses some."""
         self._following += 1
         ends = time.monotonic() + FEED_S
         try:
             if self._ticking is None:
                 self._make()
                 self._ticking = asyncio.create_task(self._tick())
+            yield sse.event({"state": self._live.state()})
             while time.monotonic() < ends:
                 told = self._told
                 yield self._event

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.replies import JSON
 
 OPEN = frozenset({"/health"})  # paths that anybody may GET
+READS = ("GET", "HEAD")
 
 
 class Keys:
@@ -76,7 +77,7 @@ class RequireKey:
             await _refusal()(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and scope["method"] == "GET" and _route_path(scope) in self._open:
+        if scope["type"] == "http" and scope["method"] in READS and _route_path(scope) in self._open:
             return True
         return self._keys.accept(Headers(scope=scope).get("authorization"))
 

@@ -122,7 +122,7 @@ class Live:
         return self._latencies[1]
 
     def _speculation(self, totals: Counts, lately: Counts) -> dict[str, Any]:
-        """state: on, paused (rounds run, none of them with drafts), ready (nothing runs), off or none; why; and whether
+        """state: on, paused (rounds run, none with drafts but probes), ready (nothing runs), off or none; why; and whether
         requests that do not ask for drafts can get some."""
         state, why = self._drafting(lately if lately["sequences", 0] else totals)
         card = self.client.model
@@ -132,7 +132,7 @@ class Live:
         card = self.client.model
         if not card.drafters:
             return "none", "this server has no drafter"
-        if seen["drafting", 0]:
+        if seen["meant", 0]:
             return "on", ""
         if card.policy == "off":
             return "off", "the policy is off: only requests that ask for drafts get them"

@@ -37,7 +37,7 @@ FILES = {
     "/vendor/uPlot.iife.min.js": ("vendor/uPlot.iife.min.js", SCRIPT),
     "/vendor/uPlot.min.css": ("vendor/uPlot.min.css", STYLE),
 }
-OPEN_PATHS = frozenset(f"/ui{path}" for path in FILES)  # they hold no data
+OPEN_PATHS = frozenset({"/ui/", *(f"/ui{path}" for path in FILES)})  # they hold no data
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

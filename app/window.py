@@ -30,6 +30,8 @@ SERIES = {
     "step_us": "step_us",
 }
 
+PROBE = REASONS.index("probe")
+
 Counts = Counter[tuple[str, int]]  # (what, of which position, batch size or reason); 0 for what is not divided further
 
 
@@ -52,7 +54,8 @@ class Window:
     def add(self, steps: Iterable[StepStats], now: float) -> None:
         """`now`: monotonic seconds, for steps that do not say when they began."""
         for step in steps:
-            index = int((step.began or now) * BINS_PER_S)
+            end = step.began + step.step_us / 1e6 if step.began else now
+            index = int(end * BINS_PER_S)
             if not self._bins or self._bins[-1].index < index:
                 self._open(index)
             _count(step, self._bins[-1].counts)
@@ -200,6 +203,7 @@ def _count_part(part: Part, batch: int, counts: Counts) -> None:
         counts["drafting", 0] += 1
         counts["drafted_n", part.drafted] += 1
         counts["accepted_n", part.accepted] += 1
+        counts["meant", 0] += part.reason != PROBE
     if part.reason >= 0:
         counts["chosen_of", batch] += 1
         counts["k_of", batch] += part.k

@@ -21,16 +21,18 @@ has() {
 
 # Unpacked, not installed: the package's installation would start a service.
 unpack_prometheus() {
-    local folder
+    local folder unpacked=0
     folder=$(mktemp -d)
-    (cd "$folder" && apt-get download -qq prometheus) && mkdir -p "$external" &&
-        dpkg -x "$folder"/prometheus_*.deb "$external"
+    { (cd "$folder" && apt-get download -qq prometheus) && mkdir -p "$external" &&
+        dpkg -x "$folder"/prometheus_*.deb "$external"; } || unpacked=1
     rm -r "$folder"
+    return $unpacked
 }
 
+# Each step says by itself whether it failed: what runs before || does not end by `set -e`.
 install() {
-    as_root apt-get update -qq
-    has prometheus && has promtool || unpack_prometheus
+    as_root apt-get update -qq || return
+    has prometheus && has promtool || unpack_prometheus || return
     has chromium && has chromedriver || as_root apt-get install -y -qq --no-install-recommends chromium chromium-driver
 }
 
@@ -47,7 +49,7 @@ why=
 if ! command -v apt-get > /dev/null; then
     why="there is no apt-get"
 elif ! as_root true 2> /dev/null; then
-    why="this is not root, and sudo asks for a password"
+    why="this is not root, and there is no sudo that asks for no password"
 else
     install || why="apt-get failed"
 fi

@@ -103,8 +103,9 @@ def test_a_viewer_is_told_at_once_and_then_of_what_changes(monkeypatch: pytest.M
 
     async def scenario() -> None:
         viewer = watched.join()
-        await until(lambda: len(data(viewer)) >= 1)
-        assert data(viewer)[0]["now"]["acceptance"] is None
+        await until(lambda: len(data(viewer)) >= 2)
+        assert data(viewer)[0]["state"].keys() == watched.live.state().keys()
+        assert data(viewer)[1]["now"]["acceptance"] is None
         watched.client.stepped([step(0.0, [part(4, 2)])])
         await until(lambda: data(viewer)[-1]["now"]["acceptance"] == 0.5)
         await watched.leave(viewer)

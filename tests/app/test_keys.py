@@ -16,7 +16,7 @@ from tests.app.harness import PROMPT, Exchange, call
 
 KEY = "sk-one"
 DATA = ["/ui/api/state", "/ui/api/requests", "/ui/api/requests/x"]
-CLOSED = ["/", "/v1/models", "/v1/models/fake", "/nowhere", "/ui/", "/ui/events", *DATA]
+CLOSED = ["/", "/v1/models", "/v1/models/fake", "/nowhere", "/ui/nowhere", "/ui/events", *DATA]
 
 
 def app_with(*keys: str) -> Any:
@@ -60,7 +60,8 @@ def test_the_pages_data_open_with_a_key(path: str) -> None:
 @pytest.mark.parametrize("path", ["/health", *(f"/ui{name}" for name in FILES)])
 def test_health_and_the_pages_files_are_open_to_get_and_nothing_else(path: str) -> None:
     app = app_with(KEY)
-    assert call(app, method="GET", path=path).status == 200
+    for method in ("GET", "HEAD"):
+        assert call(app, method=method, path=path).status == 200
     assert call(app, method="POST", path=path).status == 401
 
 

@@ -79,6 +79,16 @@ def test_steps_become_a_series_of_quarter_seconds() -> None:
     assert played.series["t"] == [t, round(t + 0.5, 2)]
 
 
+def test_steps_that_take_long_are_counted_when_they_end() -> None:
+    """Told of one as it ends, a page has forgotten the moment at which it began."""
+    played = Played()
+    for second in range(1000, 1010):
+        played.now = second + 1.0
+        played.step(step(second, [part(9, 9)], 1_000_000))
+    played.now = 1010.3
+    assert played.told["tokens_per_s"] == 10.0
+
+
 def test_a_series_is_dated_by_the_wall_clock() -> None:
     played = Played()
     played.step(step(1000.0, [part(1, 1)]))
@@ -226,6 +236,7 @@ def test_steps_without_a_time_are_counted_when_they_are_told() -> None:
         ([part(0, 0, reason="load")] * 2 + [part(0, 0, reason="acceptance")], "paused", "beside"),
         ([part(0, 0, reason="user")], "paused", "asked for no drafts"),
         ([part(4, 0, drafted=0)], "paused", "offer nothing"),
+        ([part(4, 0, reason="probe"), part(0, 0, reason="acceptance")], "paused", "rejected too often"),
     ],
 )
 def test_speculation_says_why_it_is_off(parts: list[Part], state: str, why: str) -> None:

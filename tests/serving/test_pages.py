@@ -43,5 +43,5 @@ def test_the_feed_streams(served: Served) -> None:
     with httpx.stream("GET", f"{served.url}/ui/events", timeout=30) as reply:
         lines = (line for line in reply.iter_lines() if line.startswith("data: "))
         events = [json.loads(next(lines)[6:]) for _ in range(3)]
-    assert events[0]["now"]["t"] < events[2]["now"]["t"]
-    assert all(set(event) == {"now", "series"} for event in events)
+    assert events[0]["state"]["now"]["t"] < events[2]["now"]["t"]
+    assert [set(event) for event in events] == [{"state"}, {"now", "series"}, {"now", "series"}]
