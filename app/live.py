@@ -122,8 +122,8 @@ class Live:
         return self._latencies[1]
 
     def _speculation(self, totals: Counts, lately: Counts) -> dict[str, Any]:
-        """state: on, paused (rounds run, none with drafts but probes), ready (nothing runs), off or none; why; and whether
-        requests that do not ask for drafts can get some."""
+        """state: on, paused (rounds run, none with drafts but probes), ready (nothing runs), off or none; why; and
+        whether requests that do not ask for drafts can get some."""
         state, why = self._drafting(lately if lately["sequences", 0] else totals)
         card = self.client.model
         return {"state": state, "why": why, "unasked": card.policy != "off" and card.drafter is not None}
