@@ -2,13 +2,17 @@
 
 const KEY = "foretoken.key"; // in this tab's session storage
 const SILENCE_MS = 6000; // the feed speaks every second: after so long without a word it is gone
+const LASTED_MS = 5000; // a feed that ends sooner did not last: the next is waited for
+const LONGEST_WAIT_MS = 60_000; // whatever the server asks for
 const WAITS_MS = [500, 1000, 2000, 4000, 8000]; // before the first, second, … try to reach the server again
 
 export class ApiError extends Error {
-  constructor(status, code, message) {
+  // status: 0 where no reply came; pause: ms that the server asks to be left alone for.
+  constructor(status, code, message, pause = 0) {
     super(message);
     this.status = status;
     this.code = code;
+    this.pause = pause;
   }
 }
 
@@ -18,11 +22,11 @@ export const key = {
   drop: () => sessionStorage.removeItem(KEY),
 };
 
-// Raises ApiError for an error's reply, and TypeError where the server cannot be reached.
+// Raises ApiError for an error's reply, and where the server cannot be reached.
 async function ask(path, options = {}) {
   const headers = { ...(options.headers ?? {}) };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
-  const reply = await fetch(path, { ...options, headers, cache: "no-store" });
+  const reply = await fetch(path, { ...options, headers, cache: "no-store" }).catch(unreachable);
   if (!reply.ok) throw await refusal(reply);
   return reply;
 }
@@ -30,10 +34,17 @@ async function ask(path, options = {}) {
 async function refusal(reply) {
   const body = await reply.json().catch(() => ({}));
   const said = body.error ?? {};
-  return new ApiError(reply.status, said.code ?? null, said.message ?? `the server answered ${reply.status}`);
+  const pause = 1000 * (Number(reply.headers.get("retry-after")) || 0);
+  return new ApiError(reply.status, said.code ?? null, said.message ?? `the server answered ${reply.status}`, pause);
 }
 
-export const get = async (path) => (await ask(path)).json();
+// What the network raises, as an ApiError; what was aborted raises its own reason.
+function unreachable(error) {
+  if (error instanceof ApiError || error.name === "AbortError") throw error;
+  throw new ApiError(0, "unreachable", "the server cannot be reached");
+}
+
+export const get = async (path) => (await ask(path, { signal: AbortSignal.timeout(SILENCE_MS) })).json();
 
 // The data of each server-sent event, as the bytes come.
 async function* events(reply) {
@@ -42,7 +53,7 @@ async function* events(reply) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(unreachable);
       if (done) return;
       rest += decoder.decode(value, { stream: true });
       const parts = rest.split("\n\n");
@@ -74,45 +85,61 @@ export async function* complete(body, signal) {
 // Follow the feed for ever: listener.state(whole), .event(change), .gone(error, wait in ms), and .locked() where a key
 // is needed, after which it waits for the returned promise. Nothing is asked while the tab is hidden.
 export async function follow(listener) {
-  for (let tries = 0; ; ) {
+  let tries = 0; // in a row, of feeds that did not last
+  for (;;) {
+    let first = null; // when this feed's first event came
+    let error = null;
     try {
       await visible();
-      listener.state(await get("ui/api/state"));
-      await listen((change) => {
-        tries = 0;
-        listener.event(change);
+      const hidden = await listen((change) => {
+        first ??= performance.now();
+        if (change.state) listener.state(change.state);
+        else listener.event(change);
       });
-    } catch (error) {
-      if (error.status === 401) {
-        await listener.locked();
-        continue;
-      }
-      const wait = WAITS_MS[Math.min(tries++, WAITS_MS.length - 1)];
+      if (!hidden && !lasted(first)) error = new ApiError(0, "ended", "its feed ends at once");
+    } catch (raised) {
+      error = raised;
+    }
+    if (lasted(first)) tries = 0;
+    if (error?.status === 401) await listener.locked();
+    else if (error) {
+      const wait = Math.max(WAITS_MS[Math.min(tries++, WAITS_MS.length - 1)], pause(error));
       listener.gone(error, wait);
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
 }
 
-// Returns once the tab is hidden, or the server asks to come again; raises when the server is gone.
+const lasted = (first) => first !== null && performance.now() - first >= LASTED_MS;
+
+const pause = (error) => Math.min(error.pause ?? 0, LONGEST_WAIT_MS);
+
+// Returns once the tab is hidden (true), or the server asks to come again; raises when the server is gone.
 async function listen(tell) {
   const controller = new AbortController();
-  const hide = () => document.hidden && controller.abort();
-  let timer = setTimeout(() => controller.abort(), SILENCE_MS);
+  const silent = () => controller.abort(new ApiError(0, "silent", `no word for ${SILENCE_MS / 1000} s`));
+  let left = false;
+  const hide = () => {
+    if (!document.hidden) return;
+    left = true;
+    controller.abort();
+  };
+  let timer = setTimeout(silent, SILENCE_MS);
   document.addEventListener("visibilitychange", hide);
   try {
     for await (const data of events(await ask("ui/events", { signal: controller.signal }))) {
       clearTimeout(timer);
-      timer = setTimeout(() => controller.abort(), SILENCE_MS);
+      timer = setTimeout(silent, SILENCE_MS);
       tell(JSON.parse(data));
     }
   } catch (error) {
-    if (!document.hidden) throw error;
+    if (!left) throw error;
   } finally {
     clearTimeout(timer);
     document.removeEventListener("visibilitychange", hide);
     controller.abort();
   }
+  return left;
 }
 
 function visible() {

@@ -1,6 +1,6 @@
 // The page's table of contents: builds its parts, and passes on what the live feed tells.
 
-import { follow, key } from "./api.js";
+import { ApiError, follow, key } from "./api.js";
 import { buildCharts, restart, take } from "./charts.js";
 import { buildCompare } from "./compare.js";
 import { byId, number } from "./dom.js";
@@ -49,9 +49,15 @@ function show(change) {
 }
 
 function gone(error, wait) {
-  link("gone", "no connection");
-  const why = error.status ? error.message : "it does not answer";
-  trouble(`The server is gone (${why}). Trying again in ${number(wait / 1000, wait < 1000 ? 1 : 0)} s.`);
+  link("gone", error.status ? "no live figures" : "no connection");
+  if (!(error instanceof ApiError)) console.error(error);
+  trouble(`${what(error)} Trying again in ${number(wait / 1000, wait < 1000 ? 1 : 0)} s.`);
+}
+
+function what(error) {
+  if (!(error instanceof ApiError)) return `The page failed (${error.message}).`;
+  if (error.status) return `The server refuses its live figures: ${error.message}.`;
+  return `The server is gone (${error.message}).`;
 }
 
 function link(state, text) {
@@ -66,20 +72,23 @@ function trouble(text) {
   byId("trouble").hidden = !text;
 }
 
-let unlock = () => {};
+let unlock = null; // called with a key, while one is waited for
 
 function buildKey() {
   byId("change-key").addEventListener("click", () => {
     key.drop();
     location.reload();
   });
-  byId("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
+  // Escape closes a dialog, whatever is said against it; without a key the page is of no use.
+  byId("key-dialog").addEventListener("close", askKey);
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     key.set(byId("key").value.trim());
     byId("key").value = "";
+    const go = unlock;
+    unlock = null;
     byId("key-dialog").close();
-    unlock();
+    go?.();
   });
 }
 
@@ -87,6 +96,11 @@ function locked() {
   link("locked", "key needed");
   if (key.get()) byId("key-why").textContent = "The server did not accept that key.";
   key.drop();
-  if (!byId("key-dialog").open) byId("key-dialog").showModal();
-  return new Promise((resolve) => (unlock = resolve));
+  const given = new Promise((resolve) => (unlock = resolve));
+  askKey();
+  return given;
+}
+
+function askKey() {
+  if (unlock && !byId("key-dialog").open) byId("key-dialog").showModal();
 }

@@ -1,14 +1,26 @@
 // The same seeded prompt without drafts and with them: run one after the other, replayed on one clock.
 
 import { byId, number } from "./dom.js";
-import { asked, exclusively, facts, hint, recordOf, stream, surelyDrafting } from "./playground.js";
+import {
+  asked,
+  exclusively,
+  facts,
+  filled,
+  hint,
+  otherVerifier,
+  recordOf,
+  stream,
+  surelyDrafting,
+} from "./playground.js";
 import { TokenText } from "./tokens.js";
 
 const SEEDS = 2 ** 31; // of those that are drawn here
 
 export function buildCompare(chosen) {
   const lanes = Object.fromEntries(["off", "on"].map((name) => [name, new TokenText(byId(`text-${name}`), facts)]));
-  byId("ab").addEventListener("click", () => exclusively((signal) => compare(lanes, chosen, signal)));
+  byId("ab").addEventListener("click", () => {
+    if (filled()) exclusively((signal) => compare(lanes, chosen, signal));
+  });
 }
 
 async function compare(lanes, chosen, signal) {
@@ -23,12 +35,19 @@ async function compare(lanes, chosen, signal) {
   const body = asked();
   body.seed ??= Math.floor(Math.random() * SEEDS);
   const off = await record(body, { mode: "off" }, "without drafts (1 of 2)", signal);
-  const on = await record(body, surelyDrafting(), "with drafts (2 of 2)", signal);
-  hint("");
+  const on = await record(body, { ...surelyDrafting(), ...matching() }, "with drafts (2 of 2)", signal);
+  hint(otherVerifier() ? aboutVerifier() : "");
   await replay(lanes, { off, on }, signal);
   conclude(off, on, body.seed);
   for (const [name, run] of Object.entries({ off, on })) await remember(lanes[name], run, chosen);
 }
+
+// Only the verifier `match` promises a seed's text with drafts and without; a run without drafts takes no verifier.
+const matching = () => (otherVerifier() ? { verifier: "match" } : {});
+
+const aboutVerifier = () =>
+  `The drafts were verified by “match”. By this server’s own verifier, “${otherVerifier()}”, the text has the same ` +
+  "distribution, but for a given seed it may differ from the text without drafts.";
 
 // One run: what came when, in ms since it was sent. With a salt of its own: else the second would find its prompt read.
 async function record(body, speculation, what, signal) {

@@ -5,6 +5,7 @@ import { byId, el, number, percent } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
 let model = null;
+let most = 0; // drafts in a round; none without a drafter
 let unasked = true; // whether the server drafts by itself
 let running = null; // AbortController of what runs
 
@@ -60,29 +61,41 @@ export async function recordOf(id) {
   }
 }
 
+// Whether the form is filled in; the browser says what is missing.
+export const filled = () => byId("ask").reportValidity();
+
+// The server's own verifier, if it is not `match`; else null.
+export const otherVerifier = () => (model.verifier === "match" ? null : model.verifier);
+
 // Run one thing at a time: work(signal); its failure becomes the hint.
 export async function exclusively(work) {
   running?.abort();
   const controller = (running = new AbortController());
-  busy(true);
+  offer();
   hint("");
   try {
     await work(controller.signal);
   } catch (error) {
     if (!controller.signal.aborted) hint(failure(error), true);
+    else if (running === controller) hint("");
   } finally {
     if (running === controller) {
       running = null;
-      busy(false);
+      offer();
     }
   }
 }
 
-const failure = (error) => (error instanceof ApiError ? error.message : "The server cannot be reached.");
+function failure(error) {
+  if (error instanceof ApiError) return error.code === "unreachable" ? "The server cannot be reached." : error.message;
+  console.error(error);
+  return `The page failed (${error.message}).`;
+}
 
-function busy(is) {
-  byId("go").disabled = byId("ab").disabled = is;
-  byId("stop").hidden = !is;
+function offer() {
+  byId("go").disabled = running !== null;
+  byId("ab").disabled = running !== null || !most;
+  byId("stop").hidden = running === null;
 }
 
 export function hint(text, bad = false) {
@@ -146,14 +159,15 @@ function summary(closing) {
 export function fitPlayground(card, now) {
   model = card;
   unasked = now.speculation.unasked;
-  const most = drafters().length ? card.max_spec_length : 0;
+  most = drafters().length ? card.max_spec_length : 0;
   const fixed = Array.from({ length: most }, (_, i) => [String(i + 1), String(i + 1)]);
   options(byId("k"), [["auto", most ? `auto (policy ${now.policy.name})` : "auto"], ["off", "off"], ...fixed]);
   const own = card.drafter ? `server’s own (${card.drafter})` : "server’s own (none)";
   options(byId("drafter"), [["", own], ...drafters().map((name) => [name, name])]);
   byId("k").disabled = !most;
   byId("drafter").disabled = !most || byId("k").value === "off";
-  byId("ab").disabled = !most;
+  offer();
+  if (running) return; // the hint tells of what runs
   if (!most) hint("This server has no drafter, so every token is the target’s own and there is nothing to compare.");
   else if (!unasked) hint("This server drafts nothing by itself: choose a k and a drafter to see drafts.");
 }

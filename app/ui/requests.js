@@ -3,9 +3,11 @@
 import { get } from "./api.js";
 import { byId, el, millis, number, percent, plural } from "./dom.js";
 
-const SHOWN = 40; // of those that the server keeps
+const SHOWN = 40; // of those that the server keeps, until more are asked for
+const MOST = 998; // more than any server keeps
 const STATUS = { ok: "✓", error: "✕", disconnected: "⤺" };
 
+let limit = SHOWN;
 let chosen = null; // id
 let known = -1; // how many requests had ended when the list was last read
 let next = 0; // when the list may be read again
@@ -19,6 +21,11 @@ export function buildRequests(open) {
     const record = await get(`ui/api/requests/${row.dataset.id}`).catch(() => null);
     if (record) open(record);
     else row.querySelector(".when").textContent = "gone";
+  });
+  byId("more").addEventListener("click", async () => {
+    limit = MOST;
+    await refreshRequests(known, true);
+    byId("rows").children[SHOWN]?.focus();
   });
 }
 
@@ -39,11 +46,12 @@ export async function refreshRequests(ended, force = false) {
   known = ended;
   next = performance.now() + 1000;
   try {
-    const { requests } = await get(`ui/api/requests?limit=${SHOWN}`);
+    const { requests } = await get(`ui/api/requests?limit=${limit + 1}`);
     byId("no-requests").hidden = requests.length > 0;
-    show(requests);
+    byId("more").hidden = requests.length <= limit;
+    show(requests.slice(0, limit));
   } catch {
-    return; // whoever follows the feed finds out what is wrong, and begins anew
+    known = -1; // asked again with the next event; whoever follows the feed finds out what is wrong
   }
 }
 

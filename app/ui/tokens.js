@@ -2,6 +2,8 @@
 
 import { el, micros, plural, stepping } from "./dom.js";
 
+const NEAR = 24; // px from its end, within which a text that grows is followed
+
 export const REASONS = {
   policy: "the policy gives everybody this k",
   user: "the request says so",
@@ -36,7 +38,9 @@ export class TokenText {
       fresh.append(...this.spans(round, this.rounds.length));
       this.rounds.push(round);
     }
+    const { scrollHeight, scrollTop, clientHeight } = this.root;
     this.root.append(fresh);
+    if (scrollHeight - scrollTop - clientHeight < NEAR) this.root.scrollTop = this.root.scrollHeight;
   }
 
   spans(round, index) {

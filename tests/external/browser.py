@@ -11,7 +11,15 @@ from typing import Any
 import httpx
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for an element's id
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": "\ue00d", "Left": "\ue012", "Right": "\ue014", "Home": "\ue011"}
+KEYS = {
+    "Tab": "\ue004",
+    "Enter": "\ue007",
+    "Escape": "\ue00c",
+    "Space": "\ue00d",
+    "Home": "\ue011",
+    "Left": "\ue012",
+    "Right": "\ue014",
+}
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -101,6 +109,14 @@ def browsing(chromedriver: str, chromium: str, profile: Path) -> Iterator[Browse
         finally:
             driver.terminate()
             driver.wait(30)
+
+
+def undisturbed(browser: Browser) -> Iterator[Browser]:
+    """Whatever a test does with it, the console has nothing to complain about."""
+    browser.resize(1280, 900)
+    browser.complaints()
+    yield browser
+    assert browser.complaints() == []
 
 
 def _port(log: Path) -> int:

@@ -22,7 +22,7 @@ def fill(browser: Browser, **fields: Any) -> None:
 
 def generate(browser: Browser, url: str, **fields: Any) -> dict[str, Any]:
     """Run the playground to its end; what the server keeps of the request."""
-    fill(browser, seed=7, max_tokens=48, **fields)
+    fill(browser, **{"seed": 7, "max_tokens": 48} | fields)
     browser.run("delete document.querySelector('#strip-body').dataset.id")
     browser.click("#go")
     name = browser.wait(DONE)

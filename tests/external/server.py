@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from app.client import EngineClient
 from app.keys import Keys
@@ -14,9 +15,12 @@ from app.main import create_app
 
 
 @contextmanager
-def serving(client: EngineClient, keys: Keys | None = None, port: int = 0) -> Iterator[str]:
-    """The server's URL; it ends with the block."""
-    app = create_app(client, live=Live(client), keys=keys)
+def serving(
+    client: EngineClient, keys: Keys | None = None, port: int = 0, around: Callable[[ASGIApp], ASGIApp] | None = None
+) -> Iterator[str]:
+    """The server's URL; it ends with the block. `around`: what stands between the network and the application."""
+    app: ASGIApp = create_app(client, live=Live(client), keys=keys)
+    app = around(app) if around is not None else app
     config = uvicorn.Config(app, port=port, log_level="warning", ws="none", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

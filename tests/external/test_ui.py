@@ -14,7 +14,7 @@ from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
 from deployments.local_client import LocalClient
 from policies.config import PolicyConfig
-from tests.external.browser import Browser, browsing
+from tests.external.browser import Browser, browsing, undisturbed
 from tests.external.page import DONE, fill, generate, tokens, visit
 from tests.external.server import serving
 
@@ -43,11 +43,7 @@ def shared(chromedriver: str, chromium: str, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def browser(shared: Browser) -> Iterator[Browser]:
-    """Whatever a test does with it, the console has nothing to complain about."""
-    shared.resize(1280, 900)
-    shared.complaints()
-    yield shared
-    assert shared.complaints() == []
+    yield from undisturbed(shared)
 
 
 def test_the_playground_streams_tokens_in_the_colours_of_their_sources(browser: Browser, server: str) -> None:
@@ -214,6 +210,9 @@ def test_a_server_without_drafter_says_so(browser: Browser) -> None:
         assert "this server has no drafter" in said
         assert "there is nothing to compare" in said
         assert browser.run("return document.querySelector('#ab').disabled && document.querySelector('#k').disabled")
+        generate(browser, url)
+        browser.wait("!document.querySelector('#go').disabled")
+        assert browser.run("return document.querySelector('#ab').disabled"), "also after a run"
         browser.open("about:blank")
 
 
@@ -242,6 +241,12 @@ def test_where_keys_are_set_the_page_asks_for_one_and_keeps_it_in_the_tab(browse
     with serving(FakeEngineClient(), Keys.of([KEY])) as url:
         browser.open(f"{url}/ui")
         browser.wait("document.querySelector('#key-dialog').open")
+        browser.run("document.querySelector('#key-dialog').addEventListener('close', () => (window.wasClosed = true))")
+        browser.press("Escape", "Escape")
+        browser.wait("window.wasClosed && document.querySelector('#key-dialog').open")
+        browser.press(*"ключ", "Enter")
+        assert browser.run("return document.querySelector('#key').validity.patternMismatch"), "no header can carry it"
+        browser.run("document.querySelector('#key').value = ''")
         browser.press(*"wrong", "Enter")
         browser.wait("document.querySelector('#key-why').textContent.includes('did not accept')")
         browser.wait("document.querySelector('#key-dialog').open")
@@ -264,6 +269,8 @@ def test_when_the_server_goes_the_page_says_so_and_returns_with_it(browser: Brow
         visit(browser, url)
     said = browser.wait("document.querySelector('#trouble').textContent")
     assert said.startswith("The server is gone")
+    browser.click("#go")
+    assert browser.wait("document.querySelector('#hint').textContent") == "The server cannot be reached."
     with serving(FakeEngineClient(), port=int(url.rsplit(":", 1)[1])):
         browser.wait("document.querySelector('#link').dataset.state === 'live'")
         assert browser.run("return document.querySelector('#trouble').hidden")
