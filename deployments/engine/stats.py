@@ -53,9 +53,10 @@ class Ledger:
         self._noted.append((record, noted))
 
     def drop(self) -> None:
-        """The step broke down, if one runs: what it emitted reaches nobody."""
+        """The step broke down, if one runs: what it emitted reaches nobody but those whom it finished."""
         for record, _ in self._noted:
-            record.emitted[-1] = 0
+            if record.finished is None:
+                record.emitted[-1] = 0
         self.settle()
 
     def settle(self) -> tuple[int, tuple[Part, ...]]:

@@ -1,5 +1,6 @@
 """What a request's record says of its rounds: when they were, how long they took, and beside whom."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -55,9 +56,9 @@ def test_who_ran_and_who_waited(pair: Pair) -> None:
 def test_a_step_that_breaks_down_leaves_whole_records(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing for the next one."""
     engine = load(pair, max_running=2)
-    for name in ("a", "b"):
-        engine.submit(Request(name, (5, 6, 7), PARAMS))
-    delivered = [len(output.token_ids) for output in engine.step().outputs]
+    engine.submit(Request("a", (5, 6, 7), PARAMS))
+    engine.submit(Request("b", (5, 6, 7), replace(PARAMS, max_tokens=2)))  # which this step finishes
+    delivered = {output.request_id: list(output.token_ids) for output in engine.step().outputs}
 
     def fail(*_: object) -> None:
         raise RuntimeError("the step breaks down after its tokens were committed")
@@ -66,9 +67,13 @@ def test_a_step_that_breaks_down_leaves_whole_records(pair: Pair, monkeypatch: p
         patch.setattr(engine, "_learn", fail)
         with pytest.raises(RuntimeError, match="breaks down"):
             engine.step()
-    records = [output.record for output in engine.abort("gone")]
-    assert [record and record.output_tokens for record in records] == delivered == [1, 1]
-    assert all(record and {len(column) for column in columns_of(record)} == {2} for record in records)
+    for output in engine.abort("gone"):
+        delivered[output.request_id] += output.token_ids
+        record = output.record
+        assert record is not None
+        assert len(delivered[record.request_id]) == record.output_tokens == sum(record.emitted)
+        assert {len(column) for column in columns_of(record)} == {2}
+    assert {name: len(tokens) for name, tokens in delivered.items()} == {"a": 1, "b": 2}
     check_steps(drive(engine, [Request("c", (5, 6, 7), PARAMS)]))
 
 

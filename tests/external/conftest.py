@@ -3,9 +3,12 @@ skipped."""
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.external.browser import Browser, browsing, undisturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".venv/external/usr/bin"
@@ -37,3 +40,14 @@ def chromium() -> str:
 @pytest.fixture(scope="session")
 def chromedriver() -> str:
     return program("chromedriver")
+
+
+@pytest.fixture(scope="module")
+def shared(chromedriver: str, chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(chromedriver, chromium, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared: Browser) -> Iterator[Browser]:
+    yield from undisturbed(shared)

@@ -14,7 +14,7 @@ from deployments.engine.config import EngineConfig
 from deployments.engine.engine import Engine
 from deployments.local_client import LocalClient
 from policies.config import PolicyConfig
-from tests.external.browser import Browser, browsing, undisturbed
+from tests.external.browser import Browser
 from tests.external.page import DONE, fill, generate, tokens, visit
 from tests.external.server import serving
 
@@ -33,17 +33,6 @@ def server() -> Iterator[str]:
     with serving(client) as url:
         yield url
     client.close()
-
-
-@pytest.fixture(scope="module")
-def shared(chromedriver: str, chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(chromedriver, chromium, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(shared: Browser) -> Iterator[Browser]:
-    yield from undisturbed(shared)
 
 
 def test_the_playground_streams_tokens_in_the_colours_of_their_sources(browser: Browser, server: str) -> None:

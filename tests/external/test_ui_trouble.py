@@ -13,7 +13,7 @@ from app import sse
 from app.client import FakeEngineClient, spell
 from app.live import Live
 from deployments.engine.types import Output, Request
-from tests.external.browser import PATIENCE_S, Browser, browsing, undisturbed
+from tests.external.browser import PATIENCE_S, Browser
 from tests.external.page import fill, generate, visit
 from tests.external.server import serving
 
@@ -22,17 +22,6 @@ pytestmark = pytest.mark.external
 HINT = "document.querySelector('#hint').textContent"
 TROUBLE = "document.querySelector('#trouble').textContent"
 LIVE = "document.querySelector('#link').dataset.state === 'live'"
-
-
-@pytest.fixture(scope="module")
-def shared(chromedriver: str, chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(chromedriver, chromium, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(shared: Browser) -> Iterator[Browser]:
-    yield from undisturbed(shared)
 
 
 class Gate:
