@@ -32,7 +32,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 serve: $(READY)
-	$(BIN)/serve run serve_config.yaml
+	$(BIN)/python -m deployments.launch serve_config.yaml
 
 test: $(READY)
 	$(BIN)/python -m pytest -q $(ARGS)

@@ -54,7 +54,12 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     message = "the server failed; its log has the details" if kind is INTERNAL else str(error)
     code = getattr(error, "code", None) or kind.code
     param = None if kind is INTERNAL else getattr(error, "param", None)
-    return kind.status, {"error": {"message": message, "type": kind.type, "param": param, "code": code}}
+    return kind.status, error_object(message, kind.type, code, param)
+
+
+def error_object(message: str, type: str, code: str | None, param: str | None = None) -> dict[str, Any]:
+    """The body of an error reply, and of an error event in a stream."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
 def error_reply(error: Exception) -> Response:
@@ -84,8 +89,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         message, code = f"{path} is not served here; GET / lists what is", "not_found"
     else:
         message, code = f"{path} does not take {request.method}", "method_not_allowed"
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return JSON(body, error.status_code, error.headers)
+    return JSON(error_object(message, "invalid_request_error", code), error.status_code, error.headers)
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.errors import error_object
 from app.replies import JSON
 
 OPEN = frozenset({"/health"})  # paths that anybody may GET
@@ -90,5 +91,5 @@ def _route_path(scope: Scope) -> str:
 
 def _refusal() -> JSON:
     message = "this server needs an API key: send it in the header 'Authorization: Bearer KEY'"
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
-    return JSON({"error": error}, 401, {"www-authenticate": "Bearer"})
+    error = error_object(message, "invalid_request_error", "invalid_api_key")
+    return JSON(error, 401, {"www-authenticate": "Bearer"})

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from app.errors import error_object
 from app.feed import Events
 from app.live import Live
 from app.replies import JSON
@@ -114,5 +115,4 @@ async def get_request(live: Live, request: Request) -> Response:
 
 
 def _absent(message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
-    return JSON({"error": error}, 404, HEADERS)
+    return JSON(error_object(message, "invalid_request_error", "not_found"), 404, HEADERS)

@@ -116,6 +116,7 @@ class Settings(BaseModel):
     prefix_cache: bool = True
     max_demand: Number = 8.0  # tokens of all admitted requests, over those that the cache has room for
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
+    drain_s: Share = 30.0  # `make serve`: how long running requests may go on after SIGINT or SIGTERM
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
     num_cpus: Number = 1.0  # per replica
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: anybody may ask

@@ -1,0 +1,108 @@
+"""A Ray cluster of this machine alone with Serve in it: all that launch.py asks of Ray."""
+
+import json
+import ssl
+import time
+from functools import cached_property
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+
+import ray
+import yaml
+from pydantic import ValidationError
+from ray import serve
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+
+from app.proxy import DRAIN_PATH
+from deployments.settings import Settings
+
+BUILDER = "deployments.build:build"
+FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+STOP_LIMIT_S = 10  # that replicas get to end, once no request runs
+PROXY_LIMIT_S = 2.0  # for the proxy to answer
+
+
+def read_config(path: Path) -> ServeDeploySchema:
+    """Raises OSError if it cannot be read, ValueError with the reason if it is no configuration of Serve."""
+    try:
+        return ServeDeploySchema.model_validate(yaml.safe_load(path.read_text("utf-8")))
+    except (yaml.YAMLError, ValidationError) as error:
+        raise ValueError(str(error)) from None
+
+
+class Cluster:
+    """Starts with `start` and ends with `kill`, which may be called at any time; `stop` ends the applications first."""
+
+    def __init__(self, config: ServeDeploySchema, drain_token: str) -> None:
+        self._config = config
+        self._drain_token = drain_token
+
+    def start(self) -> None:
+        """A new cluster, whichever this machine has already, and the applications, which are not waited for."""
+        ray.init(address="local", namespace="serve")
+        options = self._config.http_options.model_dump()
+        serve.start(self._config.proxy_location, http_options=options)
+        client = serve.context._get_global_client()
+        assert client is not None, "Serve has started"
+        client.deploy_apps(self._config, _blocking=False)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every application runs, or one has failed."""
+        states = [application.status for application in serve.status().applications.values()]
+        return any(s in FAILED for s in states) or (
+            bool(states) and all(s is ApplicationStatus.RUNNING for s in states)
+        )
+
+    def failures(self) -> list[str]:
+        applications = serve.status().applications.items()
+        return [f"application {name}: {app.message}" for name, app in applications if app.status in FAILED]
+
+    @property
+    def url(self) -> str:
+        scheme = "https" if self._config.http_options.ssl_certfile else "http"
+        return f"{scheme}://{self._host}:{self._config.http_options.port}"
+
+    @cached_property
+    def drain_s(self) -> float:
+        """The longest that an application's settings give running requests."""
+        ours = [a for a in self._config.applications if a.import_path == BUILDER]
+        return max((Settings.model_validate(a.args).drain_s for a in ours), default=0.0)
+
+    def drain(self, seconds: float) -> int:
+        """Let this machine's proxy refuse new requests, as one that ends in so many seconds; how many still run.
+
+        0 as well if the proxy does not answer: then nobody's stream runs through it.
+        """
+        headers = {"authorization": f"Bearer {self._drain_token}"}
+        connection = self._connect()
+        try:
+            connection.request("POST", f"{DRAIN_PATH}?seconds={seconds:.3f}", headers=headers)
+            return int(json.loads(connection.getresponse().read())["open"])
+        except (OSError, HTTPException, ValueError, KeyError):
+            return 0
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        """End the applications in order: replicas send what traces they hold. Bounded by STOP_LIMIT_S."""
+        for name in serve.status().applications:
+            serve.delete(name, _blocking=False)
+        deadline = time.monotonic() + STOP_LIMIT_S
+        while serve.status().applications and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        ray.shutdown()
+
+    @property
+    def _host(self) -> str:
+        host = self._config.http_options.host
+        return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+    def _connect(self) -> HTTPConnection:
+        port = self._config.http_options.port
+        if self._config.http_options.ssl_certfile:  # which names the world's name of this server, not the loopback's
+            insecure = ssl._create_unverified_context()
+            return HTTPSConnection(self._host, port, timeout=PROXY_LIMIT_S, context=insecure)
+        return HTTPConnection(self._host, port, timeout=PROXY_LIMIT_S)

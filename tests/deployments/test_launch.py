@@ -1,0 +1,133 @@
+"""How `make serve` ends: drained by the first signal, at once by the second, and with which status."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments import launch
+from deployments.cluster import read_config
+from deployments.launch import Hurry, Signals, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class FakeCluster:
+    """Becomes settled at once; `loads` are the requests that run at each look during the drain."""
+
+    url = "http://127.0.0.1:1"
+    settled = True
+
+    def __init__(self, loads: list[int], drain_s: float = 30.0, failures: list[str] | None = None) -> None:
+        self.loads, self.drain_s = loads, drain_s
+        self.did: list[str] = []
+        self._failures = failures or []
+        self.on_drain: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self.did.append("start")
+
+    def failures(self) -> list[str]:
+        return self._failures
+
+    def drain(self, seconds: float) -> int:
+        assert 0 < seconds <= self.drain_s
+        self.did.append("drain")
+        self.on_drain()
+        return self.loads.pop(0) if self.loads else 0
+
+    def stop(self) -> None:
+        self.did.append("stop")
+
+    def kill(self) -> None:
+        self.did.append("kill")
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
+    monkeypatch.setattr(launch, "POLL_S", 0.001)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield Signals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupted(cluster: Any, signals: Signals, number: int) -> int:
+    """Run the cluster, with a signal as soon as it is ready."""
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
+    return run(cluster, signals)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains_then_stops(signals: Signals, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = FakeCluster([2, 1])
+    assert interrupted(cluster, signals, number) == 0
+    assert cluster.did == ["start", "drain", "drain", "drain", "stop"]
+    assert "ready at http://127.0.0.1:1" in capsys.readouterr().out
+
+
+def test_the_drain_lasts_no_longer_than_it_may(signals: Signals) -> None:
+    cluster = FakeCluster([1] * 10_000, drain_s=0.05)
+    assert interrupted(cluster, signals, signal.SIGTERM) == 0
+    assert cluster.loads, "it did not wait for the last request"
+    assert cluster.did[-1] == "stop"
+
+
+def test_no_time_to_drain_is_none(signals: Signals) -> None:
+    cluster = FakeCluster([1], drain_s=0.0)
+    assert interrupted(cluster, signals, signal.SIGTERM) == 0
+    assert cluster.did == ["start", "stop"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_drain_at_once(signals: Signals, number: int) -> None:
+    cluster = FakeCluster([1] * 10_000)
+    cluster.on_drain = lambda: os.kill(os.getpid(), number)
+    with pytest.raises(Hurry):
+        interrupted(cluster, signals, signal.SIGTERM)
+    assert cluster.did == ["start", "drain"]
+
+
+def test_a_signal_during_the_start_ends_it_without_a_word_of_ready(
+    signals: Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = FakeCluster([])
+    cluster.settled = False
+    assert interrupted(cluster, signals, signal.SIGINT) == 0
+    assert "ready" not in capsys.readouterr().out
+    assert cluster.did[-1] == "stop"
+
+
+def test_an_application_that_fails_is_told_and_is_status_1(
+    signals: Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(FakeCluster([], failures=["application a: no such directory"]), signals) == 1  # type: ignore[arg-type]
+    assert "application a: no such directory" in capsys.readouterr().out
+
+
+def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
+    signals.listen()
+    signals.ignore()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not signals.noted.is_set()
+
+
+@pytest.mark.parametrize("text", ["applications: 4", "applications: [", ""])
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="."):
+        read_config(file)
+
+
+def test_a_start_without_a_configuration_says_so_and_is_status_1(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deployments.launch", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"foretoken: {tmp_path / 'none.yaml'}: ")
