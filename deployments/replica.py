@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from pydantic import ValidationError
 from ray import serve
+from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
 from app import conventions, otel
@@ -22,6 +23,8 @@ from deployments.local_client import LocalClient
 from deployments.metrics import Meter
 from deployments.settings import EdgeConfig, PolicySettings
 
+LOOPBACK = "127.0.0.1"
+
 log = logging.getLogger(__name__)
 
 
@@ -33,6 +36,7 @@ class Replica:
     def __init__(self, config: EngineConfig, edge: EdgeConfig) -> None:
         """Loads the pair; an error here is the deployment's start-up error, so its message names what to change."""
         _show_logs()
+        _keep_to_loopback()
         self._edge = edge
         self._keys = None if edge.api_key_file is None else Keys.read(Path(edge.api_key_file))
         self._spans = otel.provider(_resource()) if edge.traces.level != "off" else None
@@ -116,6 +120,16 @@ def _reason(error: ValidationError | ConfigError) -> str:
         return str(error)
     faults = error.errors(include_input=False, include_url=False, include_context=False)
     return "; ".join(": ".join(filter(None, (".".join(map(str, f["loc"])), f["msg"]))) for f in faults)
+
+
+def _keep_to_loopback() -> None:
+    """Where Ray keeps to the loopback interface, let the server for calls between replicas do so too. Serve starts it
+    after __init__, on every interface, and it takes pickles (Ray 2.60)."""
+    listen = serve_replica.add_port_to_grpc_server
+    if ray.util.get_node_ip_address() == LOOPBACK:
+        serve_replica.add_port_to_grpc_server = lambda server, address: listen(
+            server, address.replace("[::]", LOOPBACK)
+        )
 
 
 def _show_logs() -> None:

@@ -1,4 +1,5 @@
-"""The shipped application as operators run it: `serve run` on serve_config.yaml, with a free port and short delays."""
+"""The shipped application as operators run it: serve_config.yaml with a free port and short delays, as `make serve`
+starts it or with `serve run`."""
 
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from deployments.launch import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 240
@@ -64,6 +67,8 @@ class Served:
     url: str
     environment: dict[str, str]
     config: dict[str, Any]  # that it was started with
+    process: "subprocess.Popen[bytes]"  # that started it
+    log: Path
 
     def replicas(self) -> int:
         """Replicas that run now, as Serve counts them."""
@@ -128,8 +133,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield application
 
 
+SERVE_RUN = (str(Path(sys.executable).with_name("serve")), "run")
+LAUNCH = (sys.executable, "-m", "deployments.launch")  # `make serve`
+
+
 @contextmanager
-def serving(folder: Path, args: dict[str, Any], autoscaling: dict[str, Any]) -> Iterator[Served]:
+def serving(
+    folder: Path, args: dict[str, Any], autoscaling: dict[str, Any], command: Sequence[str] = LAUNCH
+) -> Iterator[Served]:
     """Serve the shipped configuration with these changes, in a cluster of its own; its log is below `folder`."""
     ray_folder = tempfile.mkdtemp(prefix="ft")  # short: Ray makes Unix sockets in it, whose paths are limited
     port = _free_port()
@@ -143,18 +154,19 @@ def serving(folder: Path, args: dict[str, Any], autoscaling: dict[str, Any]) -> 
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "default",
     }
+    if command == LAUNCH:  # for drivers that join its cluster
+        environment |= ENVIRONMENT
     with open(folder / "log", "wb") as log:
-        command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
         # A group of its own, so that an interrupt of the tests does not reach it; SIGINT ends the cluster in order.
         # RAY_ADDRESS=local: a cluster of its own, whichever the machine's environment names.
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment | {"RAY_ADDRESS": "local"}, stdout=log, stderr=log,
+            [*command, str(config)], cwd=ROOT, env=environment | {"RAY_ADDRESS": "local"}, stdout=log, stderr=log,
             start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, process, folder / "log")
-            yield Served(url, environment, shortened)
+            yield Served(url, environment, shortened, process, folder / "log")
         finally:
             process.send_signal(signal.SIGINT)
             try:

@@ -15,7 +15,7 @@ import pytest
 
 from deployments.engine.llm import LLM
 from deployments.engine.types import SamplingParams
-from tests.serving.conftest import AUTOSCALING, Served, serving
+from tests.serving.conftest import AUTOSCALING, SERVE_RUN, Served, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ LONG = "".join(f"def function_{i}(argument, other={i}):\n    return argument + o
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     one = AUTOSCALING | {"max_replicas": 1}  # the pool of another would help out
-    with serving(tmp_path_factory.mktemp("small"), ARGS, one) as served:
+    with serving(tmp_path_factory.mktemp("small"), ARGS, one, SERVE_RUN) as served:
         yield served
 
 
