@@ -5,6 +5,7 @@ Here it gets the application's manners: OpenAI's error shape, no crash on a stra
 deployments/proxy.py puts these around the proxy; they work around any ASGI application.
 """
 
+import asyncio
 import hmac
 import logging
 import math
@@ -107,26 +108,33 @@ class Draining:
     """Once told to drain, refuses what is new with 503 and counts what still runs.
 
     The one who may tell it knows `token`: POST DRAIN_PATH?seconds=S with `Authorization: Bearer TOKEN` answers
-    {"open": N}, where N counts unfinished POSTs, and starts the drain. Streams of events for the page are GETs: they
-    never end by themselves and are not waited for. Without a token there is no such path.
+    {"open": N}, where N counts unfinished POSTs, and starts the drain; with S = 0 it ends them. Streams of events for
+    the page are GETs: they never end by themselves and are not waited for. Without a token there is no such path.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self.app = app
         self._authorization = None if token is None else f"Bearer {token}"
-        self._open = 0
+        self._open: set[asyncio.Task[Any]] = set()  # each serves one POST
         self._until: float | None = None  # monotonic seconds at which the server is expected to be gone
+        self._ended = False  # whether what ran was cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif self._is_told(scope):
-            self._until = time.monotonic() + _seconds(scope["query_string"])
-            await JSON({"open": self._open})(scope, receive, send)
+            left = _seconds(scope["query_string"])
+            self._until = time.monotonic() + left
+            await JSON({"open": len(self._open)})(scope, receive, send)
+            self._ended = left <= 0
+            for task in tuple(self._open) if self._ended else ():
+                task.cancel()
         elif self._until is not None:
             await _shutting_down(self._until, scope)(scope, receive, send)
-        else:
+        elif scope["method"] == "POST":
             await self._count(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
     def _is_told(self, scope: Scope) -> bool:
         if self._authorization is None or scope["path"] != DRAIN_PATH or scope["method"] != "POST":
@@ -135,12 +143,16 @@ class Draining:
         return hmac.compare_digest(given.encode(), self._authorization.encode())
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
-        posts = scope["method"] == "POST"
-        self._open += posts
+        task = asyncio.current_task()
+        assert task is not None, "a server runs each request in a task"
+        self._open.add(task)
         try:
             await self.app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
         finally:
-            self._open -= posts
+            self._open.remove(task)
 
 
 def _shutting_down(until: float, scope: Scope) -> JSON:
@@ -171,6 +183,9 @@ class ErrorShape:
             await self.app(scope, receive, reply.send)
         except Exception:
             log.exception("request %s failed in the proxy", Headers(scope=scope).get("x-request-id"))
+        except asyncio.CancelledError:
+            await reply.finish()
+            raise
         await reply.finish()
 
 
@@ -202,7 +217,8 @@ class Reply:
         if self._status is None or self._replaced:
             await self._send_error(self._status or 500)
         elif self._is("text/event-stream"):
-            error = error_object("the stream broke off: its replica failed or is gone", "server_error", "replica_lost")
+            message = "the stream broke off: its replica is gone, or the server is shutting down"
+            error = error_object(message, "server_error", "stream_broken")
             last = b"data: " + encode_json(error) + b"\n\n"
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 

@@ -105,11 +105,10 @@ def run(cluster: "Cluster", signals: Signals) -> int:
 
 
 def drain(cluster: "Cluster") -> None:
-    """Wait until nothing runs, at most drain_s. New requests are refused from the first look on."""
+    """Wait until nothing runs, at most drain_s, then end what does. New requests are refused from the first look on."""
     deadline = time.monotonic() + cluster.drain_s
     say(f"ending: running requests have {cluster.drain_s:g} s; a second signal ends them at once")
-    while (left := deadline - time.monotonic()) > 0 and (unfinished := cluster.drain(left)):
-        say(f"{unfinished} requests run")
+    while cluster.drain(max(0.0, left := deadline - time.monotonic())) and left > 0:
         time.sleep(min(left, POLL_S))
 
 

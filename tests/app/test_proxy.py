@@ -178,7 +178,7 @@ def test_a_stream_that_broke_off_ends_with_an_error_event() -> None:
     assert done.finished
     *events, last, end = done.reply.decode().split("\n\n")
     assert (events, end) == (["data: 1"], "")
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
 
 
 def test_half_a_reply_that_is_no_stream_stays_half() -> None:
@@ -231,6 +231,21 @@ def test_a_drain_refuses_what_is_new_and_waits_for_what_runs() -> None:
         await asyncio.gather(*running)
         assert [stream.reply for stream in streams] == [b"whole"] * 3
         assert await tell(app) == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_drain_without_time_ends_what_runs_and_says_so_in_the_stream() -> None:
+    async def scenario() -> None:
+        held = Held()
+        app = Draining(ErrorShape(held), TOKEN)
+        stream = Exchange(app)
+        running = asyncio.create_task(stream.run())
+        await asyncio.sleep(0)
+        assert await tell(app, 0) == 1
+        await running
+        assert stream.finished
+        assert json.loads(stream.reply.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from deployments import launch
-from deployments.cluster import read_config
+from deployments.cluster import Cluster, read_config
 from deployments.launch import Hurry, Signals, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,8 +38,8 @@ class FakeCluster:
         return self._failures
 
     def drain(self, seconds: float) -> int:
-        assert 0 < seconds <= self.drain_s
-        self.did.append("drain")
+        assert 0 <= seconds <= self.drain_s
+        self.did.append("drain" if seconds else "cut")
         self.on_drain()
         return self.loads.pop(0) if self.loads else 0
 
@@ -76,13 +77,14 @@ def test_the_drain_lasts_no_longer_than_it_may(signals: Signals) -> None:
     cluster = FakeCluster([1] * 10_000, drain_s=0.05)
     assert interrupted(cluster, signals, signal.SIGTERM) == 0
     assert cluster.loads, "it did not wait for the last request"
-    assert cluster.did[-1] == "stop"
+    assert cluster.did[1] == "drain"
+    assert cluster.did[-2:] == ["cut", "stop"]
 
 
 def test_no_time_to_drain_is_none(signals: Signals) -> None:
     cluster = FakeCluster([1], drain_s=0.0)
     assert interrupted(cluster, signals, signal.SIGTERM) == 0
-    assert cluster.did == ["start", "stop"]
+    assert cluster.did == ["start", "cut", "stop"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -122,7 +124,7 @@ def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
 def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         read_config(file)
 
 
@@ -131,3 +133,44 @@ def test_a_start_without_a_configuration_says_so_and_is_status_1(tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith(f"foretoken: {tmp_path / 'none.yaml'}: ")
+
+
+CONFIG = """
+http_options: {host: 0.0.0.0, port: %d}
+applications: [{import_path: deployments.build:build, args: {drain_s: 7}}]
+"""
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Answers a drain as the class says."""
+
+    reply = b""
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_POST(self) -> None:
+        self.asked.append((self.path, self.headers["authorization"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.reply)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("reply", "unfinished"), [(b'{"open": 3}', 3), (b'{"open": 0}', 0), (b"<html>", 1), (b"{}", 1)]
+)
+def test_the_proxy_is_asked_what_still_runs(tmp_path: Path, reply: bytes, unfinished: int) -> None:
+    Proxy.reply = reply
+    Proxy.asked.clear()
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        file = tmp_path / "serve.yaml"
+        file.write_text(CONFIG % server.server_port, encoding="utf-8")
+        cluster = Cluster(read_config(file), "token")
+        answering = threading.Thread(target=server.handle_request)
+        answering.start()
+        assert cluster.drain(2.5) == unfinished
+        answering.join()
+    assert Proxy.asked == [("/-/drain?seconds=2.500", "Bearer token")]
+    assert cluster.drain(2.5) == 0, "nobody listens there any more"
+    assert cluster.drain_s == 7
