@@ -137,7 +137,7 @@ def test_sigterm_lets_streams_end_refuses_new_ones_and_is_status_0(launched: Ser
             for event in began:
                 await event.wait()
             launched.process.send_signal(signal.SIGTERM)
-            refused = []
+            refused: list[httpx.Response] = []
             while not refused and not all(stream.done() for stream in streams):
                 reply = await client.get("/health")
                 refused = [reply] if reply.status_code != 200 else []
