@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.errors import BodyTooLarge, error_reply
 
 MAX_LENGTH_DIGITS = 15  # of a content-length; int() refuses to read thousands of digits
+MAX_ID_LENGTH = 128  # characters of a client's x-request-id
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ class RequestId:
     """Gives every request an id of our own making, in `scope["state"]["request_id"]`, and tells it to the client.
 
     Not to one that sent an x-request-id of its own: Serve's proxy gives every request one, and repeats it in the reply.
-    A client's id is never used as a key.
+    A client's id is never used as a key. One that is not 1 to 128 printable ASCII characters is replaced by ours.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -30,7 +31,11 @@ class RequestId:
         request_id = uuid.uuid4().hex
         # A copy, as a server may share one state among requests.
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        named = "x-request-id" in Headers(scope=scope)
+        given = Headers(scope=scope).getlist("x-request-id")
+        named = bool(given) and all(map(_usable, given))
+        if given and not named:
+            scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+            scope["headers"].append((b"x-request-id", request_id.encode()))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -38,6 +43,10 @@ class RequestId:
             await send(message)
 
         await self.app(scope, receive, send if named else send_with_id)
+
+
+def _usable(client_id: str) -> bool:
+    return 0 < len(client_id) <= MAX_ID_LENGTH and client_id.isascii() and client_id.isprintable()
 
 
 class LastResort:
