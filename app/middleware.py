@@ -146,7 +146,7 @@ class _Body:
     def hurry(self, due: float) -> None:
         self.gives_way = True
         self.due = min(self.due, due)
-        if self.waiting is not None:
+        if self.waiting is not None and not self.waiting.expired():
             self.waiting.reschedule(self.due)
 
 

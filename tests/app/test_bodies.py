@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,6 +152,21 @@ def test_of_too_many_unfinished_bodies_the_oldest_gives_way(grace_s: float, monk
             exchange.go_on()
         await asyncio.gather(*tasks)
         assert [exchange.status for exchange in exchanges] == [408, 408, 200, 200]
+
+    run(scenario())
+
+
+def test_a_body_whose_time_is_over_as_a_newer_one_comes_costs_that_one_nothing() -> None:
+    async def scenario() -> None:
+        app = create_app(FakeEngineClient(), max_unfinished_bodies=1, body_timeout_s=0.01)
+        late, good = half(app), Exchange(app, BODY)
+        tasks = [asyncio.create_task(late.run())]
+        await until(lambda: late.received == 1)
+        time.sleep(0.02)  # noqa: ASYNC251 - both are due in the same turn of the event loop
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(good.run()))
+        await asyncio.gather(*tasks)
+        assert (late.status, good.status) == (408, 200)
 
     run(scenario())
 
