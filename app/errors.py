@@ -1,5 +1,6 @@
 """Everything that can go wrong, as OpenAI's error object: one table from exceptions to status, type and code."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from starlette.responses import Response
 from app.replies import JSON
 from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded
 
+log = logging.getLogger(__name__)
+
 
 class ModelNotFound(Exception):
     """The request names a model that this server does not have."""
@@ -19,6 +22,10 @@ class ModelNotFound(Exception):
 
 class BodyTooLarge(Exception):
     """The request's body is longer than the limit."""
+
+
+class BodyTimeout(Exception):
+    """The request's body did not come to its end in time."""
 
 
 class EngineFailure(Exception):
@@ -39,6 +46,7 @@ class Kind:
 KINDS: dict[type[Exception], Kind] = {
     InvalidRequest: Kind(400, "invalid_request_error"),
     ModelNotFound: Kind(404, "invalid_request_error", "model_not_found"),
+    BodyTimeout: Kind(408, "invalid_request_error", "request_timeout"),
     BodyTooLarge: Kind(413, "invalid_request_error", "request_too_large"),
     Overloaded: Kind(429, "rate_limit_error", "engine_overloaded"),
     EngineFailure: Kind(500, "server_error", "engine_error"),
@@ -70,6 +78,8 @@ def error_reply(error: Exception) -> Response:
 def _headers(error: Exception) -> dict[str, str] | None:
     if isinstance(error, Overloaded):
         return {"retry-after": str(error.retry_after)}
+    if isinstance(error, BodyTimeout):
+        return {"connection": "close"}  # the rest of the body, should it come, is nobody's
     if isinstance(error, DeadlineExceeded):
         # OpenAI's clients repeat what ended with a status from 500 on, unless told not to: the answer would then come
         # after three deadlines.
@@ -94,6 +104,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
     """The client left while its body was being read; nobody will see this reply (499 is what logs call it)."""
+    log.debug("request %s: the client left before its body was whole; %r", request.state.request_id, error.__cause__)
     return Response(status_code=499)
 
 

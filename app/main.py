@@ -13,11 +13,12 @@ from app.errors import HANDLERS
 from app.health import health
 from app.keys import Keys, RequireKey
 from app.live import Live
-from app.middleware import BodyLimit, LastResort, RequestId
+from app.middleware import MAX_UNFINISHED_BODIES, BodyLimit, BodyTime, Departures, LastResort, RequestId
 from app.pages import OPEN_PATHS, page_routes
 from app.telemetry import Listener, Telemetry
 
 MAX_BODY_BYTES = 2 * 2**20
+BODY_TIMEOUT_S = 10.0
 
 
 def create_app(
@@ -27,6 +28,8 @@ def create_app(
     live: Live | None = None,
     keys: Keys | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    max_unfinished_bodies: int = MAX_UNFINISHED_BODIES,
 ) -> Starlette:
     """The application over any engine: a replica's own, a remote one, or the fake.
 
@@ -47,6 +50,8 @@ def create_app(
             Middleware(RequestId),
             Middleware(LastResort),
             *([Middleware(RequireKey, keys=keys, open_paths=OPEN_PATHS)] if keys is not None else ()),
+            Middleware(Departures),
+            Middleware(BodyTime, timeout_s=body_timeout_s, max_unfinished=max_unfinished_bodies),
             Middleware(BodyLimit, max_bytes=max_body_bytes),
         ],
         exception_handlers=HANDLERS,

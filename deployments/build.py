@@ -7,8 +7,13 @@ import ray
 import torch
 from ray.serve import Application
 
+from app.middleware import MAX_UNFINISHED_BODIES
 from deployments.replica import Replica
 from deployments.settings import Device, Settings
+
+# Requests that hold no place and whose bodies are whole: refusals, /health and the page. Serve lets nobody through
+# while max_ongoing_requests are open, so what the application answers by itself needs room above what it admits.
+REPLIES = 1000
 
 
 def build(settings: Settings) -> Application:
@@ -21,8 +26,7 @@ def build(settings: Settings) -> Application:
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,
         user_config=settings.live().model_dump(include={"policy", "k"}),
-        # The application itself refuses what exceeds max_running + max_waiting, with a JSON 429; the margin lets it.
-        max_ongoing_requests=settings.max_running + settings.max_waiting + 32,
+        max_ongoing_requests=settings.max_running + settings.max_waiting + MAX_UNFINISHED_BODIES + REPLIES,
         max_queued_requests=-1,
         graceful_shutdown_timeout_s=120,  # at least the longest generation
         graceful_shutdown_wait_loop_s=0.5,

@@ -54,7 +54,13 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after __init__; its handlers are closures over this replica's engine."""
         tracers = [] if self._spans is None else [Tracer(self.client, self._spans, self._edge.traces, text=self._text)]
-        return create_app(self.client, [*tracers, self.meter], live=Live(self.client), keys=self._keys)
+        return create_app(
+            self.client,
+            [*tracers, self.meter],
+            live=Live(self.client),
+            keys=self._keys,
+            body_timeout_s=self._edge.body_timeout_s,
+        )
 
     def reconfigure(self, user_config: Any) -> None:
         """Take a deployment's `user_config`, a PolicySettings, at the start and whenever it changes.

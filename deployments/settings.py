@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from app.main import BODY_TIMEOUT_S
 from app.tracing import Level, TraceConfig
 from deployments.engine.config import CacheKind, EngineConfig
 from policies.config import PolicyConfig, PolicyName
@@ -52,6 +53,7 @@ class EdgeConfig:
     model_name: str  # for clients
     traces: TraceConfig
     api_key_file: str | None  # on the replica's machine
+    body_timeout_s: float
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -116,6 +118,7 @@ class Settings(BaseModel):
     prefix_cache: bool = True
     max_demand: Number = 8.0  # tokens of all admitted requests, over those that the cache has room for
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
+    body_timeout_s: Number = BODY_TIMEOUT_S  # from a request to the end of its body
     drain_s: Share = 30.0  # `make serve`: how long running requests may go on after SIGINT or SIGTERM
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
     num_cpus: Number = 1.0  # per replica
@@ -144,6 +147,7 @@ class Settings(BaseModel):
             self.name,
             TraceConfig(self.trace_level, self.trace_steps),
             None if self.api_key_file is None else _resolve(self.api_key_file),
+            self.body_timeout_s,
         )
 
     def freeze(self, device: Device) -> EngineConfig:

@@ -18,7 +18,7 @@ class Exchange:
     body: bytes = b""
     method: str = "POST"
     path: str = "/v1/completions"
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str | bytes] = field(default_factory=dict)
     chunks: list[bytes] = field(default_factory=list)  # the request's body in parts; overrides body
     sent: list[Message] = field(default_factory=list)
     state: dict[str, Any] | None = None
@@ -38,7 +38,7 @@ class Exchange:
             "raw_path": self.path.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(name.encode(), value.encode()) for name, value in self.headers.items()],
+            "headers": [(name.encode(), _encoded(value)) for name, value in self.headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8000),
         }
@@ -81,6 +81,10 @@ class Exchange:
     def finished(self) -> bool:
         last = self.sent[-1] if self.sent else {}
         return last.get("type") == "http.response.body" and not last.get("more_body", False)
+
+
+def _encoded(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
 
 
 def call(app: ASGIApp, fields: Any = None, **options: Any) -> Exchange:

@@ -6,13 +6,18 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app import routes
 from app.client import FakeEngineClient
+from app.keys import Keys
 from app.main import create_app
 from app.middleware import RequestId
 from app.replies import encode_json
+from app.tracing import Tracer
 from deployments.engine.types import EngineStopped, Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events
 
@@ -198,6 +203,50 @@ def test_a_clients_request_id_is_never_used() -> None:
     assert "x-request-id" not in done.reply_headers
     done = call(create_app(client), PROMPT)
     assert done.reply_headers["x-request-id"] == client.submitted[1].id
+
+
+@pytest.mark.parametrize(
+    "given", ["x" * 129, "x" * 30_000, "", "a\tb", "a\x1b[2Jb", "né".encode(), b"n\xe9", b"\xff\x00"]
+)
+def test_a_request_id_that_no_log_should_hold_is_replaced(given: str | bytes) -> None:
+    seen: list[Headers] = []
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(Headers(scope=scope))
+        await Response()(scope, receive, send)
+
+    done = call(RequestId(inner), headers={"x-request-id": given, "accept": "*/*"})
+    ours = done.reply_headers["x-request-id"]
+    assert seen[0].getlist("x-request-id") == [ours]
+    assert len(ours) == 32
+    assert seen[0]["accept"] == "*/*"
+
+
+@pytest.mark.parametrize("given", ["j", "x" * 128, "job 7/~!"])
+def test_a_request_id_that_can_be_logged_stays(given: str) -> None:
+    seen: list[Headers] = []
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(Headers(scope=scope))
+        await Response()(scope, receive, send)
+
+    assert "x-request-id" not in call(RequestId(inner), headers={"x-request-id": given}).reply_headers
+    assert seen[0].getlist("x-request-id") == [given]
+
+
+@pytest.mark.parametrize(
+    "name", ["x-request-id", "authorization", "traceparent", "tracestate", "content-length", "accept"]
+)
+@pytest.mark.parametrize(
+    "value", [b"\xe9", b"Bearer \xff\xfe", b"\xb2\xb3", "٣".encode(), b"00-\xe9-\xe9-01", b"\x80" * 20_000]
+)
+def test_headers_of_any_bytes_are_read(name: str, value: bytes) -> None:
+    """Fields that HTTP servers let through though no standard allows them; keys compare without a fault too."""
+    client = FakeEngineClient()
+    tracer = Tracer(client, TracerProvider())
+    assert call(create_app(client, [tracer]), PROMPT, headers={name: value}).status == 200
+    keys = Keys.of(["secret"])
+    assert call(create_app(client, [tracer], keys=keys), PROMPT, headers={name: value}).status == 401
 
 
 def test_requests_with_one_label_have_ids_of_their_own() -> None:

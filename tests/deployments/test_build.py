@@ -10,6 +10,7 @@ with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that th
     from ray.serve import Deployment
 
     from deployments.build import build
+from app.middleware import MAX_UNFINISHED_BODIES
 from app.tracing import TraceConfig
 from deployments.settings import EdgeConfig, PolicySettings, Settings
 
@@ -22,7 +23,7 @@ def replica(settings: Settings) -> Deployment:
 @pytest.mark.parametrize(("running", "waiting"), [(16, 48), (2, 0), (28, 300)])
 def test_the_application_refuses_before_serve_would_queue(running: int, waiting: int) -> None:
     deployment = replica(Settings(max_running=running, max_waiting=waiting))
-    assert deployment.max_ongoing_requests == running + waiting + 32
+    assert deployment.max_ongoing_requests - (running + waiting + MAX_UNFINISHED_BODIES) >= 1000
     assert deployment.max_queued_requests == -1
 
 
@@ -55,8 +56,14 @@ def test_a_replica_reserves_what_it_uses(device: str, gpus: int) -> None:
 
 
 def test_what_is_around_the_engine_reaches_the_replica() -> None:
-    args = {"trace_level": "rounds", "trace_steps": "0.5", "api_key_file": "/keys", "model_name": "m"}
+    args = {
+        "trace_level": "rounds",
+        "trace_steps": "0.5",
+        "api_key_file": "/keys",
+        "model_name": "m",
+        "body_timeout_s": 3,
+    }
     arguments: Any = replica(Settings.model_validate(args)).init_args
     engine, edge = arguments
-    assert edge == EdgeConfig("m", TraceConfig("rounds", 0.5), "/keys")
+    assert edge == EdgeConfig("m", TraceConfig("rounds", 0.5), "/keys", 3)
     assert engine == Settings().freeze(engine.device)
