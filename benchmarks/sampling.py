@@ -44,6 +44,7 @@ CASES = (
     Case("greedy", SamplingParams(temperature=0)),
     Case("match", SamplingParams(temperature=0.8)),
     Case("match, top-p", SamplingParams(temperature=0.8, top_p=0.95)),
+    Case("match, min-p", SamplingParams(temperature=0.8, min_p=0.05)),
     Case("match, penalties", SamplingParams(temperature=0.8, presence_penalty=0.5, repetition_penalty=1.1)),
     Case("rejection", SamplingParams(temperature=0.8), "rejection"),
     Case("block", SamplingParams(temperature=0.8), "block"),
@@ -140,7 +141,7 @@ def round_seconds(llm: LLM, prompts: Seq[Seq[int]], k: int) -> float:
 
 def main(argv: Seq[str] | None = None) -> None:
     p = common.parser(__doc__)
-    p.add_argument("--vocabularies", type=lambda text: [int(v) for v in text.split(",")], default=[4096, 128_256])
+    p.add_argument("--vocabularies", type=lambda text: [int(v) for v in text.split(",")], default=[4096, 151_936])
     p.add_argument("--batch", type=common.positive, default=8)
     p.add_argument("--k", type=common.positive, default=4)
     p.add_argument("--rounds", type=common.positive, default=40)

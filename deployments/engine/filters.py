@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deployments.engine.cuts import SORTED, Row
 from deployments.engine.types import SamplingParams
 
 
@@ -42,13 +44,39 @@ def truncates(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
-def removed(logits: Tensor, filters: Filters) -> Tensor:
-    """Which tokens top-k, then top-p, then min-p remove from logits [F, vocab]; bool of that shape.
+def truncated(logits: Tensor, filters: Filters) -> Tensor:
+    """Logits [F, vocab] in fp32 or fp64, with −inf for what top-k, then top-p, then min-p remove.
 
     Each works on what the one before left, renormalised, as transformers' processors do: top-k keeps the k best; top-p
     removes the largest set of least likely tokens whose mass is at most 1 − p; min-p removes what is less likely than
     min_p times the likeliest. Each comes to a threshold, so equals stay or go together, and the likeliest always stay.
     """
+    if logits.device.type == "cpu" and logits.shape[-1] > SORTED:
+        return _cut(logits, filters)
+    return logits.masked_fill(removed(logits, filters), -torch.inf)
+
+
+def _cut(logits: Tensor, filters: Filters) -> Tensor:
+    """truncated(), where rows are long: each is cut below one logit, which is found without sorting the row."""
+    result = torch.empty(logits.shape, dtype=logits.dtype)
+    weights = torch.empty(logits.shape[-1], dtype=torch.float64)  # of one row at a time, which stay in a cache
+    coldest = filters.temperature.clamp(min=torch.finfo(torch.float64).tiny)
+    columns = (logits.amax(-1), coldest, filters.top_k, filters.top_p, filters.min_p.log())
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for i, (best, temperature, top_k, top_p, floor) in enumerate(rows):
+        row = Row(logits[i], best, temperature)
+        if not isfinite(best):
+            result[i] = logits[i]  # it has no law: nothing is removed, so that it is seen
+        elif (threshold := row.threshold(top_k, top_p, floor, weights)) is None:
+            gone = removed(logits[i : i + 1], filters.pick(torch.tensor([i])))
+            result[i] = logits[i].masked_fill(gone[0], -torch.inf)
+        else:
+            torch.threshold(logits[i], row.last_below(threshold), -torch.inf, out=result[i])
+    return result
+
+
+def removed(logits: Tensor, filters: Filters) -> Tensor:
+    """Which tokens go, bool [F, vocab], by the definition: each row is sorted."""
     vocab = logits.shape[-1]
     scores = heated(logits.double(), filters.temperature)
     ascending = _sorted(scores)

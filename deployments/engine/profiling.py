@@ -48,14 +48,14 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
 
     Where there is no draft model, something that costs nothing drafts. What takes longer than the budget is left out,
     the largest batches first, and never a plain round of one sequence; so are batches that there is no memory for, and
-    rounds in which the drafter failed or had no memory.
+    rounds in which the drafter failed or had no memory. The budget covers the reading of the sequences too.
     """
     models = [part for part in _parts(drafter) if isinstance(part, ModelDrafter)]
     deadline = perf_counter() + budget_s
     with torch.inference_mode():
         bench = Bench(target, drafter if models else Constant(target.device), [m.runner for m in models])
         try:
-            bench.fill(max_running, depth)
+            bench.fill(max_running, depth, deadline)
             kinds = [
                 kind for batch in _batches(len(bench.sequences)) for kind in _kinds(batch, bench.depth, bool(models))
             ]
@@ -106,8 +106,8 @@ class Bench:
         self.sequences: list[Sequence] = []
         self.depth = 0  # the most drafts that there is memory for
 
-    def fill(self, count: int, depth: int) -> None:
-        """As many of `count` sequences as there is memory for, each to be followed by up to `depth` drafts."""
+    def fill(self, count: int, depth: int, deadline: float) -> None:
+        """As many of `count` sequences as there is memory and time for, each to be followed by up to `depth` drafts."""
         runners = [self._target, *self._drafts]
         max_len = min(runner.cache.max_len for runner in runners)
         largest = count * (1 + depth)  # tokens of a round: no pass may be larger
@@ -122,13 +122,26 @@ class Bench:
                 _let_go(runners, sequence)
                 break
             self.sequences.append(sequence)
-        together = max(1, largest // length)
-        for runner in runners:
-            for first in range(0, len(self.sequences), together):
-                part = self.sequences[first : first + together]
-                runner.run([Feed(s, runner.uncached(s), outputs=0) for s in part])
-            for sequence in self.sequences:
+        read = self._read(runners, max(1, largest // length), deadline)
+        for sequence in self.sequences[read:]:
+            _let_go(runners, sequence)
+        del self.sequences[read:]
+        for sequence in self.sequences:
+            for runner in runners:
                 runner.cache.discard(sequence.handle)  # so that nothing of it is ever indexed
+
+    def _read(self, runners: Seq[Runner], together: int, deadline: float) -> int:
+        """How many sequences the models have read by the deadline, so many `together` in a pass. The target reads the
+        first sequence even if time is up: it is what a plain round needs."""
+        read = 0
+        while read < len(self.sequences):
+            part = self.sequences[read : read + together] if read else self.sequences[:1]
+            for runner in runners:
+                if (read or runner is not self._target) and perf_counter() > deadline:
+                    return max(1, read)
+                runner.run([Feed(s, runner.uncached(s), outputs=0) for s in part])
+            read += len(part)
+        return read
 
     def run(self, kind: Kind) -> Outcome:
         batch = self.sequences[: len(kind.ks)]

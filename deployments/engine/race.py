@@ -15,6 +15,7 @@ from torch import Tensor
 from deployments.engine.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_array
 
 SLACK = 1e-6  # of a bound, for rounding
+LEAST = np.finfo(np.float64).min  # finite: the bound of a block without a token that may be drawn lies below it
 
 Floats = NDArray[np.float64]
 Bits = NDArray[np.uint64]
@@ -63,9 +64,10 @@ class BlockNoise:
         firsts = self._clocks.first_id[at, :blocks]
         leaders = self._first_noise[at, :blocks] + _scores(known, every[:, None], firsts)
         best = leaders.argmax(1)
-        finals, ids = leaders[every, best], firsts[every, best]
-        # A block with a NaN passes, and a NaN wins, so that it is seen.
-        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < finals[:, None]))
+        finals = leaders[every, best]
+        ids = np.where(finals == -np.inf, 0, firsts[every, best])  # the lowest id, where every token is forbidden
+        # A forbidden block never runs, even if all leaders are forbidden. A block with a NaN does, and the NaN wins.
+        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < np.maximum(finals, LEAST)[:, None]))
         rivals = self._run(known, at[row], row, block)
         for r, final, token in zip(row.tolist(), *(part.tolist() for part in rivals), strict=True):
             held = finals[r]

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from deployments.engine.filters import Filters, heated, removed, truncates
+from deployments.engine.filters import Filters, heated, truncated, truncates
 from deployments.engine.penalties import History, biased, penalised
 from deployments.engine.randomness import (
     COIN_STREAM,
@@ -75,8 +75,7 @@ class Sampler:
         at = [i for i, row in enumerate(rows) if row in self._truncated]
         if at and self._filters is not None:
             filters = self._filters.pick(self._index([self._truncated[rows[i]] for i in at]))
-            kept = _take(logits, at)
-            logits = _put(logits, at, kept.masked_fill(removed(kept, filters), -torch.inf))
+            logits = _put(logits, at, truncated(_take(logits, at), filters))
         return logits
 
     def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:

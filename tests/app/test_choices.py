@@ -54,9 +54,10 @@ def test_choices_share_the_seed_that_the_reply_names() -> None:
         assert 0 <= told < SEED_RANGE
         drawn.append(told)
     assert drawn[0] != drawn[1]  # by chance alike: once in 2^53
-    client = FakeEngineClient()
-    post(client, n=2, seed=7)
-    assert [r.params.seed for r in client.submitted] == [7, 7]
+    for seed in (0, 7):
+        client = FakeEngineClient()
+        assert json.loads(post(client, n=2, seed=seed).reply)["seed"] == seed
+        assert [r.params.seed for r in client.submitted] == [seed, seed]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -74,7 +74,9 @@ def test_what_rounds_did_is_parsed_in_a_stream() -> None:
         )
         return [chunk.choices[0] async for chunk in stream]
 
-    for choice in with_client(FakeEngineClient(), scenario):
+    choices = with_client(FakeEngineClient(), scenario)
+    assert len(choices) == 2
+    for choice in choices:
         (told,) = choice.speculation["rounds"]
         assert "".join(token["text"] for token in told["tokens"]) == choice.text == "abc"
         assert [token["source"] for token in told["tokens"]] == ["draft", "draft", "bonus"]

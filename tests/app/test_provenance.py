@@ -83,6 +83,7 @@ def test_a_stream_tells_each_round_with_its_text() -> None:
 def test_nothing_is_told_unless_asked_for(speculation: Any, stream: bool) -> None:
     done = post(speculation=speculation, stream=stream)
     chunks = events(done)[:-1] if stream else [json.loads(done.reply)]
+    assert any(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert all("speculation" not in choice for chunk in chunks for choice in chunk["choices"])
 
 

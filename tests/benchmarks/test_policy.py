@@ -93,13 +93,16 @@ def test_a_known_bit_is_what_any_policy_meets(recorded: Recorder) -> None:
     truth = list(islice(drifting(BATCH, 5, tokens=60), 8))
     _, path = recorded(PolicyConfig("goodput"))
     texts, _ = trace.jobs(trace.load(path))
+    known = 0
     for handle, request in enumerate(trace.load(path).requests):
         at = 0
         for row in request.rows:
             places = range(at, at + min(row.accepted + 1, row.drafted))
             mine = [texts[handle].runs[place] > 0 for place in places]
             assert mine == [truth[int(request.name[1:])].runs[place] > 0 for place in places]
+            known += len(mine)
             at += row.emitted
+    assert known > 100
 
 
 def test_unknown_bits_are_drawn_with_the_rate_of_the_known() -> None:

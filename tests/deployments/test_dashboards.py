@@ -49,6 +49,7 @@ def test_panels_that_lie_on_each_other_are_found() -> None:
 
 
 def test_every_panel_says_what_it_shows_and_asks_for_it() -> None:
+    assert any(panel["type"] != "row" for panel in panels())
     for panel in panels():
         assert panel["title"]
         if panel["type"] != "row":
@@ -85,11 +86,14 @@ def test_every_family_is_on_the_board() -> None:
 
 
 def test_counters_are_only_read_as_rates() -> None:
+    read = set[str]()
     for query in board_queries():
         for name in series_in(query.expression) - {f"ray_{name}" for name in GAUGES}:
             reads = re.findall(rf"(\w+)\({name}\{{", query.expression)
             assert set(reads) <= {"rate", "increase"}
+            read.update(reads)
             assert len(reads) == len(re.findall(rf"\b{name}\{{", query.expression))
+    assert read
 
 
 def test_alerts_are_about_series_that_exist_and_say_what_to_do() -> None:

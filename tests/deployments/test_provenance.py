@@ -130,6 +130,8 @@ def test_a_stream_tells_what_a_whole_reply_tells(client: LocalClient, fields: di
     for chunk in streamed(client, fields, k=4):
         for choice in chunk["choices"]:
             rounds[choice["index"]] += told(choice)
+    assert len(rounds) == fields.get("n", 1)
+    assert all(rounds)
     assert rounds == [told(choice) for choice in whole]
 
 

@@ -15,7 +15,7 @@ from deployments.engine.drafters.model import ModelDrafter
 from deployments.engine.engine import Engine
 from deployments.engine.profiling import profile
 from deployments.engine.round import Outcome, run_round
-from deployments.engine.runner import Runner
+from deployments.engine.runner import Feed, Runner
 from deployments.engine.types import Request, SamplingParams
 from policies.cost import CostModel
 from policies.observation import Timing
@@ -172,14 +172,38 @@ def test_without_speculation_plain_rounds_are_profiled(pair: Pair) -> None:
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(("rounds", "kept"), [(0, {1: [0]}), (7, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
+@pytest.mark.parametrize(("looks", "kept"), [(0, {1: [0]}), (11 + 7, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
 def test_when_time_is_up_the_largest_batches_are_left_out(
-    pair: Pair, rounds: int, kept: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, looks: int, kept: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = small(pair)
-    clock = itertools.count()  # looked at once to begin with, and before each round but the first
+    # Looked at once to begin with, before each of the two models reads each of the six sequences, and before each
+    # round; not before the target reads the first sequence, nor before the first round.
+    clock = itertools.count()
     monkeypatch.setattr(profiling, "perf_counter", lambda: next(clock))
-    assert uniform(profile(engine.target, engine.drafter, 6, DEPTH, float(rounds))) == kept
+    assert uniform(profile(engine.target, engine.drafter, 6, DEPTH, float(looks))) == kept
+    check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(("looks", "batches", "read"), [(0, {1}, (1, 0)), (2, {1}, (2, 1)), (3, {1, 2}, (2, 2))])
+def test_when_time_is_up_no_more_sequences_are_read(
+    pair: Pair, looks: int, batches: set[int], read: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any time the target still reads one: a plain round of it is always measured."""
+    engine = small(pair)
+    passes = {id(runner): 0 for runner in runners(engine)}
+    run = Runner.run
+
+    def counted(self: Runner, feeds: list[Feed], *rest: Any) -> Any:
+        passes[id(self)] += sum(not feed.outputs for feed in feeds)
+        return run(self, feeds, *rest)
+
+    monkeypatch.setattr(Runner, "run", counted)
+    clock = itertools.chain(range(looks + 2), itertools.repeat(looks or 1))  # it stands while rounds run
+    monkeypatch.setattr(profiling, "perf_counter", lambda: next(clock))
+    timings = profile(engine.target, engine.drafter, 6, DEPTH, float(looks))
+    assert {t.batch for t in timings} == batches
+    assert tuple(passes.values()) == read
     check_nothing_is_left(engine)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deployments.engine import race as race_module
@@ -84,6 +85,8 @@ KINDS: list[Kind] = [
 SHAPES = [*((1 + v % 7, v) for v in range(1, 301, 13)), (50, 31), (50, 32), (50, 33), (50, 300), (9, 4096), (2, 20_000)]
 
 
+Ids = NDArray[np.int64]
+Rivals = tuple[NDArray[np.float64], Ids]
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -149,6 +152,25 @@ def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPat
         for vocab in (1000, 999, 961, 960, 31, 1):
             drawn = once.run(scores[at, :vocab], at)
             assert drawn.tolist() == dense[at, :vocab].argmax(1).tolist()
+
+
+def test_forbidden_blocks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever leads: after top-p or top-k most blocks hold nothing, and often no leader of a block may be drawn."""
+    ran: list[int] = []
+    run = race_module.BlockNoise._run
+
+    def watched(self: race_module.BlockNoise, scores: NDArray[np.floating], at: Ids, row: Ids, block: Ids) -> Rivals:
+        ran.append(len(block))
+        return run(self, scores, at, row, block)
+
+    monkeypatch.setattr(race_module.BlockNoise, "_run", watched)
+    g = torch.Generator().manual_seed(0)
+    noise = parameters(50, g)
+    allowed = only_one((50, 20_000), g)
+    assert race(allowed, *noise).tolist() == allowed.argmax(1).tolist()
+    assert race(nothing_allowed((50, 20_000), g), *noise).tolist() == [0] * 50
+    assert ran[0] <= 50  # the block of the one token; not even that one, if it leads and its second cannot win
+    assert ran[1] == 0
 
 
 def favourites_only(scores: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from policies.config import PolicyConfig
 from policies.control import MOST_ROUNDS, SpecControl
 from policies.observation import Candidate, Choice, Drafted, Observation, State, Timing
 from policies.spec_length import STANDS
-from policies.standing import YOUNGEST, Decision
+from policies.standing import YOUNGEST, Decision, Standing
 
 DEPTH = 8
 
@@ -186,6 +186,16 @@ def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
     assert max(rejected[3]) < DEPTH // 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "surprised"),
+    [(6, 2, False), (6, 1, True), (6, 8, False), (6, 9, True), (4, 1, False), (4, 0, True), (3, 0, False)],
+)
+def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> None:
+    """Half and twice the accepted drafts that were expected are none; nor is anything where fewer than two were."""
+    decision = Decision([4, 4], ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
+    assert Standing(decision, STANDS, None, {0: 0, 1: 1}).surprised(accepted) == surprised
+
+
 def test_a_choice_stands_within_todays_limits() -> None:
     policy = control()
     play(policy, [True, False], 40)
@@ -210,6 +220,21 @@ def test_who_joins_a_plan_that_gives_everybody_the_same_gets_it_too() -> None:
     play(policy, [True, True], 40)
     anew(policy, [candidate(0), candidate(1)])
     assert sure(policy, 1, (0, 1, 7)) == [[DEPTH] * 3]
+
+
+@pytest.mark.parametrize(("before", "asked"), [(2, True), (3, False), (4, False)])
+def test_one_of_four_joins_without_a_new_choice(before: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = control("fixed", k=3)
+    policy.plan([candidate(n) for n in range(before)])
+    choose, made = policy._policy, list[Observation]()
+
+    def spy(observation: Observation, state: State) -> tuple[Choice, State]:
+        made.append(observation)
+        return choose(observation, state)
+
+    monkeypatch.setattr(policy, "_policy", spy)
+    assert policy.plan([candidate(n) for n in range(before + 1)]).ks == [3] * (before + 1)
+    assert bool(made) == asked
 
 
 def test_who_joins_a_policy_that_gives_everybody_the_same_gets_it_at_once() -> None:

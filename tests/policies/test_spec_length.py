@@ -14,7 +14,7 @@ from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, State
 from policies.planner import evaluate, plan, seconds
 from policies.reasons import REASONS
-from policies.spec_length import ADVANCE, EDGE, PROBE_EVERY, make_policy
+from policies.spec_length import ADVANCE, EDGE, PROBE_EVERY, STANDS, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
@@ -282,6 +282,35 @@ def test_probes_keep_a_distance() -> None:
     numbers = [number for number, _ in Idle(4, probe_share=0.5).run(200).probes]
     assert len(numbers) > 5
     assert min(np.diff(numbers)) >= PROBE_EVERY
+
+
+@pytest.mark.parametrize(("rounds", "probed"), [(PROBE_EVERY - 1, False), (PROBE_EVERY, True)])
+def test_a_probe_waits_for_so_many_rounds(rounds: int, probed: bool) -> None:
+    choice = choose("goodput", observe([0.05, 0.05], rounds=0), State(credit_s=1.0, rounds=rounds))
+    assert ("probe" in choice.reasons) == probed
+    choice = choose("goodput", observe([0.05, 0.05], rounds=1), State(credit_s=1.0, rounds=rounds - 1))
+    assert ("probe" in choice.reasons) == probed
+
+
+def test_rounds_with_drafts_put_off_the_next_probe() -> None:
+    """A probe soon after the last drafts would learn what is known."""
+    policy = make_policy(PolicyConfig(probe_share=0.5))
+    choice, state = policy(observe([0.9, 0.9]), State(credit_s=1.0, rounds=10 * PROBE_EVERY))
+    assert choice.ks.any()
+    waited = 0
+    while "probe" not in choice.reasons:
+        choice, state = policy(observe([0.05, 0.05]), state)
+        waited += 1
+    assert waited == PROBE_EVERY
+
+
+@pytest.mark.parametrize(("limit", "stands"), [(4, 1), (5, STANDS)])
+def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, stands: int) -> None:
+    """One whose result is looked at again at once; a little more than half is not."""
+    observation = observe([0.95, 0.95], limits=np.full(2, limit))
+    choice = choose("goodput", observation, State(ks={0: DEPTH, 1: DEPTH}))
+    assert choice.ks.tolist() == [limit, limit]
+    assert choice.stands == stands
 
 
 @pytest.mark.parametrize(

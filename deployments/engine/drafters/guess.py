@@ -21,7 +21,7 @@ class Guesser(Protocol):
     """What is known of one sequence. Pure Python: its few lookups cost less than one small tensor."""
 
     def push(self, token: int) -> None:
-        """The next committed token, from the prompt's first one on."""
+        """The next committed token, from the first one within the guesser's reach on."""
         ...
 
     def guess(self, k: int) -> list[int]:
@@ -35,7 +35,7 @@ G = TypeVar("G", bound=Guesser)
 @dataclass(slots=True)
 class _Held(Generic[G]):
     guesser: G
-    seen: int = 0  # of the sequence's tokens, those pushed
+    seen: int = 0  # of the sequence's tokens, those pushed or beyond the guesser's reach
     pause: int = 0  # rounds to sit out after a draft of which nothing is accepted; doubles from 1
     left: int = 0  # of these, still to come
     offered_at: int = -1  # tokens of the sequence when an offer was made that no proposal has taken up; −1: none
@@ -50,15 +50,25 @@ class GuessDrafter(Generic[G]):
     it offers thus depends on committed tokens and past rounds only, never on the tokens being drafted, so it keeps
     every verifier lossless. max_pause 0: it always offers what it has.
 
+    reach: how many of the latest tokens a guesser's guesses depend on; None if on all. It is not fed what lies farther
+    back, so that the first look at a long prompt costs no more than one at a short one.
+
     To be asked for an offer is to be asked in that round, whether or not a proposal follows: one that never did would
     leave a pause where it is. A proposal of the same round is cut from the offer.
     """
 
     needs_hidden: ClassVar[tuple[int, ...]] = ()
 
-    def __init__(self, make: Callable[[Sequence], G], device: torch.device, max_pause: int = MAX_PAUSE) -> None:
+    def __init__(
+        self,
+        make: Callable[[Sequence], G],
+        device: torch.device,
+        max_pause: int = MAX_PAUSE,
+        reach: int | None = None,
+    ) -> None:
         self._make = make
         self._device = device
+        self._reach = reach
         self._max_pause = max_pause
         self._held: dict[int, _Held[G]] = {}  # by handle
         self._asked: DraftBatch | None = None  # the round that was proposed for and not yet observed
@@ -99,11 +109,11 @@ class GuessDrafter(Generic[G]):
         assert not leaked, f"guesses are held for sequences that are gone: {sorted(leaked)}"
 
     def caught_up(self, sequence: Sequence) -> G:
-        """Its guesser, made if there is none, with every committed token pushed."""
-        held = self._hold(sequence)
-        for token in sequence.tokens[held.seen :]:
+        """Its guesser, made if there is none, with every committed token pushed that is within its reach."""
+        held, length = self._hold(sequence), len(sequence.tokens)
+        for token in sequence.tokens[max(held.seen, 0 if self._reach is None else length - self._reach) :]:
             held.guesser.push(token)
-        held.seen = len(sequence.tokens)
+        held.seen = length
         return held.guesser
 
     def _take(self, sequence: Sequence, k: int) -> list[int]:

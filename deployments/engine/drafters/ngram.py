@@ -13,13 +13,14 @@ MAX_DRAFT = 4  # tokens; a prediction that goes on from predictions is soon wort
 
 
 def ngram_drafter(device: torch.device) -> GuessDrafter["NGrams"]:
-    return GuessDrafter(lambda _: NGrams(), device)
+    return GuessDrafter(lambda _: NGrams(), device, reach=WINDOW)
 
 
 class NGrams:
     """Counts of every n-gram that lies within the last `window` tokens, and of no other: counts leave with the window.
 
-    There are at most 3 · window counts, so memory is bounded whatever the text. Raises ValueError for a window that
+    There are at most 3 · window counts, so memory is bounded whatever the text. What was pushed before the last
+    `window` tokens makes no difference, so it need not be pushed. Raises ValueError for a window that
     the longest n-gram does not fit into.
     """
 

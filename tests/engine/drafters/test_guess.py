@@ -69,6 +69,23 @@ def test_it_is_fed_every_committed_token_once_whatever_rounds_it_is_asked_in() -
         assert length > 20
 
 
+def test_what_lies_beyond_its_reach_is_not_fed() -> None:
+    """At the first look, and after rounds in which it was not asked."""
+    made: list[Echo] = []
+
+    def make(_: Sequence) -> Echo:
+        made.append(Echo())
+        return made[-1]
+
+    drafter = GuessDrafter(make, CPU, reach=5)
+    sequence = make_sequence(0, [*range(40)])
+    for length, fed in ((40, [*range(35, 40)]), (42, [40, 41]), (42, []), (60, [*range(55, 60)])):
+        sequence.tokens[:] = range(length)
+        before = len(made[0].fed) if made else 0
+        drafter.caught_up(sequence)
+        assert made[0].fed[before:] == fed
+
+
 def test_a_ragged_table() -> None:
     drafter, made = echoes()
     batch = make_batch(make_sequence(0, [1, 2, 3]), make_sequence(1, [4, 5]), make_sequence(2, [6]))

@@ -63,6 +63,38 @@ def test_a_guess_follows_the_rule(tokens: list[int], window: int, k: int) -> Non
     assert ngrams.guess(k) == reference(tokens, window, k)  # guessing changes nothing
 
 
+@given(TEXTS, TEXTS, WINDOWS, st.integers(1, 6))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_what_lies_beyond_the_window_makes_no_difference(
+    first: list[int], second: list[int], window: int, k: int
+) -> None:
+    """To what is pushed at the first look, nor after a gap: counts, their order and the guesses."""
+    whole, parts = pushed(first + second, window), pushed(first[-window:], window)
+    for token in second[-window:]:
+        parts.push(token)
+    if len(second) >= window:
+        parts_only = pushed(second[-window:], window)
+        assert whole.guess(k) == parts_only.guess(k) == parts.guess(k)
+        assert whole._counts == parts_only._counts == parts._counts
+    elif len(first) <= window or len(second) == 0:
+        assert whole._counts == parts._counts
+        assert whole.guess(k) == parts.guess(k)
+
+
+def test_the_first_look_at_a_long_prompt_is_one_at_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushes, push = list[int](), NGrams.push
+
+    def counted(self: NGrams, token: int) -> None:
+        pushes.append(token)
+        push(self, token)
+
+    monkeypatch.setattr(NGrams, "push", counted)
+    prompt = [i % 97 for i in range(5000)]
+    offer = ngram_drafter(torch.device("cpu")).offer(make_sequence(0, prompt), 3)
+    assert pushes == prompt[-512:]
+    assert offer.most == 3
+
+
 def test_memory_is_bounded() -> None:
     """Text without any repetition, the worst case: one count per order and place."""
     ngrams = NGrams(16)

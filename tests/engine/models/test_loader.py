@@ -63,6 +63,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another shape": (lambda p: edit_tensors(p, narrowed_tensor), "has shape (16, 64), config.json says (32, 64)"),
     "another activation": (lambda p: edit_json(p / "config.json", hidden_act="gelu"), "hidden_act 'gelu'"),
     "biases in the MLP": (lambda p: edit_json(p / "config.json", mlp_bias=True), "biases in its MLP"),
+    "sliding windows": (
+        lambda p: edit_json(p / "config.json", use_sliding_window=True, sliding_window=16),
+        "uses sliding-window attention",
+    ),
+    "quantised weights": (
+        lambda p: edit_json(p / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        "is quantised",
+    ),
     "a rope that is not known": (
         lambda p: edit_json(p / "config.json", rope_parameters=DYNAMIC),
         "rope type 'dynamic'",
@@ -80,6 +88,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "config.json is malformed",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 16, "use_sliding_window": False}, {"quantization_config": None}]
+)
+def test_what_a_config_only_mentions_is_no_damage(changes: dict[str, object], pair: Pair, tmp_path: Path) -> None:
+    path = copy_of(pair.target, tmp_path / "whole")
+    edit_json(path / "config.json", **changes)
+    load_pair(EngineConfig(str(path), dtype="float64"))
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGES))
