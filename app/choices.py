@@ -43,6 +43,7 @@ def engine_requests(
             lenience=asked.drafting.lenience,
             cache_salt=salt,
             deadline_s=asked.deadline_s,
+            group=request_id,
         )
         for prompt_index, ids in enumerate(prompts)
         for choice_index in range(asked.n)

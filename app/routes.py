@@ -15,7 +15,7 @@ from app.client import EngineClient, ModelCard
 from app.errors import ModelNotFound
 from app.fields import Prompt
 from app.replies import JSON, Envelope
-from app.schemas import Completion, parse
+from app.schemas import Completion, check_prompt_tokens, parse
 from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
 from app.telemetry import Exchange, Telemetry
 from app.tenants import cache_salt
@@ -114,8 +114,11 @@ class Completions:
         return send_whole(outputs, choices, envelope, scope, receive, send)
 
     async def _requests(self, asked: Completion, request_id: str, salt: str) -> list[types.Request]:
-        """The engine requests. Raises InvalidRequest for what does not fit the model's context."""
-        prompts = [await self._prompt_ids(prompt, asked.params.max_tokens) for prompt in asked.prompts]
+        """The engine requests. Raises InvalidRequest for what does not fit the model's context, or one request."""
+        prompts = list(asked.prompts)
+        for index, prompt in enumerate(prompts):
+            prompts[index] = await self._prompt_ids(prompt, asked.params.max_tokens)
+            check_prompt_tokens(prompts, self.client.model)
         prediction = await self._prediction_ids(asked.drafting.prediction)
         return engine_requests(asked, request_id, prompts, prediction, salt)
 

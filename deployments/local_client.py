@@ -20,6 +20,7 @@ class LocalClient:
     """One wake-up of the event loop per engine step, whatever the number of requests in it."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
+        longest_token = max(map(len, engine.tokenizer.vocab))
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
@@ -29,12 +30,14 @@ class LocalClient:
             drafter=engine.config.drafter or ("model" if "model" in engine.drafters else None),
             verifier=engine.config.verifier,
             max_choices=engine.config.max_running + engine.config.max_waiting,
+            max_prompt_tokens=engine.config.max_prompt_tokens,
+            longest_token=longest_token,
             created=int(time.time()),
         )
         self._tokenizer = engine.tokenizer
         # Longer texts never fit: a token stands for no more characters than the longest token string has. (A tokenizer
         # that drops characters could fit such a text; it is refused all the same.)
-        self._max_characters = engine.max_model_len * max(map(len, engine.tokenizer.vocab))
+        self._max_characters = engine.max_model_len * longest_token
         self._refused: str | None = None  # why the last policy that was sent is not in force
         self._queues: dict[str, asyncio.Queue[Output]] = {}  # touched by the event loop only
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -115,6 +115,7 @@ class Settings(BaseModel):
     memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine's own choice
     prefix_cache: bool = True
     max_demand: Number = 8.0  # tokens of all admitted requests, over those that the cache has room for
+    max_prompt_tokens: Positive = 131_072  # of one request to /v1/completions, all its prompts together
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
     num_cpus: Number = 1.0  # per replica
@@ -168,6 +169,7 @@ class Settings(BaseModel):
             memory_fraction=self.memory_fraction,
             prefix_cache=self.prefix_cache,
             max_demand=self.max_demand,
+            max_prompt_tokens=self.max_prompt_tokens,
             request_timeout_s=self.request_timeout_s,
             threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
         )
