@@ -43,6 +43,7 @@ def engine_requests(
             lenience=asked.drafting.lenience,
             cache_salt=salt,
             deadline_s=asked.deadline_s,
+            group=request_id,
         )
         for prompt_index, ids in enumerate(prompts)
         for choice_index in range(asked.n)
@@ -57,11 +58,11 @@ class Choice:
         index: int,
         request: Request,
         token: Callable[[int], Token],
-        echo: str | None,
+        echo: Callable[[], str] | None,
         *,
         tell_tokens: bool = False,
     ) -> None:
-        """`echo` is the prompt's text if the reply is to begin with it; tell_tokens: also tell where each came from."""
+        """`echo` gives the prompt's text if the reply is to begin with it; tell_tokens: tell where each came from."""
         self.index = index
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
         self._prompt_ids = request.prompt_ids
@@ -72,11 +73,11 @@ class Choice:
         self._text = ""
         self._reason: FinishReason | None = None
 
-    def add(self, output: Output) -> None:
+    async def add(self, output: Output) -> None:
         if self._echo is not None:
-            self._text = self._echo
+            self._text = self._echo()
             if self._transcript is not None:
-                self._transcript.prompt(self._prompt_ids, output.prompt_logprobs, self._echo)
+                await self._transcript.prompt(self._prompt_ids, output.prompt_logprobs, self._text)
             self._echo = None
         self._text += output.text
         if self._transcript is not None:

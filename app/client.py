@@ -36,6 +36,8 @@ class ModelCard:
     drafter: DrafterName | None  # for requests that do not say; None: they get no drafts
     verifier: Verifier  # for requests that do not say
     max_choices: int  # that the engine can hold at once, running and waiting
+    max_prompt_tokens: int  # of one request, all its prompts together
+    longest_token: int  # characters: a text of c characters has at least c / longest_token tokens
     created: int  # Unix seconds
 
 
@@ -123,6 +125,7 @@ class FakeEngineClient:
         max_model_len: int = 256,
         max_open: int = 64,
         max_choices: int = 64,
+        max_prompt_tokens: int = 131_072,
     ) -> None:
         self.model = ModelCard(
             name=name,
@@ -133,6 +136,8 @@ class FakeEngineClient:
             drafter="model",
             verifier="match",
             max_choices=max_choices,
+            max_prompt_tokens=max_prompt_tokens,
+            longest_token=1,
             created=1_700_000_000,
         )
         self.script = script

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.client import Token
+from app.pauses import PIECE, Pauses
 from deployments.engine.types import TokenLogprob
 
 LEAST = -9999.0  # said for a probability of 0, whose logarithm JSON cannot say (as vLLM does)
@@ -23,8 +24,9 @@ class Transcript:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._start()
 
-    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob], text: str) -> None:
+    async def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob], text: str) -> None:
         """The echoed prompt: `logprobs` of its tokens from the second on; nothing precedes the first, which has none.
+        A long one is written in pieces, with pauses.
 
         `text` is what counts: some tokenizers put a space before it and drop that again when they decode, and the names
         of special tokens stand in the text of a client that wrote them.
@@ -32,13 +34,16 @@ class Transcript:
         spelt = b"".join(self._token(i).data for i in ids).decode("utf-8", "replace")
         self._at = len(text) - len(spelt) if spelt.endswith(text) or text.endswith(spelt) else 0
         self._write(ids[0], None)
-        for logprob in logprobs:
-            self._write(logprob.token, logprob)
+        pauses = Pauses()
+        for first in range(0, len(logprobs), PIECE):
+            if first:
+                await pauses.rest()
+            self.add(logprobs[first : first + PIECE])
         self._at = len(text)
         self._utf8.reset()
 
     def add(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """The next tokens of the output."""
+        """The next tokens."""
         for logprob in logprobs:
             self._write(logprob.token, logprob)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from app.pauses import PIECE, Pauses
 from app.rounds import raw_columns, told
 from deployments.engine.types import RequestRecord
 
@@ -30,6 +31,22 @@ def encode_json(value: Any) -> bytes:
     """One line of JSON in UTF-8, whatever the strings hold: a lone surrogate, not sayable in UTF-8, stays an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
+
+
+async def encode_choice(choice: dict[str, Any]) -> bytes:
+    """The same as encode_json; the log-probabilities of many tokens are encoded in pieces, with pauses."""
+    logprobs = choice["logprobs"]
+    if logprobs is None or len(logprobs["tokens"]) <= PIECE:
+        return encode_json(choice)
+    pauses, columns = Pauses(), []
+    for name, values in logprobs.items():
+        pieces = []
+        for first in range(0, len(values), PIECE):
+            pieces.append(encode_json(values[first : first + PIECE])[1:-1])
+            await pauses.rest()
+        columns.append(encode_json(name) + b":[" + b",".join(pieces) + b"]")
+    rest = encode_json({name: value for name, value in choice.items() if name != "logprobs"})
+    return rest[:-1] + b',"logprobs":{' + b",".join(columns) + b"}}"
 
 
 class JSON(Response):
@@ -49,9 +66,12 @@ class Envelope:
     n: int = 1  # choices per prompt
     tell_steps: bool = False  # in the metrics, every round of every choice
 
-    def body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def body(self, choices: Sequence[bytes], more: dict[str, Any]) -> list[bytes]:
+        """The body around encoded choices, in parts: joined they are one line of JSON."""
         identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-        return identity | {"choices": choices}
+        parts = [part for choice in choices for part in (b",", choice)][1:]
+        end = b"," + encode_json(more)[1:] if more else b"}"
+        return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]
 
     def closing(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
         """What is known only at the end, over all choices: usage, metrics, the seed, and a label if it was lossy."""

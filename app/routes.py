@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,13 +15,15 @@ from app.choices import Choice, engine_requests, merged
 from app.client import EngineClient, ModelCard
 from app.errors import ModelNotFound
 from app.fields import Prompt
-from app.replies import JSON, Envelope
-from app.schemas import Completion, parse
+from app.replies import JSON, Envelope, encode_choice
+from app.schemas import Completion, check_prompt_tokens, parse
 from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
 from app.telemetry import Exchange, Telemetry
 from app.tenants import cache_salt
 from deployments.engine import types
 from deployments.engine.types import InvalidRequest, Output
+
+LONG_BODY = 2**16  # bytes, above which a body is not copied into one piece
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ class Completions:
             streams = self.client.submit(requests)
             self.telemetry.submitted(exchange, requests)
             outputs = merged(streams) if exchange.texts is None else exchange.overheard(merged(streams))
-            reply = self._reply(exchange, asked, requests, outputs, scope, receive, leaving_is_disconnect(send))
+            reply = self._reply(exchange, asked, requests, outputs, leaving_is_disconnect(send))
             await unless_disconnected(receive, reply)
         except ClientDisconnect as left:
             exchange.fail(left)
@@ -98,12 +101,10 @@ class Completions:
         asked: Completion,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
-        scope: Scope,
-        receive: Receive,
         send: Send,
     ) -> Coroutine[Any, Any, None]:
         envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, asked.n, asked.tell_steps)
-        echoes = self._echoes(asked, requests)
+        echoes = [partial(self._echo, prompt) if asked.echo else None for prompt in asked.prompts]
         choices = [
             Choice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
             for index, request in enumerate(requests)
@@ -111,11 +112,14 @@ class Completions:
         if asked.stream:
             events = completion_events(outputs, choices, envelope, asked.include_usage, exchange.fail)
             return send_stream(events, send)
-        return send_whole(outputs, choices, envelope, scope, receive, send)
+        return send_whole(outputs, choices, envelope, send)
 
     async def _requests(self, asked: Completion, request_id: str, salt: str) -> list[types.Request]:
-        """The engine requests. Raises InvalidRequest for what does not fit the model's context."""
-        prompts = [await self._prompt_ids(prompt, asked.params.max_tokens) for prompt in asked.prompts]
+        """The engine requests. Raises InvalidRequest for what does not fit the model's context, or one request."""
+        prompts: list[tuple[int, ...]] = []
+        for index, prompt in enumerate(asked.prompts):
+            prompts.append(await self._prompt_ids(prompt, asked.params.max_tokens))
+            check_prompt_tokens([*prompts, *asked.prompts[index + 1 :]], self.client.model)
         prediction = await self._prediction_ids(asked.drafting.prediction)
         return engine_requests(asked, request_id, prompts, prediction, salt)
 
@@ -146,31 +150,35 @@ class Completions:
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 
-    def _echoes(self, asked: Completion, requests: list[types.Request]) -> list[str | None]:
-        """Each prompt's text, if the reply is to begin with it. Ids are decoded only once the engine took them."""
-        if not asked.echo:
-            return [None] * len(asked.prompts)
-        return [
-            prompt if isinstance(prompt, str) else self.client.detokenize(request.prompt_ids)
-            for prompt, request in zip(asked.prompts, requests[:: asked.n], strict=True)
-        ]
+    def _echo(self, prompt: Prompt) -> str:
+        """The prompt's text. Ids are decoded only once the engine took them."""
+        return prompt if isinstance(prompt, str) else self.client.detokenize(prompt)
 
 
 async def send_whole(
     outputs: AsyncGenerator[tuple[int, Output]],
     choices: Sequence[Choice],
     envelope: Envelope,
-    scope: Scope,
-    receive: Receive,
     send: Send,
 ) -> None:
+    """Each choice is encoded when it ends. A long body goes out in parts, one per choice."""
+    encoded = [b""] * len(choices)
     async with aclosing(outputs) as live:
         async for index, output in live:
-            choices[index].add(output)
+            await choices[index].add(output)
+            if output.finish_reason is not None:
+                encoded[index] = await encode_choice(choices[index].take())
     records = [choice.record for choice in choices if choice.record is not None]
     assert len(records) == len(choices), "the output that finishes a choice carries its record"
-    body = envelope.body([choice.take() for choice in choices]) | envelope.closing(records)
-    await JSON(body)(scope, receive, send)
+    parts = envelope.body(encoded, envelope.closing(records))
+    length = sum(map(len, parts))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if length <= LONG_BODY:
+        parts = [b"".join(parts)]
+    for part in parts[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
 
 
 async def send_stream(events: AsyncGenerator[bytes], send: Send) -> None:

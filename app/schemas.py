@@ -3,6 +3,8 @@ refused by name, so that nobody gets text other than they asked for without know
 """
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -116,6 +118,7 @@ def parse(raw: bytes, card: ModelCard) -> Completion:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     _check_capacity(len(body.prompt), body.n, card.max_choices)
+    check_prompt_tokens(body.prompt, card)
     return Completion(
         model=body.model,
         prompts=body.prompt,
@@ -137,6 +140,20 @@ def _check_capacity(prompts: int, n: int, limit: int) -> None:
     if prompts * n > limit:
         message = f"this server makes at most {limit} choices at once; {prompts} × n = {n} make {prompts * n}"
         raise InvalidRequest(message, "prompt" if n == 1 else "n")
+
+
+def check_prompt_tokens(prompts: Sequence[Prompt], card: ModelCard) -> None:
+    """Raise InvalidRequest for more prompt tokens than one request may have read. n does not matter: the choices of a
+    prompt share its reading. A text counts with the fewest tokens that it can have."""
+    least = sum(math.ceil(len(p) / card.longest_token) if isinstance(p, str) else len(p) for p in prompts)
+    if least > card.max_prompt_tokens:
+        exact = "" if all(isinstance(p, tuple) for p in prompts) else "at least "
+        raise InvalidRequest(
+            f"the prompts of one request may have {card.max_prompt_tokens:,} tokens together; these {len(prompts)} "
+            f"have {exact}{least:,}",
+            "prompt",
+            "too_many_prompt_tokens",
+        )
 
 
 def _load(raw: bytes) -> dict[str, Any]:

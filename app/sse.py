@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Send
 
 from app.choices import Choice
 from app.errors import DeadlineExceeded, error_body
-from app.replies import Envelope, encode_json
+from app.replies import Envelope, encode_choice, encode_json
 from deployments.engine.types import Output
 
 HEADERS = [
@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + encode_json(payload) + b"\n\n"
+    return _event(encode_json(payload))
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 async def completion_events(
@@ -45,10 +49,13 @@ async def completion_events(
     try:
         async with aclosing(outputs) as live:
             async for index, output in live:
-                choices[index].add(output)
-                for payload in _payloads(choices, index, envelope, include_usage):
+                await choices[index].add(output)
+                if not choices[index].due:
+                    continue
+                choice = await encode_choice(choices[index].take())
+                for more, own in _chunks(choices, choice, envelope, include_usage):
                     started = True
-                    yield event(payload)
+                    yield _event(b"".join(envelope.body(own, more)))
     except Exception as error:
         if not started:
             raise
@@ -62,21 +69,18 @@ async def completion_events(
     yield DONE
 
 
-def _payloads(
-    choices: Sequence[Choice], index: int, envelope: Envelope, include_usage: bool
-) -> Iterator[dict[str, Any]]:
-    """What can be sent once choice `index` got an output."""
-    if not choices[index].due:
-        return
-    chunk = envelope.body([choices[index].take()])
+def _chunks(
+    choices: Sequence[Choice], choice: bytes, envelope: Envelope, include_usage: bool
+) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    """(what else is in it, encoded choices) of the chunks that can be sent once this choice is there."""
     records = [choice.record for choice in choices if choice.record is not None]
     end = envelope.closing(records) if len(records) == len(choices) else None
     if include_usage:
-        yield chunk | {"usage": None}
+        yield {"usage": None}, [choice]
         if end is not None:
-            yield envelope.body([]) | end
+            yield end, []
     else:
-        yield chunk | (end or {})
+        yield end or {}, [choice]
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -125,7 +125,7 @@ class Telemetry:
     def _ended(self, output: Output) -> None:
         exchange = self._open.pop(output.request_id, None)
         if exchange is not None:
-            exchange.ended[output.request_id] = output
+            exchange.ended[output.request_id] = replace(output, logprobs=(), prompt_logprobs=())  # they may be millions
             self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:

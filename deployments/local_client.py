@@ -20,6 +20,7 @@ class LocalClient:
     """One wake-up of the event loop per engine step, whatever the number of requests in it."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
+        longest_token = max(map(len, engine.tokenizer.vocab))
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
@@ -29,12 +30,15 @@ class LocalClient:
             drafter=engine.config.drafter or ("model" if "model" in engine.drafters else None),
             verifier=engine.config.verifier,
             max_choices=engine.config.max_running + engine.config.max_waiting,
+            max_prompt_tokens=engine.config.max_prompt_tokens,
+            longest_token=longest_token,
             created=int(time.time()),
         )
         self._tokenizer = engine.tokenizer
         # Longer texts never fit: a token stands for no more characters than the longest token string has. (A tokenizer
         # that drops characters could fit such a text; it is refused all the same.)
-        self._max_characters = engine.max_model_len * max(map(len, engine.tokenizer.vocab))
+        self._max_characters = engine.max_model_len * longest_token
+        self._tokens: dict[int, Token] = {}  # of the vocabulary, as they come up: a prompt may name 20 for each token
         self._refused: str | None = None  # why the last policy that was sent is not in force
         self._queues: dict[str, asyncio.Queue[Output]] = {}  # touched by the event loop only
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,8 +72,13 @@ class LocalClient:
 
     def token(self, token_id: int) -> Token:
         """Special tokens are shown by their names, and ids that only the model's tables have by their numbers."""
-        data = self._tokenizer.data(token_id)
-        return Token.of(data) if data else Token(self._tokenizer.name(token_id) or f"token_id:{token_id}", b"")
+        token = self._tokens.get(token_id)
+        if token is None:
+            data = self._tokenizer.data(token_id)
+            name = self._tokenizer.name(token_id) if not data else None
+            token = Token.of(data) if data else Token(name or f"token_id:{token_id}", b"")
+            self._tokens[token_id] = token
+        return token
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         self._loop = asyncio.get_running_loop()

@@ -117,6 +117,7 @@ class Settings(BaseModel):
     memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine's own choice
     prefix_cache: bool = True
     max_demand: Number = 8.0  # tokens of all admitted requests, over those that the cache has room for
+    max_prompt_tokens: Positive = 131_072  # of one request to /v1/completions, all its prompts together
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
     body_timeout_s: Number = BODY_TIMEOUT_S  # from a request to the end of its body
     drain_s: Share = 30.0  # `make serve`: how long running requests may go on after SIGINT or SIGTERM
@@ -173,6 +174,7 @@ class Settings(BaseModel):
             memory_fraction=self.memory_fraction,
             prefix_cache=self.prefix_cache,
             max_demand=self.max_demand,
+            max_prompt_tokens=self.max_prompt_tokens,
             request_timeout_s=self.request_timeout_s,
             threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
         )

@@ -1,18 +1,35 @@
-"""Whether to take more requests, and what to tell a client that is turned away. Standard library only."""
+"""Whether to take more requests, and what to tell a client that is turned away. Standard library only.
+
+Work is counted in seconds that an engine with all slots taken is expected to spend on it, by what it measured at its
+start. Two ratios correct that: what such an engine takes for a second of work, and how much of the work that requests
+ask for they turn out to need. Neither learns anything from an engine for which nobody waits.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 
-MEMORY = 0.9  # weight of the past in the mean duration of a request
 LONGEST_WAIT_S = 60
+MEMORY_S = 10.0  # of work, after which what was learned counts 1 / e
+DOUBT_S = 0.2  # of work that the first guess, 1, counts as
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why requests are not taken, in words for the client, and in how many seconds they should be: 1 … 60."""
+@dataclass(slots=True)
+class Ratio:
+    """A quotient of two sums in which the recent counts most."""
 
-    retry_after: int
-    reason: str
+    part: float = DOUBT_S
+    whole: float = DOUBT_S
+
+    @property
+    def value(self) -> float:
+        return self.part / self.whole
+
+    def add(self, part: float, whole: float) -> None:
+        """whole: seconds of work."""
+        keep = math.exp(-whole / MEMORY_S)
+        self.part, self.whole = keep * self.part + part, keep * self.whole + whole
 
 
 @dataclass(slots=True)
@@ -28,7 +45,8 @@ class Admission:
     max_waiting: int
     kv_tokens: int  # that the cache has room for
     max_demand: float
-    mean_duration_s: float = 0.0  # of whole requests, waiting included, exponentially weighted; 0: none yet
+    slowness: Ratio = field(default_factory=Ratio)  # seconds that a second of work takes
+    usage: Ratio = field(default_factory=Ratio)  # work that requests needed, over what they asked for
 
     @property
     def places(self) -> int:
@@ -39,37 +57,39 @@ class Admission:
         """That requests which are open at the same time may come to need."""
         return self.max_demand * self.kv_tokens
 
-    def refusal(self, open_requests: int, open_tokens: int, more: int, more_tokens: int) -> Refusal | None:
-        """None: take `more` requests of `more_tokens` together. Of two limits in the way, the slower is told.
+    def refusal(self, open_requests: int, open_tokens: int, more: int, more_tokens: int) -> str | None:
+        """Why `more` requests of `more_tokens` together are not taken, in words for the client; None: take them.
 
         Never for memory when nothing is open: one after another they do fit, by the engine's check of each.
         """
-        refusals = []
         if open_requests + more > self.places:
-            refusals.append(self._no_place(open_requests, more))
+            return f"{open_requests} requests are running or waiting; {more} more exceed {self.places}"
         if open_requests and open_tokens + more_tokens > self.most_tokens:
-            refusals.append(self._no_memory(open_tokens, more_tokens))
-        return max(refusals, key=lambda refusal: refusal.retry_after, default=None)
+            return (
+                f"admitted requests may need {open_tokens:,} tokens of KV memory; {more_tokens:,} more exceed "
+                f"{self.max_demand:g} × {self.kv_tokens:,}"
+            )
+        return None
 
-    def _no_place(self, open_requests: int, more: int) -> Refusal:
-        # Little's law: each open request stays for mean_duration, so one ends every mean_duration / open_requests.
-        wait = self._until(open_requests + more - self.places, open_requests)
-        return Refusal(wait, f"{open_requests} requests are running or waiting; {more} more exceed {self.places}")
+    def retry_after(self, running: Sequence[float], waiting: Sequence[float], slots: int) -> int:
+        """Whole seconds, 1 … 60, after which a request that is admitted at this moment would run.
 
-    def _no_memory(self, open_tokens: int, more_tokens: int) -> Refusal:
-        # The same of tokens: all that are open now leave within mean_duration.
-        wait = self._until(open_tokens + more_tokens - self.most_tokens, open_tokens)
-        return Refusal(
-            wait,
-            f"admitted requests may need {open_tokens:,} tokens of KV memory; {more_tokens:,} more exceed "
-            f"{self.max_demand:g} × {self.kv_tokens:,}",
-        )
+        running: work that those still ask for which have a slot; waiting: that of those who go first, in their order;
+        slots: that there are, or that there is memory for. Slots share the engine evenly, and whoever is the next takes
+        the first that is free.
+        """
+        slots = max(1, slots, len(running))
+        ends = [*running, *[0.0] * (slots - len(running))]  # of what each slot has to do
+        heapify(ends)
+        for work in waiting:
+            heapreplace(ends, ends[0] + work)
+        wait = ends[0] * slots * self.usage.value * self.slowness.value
+        return min(LONGEST_WAIT_S, max(1, math.ceil(wait)))
 
-    def _until(self, missing: float, there: int) -> int:
-        """Whole seconds until `missing` of what is `there` has left, each part staying for mean_duration."""
-        return min(LONGEST_WAIT_S, max(1, math.ceil(missing * self.mean_duration_s / max(1, there))))
+    def worked(self, work_s: float, took_s: float) -> None:
+        """A step took so long while requests waited."""
+        self.slowness.add(took_s, work_s)
 
-    def finished(self, duration_s: float) -> None:
-        """A request reached its own end that took this long, from its arrival. Leave out those that were cut short."""
-        past = self.mean_duration_s or duration_s
-        self.mean_duration_s = MEMORY * past + (1 - MEMORY) * duration_s
+    def finished(self, needed_s: float, asked_s: float) -> None:
+        """A request reached its own end. Leave out those that were cut short."""
+        self.usage.add(needed_s, asked_s)

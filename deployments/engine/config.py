@@ -39,6 +39,7 @@ class EngineConfig:
     memory_fraction: float | None = None  # of the device's memory, for weights, activations and both caches
     prefix_cache: bool = True  # whether requests share the KV of what their prompts have in common
     max_demand: float = 8.0  # prompt and output tokens of all admitted requests, over those that the cache has room for
+    max_prompt_tokens: int = 131_072  # of one client's request, each prompt once whatever n is; the edge refuses more
     request_timeout_s: float | None = None  # the longest any request may take, waiting included; None: any time
     threads: int | None = None  # intra-op CPU threads; None: torch's own default
 
@@ -75,7 +76,7 @@ class EngineConfig:
         if self.max_spec_length < 0:
             raise ConfigError(f"max_spec_length must not be negative, not {self.max_spec_length}")
         self.check_policy(self.policy)
-        for name in ("max_running", "max_step_tokens"):
+        for name in ("max_running", "max_step_tokens", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_waiting < 0:

@@ -168,6 +168,7 @@ class Intake:
             prediction=request.prediction_ids,
             lenience=request.lenience,
             cache_salt=request.cache_salt,
+            group=request.group or request.id,
             deadline=None if within is None else record.arrived + within,
         )
 

@@ -1,10 +1,10 @@
 """Who runs, and with how many tokens: continuous batching with chunked prefill under budgets of tokens and memory."""
 
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from cache.protocol import CacheFull
@@ -15,6 +15,7 @@ from policies.standing import Decision
 
 WORTH_SHARING = 16  # tokens in common, below which nobody waits for another's or shares its memory
 HEADROOM = 16  # positions per running sequence that must be free after an admission, or it would soon be undone
+READERS = 4  # groups whose prompts are read at the same time: if there were more, all would get their first token late
 Chunk = Callable[[int], int]  # rows that verify → prompt tokens that may be in the same pass
 Choose = Callable[[Seq[Sequence], int], Decision]  # decoding sequences, prompt tokens beside them → their k
 
@@ -49,12 +50,27 @@ class Plan:
         return replace(self, slices=tuple(replace(s, k=0, reason=None) for s in self.slices))
 
 
+@dataclass(slots=True)
+class Queue:
+    """Who may start in one plan, and who did."""
+
+    order: list[Sequence]
+    started: list[tuple[Sequence, int]] = field(default_factory=list)  # with how many tokens the cache had of each
+    passed: int = 0  # sequences passed over,
+    owed: int = 0  # and tokens that they will have to feed
+
+
 class Scheduler:
-    """First come, first served. Every running sequence advances in every step, or its memory is taken back.
+    """Every running sequence advances in every step, or its memory is taken back. Groups are treated alike.
 
     Memory for what a plan feeds is reserved when it is made, that of a prompt when it is admitted. When memory runs out
-    there are fewer drafts, then the youngest sequence goes back to the head of the queue, and never the oldest: so the
-    oldest always ends, and all do in their turn.
+    there are fewer drafts, then the youngest sequence has to wait again, and never the oldest: so the oldest always
+    ends, and all do in their turn.
+
+    A group is all choices of one client's request. The next sequence to start is that of the group which has the fewest
+    running, of several the first to come: a group that has none comes before all that have any. What a pass reads of
+    prompts is divided evenly between at most READERS groups, and what one does not need goes to the others; each group
+    reads one prompt after another.
     """
 
     def __init__(self, target: Runner, choose: Choose, max_running: int, max_step_tokens: int, chunk: Chunk) -> None:
@@ -64,11 +80,11 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._chunk = chunk
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []  # in order of arrival
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_arrival)
 
     def plan(self) -> Plan:
         """Decoding goes first, then what is left of prompts, then who waits, while the budget lasts."""
@@ -80,16 +96,10 @@ class Scheduler:
         budget = self._max_step_tokens - rows
         if decoding:  # their streams wait for what else is in the pass
             budget = min(budget, self._chunk(rows))
-        for sequence in self.running:
-            if self._target.uncached(sequence) > 1:
-                slices.append(self._part(sequence, budget))
-                budget -= slices[-1].committed
-        started = () if preempted else tuple(self._admit(budget))
-        slices += [part for part, _ in started]
+        queue = Queue([] if preempted else self._order())
+        slices += [self._part(sequence, count) for sequence, count in self._read(budget, queue).items()]
         slices.sort(key=lambda s: self._cache.slot(s.sequence.handle))
-        return Plan(
-            tuple(slices), tuple((part.sequence, cached) for part, cached in started), tuple(preempted), expected
-        )
+        return Plan(tuple(slices), tuple(queue.started), tuple(preempted), expected)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is and free its memory. Idempotent, so that every exit path may call it."""
@@ -116,7 +126,7 @@ class Scheduler:
         youngest = self.running.pop()
         self._target.let_go(youngest)
         youngest.preempt()
-        self.waiting.appendleft(youngest)
+        self.add(youngest)
         return youngest
 
     def _prefill(self, rows: int) -> int:
@@ -136,11 +146,38 @@ class Scheduler:
             slices.append(Slice(sequence, 1, k, True, reason=reason, alpha=chosen.alphas[n], confidence=confidence))
         return slices
 
-    def _part(self, sequence: Sequence, budget: int) -> Slice:
-        left = self._target.uncached(sequence)
-        count = min(left, budget, self._cache.room(sequence.handle))
+    def _read(self, budget: int, queue: Queue) -> dict[Sequence, int]:
+        """How many tokens of which prompts are read. Prompts are started while there are tokens for them.
+
+        A prompt that has begun gets a token even if the budget is less: max_step_tokens has room for that, being at
+        least max_running × (1 + max_spec_length).
+        """
+        left = {s: count - 1 for s in self.running if (count := self._target.uncached(s)) > 1}
+        fed = dict.fromkeys(left, 1)
+        budget -= len(fed)
+        while budget > 0:
+            reading: dict[str, Sequence] = {}  # of each group the oldest prompt that has tokens left
+            for sequence in left:
+                reading.setdefault(sequence.group, sequence)
+            while len(reading) < min(READERS, budget) and (new := self._start_next(queue, reading)) is not None:
+                reading[new.group] = new
+                left[new] = self._target.uncached(new)
+            if not reading:
+                break
+            share = max(1, budget // len(reading))
+            for sequence in reading.values():
+                count = min(share, budget, left[sequence])
+                budget -= count
+                fed[sequence] = fed.get(sequence, 0) + count
+                left[sequence] -= count
+                if not left[sequence]:
+                    del left[sequence]
+        return fed
+
+    def _part(self, sequence: Sequence, count: int) -> Slice:
         self._cache.reserve(sequence.handle, count)
-        return Slice(sequence, count, 0, emits=count == left, scored=self._scored(sequence, count))
+        emits = count == self._target.uncached(sequence)
+        return Slice(sequence, count, 0, emits, scored=self._scored(sequence, count))
 
     def _scored(self, sequence: Sequence, chunk: int) -> int:
         """Rows of a chunk that precede another token of the prompt, where their log-probabilities were asked for."""
@@ -149,31 +186,44 @@ class Scheduler:
         start = len(sequence.tokens) - self._target.uncached(sequence)
         return max(0, min(chunk, sequence.num_prompt - 1 - start))
 
-    def _admit(self, budget: int) -> Iterator[tuple[Slice, int]]:
-        """Start waiting sequences, each with a first chunk, while there are tokens, slots and memory for them.
+    def _order(self) -> list[Sequence]:
+        """Who waits, the next to start first."""
+        if not self.waiting or len(self.running) == self._max_running:
+            return []
+        members = Counter(sequence.group for sequence in self.running)
+        ranked = []
+        for sequence in self.waiting:
+            ranked.append((members[sequence.group], sequence.handle, sequence))
+            members[sequence.group] += 1
+        return [sequence for _, _, sequence in sorted(ranked)]
 
-        Yields the chunk and how many tokens the cache had. One that can share what another is about to compute is
-        passed over until then; whoever overtakes it leaves it a slot and memory.
+    def _start_next(self, queue: Queue, reading: Container[str]) -> Sequence | None:
+        """Start the next of the queue whose group is not in `reading`, if there are a slot and memory for it.
+
+        One that can share what another is about to compute is passed over until then; whoever overtakes it leaves it a
+        slot and memory. Where memory is short, nobody overtakes.
         """
-        passed = owed = 0  # sequences passed over, and tokens that they will have to feed
-        for sequence in tuple(self.waiting):
-            if budget < 1 or len(self.running) + passed == self._max_running:
-                return
+        for sequence in tuple(queue.order):
+            if len(self.running) + queue.passed == self._max_running:
+                return None
+            if sequence.group in reading:
+                continue
+            queue.order.remove(sequence)
             self._cache.allocate(sequence.handle, _findable(sequence), sequence.cache_salt)
             leader, common = self._leader(sequence)
             if leader is not None and self._worth_waiting(sequence, leader, common):
                 self._cache.release(sequence.handle)
-                passed += 1
-                owed += len(sequence.tokens) - common
+                queue.passed += 1
+                queue.owed += len(sequence.tokens) - common
                 continue
             if leader is not None:
                 self._cache.fork(leader.handle, sequence.handle, min(common, self._cache.length(leader.handle)))
-            if not self._start(sequence, owed):
-                return
-            cached = self._cache.length(sequence.handle)
-            part = self._part(sequence, budget)
-            budget -= part.committed
-            yield part, cached
+            if not self._start(sequence, queue.owed):
+                queue.order.clear()
+                return None
+            queue.started.append((sequence, self._cache.length(sequence.handle)))
+            return sequence
+        return None
 
     def _start(self, sequence: Sequence, owed: int) -> bool:
         """Whether there is memory for all its tokens, for those owed, and some to go on for everybody; if so, it runs.
@@ -187,7 +237,7 @@ class Scheduler:
             return False
         self._cache.reserve(sequence.handle, needed)
         self.waiting.remove(sequence)
-        insort(self.running, sequence, key=lambda s: s.handle)
+        insort(self.running, sequence, key=_arrival)
         sequence.start()
         return True
 
@@ -209,6 +259,10 @@ class Scheduler:
         """Whether the leader is about to read a large part of what they have in common and the cache has not."""
         there = max(self._cache.length(leader.handle), self._cache.length(sequence.handle))
         return common - there >= WORTH_SHARING and self._target.uncached(leader) > 1
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.handle
 
 
 def _findable(sequence: Sequence) -> list[int]:

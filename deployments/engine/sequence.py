@@ -49,6 +49,7 @@ class Sequence:
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact
     cache_salt: str = ""  # shares prefixes with sequences of the same
+    group: str = ""  # of the client's request; what is scarce is divided between groups
     deadline: float | None = None  # monotonic seconds after which it ends with an error
     history: History | None = None  # of its tokens, where bias or penalties need it; the sampler makes it
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read

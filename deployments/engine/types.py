@@ -137,6 +137,7 @@ class Request:
         None  # seconds from its arrival after which it ends with an error; None: the engine's own
     )
     max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
+    group: str = ""  # the choices of one client's request have it in common, and share what one group gets; "": alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import torch
 
-from deployments.engine.engine import Engine
+from deployments.engine.engine import Engine, StepResult
 from deployments.engine.types import (
     EngineStats,
     EngineStopped,
@@ -22,6 +22,7 @@ from deployments.engine.types import (
 )
 from policies.admission import Admission
 from policies.config import PolicyConfig
+from policies.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,15 @@ MAX_FAILURES = 3  # steps that fail one after another before health says so
 Deliver = Callable[[list[Output], StepStats | None], None]  # outputs, of a step: its statistics
 
 
-class _Open(NamedTuple):
-    arrived: float
-    tokens: int
+@dataclass(slots=True)
+class _Open:
+    """A request that was submitted and has not finished."""
+
+    group: str
+    tokens: int  # of KV memory that it may need
+    asked_s: float  # of work
+    output_s: float  # of that, what is left of the output
+    begun: bool = False  # it has a slot, and said something
 
 
 class EngineWorker:
@@ -51,6 +58,7 @@ class EngineWorker:
         self._lock = threading.Lock()  # guards _open, _open_tokens, _admission and _stopping
         self._open: dict[str, _Open] = {}  # submitted and not yet finished, by id
         self._open_tokens = 0  # that they may need
+        self._work = Work.of(engine.speculator.control.timings)
         config = engine.config
         self._admission = Admission(
             config.max_running, config.max_waiting, engine.target.layout.tokens, config.max_demand
@@ -92,15 +100,33 @@ class EngineWorker:
                 )
             refusal = self._admission.refusal(len(self._open), self._open_tokens, len(requests), tokens)
             if refusal is not None:
-                raise Overloaded(refusal.reason, refusal.retry_after)
+                raise Overloaded(refusal, self._retry_after())
             ids = [request.id for request in requests]
             for request_id in ids:
                 if request_id in self._open or ids.count(request_id) > 1:
                     raise InvalidRequest(f"request id {request_id!r} is in use", "id")
-            self._open |= {request.id: _Open(arrived, _demand(request)) for request in requests}
+            self._open |= {request.id: self._opened(request) for request in requests}
             self._open_tokens += tokens
         for request in requests:
             self._inbox.put(partial(self._start, request, arrived))
+
+    def _opened(self, request: Request) -> _Open:
+        asked_s = self._work.seconds(len(request.prompt_ids), request.params.max_tokens)
+        output_s = self._work.seconds(0, request.params.max_tokens)
+        return _Open(request.group or request.id, _demand(request), asked_s, output_s)
+
+    def _retry_after(self) -> int:
+        """Seconds until a request of a new group would run. One choice of each group that has no slot goes before it.
+        The caller holds the lock."""
+        begun = [request for request in self._open.values() if request.begun]
+        ahead: dict[str, float] = {}
+        for request in self._open.values():
+            ahead.setdefault(request.group, request.asked_s)
+        for request in begun:
+            ahead.pop(request.group, None)
+        scheduler = self.engine.scheduler
+        slots = len(scheduler.running) if scheduler.waiting else self.engine.config.max_running
+        return self._admission.retry_after([request.output_s for request in begun], list(ahead.values()), slots)
 
     def cancel(self, request_id: str) -> None:
         """Free the request's slot before the next round. From any thread; unknown and finished ids are ignored."""
@@ -202,10 +228,23 @@ class EngineWorker:
             self._failures = 0
         elif result.stats.failed:
             self._failures += 1
+        self._learn(result)
         self._publish(result.outputs, result.stats)
         self._audited = False
         if not left:
             self._audit()
+
+    def _learn(self, result: StepResult) -> None:
+        """What admission has to know of a step: who goes on with how much, and how fast a full engine works."""
+        stats = result.stats
+        with self._lock:
+            for output in result.outputs:
+                request = self._open[output.request_id]
+                request.begun = True
+                request.output_s -= self._work.seconds(0, len(output.token_ids))
+            if stats.waiting and stats.sequences:
+                work_s = self._work.seconds(stats.prefill_tokens, stats.emitted)
+                self._admission.worked(work_s, stats.step_us / 1e6)
 
     def _audit(self) -> None:
         """Once after work, when there is time for it: it takes half a microsecond a block. If it fails the thread ends,
@@ -227,13 +266,14 @@ class EngineWorker:
 
     def _close(self, outputs: list[Output]) -> None:
         """The caller holds the lock."""
-        now = time.monotonic()
         for output in outputs:
             if output.finish_reason:
                 done = self._open.pop(output.request_id)
                 self._open_tokens -= done.tokens
-                if output.finish_reason in ("stop", "length"):
-                    self._admission.finished(now - done.arrived)
+                if output.finish_reason in ("stop", "length") and output.record is not None:
+                    record = output.record
+                    read = record.prompt_tokens - record.cached_tokens
+                    self._admission.finished(self._work.seconds(read, record.output_tokens), done.asked_s)
 
 
 def _nothing() -> None:

@@ -231,7 +231,7 @@ def test_defaults_and_nulls_reach_the_engine_as_defaults() -> None:
     names = Body.model_fields.keys() - PROMPT.keys()
     assert post(client, **dict.fromkeys(names)).status == 200
     (request,) = client.submitted
-    assert request == Request(request.id, (97, 98, 99))
+    assert request == Request(request.id, (97, 98, 99), group=request.id)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Log-probabilities and echo: OpenAI's columns, offsets into the text as sent, nothing lost or doubled in streams."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app import replies, routes
 from app.client import FakeEngineClient, Token
 from app.logprobs import LEAST, Transcript
 from app.main import create_app
@@ -157,7 +159,7 @@ def words(token_id: int) -> Token:
 
 def offsets(ids: list[int], text: str) -> list[int]:
     transcript = Transcript(words)
-    transcript.prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text)
+    asyncio.run(transcript.prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text))
     transcript.add([TokenLogprob(3, -1.0)])
     return list(transcript.take()["text_offset"])
 
@@ -196,3 +198,66 @@ def test_a_probability_of_0_can_be_said() -> None:
 )
 def test_bytes_that_are_no_text_are_shown_as_bytes(data: bytes, text: str) -> None:
     assert Token.of(data) == Token(text, data)
+
+
+def ascii_ids(count: int) -> list[int]:
+    return [97 + i % 26 for i in range(count)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_prompts_columns_are_whole(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Written and encoded in many pieces, they are what they are in one."""
+    fields = {"prompt": [ascii_ids(90), ascii_ids(35)], "max_tokens": 3, "logprobs": 3, "echo": True, "seed": 1}
+    told: list[list[tuple[str, dict[str, list[Any]]]]] = []
+    for piece in (7, 10**6):
+        monkeypatch.setattr("app.logprobs.PIECE", piece)
+        monkeypatch.setattr("app.replies.PIECE", piece)
+        done = post(FakeEngineClient(), stream=stream, **fields)
+        whole = [] if stream else json.loads(done.reply)["choices"]
+        told.append([assembled(done, i) for i in (0, 1)] if stream else [(c["text"], c["logprobs"]) for c in whole])
+    assert told[0] == told[1]
+    assert [len(column) for column in told[0][0][1].values()] == [93] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Between two turns of another task no more than a piece's tokens are written down or encoded."""
+    monkeypatch.setattr("app.logprobs.PIECE", 10)
+    monkeypatch.setattr("app.replies.PIECE", 10)
+    written, encoded = Transcript._write, replies.encode_json
+    work: list[int] = [0]
+
+    def write(self: Transcript, token_id: int, logprob: TokenLogprob | None) -> None:
+        work[-1] += 1
+        written(self, token_id, logprob)
+
+    def encode(value: Any) -> bytes:
+        work[-1] += len(value) if isinstance(value, list) else 0
+        return encoded(value)
+
+    monkeypatch.setattr(Transcript, "_write", write)
+    monkeypatch.setattr(replies, "encode_json", encode)
+
+    async def other() -> None:
+        while True:
+            await asyncio.sleep(0)
+            work.append(0)
+
+    async def scenario() -> Exchange:
+        beside = asyncio.create_task(other())
+        fields = {"prompt": [ascii_ids(200)] * 3, "max_tokens": 0, "logprobs": 3, "echo": True, "stream": stream}
+        done = await Exchange(create_app(FakeEngineClient()), json.dumps(PROMPT | fields).encode()).run()
+        beside.cancel()
+        return done
+
+    done = asyncio.run(scenario())
+    assert done.status == 200
+    assert sum(work) >= 3 * 200 * 5  # written once, and encoded in four columns
+    assert max(work) <= 3 * 11  # one piece each of the choices, which take turns
+
+
+def test_a_long_body_says_its_length() -> None:
+    done = post(FakeEngineClient(), prompt=[ascii_ids(200)] * 8, max_tokens=0, logprobs=20, echo=True)
+    assert len(done.reply) > routes.LONG_BODY
+    assert int(done.reply_headers["content-length"]) == len(done.reply)
+    assert len(json.loads(done.reply)["choices"]) == 8

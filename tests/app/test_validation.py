@@ -303,3 +303,38 @@ def test_what_exceeds_the_context_is_a_400_with_the_numbers(length: int, max_tok
 def test_what_just_fits_the_context_is_served() -> None:
     done = call(create_app(FakeEngineClient(max_model_len=32)), PROMPT | {"prompt": "a" * 24, "max_tokens": 8})
     assert done.status == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "has"),
+    [
+        ([[1] * 40, [2] * 21], "these 2 have 61"),
+        (["a" * 40, "b" * 21], "these 2 have at least 61"),
+        ([1] * 61, "these 1 have 61"),
+    ],
+)
+def test_more_prompt_tokens_than_a_request_may_have_are_refused_before_any_work(prompt: Any, has: str) -> None:
+    client = FakeEngineClient(max_prompt_tokens=60)
+    done = call(create_app(client), PROMPT | {"prompt": prompt, "n": 3})
+    error = json.loads(done.reply)["error"]
+    assert (done.status, error["param"], error["code"]) == (400, "prompt", "too_many_prompt_tokens")
+    assert error["message"] == f"the prompts of one request may have 60 tokens together; {has}"
+    assert client.tokenized == []
+    assert client.submitted == []
+
+
+def test_texts_are_tokenized_only_until_they_are_too_many() -> None:
+    """é is two of the fake's tokens: only tokenizing shows that 20 of them are more than 30."""
+    client = FakeEngineClient(max_prompt_tokens=30)
+    done = call(create_app(client), PROMPT | {"prompt": ["é" * 10, "é" * 6, "é", "é"]})
+    error = json.loads(done.reply)["error"]
+    assert (done.status, error["code"]) == (400, "too_many_prompt_tokens")
+    assert [text for _, text in client.tokenized] == ["é" * 10, "é" * 6]
+    assert client.submitted == []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_choices_of_one_prompt_share_its_reading(n: int) -> None:
+    """So that n does not count."""
+    done = call(create_app(FakeEngineClient(max_prompt_tokens=60)), PROMPT | {"prompt": ["a" * 40, "b" * 20], "n": n})
+    assert done.status == 200

@@ -97,11 +97,14 @@ def test_what_the_cache_may_take_reaches_the_engine() -> None:
             "kv_tokens": "4096",
             "prefix_cache": "false",
             "max_demand": "2.5",
+            "max_prompt_tokens": "9000",
             "request_timeout_s": "60",
         }
     ).freeze("cpu")
     assert (config.cache, config.block_size, config.kv_tokens, config.memory_fraction) == ("paged", 32, 4096, None)
     assert (config.prefix_cache, config.max_demand, config.request_timeout_s) == (False, 2.5, 60.0)
+    assert config.max_prompt_tokens == 9000
+    assert Settings().freeze("cpu").max_prompt_tokens == 131_072
     assert Settings.model_validate({"memory_fraction": "0.5"}).freeze("cpu").memory_fraction == 0.5
     assert Settings.model_validate({"cache": "slotted"}).freeze("cpu").cache == "slotted"
 
@@ -297,6 +300,8 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"prefix_cache": "maybe"}, "valid boolean"),
         ({"prefix_cache": None}, "valid boolean"),
         ({"max_demand": 0.9}, "at least 1"),
+        ({"max_prompt_tokens": 0}, "greater than or equal to 1"),
+        ({"max_prompt_tokens": "none"}, "valid integer"),
         ({"max_demand": "nan"}, "finite|greater than 0"),
         ({"max_demand": "inf"}, "finite"),
         ({"max_demand": "none"}, "valid number"),

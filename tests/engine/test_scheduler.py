@@ -30,8 +30,8 @@ def engine(pair: Pair) -> Engine:
     return load(pair, max_running=3, max_spec_length=4, max_step_tokens=15, **without_prefixes())
 
 
-def submit(engine: Engine, name: str, length: int, k: int = 4) -> None:
-    engine.submit(Request(name, tuple(range(5, 5 + length)), PARAMS, k=k))
+def submit(engine: Engine, name: str, length: int, k: int = 4, group: str = "") -> None:
+    engine.submit(Request(name, tuple(range(5, 5 + length)), PARAMS, k=k, group=group))
 
 
 def described(plan: Plan) -> list[tuple[str, int, int, bool]]:
@@ -53,7 +53,7 @@ def test_slices_are_in_the_order_of_their_slots(engine: Engine) -> None:
 
 def test_a_sequence_for_which_no_token_is_left_holds_no_memory(engine: Engine) -> None:
     for name, length in (("a", 20), ("b", 9), ("c", 9)):
-        submit(engine, name, length)
+        submit(engine, name, length, group="one")
     assert described(engine.scheduler.plan()) == [("a", 15, 0, False)]
     assert [s.request_id for s in engine.scheduler.waiting] == ["b", "c"]
     engine.step()
@@ -182,7 +182,7 @@ def test_nobody_waits_for_another_salt(pair: Pair) -> None:
     """Its time to first token would tell that somebody else sent the same."""
     engine = paged(pair)
     for name, salt in (("leader", "a"), ("same", "a"), ("other", "b")):
-        engine.submit(ask(name, COMMON, 4, cache_salt=salt))
+        engine.submit(ask(name, COMMON, 4, cache_salt=salt, group="one"))
     engine.step()
     leaders = {s.request_id: engine.scheduler._leader(s)[0] for s in engine.scheduler.waiting}
     assert leaders["other"] is None

@@ -24,6 +24,7 @@ from deployments.engine.types import (
 )
 from deployments.engine.worker import IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission
+from policies.work import Work
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 from tests.kv import kv_kind
@@ -139,6 +140,34 @@ def test_a_full_engine_refuses_at_once_and_admits_again_later(worker: EngineWork
     desk.wait_for_end("a", "b", "c")
     worker.submit(make_request("d"))
     desk.wait_for_end("d")
+
+
+@pytest.mark.parametrize(("group", "least", "most"), [("", 7, 8), ("one", 1, 1)])
+def test_who_is_refused_is_told_how_long_the_queue_is(
+    engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch, group: str, least: int, most: int
+) -> None:
+    """Two slots, three requests of 8 tokens, half a second each. A newcomer goes before further choices of one that has
+    a slot: it takes the second."""
+    monkeypatch.setattr(Work, "of", lambda timings: Work(0.0, 0.5))
+    worker = EngineWorker(engine, desk.deliver)
+    worker.start()
+    held, gate = threading.Event(), threading.Event()
+
+    def hold(outputs: list[Output]) -> None:
+        held.set()
+        assert_set(gate)
+
+    desk.on_delivery = hold
+    worker.submit(replace(make_request("a"), group=group))
+    assert_set(held)
+    for name in ("b", "c"):
+        worker.submit(replace(make_request(name), group=group))
+    with pytest.raises(Overloaded) as refused:
+        worker.submit(make_request("d"))
+    assert least <= refused.value.retry_after <= most
+    gate.set()
+    desk.wait_for_end("a", "b", "c")
+    worker.stop()
 
 
 def test_requests_of_a_list_are_admitted_together_or_not_at_all(worker: EngineWorker, desk: Desk) -> None:
@@ -411,7 +440,7 @@ def test_only_requests_that_reach_their_own_end_teach_the_wait(
     worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taught: list[float] = []
-    monkeypatch.setattr(Admission, "finished", lambda self, duration_s: taught.append(duration_s))
+    monkeypatch.setattr(Admission, "finished", lambda self, needed_s, asked_s: taught.append(needed_s))
     desk.on_delivery = lambda outputs: worker.cancel("cancelled")
     worker.submit(make_request("cancelled", max_tokens=80))
     desk.wait_for_end("cancelled")
