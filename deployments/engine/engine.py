@@ -16,10 +16,11 @@ from deployments.engine.memory import keep_freed_memory
 from deployments.engine.models.pair import load_pair
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.profiling import profile
-from deployments.engine.round import Outcome, run_round
+from deployments.engine.rescue import run_or_rescue
+from deployments.engine.round import Outcome
 from deployments.engine.runner import Runner
 from deployments.engine.scheduler import Plan, Scheduler, Slice
-from deployments.engine.sequence import Sequence
+from deployments.engine.sequence import Sequence, State
 from deployments.engine.speculation import Speculator
 from deployments.engine.stats import Ledger
 from deployments.engine.types import (
@@ -187,23 +188,17 @@ class Engine:
         return plan
 
     def _round(self, plan: Plan) -> Outcome | None:
-        """The round; if the pass fails it is tried once more without drafts, then its requests end (R9)."""
+        """The round; requests that make it fail end (R9)."""
         if not plan.slices:
             return None
-        lengths = [self.target.cache.length(s.sequence.handle) for s in plan.slices]
-        for with_drafts in (True, False):
-            try:
-                with torch.inference_mode():
-                    attempt = plan if with_drafts else plan.without_drafts()
-                    outcome = run_round(attempt, self.target, self.drafter)
-                return outcome if with_drafts else replace(outcome, draft=replace(outcome.draft, failed=True))
-            except Exception:
-                log.exception("a round over %d sequences failed", len(plan.slices))
-                for part, length in zip(plan.slices, lengths, strict=True):
-                    self.target.cache.truncate_to(part.sequence.handle, length)
+        with torch.inference_mode():
+            outcome, failures = run_or_rescue(plan, self.target, self.drafter)
+        if outcome is not None:
+            failures = failures | outcome.failures
         for part in plan.slices:
-            self._finish(part.sequence, "error", "the model failed to process this request")
-        return None
+            if error := failures.get(part.sequence.handle):
+                self._finish(part.sequence, "error", error)
+        return outcome
 
     def _commit(self, plan: Plan, outcome: Outcome | None) -> list[Output]:
         outputs: list[Output] = []
@@ -212,11 +207,11 @@ class Engine:
         for part, told in outcome.prompt_logprobs:
             part.sequence.prompt_logprobs += told
         for part in plan.slices:
-            if not part.emits:
+            if not part.emits and part.sequence.state is State.RUNNING:
                 self.target.cache.publish(part.sequence.handle, part.sequence.tokens)
                 part.sequence.record.prefill_passes += 1
         for i, part in enumerate(outcome.slices):
-            output = self._commit_one(part, i, outcome)
+            output = self._commit_one(part, i, outcome) if part.sequence.state is State.RUNNING else None
             if output is not None:
                 outputs.append(output)
         return outputs

@@ -1,7 +1,10 @@
-"""Keep the host's large blocks: a round's temporaries of a megabyte must not go back to the kernel every time."""
+"""Memory of the process: keep the host's large blocks, for a round's temporaries of a megabyte must not go back to the
+kernel every time; and tell errors that say that there is none left."""
 
 import ctypes
 import sys
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 TRIM_BYTES = 512 * 2**20  # free memory at the top of the heap that is kept
@@ -20,3 +23,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that there is not enough memory. torch has a class of its own for a GPU, none for a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "you tried to allocate" in str(error)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
 from deployments.engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
-from deployments.engine.logprobs import token_logprobs
+from deployments.engine.logprobs import Failure, Told, Wanted, tell_all, tell_one
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sampling import Sampler
 from deployments.engine.scheduler import Plan, Slice
-from deployments.engine.types import TokenLogprob
 from deployments.engine.verification import verify
 
 log = logging.getLogger(__name__)
 
-Told = tuple[TokenLogprob, ...]
+
+Failures = dict[int, str]  # handles of sequences whose requests end, and why: safe to show to their clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Outcome:
     verdict: Verdict
     logprobs: tuple[Told, ...]  # of each slice's emitted tokens; empty where not asked for
     prompt_logprobs: tuple[tuple[Slice, Told], ...]  # for any slices of the plan, of the prompt tokens that they scored
+    failures: Failures  # of any slices of the plan: what only their requests wanted could not be made
     draft_us: int
     score_us: int
     target_forward_us: int
@@ -56,8 +57,9 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     feeds = _feeds(plan, draft)
     logits, prompt_logits = _split(target.run(feeds, draft.tokens), feeds)
     verdict = verify(batch, draft, logits)
-    logprobs = _logprobs(batch, draft, verdict, logits)
-    prompt_logprobs = _prompt_logprobs(plan, feeds, prompt_logits, target)
+    failures: Failures = {}
+    logprobs = _logprobs(batch, draft, verdict, logits, failures)
+    prompt_logprobs = _prompt_logprobs(plan, feeds, prompt_logits, target, failures)
     scored = perf_counter_ns()
 
     for sequence, accepted, bad in zip(batch.sequences, verdict.accepted, verdict.bad, strict=True):
@@ -70,6 +72,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
         verdict,
         logprobs,
         prompt_logprobs,
+        failures,
         draft_us=(drafted - started) // 1000,
         score_us=(scored - drafted) // 1000,
         target_forward_us=(target.forward_ns - forward_ns) // 1000,
@@ -121,42 +124,45 @@ def _split(logits: Tensor, feeds: Seq[Feed]) -> tuple[Tensor, Tensor | None]:
     return logits[index[: len(drawn)]], logits[index[len(drawn) :]]
 
 
-def _logprobs(batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor) -> tuple[Told, ...]:
+def _logprobs(
+    batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor, failures: Failures
+) -> tuple[Told, ...]:
     """A second copy to the host, in rounds of which somebody asked for it."""
-    counts = [s.params.logprobs for s in batch.sequences]
-    if all(count is None for count in counts):
-        return ((),) * len(counts)
-    rows: list[int] = []
-    tokens: list[int] = []
-    tops: list[int] = []
+    told: list[Told] = [()] * len(batch.sequences)
+    wanted: dict[int, Wanted] = {}
     first = 0
-    for k, emitted, count in zip(draft.ks, verdict.emitted, counts, strict=True):
-        if count is not None:
-            rows += range(first, first + len(emitted))
-            tokens += emitted
-            tops += [count] * len(emitted)
+    for i, (sequence, k, emitted) in enumerate(zip(batch.sequences, draft.ks, verdict.emitted, strict=True)):
+        if sequence.params.logprobs is not None:
+            wanted[i] = Wanted(range(first, first + len(emitted)), emitted, sequence.params.logprobs)
         first += k + 1
-    told = iter(token_logprobs(logits[torch.tensor(rows, device=logits.device)], tokens, tops))
-    return tuple(
-        () if count is None else tuple(next(told) for _ in emitted)
-        for emitted, count in zip(verdict.emitted, counts, strict=True)
-    )
+    results = tell_all(logits, list(wanted.values())) if wanted else []
+    for i, result in zip(wanted, results, strict=True):
+        if isinstance(result, Failure):
+            failures[batch.sequences[i].handle] = result.reason
+        else:
+            told[i] = result
+    return tuple(told)
 
 
 def _prompt_logprobs(
-    plan: Plan, feeds: Seq[Feed], logits: Tensor | None, target: Runner
+    plan: Plan, feeds: Seq[Feed], logits: Tensor | None, target: Runner, failures: Failures
 ) -> tuple[tuple[Slice, Told], ...]:
     """The row of a prompt's token tells of the next one."""
     if logits is None:
         return ()
-    told, first = [], 0
+    told: list[tuple[Slice, Told]] = []
+    first = 0
     for s, feed in zip(plan.slices, feeds, strict=True):
         if not feed.scored:
             continue
         # The pass has fed this slice already: its first row is so far behind the cache's end.
         start = target.cache.length(s.sequence.handle) - feed.committed - feed.drafts + 1
         tokens = s.sequence.tokens[start : start + feed.scored]
-        counts = [s.sequence.params.prompt_logprobs or 0] * len(tokens)
-        told.append((s, tuple(token_logprobs(logits[first : first + feed.scored], tokens, counts))))
+        rows = logits[first : first + feed.scored]
+        result = tell_one(rows, Wanted(range(feed.scored), tokens, s.sequence.params.prompt_logprobs or 0))
+        if isinstance(result, Failure):
+            failures[s.sequence.handle] = result.reason
+        else:
+            told.append((s, result))
         first += feed.scored
     return tuple(told)

@@ -258,7 +258,7 @@ class StepStats:
     running: int
     waiting: int
     draft_faults: int = 0  # the drafter failed, or the pass did and was tried again without drafts
-    failed: bool = False  # the pass failed twice, and its requests ended with an error
+    failed: bool = False  # every attempt at its pass failed, and all its requests ended with an error
     preempted: int = 0  # sequences whose memory was taken back
     cached_tokens: int = 0  # of the prompts of sequences that were admitted, found in the target's cache
     decoding: int = 0  # sequences whose k was chosen in this step

@@ -1,9 +1,12 @@
-"""Large blocks are kept: allocating one again costs few page faults."""
+"""Large blocks are kept: allocating one again costs few page faults. And errors that say that memory is out."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from deployments.engine.memory import out_of_memory
 
 SCRIPT = """
 import resource, sys, torch
@@ -37,3 +40,12 @@ def test_freed_blocks_fault_no_more() -> None:
         pytest.skip("this C library has no mallopt")
     assert kept < 1_000
     assert run("control")[1] > 10_000
+
+
+def test_an_allocation_that_is_too_large_says_so() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert out_of_memory(caught.value)
+    assert out_of_memory(torch.OutOfMemoryError("on the GPU"))
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("out of ideas"))
