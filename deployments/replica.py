@@ -131,11 +131,10 @@ def _reason(error: ValidationError | ConfigError) -> str:
 def _keep_to_loopback() -> None:
     """Where Ray keeps to the loopback interface, let the server for calls between replicas do so too. Serve starts it
     after __init__, on every interface, and it takes pickles (Ray 2.60)."""
-    listen = serve_replica.add_port_to_grpc_server
+    serve_module: Any = serve_replica
+    listen = serve_module.add_port_to_grpc_server
     if ray.util.get_node_ip_address() == LOOPBACK:
-        serve_replica.add_port_to_grpc_server = lambda server, address: listen(
-            server, address.replace("[::]", LOOPBACK)
-        )
+        serve_module.add_port_to_grpc_server = lambda server, address: listen(server, address.replace("[::]", LOOPBACK))
 
 
 def _show_logs() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ class Exchange:
     body: bytes = b""
     method: str = "POST"
     path: str = "/v1/completions"
-    headers: dict[str, str | bytes] = field(default_factory=dict)
+    headers: Mapping[str, str | bytes] = field(default_factory=dict)
     chunks: list[bytes] = field(default_factory=list)  # the request's body in parts; overrides body
     sent: list[Message] = field(default_factory=list)
     state: dict[str, Any] | None = None

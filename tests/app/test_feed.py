@@ -80,7 +80,7 @@ class Watched:
     async def leave(self, *viewers: Exchange) -> None:
         for viewer in viewers:
             viewer.leave()
-            await self.running.pop(viewer.headers["name"])
+            await self.running.pop(str(viewer.headers["name"]))
 
 
 async def until(condition: Callable[[], bool]) -> None:
