@@ -167,8 +167,8 @@ class Engine:
         """Raise AssertionError unless every slot is accounted for (I3); cheap enough to run whenever idle."""
         self.target.cache.audit({s.handle for s in self.scheduler.running})
         self.drafter.audit({s.handle for s in self._sequences.values()})
-        held = self.config.max_running - self.target.cache.free_slots
-        assert held == len(self.scheduler.running), f"{held} slots held by {len(self.scheduler.running)} sequences"
+        idle = [s.request_id for s in self.scheduler.running if not self.target.cache.holds(s.handle)]
+        assert not idle, f"{len(idle)} sequences run without a slot: {idle}"
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -280,9 +280,7 @@ class Engine:
         last: Output | None = None,
         code: ErrorCode = "engine_error",
     ) -> None:
-        """The one way a request ends: free what it holds, and queue its last output (I5)."""
-        self.scheduler.remove(sequence)
-        self._ledger.draft_faults += not try_forget(self.drafter, sequence)
+        """The one way a request ends: queue its last output, and free what it holds, neither of which may fail (I5)."""
         sequence.finish(reason)
         del self._sequences[sequence.request_id]
         self._gone.append(sequence.handle)
@@ -291,3 +289,5 @@ class Engine:
         record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
         last = last or Output(sequence.request_id, (), "")
         self._finished.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
+        self.scheduler.remove(sequence)
+        self._ledger.draft_faults += not try_forget(self.drafter, sequence)

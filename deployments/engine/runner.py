@@ -1,5 +1,6 @@
 """One model with its cache: feed what is uncached, get logits for the rows that are asked for (architecture R1, R2)."""
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -13,6 +14,8 @@ from cache.storage import KVShape
 from deployments.engine.models.attention import Attention, Span, plan_attention
 from deployments.engine.models.decoder import Decoder, DecoderConfig
 from deployments.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Runner:
         self.layout = layout
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
+        self._vouched: set[int] = set()  # handles whose memory is known to be finite
 
     @property
     def vocab_size(self) -> int:
@@ -47,16 +51,36 @@ class Runner:
         return len(sequence.tokens) - cached
 
     def let_go(self, sequence: Sequence) -> None:
-        """Free its memory. Of one that has not emitted yet no verdict has said whether that is finite (R9)."""
-        if self.cache.holds(sequence.handle):
-            if not sequence.record.emitted and not self.storage.finite(sequence.handle):
-                self.spoil(sequence)
-            self.cache.release(sequence.handle)
+        """Free its memory. If nobody vouched for it since a pass wrote to it, it is looked at first. Does not raise:
+        what cannot be looked at is cleared, and what cannot be cleared is withheld (R9)."""
+        handle = sequence.handle
+        if self.cache.holds(handle) and handle not in self._vouched and not self._finite(handle):
+            self.spoil(sequence)
+        self._vouched.discard(handle)
+        self.cache.release(handle)
+
+    def vouch(self, sequence: Sequence) -> None:
+        """What its memory holds has led to finite scores."""
+        self._vouched.add(sequence.handle)
 
     def spoil(self, sequence: Sequence) -> None:
-        """What it computed is not finite: nobody may find it, or get its memory as it is."""
+        """What it computed is not finite: nobody may find it, or get its memory as it is. Where that cannot be cleared,
+        the sequence loses it at once, and nobody gets it."""
         self.cache.discard(sequence.handle)
-        self.storage.clear(sequence.handle)
+        try:
+            self.storage.clear(sequence.handle)
+        except Exception:
+            log.exception("the memory of request %s could not be cleared; it is withheld", sequence.request_id)
+            self.cache.quarantine(sequence.handle)
+        else:
+            self._vouched.add(sequence.handle)
+
+    def _finite(self, handle: int) -> bool:
+        try:
+            return self.storage.finite(handle)
+        except Exception:
+            log.exception("whether memory is finite could not be found out; it counts as not finite")
+            return False
 
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
         """One pass over all feeds; returns logits [Σ (scored + outputs), vocab], and the caches hold what was fed.
@@ -73,6 +97,7 @@ class Runner:
         for feed in feeds:
             draft_index += feed.outputs > 0
             handle = feed.sequence.handle
+            self._vouched.discard(handle)
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts

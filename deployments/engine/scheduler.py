@@ -157,7 +157,7 @@ class Scheduler:
         """
         passed = owed = 0  # sequences passed over, and tokens that they will have to feed
         for sequence in tuple(self.waiting):
-            if budget < 1 or len(self.running) + passed == self._max_running:
+            if budget < 1 or self._cache.free_slots <= passed:
                 return
             self._cache.allocate(sequence.handle, _findable(sequence), sequence.cache_salt)
             leader, common = self._leader(sequence)
