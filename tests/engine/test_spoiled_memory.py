@@ -207,3 +207,83 @@ def test_what_the_last_pass_of_a_request_wrote_is_looked_at(
     assert hits[-1] == 1
     check(run, expected, r1="error")
     assert all_finite(engine.target)
+
+
+# --- the draft model -------------------------------------------------------------------------------------------------
+
+
+def poisoned_once(engine: Engine, name: str, output: int) -> Callable[[], None]:
+    """The draft's memory of that request, once it has so many tokens."""
+    done: list[int] = []
+    runner = model_drafter(engine).runner
+
+    def after_step() -> None:
+        for sequence in engine.scheduler.running:
+            known = runner.cache.holds(sequence.handle) and runner.cache.length(sequence.handle)
+            if sequence.request_id == name and sequence.num_output >= output and known and not done:
+                done.append(sequence.handle)
+                poison(runner, sequence.handle)
+
+    return after_step
+
+
+@pytest.mark.parametrize("name", ["r0", "r1"], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+def test_a_draft_that_is_not_finite_costs_its_own_request_its_drafts(
+    pair: Pair, expected: dict[str, list[int]], name: str, verifier: str
+) -> None:
+    """And leaves nothing of it to those that get its memory next."""
+    engine = load(pair, max_running=3, max_spec_length=4, max_step_tokens=20, verifier=verifier)
+    run = drive(engine, make_requests(), after_step=poisoned_once(engine, name, 3))
+    if verifier == "match":
+        assert run.tokens == expected
+    assert {told.reason for told in run.told.values()} == {"length"}
+    assert all_finite(model_drafter(engine).runner)
+    record = run.told[name].record
+    assert record is not None
+    first = next(i for i in range(len(record.emitted)) if sum(record.emitted[: i + 1]) >= 3)
+    drafted = record.drafted[first + 1 :]
+    assert drafted[0] > 0
+    assert not any(drafted[1:])
+    assert sum(s.draft_faults for s in run.steps) == 1
+    for other, told in run.told.items():
+        assert told.record is not None
+        assert other == name or told.record.drafted[-2:] != [0, 0]
+
+
+def test_a_draft_that_was_not_looked_at_is_cleared_when_it_is_forgotten(pair: Pair) -> None:
+    """A prompt that the draft reads in pieces: nothing was drawn behind it yet."""
+    engine = load(pair, max_running=1, max_spec_length=5, max_step_tokens=8)
+    runner, cancelled = model_drafter(engine).runner, list[int]()
+
+    def after_step() -> None:
+        for sequence in tuple(engine.scheduler.running):
+            if runner.cache.holds(sequence.handle) and 0 < runner.cache.length(sequence.handle) < 40:
+                cancelled.append(sequence.handle)
+                poison(runner, sequence.handle)
+                engine.cancel("r")
+
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    drive(engine, [Request("r", tuple(range(10, 60)), params, k=5)], after_step=after_step)
+    assert cancelled
+    assert all_finite(runner)
+
+
+def test_a_draft_whose_memory_is_known_to_be_finite_is_not_looked_at(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would read all of it at the end of every request."""
+    looked: list[Storage] = []
+    for runner in (engine.target, model_drafter(engine).runner):
+        monkeypatch.setattr(runner.storage, "finite", looking(runner.storage, looked))
+    run = drive(engine, make_requests())
+    assert run.accepted
+    assert not looked
+
+
+def looking(storage: Storage, looked: list[Storage]) -> Callable[[int], bool]:
+    def finite(handle: int) -> bool:
+        looked.append(storage)
+        return True
+
+    return finite
