@@ -71,6 +71,7 @@ class Engine:
         self.scheduler = Scheduler(
             target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )
+        self._profiled_s = max((t.draft_s + t.score_s for t in timings), default=0.0)
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
@@ -111,6 +112,12 @@ class Engine:
     def steps(self) -> int:
         """Ended so far."""
         return self._ledger.steps
+
+    @property
+    def full_step_s(self) -> float:
+        """Seconds that a step may take whose pass is as large as it can be, as far as passes so far tell. At the start
+        these are the ones that were profiled. From any thread."""
+        return max(self._profiled_s, self.target.pass_s(self.config.max_step_tokens))
 
     @property
     def drafters(self) -> tuple[DrafterName, ...]:

@@ -36,6 +36,7 @@ class Runner:
         self.decoder = decoder
         self.device = device
         self.forward_ns = 0  # spent in forwards so far, by the host's clock: the device's time on CPU, less on GPU
+        self._largest = (1, 0)  # tokens of the largest pass so far, and nanoseconds that the latest such pass took
         self.layout = layout
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
@@ -49,6 +50,11 @@ class Runner:
         """Committed tokens that the cache does not hold yet."""
         cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
         return len(sequence.tokens) - cached
+
+    def pass_s(self, tokens: int) -> float:
+        """Seconds that a pass of so many tokens may take: those of the largest one so far, in proportion."""
+        count, spent = self._largest
+        return max(1.0, tokens / count) * spent / 1e9
 
     def let_go(self, sequence: Sequence) -> None:
         """Free its memory. If nobody vouched for it since a pass wrote to it, it is looked at first. Does not raise:
@@ -145,7 +151,10 @@ class Runner:
         )
         hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])
-        self.forward_ns += perf_counter_ns() - started
+        spent, count = perf_counter_ns() - started, tokens.shape[0]
+        self.forward_ns += spent
+        if count >= self._largest[0]:
+            self._largest = count, spent
         return logits
 
     def _place_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
