@@ -239,7 +239,9 @@ class Laws:
 
 
 def _legal(drawn: Tensor, scores: Tensor) -> Tensor:
-    """The drafts [n], with NO_TOKEN in place of those whose score, of scores [n, vocab], is not finite. Once the memory of
-    a sequence is not finite, no later score is: its last draft tells of all that was fed for it."""
+    """The drafts [n], with NO_TOKEN for each whose score, of scores [n, vocab], is not finite.
+
+    Once the memory of a sequence is not finite, no later score is: its last draft tells of all that was fed for it.
+    """
     finite = scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf
     return torch.where(finite, drawn, NO_TOKEN)
