@@ -51,11 +51,14 @@ class PagedCache:
         self._held: dict[int, _Held] = {}
         self._tables: list[list[int]] = [[] for _ in range(slots)]
         self._copies: dict[int, int] = {}  # destination → source, not done yet
-        self._spoiled: list[int] = []
 
     @property
     def free_slots(self) -> int:
         return self._slots.free
+
+    @property
+    def withheld(self) -> Set[int]:
+        return self._pool.withheld
 
     @property
     def free_blocks(self) -> int:
@@ -186,9 +189,15 @@ class PagedCache:
                 held.due, held.indexed, held.node = NEVER, 0, None
         if table[0] in self._index.nodes:
             for block in self._index.remove(table[0]):
-                self._pool.forget(block)
-                if not self._pool.counts[block]:
-                    self._spoiled.append(block)
+                self._pool.distrust(block)
+
+    def quarantine(self, handle: int) -> None:
+        held = self._held.pop(handle)
+        self._drop(held, 0, withhold=True)
+        self._slots.give_back(handle)
+
+    def restore(self) -> None:
+        self._pool.restore()
 
     def table(self, handle: int) -> list[int]:
         """The blocks of its positions, reserved ones included: the cache's own list, which changes; read only."""
@@ -211,11 +220,6 @@ class PagedCache:
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         return copies
-
-    def take_spoiled(self) -> list[int]:
-        """Blocks that `discard` took from the index and nobody holds: to be zeroed before anybody does; told once."""
-        spoiled, self._spoiled = self._spoiled, []
-        return spoiled
 
     def _must_copy(self, held: _Held) -> bool:
         """Whether the block of the position to be written next can be read by others, or found by them."""
@@ -240,12 +244,12 @@ class PagedCache:
             assert not below, f"block {block} is evicted, and {below} below it are not"
         return self._pool.take(wish)
 
-    def _drop(self, held: _Held, blocks: int, *, rolled_back: bool = False) -> None:
+    def _drop(self, held: _Held, blocks: int, *, rolled_back: bool = False, withhold: bool = False) -> None:
         """Let go of all but the table's first `blocks`, the deepest first (prefix.py relies on it)."""
         while len(held.table) > blocks:
             block = held.table.pop()
             held.wished.append(block)
-            self._pool.drop(block, keep=block in self._index.nodes, rolled_back=rolled_back)
+            self._pool.drop(block, keep=block in self._index.nodes, rolled_back=rolled_back, withhold=withhold)
             if self._copies and not self._pool.counts[block]:
                 self._copies.pop(block, None)
 

@@ -23,6 +23,11 @@ class KVCache(Protocol):
     def free_slots(self) -> int: ...
 
     @property
+    def withheld(self) -> Set[int]:
+        """Memory that nobody gets before `restore`: slots of a slotted cache, blocks of a paged one."""
+        ...
+
+    @property
     def used(self) -> float:
         """Share of its memory that sequences hold, 0 … 1; what is only kept to be found again does not count."""
         ...
@@ -77,10 +82,20 @@ class KVCache(Protocol):
         ...
 
     def discard(self, handle: int) -> None:
-        """What the sequence's positions hold is not to be trusted: nobody may find it any more. It keeps its slot."""
+        """What the sequence's positions hold is not to be trusted: nobody may find it any more. It keeps its slot, and
+        what could only be found, in nobody's hands, is withheld."""
+        ...
+
+    def quarantine(self, handle: int) -> None:
+        """Take back a discarded sequence's slot, and withhold the memory that nobody else holds: it is not to be
+        trusted, and could not be zeroed."""
+        ...
+
+    def restore(self) -> None:
+        """What is withheld was zeroed: whoever needs it may have it."""
         ...
 
     def audit(self, live: Set[int]) -> None:
-        """Raise AssertionError with the numbers unless all memory is accounted for exactly once (I3), and what is held
-        belongs to one of the `live` handles."""
+        """Raise AssertionError with the numbers unless all memory is accounted for exactly once (I3): free, held,
+        findable or withheld. What is held belongs to one of the `live` handles."""
         ...

@@ -14,6 +14,7 @@ class Slots:
         self.count = count
         self.held: dict[int, int] = {}  # handle → slot
         self._free = list(range(count))  # a heap
+        self.withheld: set[int] = set()  # nobody gets them before `restore`
 
     @property
     def free(self) -> int:
@@ -31,11 +32,19 @@ class Slots:
     def give_back(self, handle: int) -> None:
         heapq.heappush(self._free, self.held.pop(handle))
 
+    def withhold(self, handle: int) -> None:
+        self.withheld.add(self.held.pop(handle))
+
+    def restore(self) -> None:
+        self._free = sorted([*self._free, *self.withheld])
+        self.withheld.clear()
+
     def audit(self, live: Set[int]) -> None:
-        """Raise AssertionError unless every slot is free or held, once, by one of the `live` handles."""
-        slots = sorted([*self.held.values(), *self._free])
+        """Raise AssertionError unless every slot is free, withheld, or held, once, by one of the `live` handles."""
+        slots = sorted([*self.held.values(), *self._free, *self.withheld])
         assert slots == list(range(self.count)), (
-            f"{len(self.held)} held + {len(self._free)} free slots do not make {self.count}: {slots}"
+            f"{len(self.held)} held + {len(self._free)} free + {len(self.withheld)} withheld slots do not make "
+            f"{self.count}: {slots}"
         )
         leaked = sorted(self.held.keys() - live)
         assert not leaked, f"{len(leaked)} slots held by sequences that are gone: {leaked}"

@@ -15,10 +15,15 @@ class SlottedCache:
         self.num_slots, self.max_len = num_slots, max_len
         self._slots = Slots(num_slots)
         self._lengths: dict[int, int] = {}
+        self._reached: dict[int, int] = {}
 
     @property
     def free_slots(self) -> int:
         return self._slots.free
+
+    @property
+    def withheld(self) -> Set[int]:
+        return self._slots.withheld
 
     @property
     def used(self) -> float:
@@ -26,7 +31,7 @@ class SlottedCache:
 
     def allocate(self, handle: int, tokens: Sequence[int] = (), salt: str = "") -> int:
         self._slots.take(handle)
-        self._lengths[handle] = 0
+        self._lengths[handle] = self._reached[handle] = 0
         return 0
 
     def holds(self, handle: int) -> bool:
@@ -38,6 +43,10 @@ class SlottedCache:
     def length(self, handle: int) -> int:
         return self._lengths[handle]
 
+    def reached(self, handle: int) -> int:
+        """Positions that were reserved since it got its slot: no pass has written beyond them."""
+        return self._reached[handle]
+
     def room(self, handle: int) -> int:
         return self.max_len - self._lengths[handle]
 
@@ -45,6 +54,7 @@ class SlottedCache:
         length = self._lengths[handle] + count
         if length > self.max_len:
             raise CacheFull(f"sequence {handle} needs {length} positions, its slot has {self.max_len}")
+        self._reached[handle] = max(self._reached[handle], length)
 
     def extend(self, handle: int, count: int) -> None:
         length = self._lengths[handle] + count
@@ -67,10 +77,18 @@ class SlottedCache:
 
     def release(self, handle: int) -> None:
         if self._lengths.pop(handle, None) is not None:
+            del self._reached[handle]
             self._slots.give_back(handle)
 
     def discard(self, handle: int) -> None:
         pass
+
+    def quarantine(self, handle: int) -> None:
+        del self._lengths[handle], self._reached[handle]
+        self._slots.withhold(handle)
+
+    def restore(self) -> None:
+        self._slots.restore()
 
     def audit(self, live: Set[int]) -> None:
         self._slots.audit(live)

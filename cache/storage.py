@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from cache.paged import PagedCache
-from cache.protocol import KVCache
+from cache.slotted import SlottedCache
+
+PIECE = 64  # positions of a layer that are looked at together: this takes memory for as many again, and no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,12 @@ class Storage(Protocol):
         ...
 
     def clear(self, handle: int) -> None:
-        """Zero the memory that only this sequence holds, and what the cache's `discard` found in nobody's hands: the
-        next owner must not meet what is not finite. What `truncate_to` took before is out of reach."""
+        """Zero the memory that only this sequence holds and what the cache withholds, which is restored: the next owner
+        must not meet what is not finite. What `truncate_to` took from blocks before is out of reach."""
         ...
 
     def finite(self, handle: int) -> bool:
-        """Whether the memory that only this sequence holds is. Reads all of it, and waits for the device."""
+        """Whether the memory that only this sequence holds is. Reads all of it, in pieces, and waits for the device."""
         ...
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,7 @@ class Contiguous:
 class SlottedStorage(Contiguous):
     """All positions of all slots, preallocated."""
 
-    def __init__(self, cache: KVCache, slots: int, max_len: int, shape: KVShape) -> None:
+    def __init__(self, cache: SlottedCache, slots: int, max_len: int, shape: KVShape) -> None:
         self._cache = cache
         size = (shape.num_layers, slots, max_len, *shape.row)
         super().__init__(torch.zeros(size, dtype=shape.dtype, device=shape.device), shape.kv_heads)
@@ -114,13 +116,15 @@ class SlottedStorage(Contiguous):
         pass
 
     def clear(self, handle: int) -> None:
-        rows = self.places(self._cache.slot(handle), 0, self._stride)
-        for layer in self.rows:
-            layer[rows.start : rows.stop].zero_()
+        for slot in (self._cache.slot(handle), *self._cache.withheld):
+            rows = self.places(slot, 0, self._stride)
+            for layer in self.rows:
+                layer[rows.start : rows.stop].zero_()
+        self._cache.restore()
 
     def finite(self, handle: int) -> bool:
-        rows = self.places(self._cache.slot(handle), 0, self._cache.length(handle))
-        return all(bool(layer[rows.start : rows.stop].isfinite().all()) for layer in self.rows)
+        rows = self.places(self._cache.slot(handle), 0, self._cache.reached(handle))
+        return _all_finite(piece for layer in self.rows if rows for piece in layer[rows.start : rows.stop].split(PIECE))
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         slot = self._cache.slot(handle)
@@ -146,14 +150,21 @@ class Blocks:
 
     def clear(self, handle: int) -> None:
         self.settle()  # a copy that is still to come would bring back what is zeroed here
-        for block in [*self._cache.owned(handle), *self._cache.take_spoiled()]:
+        for block in (*self._cache.owned(handle), *self._cache.withheld):
             self.pool[:, block].zero_()
+        self._cache.restore()
 
     def finite(self, handle: int) -> bool:
-        return bool(self.pool[:, self._cache.owned(handle)].isfinite().all())
+        return _all_finite(self.pool[:, block] for block in self._cache.owned(handle))
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         self.settle()
         table = torch.tensor(self._cache.table(handle), dtype=torch.int64, device=self.pool.device)
         rows = self.pool[layer, table].flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
         return rows[: self._kv_heads], rows[self._kv_heads :]
+
+
+def _all_finite(pieces: Iterable[Tensor]) -> bool:
+    """One copy to the host for all of them."""
+    each = [piece.isfinite().all() for piece in pieces]
+    return not each or bool(torch.stack(each).all())

@@ -71,6 +71,7 @@ class Engine:
         self.scheduler = Scheduler(
             target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )
+        self._profiled_s = max((t.draft_s + t.score_s for t in timings), default=0.0)
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
@@ -111,6 +112,12 @@ class Engine:
     def steps(self) -> int:
         """Ended so far."""
         return self._ledger.steps
+
+    @property
+    def full_step_s(self) -> float:
+        """Seconds that a step may take whose pass is as large as it can be, as far as passes so far tell. At the start
+        these are the ones that were profiled. From any thread."""
+        return max(self._profiled_s, self.target.pass_s(self.config.max_step_tokens))
 
     @property
     def drafters(self) -> tuple[DrafterName, ...]:
@@ -167,8 +174,8 @@ class Engine:
         """Raise AssertionError unless every slot is accounted for (I3); cheap enough to run whenever idle."""
         self.target.cache.audit({s.handle for s in self.scheduler.running})
         self.drafter.audit({s.handle for s in self._sequences.values()})
-        held = self.config.max_running - self.target.cache.free_slots
-        assert held == len(self.scheduler.running), f"{held} slots held by {len(self.scheduler.running)} sequences"
+        idle = [s.request_id for s in self.scheduler.running if not self.target.cache.holds(s.handle)]
+        assert not idle, f"{len(idle)} sequences run without a slot: {idle}"
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -280,9 +287,7 @@ class Engine:
         last: Output | None = None,
         code: ErrorCode = "engine_error",
     ) -> None:
-        """The one way a request ends: free what it holds, and queue its last output (I5)."""
-        self.scheduler.remove(sequence)
-        self._ledger.draft_faults += not try_forget(self.drafter, sequence)
+        """The one way a request ends: queue its last output, and free what it holds, neither of which may fail (I5)."""
         sequence.finish(reason)
         del self._sequences[sequence.request_id]
         self._gone.append(sequence.handle)
@@ -291,3 +296,5 @@ class Engine:
         record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
         last = last or Output(sequence.request_id, (), "")
         self._finished.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
+        self.scheduler.remove(sequence)
+        self._ledger.draft_faults += not try_forget(self.drafter, sequence)

@@ -65,6 +65,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     for sequence, accepted, bad in zip(batch.sequences, verdict.accepted, verdict.bad, strict=True):
         if not bad:  # else its memory, rejected drafts' too, is to be cleared before anybody gets it
             target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
+            target.vouch(sequence)
     observed = _observe(drafter, batch, verdict)
     return Outcome(
         slices,

@@ -1,5 +1,6 @@
 """One model with its cache: feed what is uncached, get logits for the rows that are asked for (architecture R1, R2)."""
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -13,6 +14,8 @@ from cache.storage import KVShape
 from deployments.engine.models.attention import Attention, Span, plan_attention
 from deployments.engine.models.decoder import Decoder, DecoderConfig
 from deployments.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,11 @@ class Runner:
         self.decoder = decoder
         self.device = device
         self.forward_ns = 0  # spent in forwards so far, by the host's clock: the device's time on CPU, less on GPU
+        self._largest = (1, 0)  # tokens of the largest pass so far, and nanoseconds that the latest such pass took
         self.layout = layout
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
+        self._vouched: set[int] = set()  # handles whose memory is known to be finite
 
     @property
     def vocab_size(self) -> int:
@@ -46,17 +51,42 @@ class Runner:
         cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
         return len(sequence.tokens) - cached
 
+    def pass_s(self, tokens: int) -> float:
+        """Seconds that a pass of so many tokens may take: those of the largest one so far, in proportion."""
+        count, spent = self._largest
+        return max(1.0, tokens / count) * spent / 1e9
+
     def let_go(self, sequence: Sequence) -> None:
-        """Free its memory. Of one that has not emitted yet no verdict has said whether that is finite (R9)."""
-        if self.cache.holds(sequence.handle):
-            if not sequence.record.emitted and not self.storage.finite(sequence.handle):
-                self.spoil(sequence)
-            self.cache.release(sequence.handle)
+        """Free its memory. If nobody vouched for it since a pass wrote to it, it is looked at first. Does not raise:
+        what cannot be looked at is cleared, and what cannot be cleared is withheld (R9)."""
+        handle = sequence.handle
+        if self.cache.holds(handle) and handle not in self._vouched and not self._finite(handle):
+            self.spoil(sequence)
+        self._vouched.discard(handle)
+        self.cache.release(handle)
+
+    def vouch(self, sequence: Sequence) -> None:
+        """What its memory holds has led to finite scores."""
+        self._vouched.add(sequence.handle)
 
     def spoil(self, sequence: Sequence) -> None:
-        """What it computed is not finite: nobody may find it, or get its memory as it is."""
+        """What it computed is not finite: nobody may find it, or get its memory as it is. Where that cannot be cleared,
+        the sequence loses it at once, and nobody gets it."""
         self.cache.discard(sequence.handle)
-        self.storage.clear(sequence.handle)
+        try:
+            self.storage.clear(sequence.handle)
+        except Exception:
+            log.exception("the memory of request %s could not be cleared; it is withheld", sequence.request_id)
+            self.cache.quarantine(sequence.handle)
+        else:
+            self._vouched.add(sequence.handle)
+
+    def _finite(self, handle: int) -> bool:
+        try:
+            return self.storage.finite(handle)
+        except Exception:
+            log.exception("whether memory is finite could not be found out; it counts as not finite")
+            return False
 
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
         """One pass over all feeds; returns logits [Σ (scored + outputs), vocab], and the caches hold what was fed.
@@ -73,6 +103,7 @@ class Runner:
         for feed in feeds:
             draft_index += feed.outputs > 0
             handle = feed.sequence.handle
+            self._vouched.discard(handle)
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts
@@ -120,7 +151,10 @@ class Runner:
         )
         hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])
-        self.forward_ns += perf_counter_ns() - started
+        spent, count = perf_counter_ns() - started, tokens.shape[0]
+        self.forward_ns += spent
+        if count >= self._largest[0]:
+            self._largest = count, spent
         return logits
 
     def _place_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:

@@ -188,7 +188,7 @@ class Scheduler:
 
     def _order(self) -> list[Sequence]:
         """Who waits, the next to start first."""
-        if not self.waiting or len(self.running) == self._max_running:
+        if not self.waiting or not self._cache.free_slots:
             return []
         members = Counter(sequence.group for sequence in self.running)
         ranked = []
@@ -204,7 +204,7 @@ class Scheduler:
         slot and memory. Where memory is short, nobody overtakes.
         """
         for sequence in tuple(queue.order):
-            if len(self.running) + queue.passed == self._max_running:
+            if self._cache.free_slots <= queue.passed:
                 return None
             if sequence.group in reading:
                 continue

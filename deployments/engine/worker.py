@@ -27,6 +27,8 @@ from policies.work import Work
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5  # how often an idle engine proves that it lives
+STALL_STEPS = 4.0  # of the longest kind, which the engine may be without progress for
+FADE = 0.97  # by which the longest step fades with each further one: it is half as long after 23 steps
 MAX_FAILURES = 3  # steps that fail one after another before health says so
 
 Deliver = Callable[[list[Output], StepStats | None], None]  # outputs, of a step: its statistics
@@ -48,6 +50,9 @@ class EngineWorker:
 
     Every submitted request gets exactly one output with a finish_reason, also when it is cancelled, when the engine
     fails, and when the worker stops. What `deliver` raises is logged and lost: it must get its outputs through itself.
+
+    Health calls the engine stalled after stalled_after_s seconds without progress, or after the time of four of its
+    longest steps, if that is more: of recent ones, or of one as large as there may be.
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, *, stalled_after_s: float = 30.0) -> None:
@@ -65,6 +70,7 @@ class EngineWorker:
         )
         self._stopping: bool = False
         self._progress = time.monotonic()  # of the last step that fed a token or left nothing, or of the last idle turn
+        self._longest_s = 0.0  # of the steps so far, fading
         self._audited = True  # since the last step
         self._failures = 0  # failed steps since the last one that fed a token
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -146,7 +152,7 @@ class EngineWorker:
         reason = ""
         if not self._thread.is_alive():
             reason = "the engine thread is not running"
-        elif age > self._stalled_after_s:
+        elif age > max(self._stalled_after_s, STALL_STEPS * max(self._longest_s, self.engine.full_step_s)):
             reason = f"the engine has made no progress for {age:.0f} s"
         elif self._failures >= MAX_FAILURES:
             reason = f"the engine's last {self._failures} steps failed"
@@ -212,6 +218,7 @@ class EngineWorker:
             self._progress = time.monotonic()
             self._audit()
             return
+        began = time.monotonic()
         try:
             result = self.engine.step()
         except Exception:
@@ -220,6 +227,7 @@ class EngineWorker:
             self._failures += 1
             self._publish(self.engine.abort("the engine failed"))
             return
+        self._longest_s = max(time.monotonic() - began, FADE * self._longest_s)
         left = result.stats.running + result.stats.waiting
         fed = result.stats.sequences > 0 and not result.stats.failed
         if fed or not left:

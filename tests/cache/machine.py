@@ -50,6 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.closed: set[int] = set()  # sequences that met their text in a block of another's, or were discarded
         self.memory: dict[Place, Text] = {}
         self.distrusted: set[Place] = set()
+        self.withheld: set[int] = set()  # blocks, or slots
         self.published: set[tuple[str, Text]] = set()  # what may be found at all
 
     # What the cache shows of itself.
@@ -88,11 +89,15 @@ class CacheMachine(RuleBasedStateMachine):
         if self.paged is None:
             return MAX_LEN - length
         references = Counter(block for h in self.held for block in self.paged.table(h))
-        blocks, table = BLOCKS - len(references), self.paged.table(handle)
+        blocks, table = BLOCKS - len(references) - len(self.withheld), self.paged.table(handle)
         if length % BLOCK:
             last = table[length // BLOCK]
             blocks -= references[last] > 1 or last in self.index().values()
         return 0 if blocks < 0 else min(MAX_LEN, (len(table) + blocks) * BLOCK) - length
+
+    @property
+    def free_slots(self) -> int:
+        return SLOTS - len(self.held) - (len(self.withheld) if self.paged is None else 0)
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.held)), label="handle")
@@ -104,21 +109,22 @@ class CacheMachine(RuleBasedStateMachine):
         if handle in self.held:
             with pytest.raises(KeyError):
                 self.cache.allocate(handle, prompt, salt)
-        elif len(self.held) == SLOTS:
+        elif not self.free_slots:
             with pytest.raises(CacheFull):
                 self.cache.allocate(handle, prompt, salt)
         else:
             self.admit(handle, prompt, salt)
 
     def admit(self, handle: int, prompt: list[int], salt: str) -> None:
-        slot = min(set(range(SLOTS)) - {self.cache.slot(h) for h in self.held})
+        taken = {self.cache.slot(h) for h in self.held} | (self.withheld if self.paged is None else set())
+        slot = min(set(range(SLOTS)) - taken)
         expected = self.findable(prompt, salt)
         assert self.cache.allocate(handle, prompt, salt) == expected, "not the longest prefix that is there"
         assert self.cache.slot(handle) == slot
         self.held[handle], self.salts[handle] = prompt[:expected], salt
         self.committed[handle] = self.reserved[handle] = expected
 
-    @precondition(lambda self: len(self.held) < SLOTS)
+    @precondition(lambda self: self.free_slots)
     @rule(prompt=PROMPTS, salt=SALTS, commit=st.booleans())
     def begin(self, prompt: list[int], salt: str, commit: bool) -> None:
         """A prompt comes and is read as far as there is memory for it: what fills the cache."""
@@ -245,6 +251,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(handle=HANDLES)
     def release(self, handle: int) -> None:
         self.cache.release(handle)
+        self.gone(handle)
+
+    def gone(self, handle: int) -> None:
         for facts in (self.held, self.salts, self.committed, self.reserved):
             facts.pop(handle, None)
         self.closed.discard(handle)
@@ -266,9 +275,29 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
+        self.distrust(self.pick(data))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        """What nobody else holds is nobody's until it is restored."""
         handle = self.pick(data)
+        self.distrust(handle)
+        self.withheld |= {self.cache.slot(handle)} if self.paged is None else set(self.paged.owned(handle))
+        self.cache.quarantine(handle)
+        self.gone(handle)
+
+    @rule()
+    def restore(self) -> None:
+        self.cache.restore()
+        self.withheld.clear()
+
+    def distrust(self, handle: int) -> None:
+        found = set(self.index().values())
         self.cache.discard(handle)
         if self.paged is not None and self.paged.table(handle):
+            held = {block for h in self.held for block in self.paged.table(h)}
+            self.withheld |= found - set(self.index().values()) - held
             first = self.paged.table(handle)[0]
             self.closed |= {h for h in self.held if self.paged.table(h)[:1] == [first]}
             self.distrusted |= {self.place(handle, n) for n in range(len(self.held[handle]))}
@@ -284,7 +313,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def adds_up(self) -> None:
         self.cache.audit(self.held.keys())
-        assert self.cache.free_slots == SLOTS - len(self.held)
+        assert self.cache.free_slots == self.free_slots
+        assert self.cache.withheld == self.withheld
         assert {h for h in range(6) if self.cache.holds(h)} == self.held.keys()
         assert {h: self.cache.length(h) for h in self.held} == {h: len(text) for h, text in self.held.items()}
         slots = [self.cache.slot(h) for h in self.held]
@@ -292,7 +322,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(0 <= s < SLOTS for s in slots)
         if self.paged is not None:
             references = Counter(block for h in self.held for block in self.paged.table(h))
-            assert self.paged.used_blocks == len(references) == BLOCKS - self.paged.free_blocks
+            assert self.paged.used_blocks == len(references) + len(self.withheld) == BLOCKS - self.paged.free_blocks
             for h in self.held:
                 assert self.paged.slot_table(self.cache.slot(h)) == self.paged.table(h)
                 assert self.paged.owned(h) == [b for b in self.paged.table(h) if references[b] == 1]

@@ -52,19 +52,35 @@ def test_cached_blocks_are_evicted_in_the_order_they_were_let_go() -> None:
     assert (pool.free, pool.available) == (0, 4)
     pool.share(0)  # found again, and let go again: the last in the order now
     pool.drop(0, keep=True)
-    pool.forget(3)  # free, and so out of it
-    assert (pool.free, pool.available) == (1, 4)
+    pool.distrust(3)  # withheld, and so out of it
+    assert (pool.free, pool.available) == (0, 3)
     assert [pool.evict() for _ in range(3)] == [2, 1, 0]
     with pytest.raises(KeyError):
         pool.evict()
-    assert pool.free == 4
+    assert pool.free == 3
 
 
-def test_a_referenced_block_that_is_forgotten_stays_with_its_table() -> None:
+def test_a_referenced_block_that_is_distrusted_stays_with_its_table() -> None:
     pool = BlockPool(2)
     block = pool.take()
-    pool.forget(block)
-    assert (pool.counts[block], pool.free) == (1, 1)
+    pool.distrust(block)
+    assert (pool.counts[block], pool.free, pool.withheld) == (1, 1, set())
+
+
+def test_a_withheld_block_is_nobodys_until_it_is_restored() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.share(block)
+    pool.drop(block, keep=False, withhold=True)
+    assert pool.withheld == set()  # another table refers to it
+    pool.drop(block, keep=False, withhold=True)
+    assert (pool.withheld, pool.available) == ({block}, 1)
+    pool.audit({}, set())
+    assert pool.take(block) != block
+    with pytest.raises(KeyError):
+        pool.take()
+    pool.restore()
+    assert (pool.take(), pool.withheld) == (block, set())
 
 
 def test_a_block_cannot_be_freed_twice() -> None:
@@ -94,8 +110,8 @@ def _cached_without_node(pool: BlockPool) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (_both_states, r"4 free \+ 1 referenced \+ 1 cached blocks do not make 5: \[0, 0,"),
-        (_lost, r"2 free \+ 1 referenced \+ 1 cached blocks do not make 5"),
+        (_both_states, r"4 free \+ 1 referenced \+ 1 cached \+ 0 withheld blocks do not make 5: \[0, 0,"),
+        (_lost, r"2 free \+ 1 referenced \+ 1 cached \+ 0 withheld blocks do not make 5"),
         (_count_too_high, r"another count than tables that hold them: \{0: \(3, 2\)\}"),
         (_cached_without_node, r"cached \[1, 2\], indexed without a reference \[1\]"),
     ],

@@ -163,6 +163,22 @@ class TrustsOthersAfterDiscard(PagedCache):
             held.due = self.block_size
 
 
+class GivesAwayWhatWasQuarantined(PagedCache):
+    def quarantine(self, handle: int) -> None:
+        self.release(handle)
+
+
+class GivesAwayWhatWasDiscarded(PagedCache):
+    def discard(self, handle: int) -> None:
+        super().discard(handle)
+        self.restore()
+
+
+class RestoresNothing(PagedCache):
+    def restore(self) -> None:
+        pass
+
+
 class ReservesHalf(PagedCache):
     """Takes what there is before it finds that there is not enough."""
 
@@ -189,6 +205,9 @@ FAULTS = [
     HitsTheLastToken,
     KeepsWhatWasDiscarded,
     TrustsOthersAfterDiscard,
+    GivesAwayWhatWasQuarantined,
+    GivesAwayWhatWasDiscarded,
+    RestoresNothing,
     ReservesHalf,
 ]
 

@@ -10,6 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.gathered import GatheredStorage
 from cache.layout import Layout, make_cache
@@ -18,7 +19,7 @@ from cache.memory import make_storage
 from cache.paged import PagedCache
 from cache.protocol import KVCache
 from cache.slotted import SlottedCache
-from cache.storage import KVShape, SlottedStorage, Storage
+from cache.storage import PIECE, KVShape, SlottedStorage, Storage
 
 SLOTS, MAX_LEN, BLOCK, BLOCKS = 3, 15, 4, 9
 SHAPE = KVShape(2, 1, mmap.PAGESIZE // (BLOCK * 2 * 8), torch.float64, torch.device("cpu"))  # a block is a page
@@ -227,6 +228,83 @@ def test_a_cleared_slot_is_zero_and_its_neighbours_are_not() -> None:
     for layer, rows in enumerate(storage.rows):
         assert all(not part.any() for part in storage.read(layer, 11, 5))
         assert rows.sum() == 2 * 5 * 4 * 4  # of the two others
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that was made, views aside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+STORAGES = pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (Layout(2, 400), SlottedStorage),
+        (Layout(2, 400, 4, 200), MappedStorage),
+        (Layout(2, 400, 5, 160), GatheredStorage),
+    ],
+    ids=["slotted", "mapped", "gathered"],
+)
+
+
+def filled(layout: Layout, kind: type[Storage]) -> tuple[KVCache, Storage, list[int]]:
+    """Two sequences of 390 positions; the rows of the second."""
+    cache = make_cache(layout)
+    storage = make_storage(layout, cache, SHAPE)
+    assert type(storage) is kind
+    for handle in (0, 1):
+        cache.allocate(handle)
+        cache.reserve(handle, 390)
+        cache.extend(handle, 390)
+    storage.prepare([0, 1])
+    return cache, storage, list(storage.places(cache.slot(1), 0, 390))
+
+
+@STORAGES
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_whatever_position_is_not_finite_is_found(layout: Layout, kind: type[Storage], value: float) -> None:
+    """Also one beyond the sequence's end that a pass wrote before it failed."""
+    cache, storage, rows = filled(layout, kind)
+    assert storage.finite(1)
+    for n in (0, 63, 64, 200, 389):
+        storage.rows[1][rows[n], -1, -1] = value
+        assert (storage.finite(0), storage.finite(1)) == (True, False)
+        storage.rows[1][rows[n]] = 0
+    if isinstance(cache, SlottedCache):
+        cache.truncate_to(1, 3)
+        storage.rows[1][rows[389]] = value
+        assert not storage.finite(1)
+
+
+@STORAGES
+def test_looking_for_what_is_not_finite_takes_little_memory(layout: Layout, kind: type[Storage]) -> None:
+    _, storage, _ = filled(layout, kind)
+    row = 2 * SHAPE.kv_heads * SHAPE.head_dim
+    piece = SHAPE.num_layers * layout.block_size if layout.paged else PIECE
+    with Largest() as largest:
+        assert storage.finite(1)
+    assert 0 < largest.elements <= piece * row
+
+
+@STORAGES
+def test_what_is_withheld_is_zeroed_with_the_next_that_is(layout: Layout, kind: type[Storage]) -> None:
+    cache, storage, rows = filled(layout, kind)
+    for layer in storage.rows:
+        layer[rows] = torch.nan
+    cache.discard(1)
+    cache.quarantine(1)
+    assert cache.withheld
+    cache.audit({0})
+    storage.clear(0)
+    assert not cache.withheld
+    assert all(not layer[rows].any() for layer in storage.rows)
+    cache.audit({0})
 
 
 def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:

@@ -1,18 +1,25 @@
 """The engine's thread: every submitted request ends exactly once, whatever happens, and health tells the truth."""
 
+import itertools
 import logging
+import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from deployments.engine import engine as engine_module
+from deployments.engine import runner as runner_module
 from deployments.engine import worker as worker_module
+from deployments.engine.commit import Committed
 from deployments.engine.engine import Engine, StepResult
 from deployments.engine.scheduler import Plan
+from deployments.engine.sequence import Sequence
 from deployments.engine.types import (
     EngineStopped,
     InvalidRequest,
@@ -401,6 +408,78 @@ def test_every_step_that_feeds_a_token_is_progress(
     assert all(healthy)
 
 
+class Clock:
+    """The worker's, which only the test moves: `step_s` with each step. The engine's stays real."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        self.step_s = 0.0
+        step = Engine.step
+
+        def ticking(engine: Engine) -> StepResult:
+            self.now += self.step_s
+            return step(engine)
+
+        monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(Engine, "step", ticking)
+
+
+def healthy_after(worker: EngineWorker, clock: Clock, seconds: float) -> bool:
+    clock.now += seconds
+    healthy = worker.stats().healthy
+    clock.now -= seconds
+    return healthy
+
+
+def test_a_stall_is_longer_than_recent_steps_were(engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 20 s: 70 s without progress may be a longer one. After many short steps they are a stall."""
+    monkeypatch.setattr(Engine, "full_step_s", 0.0, raising=False)
+    worker, clock, seen = EngineWorker(engine, desk.deliver), Clock(monkeypatch), list[bool]()
+    clock.step_s = 20.0
+    worker.start()
+
+    def look(outputs: list[Output]) -> None:
+        steps = len(desk.outputs["r"])
+        if steps in (3, 60):
+            seen.extend(healthy_after(worker, clock, seconds) for seconds in (29, 70, 1000))
+            clock.step_s = 0.1
+
+    desk.on_delivery = look
+    worker.submit(replace(make_request("r", max_tokens=70), k=0))
+    desk.wait_for_end("r")
+    worker.stop()
+    assert seen == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_first_step_of_a_large_model_is_no_stall(
+    pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """Its passes were seen to take 10 s when it was loaded; those of the other one take next to nothing."""
+    ticks = itertools.count()
+    with monkeypatch.context() as patch:
+        if slow:
+            patch.setattr(runner_module, "perf_counter_ns", lambda: next(ticks) * 10**10)
+        engine = load(pair, max_running=2, max_step_tokens=40)
+    held, gate, run = threading.Event(), threading.Event(), engine.target.run
+
+    def holding(*args: Any) -> Any:
+        held.set()
+        assert_set(gate)
+        return run(*args)
+
+    monkeypatch.setattr(engine.target, "run", holding)
+    worker, clock = EngineWorker(engine, desk.deliver, stalled_after_s=30), Clock(monkeypatch)
+    worker.start()
+    worker.submit(make_request("r"))
+    assert_set(held)
+    seen = [healthy_after(worker, clock, seconds) for seconds in (29, 39, 1000)]
+    gate.set()
+    desk.wait_for_end("r")
+    worker.stop()
+    assert seen == [True, slow, False]
+
+
 def test_a_delivery_that_fails_costs_only_its_outputs(worker: EngineWorker, desk: Desk) -> None:
     def fail_once(outputs: list[Output]) -> None:
         desk.on_delivery = lambda outputs: None
@@ -452,6 +531,107 @@ def test_only_requests_that_reach_their_own_end_teach_the_wait(
     worker.submit(make_request("bad"))
     desk.wait_for_end("bad")
     assert len(taught) == 1
+
+
+# --- demand is given back --------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """Ends requests in every way there is; the way is the first word of a request's id."""
+
+    WAYS = ("finished", "cancelled", "waiting", "overdue", "unstartable", "uncommittable", "aborted")
+
+    def __init__(self, worker: EngineWorker, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.worker, self.desk, self.names = worker, desk, list[str]()
+        engine = worker.engine
+        submit, step, commit = engine.submit, engine.step, engine_module.commit
+
+        def starting(request: Request, arrived: float) -> None:
+            if request.id.startswith("unstartable"):
+                raise RuntimeError("not this one")
+            submit(request, arrived)
+
+        def committing(sequence: Sequence, emitted: list[int]) -> Committed:
+            if sequence.request_id.startswith("uncommittable"):
+                raise RuntimeError("not this one")
+            return commit(sequence, emitted)
+
+        def stepping() -> StepResult:
+            if any(s.request_id.startswith("aborted") for s in engine.scheduler.running):
+                raise RuntimeError("not with this one")
+            return step()
+
+        monkeypatch.setattr(engine, "submit", starting)
+        monkeypatch.setattr(engine, "step", stepping)
+        monkeypatch.setattr(engine_module, "commit", committing)
+
+    def __call__(self, way: str) -> None:
+        name = f"{way} {len(self.names)}"
+        self.names.append(name)
+        request = make_request(name, max_tokens=4 if way == "finished" else 60)
+        self.worker.submit(replace(request, deadline_s=1e-6 if way == "overdue" else None))
+        if way == "waiting":  # as likely as not it has not begun
+            self.worker.cancel(name)
+        if way == "cancelled":
+            self.desk.wait(lambda: bool(self.desk.outputs[name]))
+            self.worker.cancel(name)
+
+
+def fills_the_memory(worker: EngineWorker, desk: Desk) -> bool:
+    """Whether requests are admitted that may need all the memory there may be demand for; a token more is refused."""
+    most, gate = int(worker.engine.config.max_demand * worker.engine.target.layout.tokens), threading.Event()
+    sizes = [90] * (most // 90) + [most % 90]
+    while sizes[-1] < 10:
+        sizes[-2:] = [sizes[-2] - 10, sizes[-1] + 10]
+    requests = [make_request(f"fill {i}", max_tokens=size - 3) for i, size in enumerate(sizes)]
+    larger = replace(requests[-1], params=replace(requests[-1].params, max_tokens=sizes[-1] - 2))
+    desk.on_delivery = lambda outputs: assert_set(gate)
+    worker.submit(requests[0])
+    admitted = True
+    with pytest.raises(Overloaded, match="KV memory"):
+        worker.submit(*requests[1:-1], larger)
+    try:
+        worker.submit(*requests[1:])
+    except Overloaded:
+        admitted = False
+    gate.set()
+    desk.wait_for_end(*(r.id for r in (requests if admitted else requests[:1])))
+    return admitted
+
+
+@pytest.mark.parametrize("ways", [*((way,) for way in Ends.WAYS), Ends.WAYS], ids=[*Ends.WAYS, "mixed"])
+def test_the_demand_of_a_request_is_given_back_however_it_ends(
+    pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ways: tuple[str, ...]
+) -> None:
+    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    kv = {} if kv_kind() == "slotted" else {"kv_tokens": 200}
+    worker = EngineWorker(load(pair, max_running=2, max_waiting=60, max_demand=1.5, **kv), desk.deliver)
+    worker.start()
+    ends, rng = Ends(worker, desk, monkeypatch), random.Random(10)
+    for way in rng.sample(2 * ways, 2 * len(ways)):
+        before = set(ends.names)
+        try:
+            ends(way)
+        except Overloaded:
+            ends.names.pop()
+        if rng.random() < 0.5:
+            desk.wait_for_end(*before)
+    desk.wait_for_end(*ends.names)
+    assert ends.names
+    assert fills_the_memory(worker, desk)
+    assert fills_the_memory(worker, desk)
+    worker.stop()
+
+
+def test_negative_control_demand_that_is_not_given_back(
+    pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = {} if kv_kind() == "slotted" else {"kv_tokens": 200}
+    worker = EngineWorker(load(pair, max_running=2, max_waiting=60, max_demand=1.5, **kv), desk.deliver)
+    worker.start()
+    worker._open_tokens += 1
+    assert not fills_the_memory(worker, desk)
+    worker.stop()
 
 
 def _eventually(condition: Callable[[], bool]) -> None:

@@ -17,6 +17,9 @@ from deployments.engine.types import DrafterName
 log = logging.getLogger(__name__)
 
 
+NO_TOKEN = -1  # a draft that nothing was drawn for, since its law is not finite: an illegal id, which no verifier keeps
+
+
 class DrafterFault(RuntimeError):
     """A part of the drafter failed to observe or to forget. It is logged and dealt with: the part forgot the round's
     sequences, the others did their work. All that is left is to count it."""

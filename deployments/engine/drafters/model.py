@@ -1,5 +1,6 @@
 """The draft-model drafter: a smaller decoder proposes k tokens one after the other, for all sequences at once."""
 
+import logging
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import replace
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch, Offer
+from deployments.engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from deployments.engine.drafters.confidence import Confidence
 from deployments.engine.runner import Feed, Runner
 from deployments.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class ModelDrafter:
@@ -25,6 +28,9 @@ class ModelDrafter:
     falls below that: the product of the draft's largest probabilities so far, of its raw logits. Whether a position is
     drafted then depends on the tokens before it alone, which keeps every verifier lossless. It takes a copy to the host
     per column, of one bit per sequence, in rounds in which somebody has a confidence.
+
+    A sequence whose draft ends in NO_TOKEN is given up: what its memory holds is not finite. That is cleared, so that
+    nobody else meets it, and nothing is drafted for the sequence until it is forgotten.
     """
 
     needs_hidden: ClassVar[tuple[int, ...]] = ()
@@ -34,10 +40,14 @@ class ModelDrafter:
         self._vocab = min(target_vocab, runner.vocab_size)
         self._max_catch_up = max_catch_up
         self._chunk = chunk
+        self._drawn: set[int] = set()  # handles of the sequences that the last proposal drafted for
+        self._given_up: set[int] = set()  # and of those that nothing is drafted for any more
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
         """As many as are asked for and its memory has room for, behind the gap. Whether its cache could share some of
         the gap of a sequence that holds nothing yet is not looked up: the gap is then its whole text."""
+        if sequence.handle in self._given_up:
+            return NO_OFFER
         cache, gap = self.runner.cache, self.runner.uncached(sequence)
         if cache.holds(sequence.handle):
             k = min(k, 1 + cache.room(sequence.handle) - gap)  # the last draft is not fed
@@ -56,6 +66,7 @@ class ModelDrafter:
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
         first = self.runner.run(feeds) if feeds else None
         draft = Draft.none(len(ks)) if first is None or not active else self._draw(batch, ks, active, first)
+        self._drawn = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
         return replace(
             draft,
             steps=draft.steps + bool(feeds),
@@ -75,21 +86,40 @@ class ModelDrafter:
             steps, read = steps + 1, read + len(columns.active)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
-        cache = self.runner.cache
-        for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
+        cache, drawn = self.runner.cache, self._drawn
+        self._drawn = set()
+        for sequence, accepted, drafts in zip(batch.sequences, verdict.accepted, verdict.drafts, strict=True):
+            told = sequence.handle in drawn and drafts
+            if told and NO_TOKEN in drafts:
+                self._give_up(sequence)
+            elif told:
+                self.runner.vouch(sequence)
             if cache.holds(sequence.handle):
                 agreed = len(sequence.tokens) + accepted
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), agreed))
 
     def forget(self, sequence: Sequence) -> None:
-        self.runner.cache.release(sequence.handle)
+        self._given_up.discard(sequence.handle)
+        self.runner.let_go(sequence)
 
     def audit(self, live: Set[int]) -> None:
         self.runner.cache.audit(live)
+        assert self._given_up <= live, f"sequences that are gone were given up: {sorted(self._given_up - live)}"
+
+    def _give_up(self, sequence: Sequence) -> None:
+        log.error(
+            "the draft model gave no valid distribution for request %s; it gets no more drafts of it",
+            sequence.request_id,
+        )
+        self.runner.spoil(sequence)
+        self.runner.let_go(sequence)
+        self._given_up.add(sequence.handle)
 
     def _hold(self, sequence: Sequence, k: int) -> int:
         """The sequence holds memory, shared where somebody's draft has read the same, for up to k drafts: how many."""
         cache = self.runner.cache
+        if sequence.handle in self._given_up:
+            return 0
         if cache.holds(sequence.handle):
             cache.publish(sequence.handle, sequence.tokens)
         elif cache.free_slots:
@@ -144,10 +174,11 @@ class Columns:
             logits = self._narrow(self._confidence.sure(logits, self._places), logits)
             if not self.active:
                 return None
-        drawn = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
-        self._tokens[self._column].index_copy_(0, self._places, drawn)
+        drawn, scores = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
+        ends = self._column + 1 == self._shortest
+        self._tokens[self._column].index_copy_(0, self._places, _legal(drawn, scores) if ends else drawn)
         self._column += 1
-        if self._column == self._shortest:
+        if ends:
             drawn = self._narrow([n for n, i in enumerate(self.active) if self._most[i] > self._column], drawn)
         return drawn if self.active else None
 
@@ -183,24 +214,34 @@ class Laws:
         self.table: Tensor | None = None
         self._depth = depth
 
-    def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
-        """The next draft of each active sequence, from logits [len(active), vocab], given those so far [B, j]."""
+    def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        """The next draft of each active sequence, from logits [len(active), vocab], given those so far [B, j]; and the
+        scores [len(active), vocab] that it was drawn from."""
         sampler, ahead = batch.sampler, drafts.shape[1]
         rows = [sampler.offsets[i] + ahead for i in active]
         scores = sampler.scores(logits, rows, drafts)
         exact = [n for n, i in enumerate(active) if i in self.rows]
         if not exact:
-            return sampler.sample(scores, rows, drafting=True)
+            return sampler.sample(scores, rows, drafting=True), scores
         places = torch.tensor(exact, device=scores.device)
         chosen = [rows[n] for n in exact]
         laws = sampler.laws(scores[places], chosen)
         self._keep([active[n] for n in exact], ahead, laws)
         own = sampler.propose(laws, chosen)
         if len(exact) == len(active):
-            return own
-        return sampler.sample(scores, rows, drafting=True).index_copy(0, places, own)
+            return own, scores
+        return sampler.sample(scores, rows, drafting=True).index_copy(0, places, own), scores
 
     def _keep(self, sequences: Seq[int], column: int, laws: Tensor) -> None:
         if self.table is None:
             self.table = laws.new_full((len(self.rows), self._depth, laws.shape[-1]), -torch.inf)
         self.table[[self.rows[i] for i in sequences], column] = laws
+
+
+def _legal(drawn: Tensor, scores: Tensor) -> Tensor:
+    """The drafts [n], with NO_TOKEN for each whose score, of scores [n, vocab], is not finite.
+
+    Once the memory of a sequence is not finite, no later score is: its last draft tells of all that was fed for it.
+    """
+    finite = scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf
+    return torch.where(finite, drawn, NO_TOKEN)
