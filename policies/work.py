@@ -16,16 +16,17 @@ class Work:
     decode_s: float = UNKNOWN_S
 
     @classmethod
-    def of(cls, timings: Sequence[Timing]) -> "Work":
-        """By the largest batch without drafts, and by what the most rows more took in its pass."""
+    def of(cls, timings: Sequence[Timing], most: int) -> "Work":
+        """By the passes over the largest batch that was measured, without drafts and with the most. What a row more
+        takes in them, a prompt's token takes, and so does each sequence up to `most`."""
         plain = max((t for t in timings if not t.drafts), key=lambda t: t.batch, default=None)
         if plain is None or plain.score_s <= 0:
             return cls()
         longest = max((t for t in timings if t.batch == plain.batch), key=lambda t: t.drafts)
-        decode_s = plain.score_s / plain.batch
-        if not longest.drafts or longest.score_s <= plain.score_s:
-            return cls(decode_s, decode_s)
-        return cls((longest.score_s - plain.score_s) / longest.drafts, decode_s)
+        read_s = plain.score_s / plain.batch
+        if longest.drafts and longest.score_s > plain.score_s:
+            read_s = (longest.score_s - plain.score_s) / longest.drafts
+        return cls(read_s, (plain.score_s + read_s * (most - plain.batch)) / most)
 
     def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
         return prompt_tokens * self.read_s + output_tokens * self.decode_s

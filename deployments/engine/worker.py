@@ -63,7 +63,7 @@ class EngineWorker:
         self._lock = threading.Lock()  # guards _open, _open_tokens, _admission and _stopping
         self._open: dict[str, _Open] = {}  # submitted and not yet finished, by id
         self._open_tokens = 0  # that they may need
-        self._work = Work.of(engine.speculator.control.timings)
+        self._work = Work.of(engine.speculator.control.timings, engine.config.max_running)
         config = engine.config
         self._admission = Admission(
             config.max_running, config.max_waiting, engine.target.layout.tokens, config.max_demand

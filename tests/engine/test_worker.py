@@ -155,7 +155,7 @@ def test_who_is_refused_is_told_how_long_the_queue_is(
 ) -> None:
     """Two slots, three requests of 8 tokens, half a second each. A newcomer goes before further choices of one that has
     a slot: it takes the second."""
-    monkeypatch.setattr(Work, "of", lambda timings: Work(0.0, 0.5))
+    monkeypatch.setattr(Work, "of", lambda timings, most: Work(0.0, 0.5))
     worker = EngineWorker(engine, desk.deliver)
     worker.start()
     held, gate = threading.Event(), threading.Event()

@@ -136,10 +136,13 @@ def timing(batch: int, drafts: int, score_s: float) -> Timing:
 
 def test_work_is_that_of_the_largest_batch() -> None:
     timings = [timing(1, 0, 0.002), timing(8, 0, 0.004), timing(8, 32, 0.008), timing(8, 64, 0.012), timing(1, 8, 0.01)]
-    work = Work.of(timings)
+    work = Work.of(timings, 8)
     assert (work.decode_s, work.read_s) == pytest.approx((0.0005, 0.000125))
     assert work.seconds(1000, 100) == pytest.approx(0.175)
-    assert Work.of([]) == Work(UNKNOWN_S, UNKNOWN_S)
+    assert Work.of(timings[:1], 8) == Work(0.002, 0.002)
+    few = Work.of([timings[0], timings[-1]], 8)  # no larger batch was measured: 1 ms a row more
+    assert (few.decode_s, few.read_s) == pytest.approx((0.009 / 8, 0.001))
+    assert Work.of([], 8) == Work(UNKNOWN_S, UNKNOWN_S)
 
 
 # --- against a queue that is simulated -------------------------------------------------------------------------------
