@@ -16,7 +16,7 @@ import pytest
 from deployments.engine import engine as engine_module
 from deployments.engine import runner as runner_module
 from deployments.engine import worker as worker_module
-from deployments.engine.commit import Committed
+from deployments.engine.commit import Committed, commit
 from deployments.engine.engine import Engine, StepResult
 from deployments.engine.scheduler import Plan
 from deployments.engine.sequence import Sequence
@@ -544,7 +544,7 @@ class Ends:
     def __init__(self, worker: EngineWorker, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
         self.worker, self.desk, self.names = worker, desk, list[str]()
         engine = worker.engine
-        submit, step, commit = engine.submit, engine.step, engine_module.commit
+        submit, step = engine.submit, engine.step
 
         def starting(request: Request, arrived: float) -> None:
             if request.id.startswith("unstartable"):
