@@ -1,7 +1,8 @@
 """Where top-k, top-p and min-p cut one row of logits on the CPU, found without sorting the row.
 
 A logit's score is (logit − best) / temperature in fp64, as filters.heated has it. The result is exact: where rounding
-could decide, it is left to the definition in filters.py.
+could decide, it is left to the definition in filters.py. No pass is shared among threads, for they are many and short:
+where other processes keep the cores busy, each would wait for the slowest thread.
 """
 
 from math import inf, isqrt
@@ -13,6 +14,7 @@ from torch import Tensor
 
 SAMPLED = 37  # one logit in so many tells where top-p cuts; odd, since tables of tokens are padded to even numbers
 SORTED = 4096  # logits that are sorted without a sample
+SERIAL = 16_384  # numbers: torch shares passes over more than twice as many among threads
 DOUBT = 2.0**-50  # per token: sums of masses, in the definition's order or in any other, are exact to less than this
 
 Logits = NDArray[np.floating]
@@ -28,10 +30,10 @@ class Row:
         self._temperature = temperature
         self._type = torch.finfo(logits.dtype)
 
-    def threshold(self, top_k: int, top_p: float, floor: float, weights: Tensor) -> float | None:
+    def threshold(self, top_k: int, top_p: float, floor: float, masses: Scores) -> float | None:
         """The least score that stays; None where only the definition can tell. floor: the least that min-p lets stay.
 
-        weights [vocab] fp64 is scratch memory.
+        masses [vocab] is scratch memory.
         """
         held, vocab = self._logits, len(self._logits)
         if top_k < vocab:
@@ -41,7 +43,7 @@ class Row:
                 held = torch.from_numpy(held.numpy()[held.numpy() > self.last_below(kth)])
         if top_p == 1:
             return floor
-        first_kept = self._first_kept(held, top_p, vocab * DOUBT, weights[: len(held)])
+        first_kept = self._first_kept(held, top_p, vocab * DOUBT, masses[: len(held)])
         return None if first_kept is None else max(floor, first_kept)
 
     def last_below(self, threshold: float) -> float:
@@ -58,22 +60,27 @@ class Row:
             low, high = (low, middle) if self._score(middle) >= threshold else (middle, high)
         return low
 
-    def _first_kept(self, held: Tensor, top_p: float, doubt: float, weights: Tensor) -> float | None:
+    def _first_kept(self, held: Tensor, top_p: float, doubt: float, masses: Scores) -> float | None:
         """The least score of the smallest set of best logits that has top_p of the mass of those held, with all equals.
 
         Only logits near it are sorted. None if it is not among them, or if the mass of the set, or of the set without
         its least score, lies within the doubt of top_p.
         """
         logits = held.numpy()
-        total = float(weights.copy_(held).sub_(self._best).mul_(1 / self._temperature).exp_().sum())
+        with np.errstate(over="ignore"):  # a low temperature
+            np.subtract(logits, self._best, out=masses, dtype=np.float64)
+            masses *= 1 / self._temperature
+            np.exp(masses, out=masses)
+        total = float(masses.sum())
         low, high = self._bracket(logits, (1 - top_p) * total)
         near, above = logits >= low, 0.0
         if high < inf:
             below = logits < high
             near &= below
-            # Limited to the weight at `high`, each logit from there on weighs as much, and those below what they did.
+            # Limited to the mass at `high`, each logit from there on has as much, and those below have what they had.
             most = float(np.exp(self._score(high)))
-            above = total - float(weights.clamp_(max=most).sum()) + most * (len(logits) - np.count_nonzero(below))
+            limited = float(np.minimum(masses, most, out=masses).sum())
+            above = total - limited + most * (len(logits) - np.count_nonzero(below))
         scores = self._scores(np.sort(logits[np.flatnonzero(near)])[::-1])
         mass = (above + np.exp(scores).cumsum()) / total
         last = int(np.searchsorted(mass, top_p))
@@ -84,7 +91,7 @@ class Row:
         return float(scores[last]) if without + doubt < top_p < mass[end - 1] - doubt else None
 
     def _bracket(self, logits: Logits, outside: float) -> tuple[float, float]:
-        """[low, high) that should hold the logit up to which the weights, from the least on, sum to `outside`."""
+        """[low, high) that should hold the logit up to which the masses, from the least on, sum to `outside`."""
         if len(logits) <= SORTED:
             return -inf, inf
         sample = np.sort(logits[::SAMPLED])

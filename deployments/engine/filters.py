@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deployments.engine.cuts import SORTED, Row
+from deployments.engine.cuts import SERIAL, SORTED, Row
 from deployments.engine.types import SamplingParams
 
 
@@ -59,7 +59,7 @@ def truncated(logits: Tensor, filters: Filters) -> Tensor:
 def _cut(logits: Tensor, filters: Filters) -> Tensor:
     """truncated(), where rows are long: each is cut below one logit, which is found without sorting the row."""
     result = torch.empty(logits.shape, dtype=logits.dtype)
-    weights = torch.empty(logits.shape[-1], dtype=torch.float64)  # of one row at a time, which stay in a cache
+    masses = np.empty(logits.shape[-1])  # of one row at a time, which stay in a cache
     coldest = filters.temperature.clamp(min=torch.finfo(torch.float64).tiny)
     columns = (logits.amax(-1), coldest, filters.top_k, filters.top_p, filters.min_p.log())
     rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -67,11 +67,13 @@ def _cut(logits: Tensor, filters: Filters) -> Tensor:
         row = Row(logits[i], best, temperature)
         if not isfinite(best):
             result[i] = logits[i]  # it has no law: nothing is removed, so that it is seen
-        elif (threshold := row.threshold(top_k, top_p, floor, weights)) is None:
+        elif (threshold := row.threshold(top_k, top_p, floor, masses)) is None:
             gone = removed(logits[i : i + 1], filters.pick(torch.tensor([i])))
             result[i] = logits[i].masked_fill(gone[0], -torch.inf)
         else:
-            torch.threshold(logits[i], row.last_below(threshold), -torch.inf, out=result[i])
+            last_removed = row.last_below(threshold)
+            for part, kept in zip(logits[i].split(SERIAL), result[i].split(SERIAL), strict=True):
+                torch.threshold(part, last_removed, -torch.inf, out=kept)
     return result
 
 

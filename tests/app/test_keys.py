@@ -148,7 +148,13 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "no API key"), ("# none\n", "no API key"), ("good\nsécret\n", "line 2"), ("a b\n", "line 1")],
+    [
+        ("", "no API key"),
+        ("# none\n", "no API key"),
+        ("good\nsécret\n", "line 2"),
+        ("a b\n", "line 1"),
+        ("a\x7fb\n", "line 1"),
+    ],
 )
 def test_a_file_without_keys_or_with_one_that_cannot_be_sent_is_an_error(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "keys"

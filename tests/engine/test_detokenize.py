@@ -170,6 +170,14 @@ def chars(ids: Seq[int]) -> str:
     return "".join(map(chr, ids))
 
 
+def test_of_a_stop_string_that_came_too_early_twice_neither_is_held() -> None:
+    """One token may hold it twice, overlapping: its end must not complete another with the next token."""
+    cut = TextStream(Detokenizer(lambda ids: "".join(("aaa", "a")[token] for token in ids)), ("aa",))
+    assert cut.push(0, may_stop=False) == ("aaa", False)
+    assert cut.push(1, may_stop=True) == ("", False)
+    assert cut.flush() == "a"
+
+
 def told(text: str, stop: tuple[str, ...], may_stop_from: int = 0) -> tuple[list[str], bool]:
     """What a client sees, character by character, and whether a stop string ended it."""
     out = TextStream(Detokenizer(chars), stop)

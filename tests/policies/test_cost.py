@@ -277,6 +277,19 @@ def test_host_work_is_learned_with_and_without_drafts() -> None:
         assert cost.drafting_s == pytest.approx(5e-5)
 
 
+@pytest.mark.parametrize(("rounds", "known"), [(corrections.FEW - 1, False), (corrections.FEW, True)])
+def test_a_few_rounds_count_and_fewer_do_not(rounds: int, known: bool) -> None:
+    """Of the host's work, and of all rounds together for a bucket that none of them was in."""
+    host, factors = corrections.HostWork(), corrections.Corrections()
+    for _ in range(rounds):
+        host.observe(Machine().round((0,) * 4))
+        factors.observe((4, 0), realised=3e-3, profiled=2e-3, place=4.0)
+    host.refresh()
+    factors.refresh()
+    assert (host.seconds(4)[0] > 0) == known
+    assert factors.factor((8, 1)) == pytest.approx(1.5 if known else 1.0)
+
+
 def test_drafts_that_no_model_made_cost_the_host_time() -> None:
     model = CostModel(DEPTH, Machine().profile())
     looked_up = replace(Machine().round((2,) * 4), forwards=0, read=0, draft_s=7e-5)

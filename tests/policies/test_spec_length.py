@@ -335,6 +335,14 @@ def test_what_is_saved_up_is_bounded() -> None:
     assert state.credit_s == pytest.approx(1e-2)
 
 
+def test_what_is_saved_up_for_cheap_probes_is_bounded_by_the_rounds() -> None:
+    """Ten of them, though ten probes would cost less: the next one may have more to read."""
+    policy = make_policy(PolicyConfig(probe_share=0.5))
+    hopeless = observe([0.02, 0.02], machine(2, step_s=5e-3), round_s=1.0)
+    _, state = policy(hopeless, State(credit_s=20.0, rounds=PROBE_EVERY))
+    assert state.credit_s == pytest.approx(10.0)
+
+
 def test_what_was_saved_while_drafts_paid_finds_out_when_they_pay_again() -> None:
     """Even where reading a token takes as long as the share of a round, and nothing can be saved any more. What is
     advanced does for a few probes."""
