@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deployments.engine import commit as commit_module
 from deployments.engine import engine as engine_module
 from deployments.engine import runner as runner_module
 from deployments.engine import worker as worker_module
@@ -515,7 +516,7 @@ class Ends:
     def __init__(self, worker: EngineWorker, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
         self.worker, self.desk, self.names = worker, desk, list[str]()
         engine = worker.engine
-        submit, step, commit = engine.submit, engine.step, engine_module.commit
+        submit, step, commit = engine.submit, engine.step, commit_module.commit
 
         def starting(request: Request, arrived: float) -> None:
             if request.id.startswith("unstartable"):
