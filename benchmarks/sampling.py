@@ -113,7 +113,7 @@ def draw_drafts(batch: DraftBatch, logits: Tensor, k: int) -> Draft:
     laws = Laws([i for i in active if not batch.sequences[i].coupled], k)
     columns = torch.zeros(k, len(active), dtype=torch.int64)
     for j in range(k):
-        columns[j], _ = laws.draw(batch, active, logits[j :: k + 1], columns[:j].t())
+        columns[j] = laws.draw(batch, active, logits[j :: k + 1], columns[:j].t())
     return Draft((k,) * len(active), columns.t(), laws.table, laws.rows)
 
 

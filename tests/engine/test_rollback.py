@@ -122,12 +122,10 @@ def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Drafts become other tokens at random before the draft model is fed them: it holds what it proposes."""
     draw, rng = Laws.draw, random.Random(seed)
 
-    def erring(
-        self: Laws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        drawn, scores = draw(self, batch, active, logits, drafts)
+    def erring(self: Laws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+        drawn = draw(self, batch, active, logits, drafts)
         wrong = torch.tensor([rng.randrange(1, VOCAB) * (rng.random() < WRONG) for _ in active])
-        return (drawn + wrong) % VOCAB, scores
+        return (drawn + wrong) % VOCAB
 
     monkeypatch.setattr(Laws, "draw", erring)
 

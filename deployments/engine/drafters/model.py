@@ -174,9 +174,9 @@ class Columns:
             logits = self._narrow(self._confidence.sure(logits, self._places), logits)
             if not self.active:
                 return None
-        drawn, scores = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
+        drawn = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
         ends = self._column + 1 == self._shortest
-        self._tokens[self._column].index_copy_(0, self._places, _legal(drawn, scores) if ends else drawn)
+        self._tokens[self._column].index_copy_(0, self._places, _legal(drawn, logits) if ends else drawn)
         self._column += 1
         if ends:
             drawn = self._narrow([n for n, i in enumerate(self.active) if self._most[i] > self._column], drawn)
@@ -214,23 +214,22 @@ class Laws:
         self.table: Tensor | None = None
         self._depth = depth
 
-    def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        """The next draft of each active sequence, from logits [len(active), vocab], given those so far [B, j]; and the
-        scores [len(active), vocab] that it was drawn from."""
+    def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+        """The next draft of each active sequence, from logits [len(active), vocab], given those so far [B, j]."""
         sampler, ahead = batch.sampler, drafts.shape[1]
         rows = [sampler.offsets[i] + ahead for i in active]
         scores = sampler.scores(logits, rows, drafts)
         exact = [n for n, i in enumerate(active) if i in self.rows]
         if not exact:
-            return sampler.sample(scores, rows, drafting=True), scores
+            return sampler.sample(scores, rows, drafting=True)
         places = torch.tensor(exact, device=scores.device)
         chosen = [rows[n] for n in exact]
         laws = sampler.laws(scores[places], chosen)
         self._keep([active[n] for n in exact], ahead, laws)
         own = sampler.propose(laws, chosen)
         if len(exact) == len(active):
-            return own, scores
-        return sampler.sample(scores, rows, drafting=True).index_copy(0, places, own), scores
+            return own
+        return sampler.sample(scores, rows, drafting=True).index_copy(0, places, own)
 
     def _keep(self, sequences: Seq[int], column: int, laws: Tensor) -> None:
         if self.table is None:
@@ -238,10 +237,10 @@ class Laws:
         self.table[[self.rows[i] for i in sequences], column] = laws
 
 
-def _legal(drawn: Tensor, scores: Tensor) -> Tensor:
-    """The drafts [n], with NO_TOKEN for each whose score, of scores [n, vocab], is not finite.
+def _legal(drawn: Tensor, logits: Tensor) -> Tensor:
+    """The drafts [n], with NO_TOKEN for each whose logit, of logits [n, vocab], is not finite.
 
-    Once the memory of a sequence is not finite, no later score is: its last draft tells of all that was fed for it.
+    Once the memory of a sequence is not finite, no later logit is: its last draft tells of all that was fed for it.
     """
-    finite = scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf
+    finite = logits.gather(1, drawn[:, None])[:, 0].abs() < torch.inf
     return torch.where(finite, drawn, NO_TOKEN)
