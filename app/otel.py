@@ -7,19 +7,24 @@ OTEL_TRACES_EXPORTER=none. What a variable asks for and we do not have is an err
 
 import logging
 import os
+import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter, SpanExportResult
+from opentelemetry.util.types import AttributeValue
 
 from app.otlp import Exporter
 
 QUEUE = 16_384  # spans; OTEL_BSP_MAX_QUEUE_SIZE goes before it
+QUEUE_BYTES = 32 * 2**20  # of spans that wait or are being posted, as `held_bytes` estimates them
+SPAN_BYTES, LINK_BYTES, INT_BYTES = 3_500, 500, 24  # of a span without long attributes; of an entry of a column
 SCHEDULE_MS = 1_000  # between exports; OTEL_BSP_SCHEDULE_DELAY goes before it
 SHUTDOWN_MS = 2_000  # for what is still queued when the process ends
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -60,7 +65,8 @@ class Outbox(BatchSpanProcessor):
     """The SDK's processor, which exports from a thread of its own; with losses counted, and an end that is near.
 
     The SDK tells of a full queue and of a failed export in its log only, and waits half a minute for a slow collector
-    when the process ends (opentelemetry-sdk 1.45).
+    when the process ends (opentelemetry-sdk 1.45). It bounds the number of spans and not their size: 16,384 spans of
+    requests with 500 rounds hold 600 MB.
     """
 
     def __init__(
@@ -69,16 +75,19 @@ class Outbox(BatchSpanProcessor):
         dropped: Dropped = DROPPED,
         *,
         queue: int | None = None,
+        queue_bytes: int = QUEUE_BYTES,
         schedule_ms: float | None = None,
     ) -> None:
         """None: what OTEL_BSP_* say, or our defaults. Raises ValueError for a variable that is no number above 0."""
         self._room = queue or _positive("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE)
-        self._taken = 0  # spans in the SDK's queue
+        self._room_bytes = queue_bytes
+        self._waiting: deque[int] = deque()  # bytes of each span in the SDK's queue, oldest first
+        self._held = 0  # bytes of these and of the batch that is being exported
         self._closed = False
         self._dropped = dropped
         self._lock = threading.Lock()
         super().__init__(
-            _Counted(exporter, dropped, self._left),
+            _Counted(exporter, dropped, self._exporting),
             max_queue_size=self._room,
             schedule_delay_millis=schedule_ms or _positive("OTEL_BSP_SCHEDULE_DELAY", SCHEDULE_MS),
             max_export_batch_size=min(self._room, _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)),
@@ -88,13 +97,15 @@ class Outbox(BatchSpanProcessor):
         """Never waits."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
+        size = held_bytes(span)
         with self._lock:
-            full = self._taken >= self._room
+            full = len(self._waiting) >= self._room or self._held + size > self._room_bytes
             accepted = not full and not self._closed
-            self._taken += accepted
-        if accepted:
-            super().on_end(span)
-        else:
+            if accepted:
+                self._waiting.append(size)
+                self._held += size
+                super().on_end(span)
+        if not accepted:
             self._dropped.add("queue_full" if full else "shutdown", 1)
 
     def shutdown(self) -> None:
@@ -104,29 +115,39 @@ class Outbox(BatchSpanProcessor):
         # The SDK's own shutdown takes no limit: it waits for 30 s.
         self._batch_processor.shutdown(SHUTDOWN_MS)
         with self._lock:
-            left, self._taken = self._taken, 0
+            left = len(self._waiting)
+            self._waiting.clear()
         if left:
             self._dropped.add("shutdown", left)
 
-    def _left(self, spans: int) -> None:
-        """So many were taken out of the queue."""
+    @contextmanager
+    def _exporting(self, spans: int) -> Iterator[None]:
+        """So many were taken out of the queue, and are let go of at the end."""
         with self._lock:
-            self._taken -= spans
+            size = sum(self._waiting.popleft() for _ in range(min(spans, len(self._waiting))))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= size
 
 
 class _Counted(SpanExporter):
     """Exports by another, and counts what that could not deliver."""
 
-    def __init__(self, exporter: SpanExporter, dropped: Dropped, left: Callable[[int], None]) -> None:
+    def __init__(
+        self, exporter: SpanExporter, dropped: Dropped, exporting: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
+        """exporting: entered while so many spans are exported."""
         self._exporter = exporter
         self._dropped = dropped
-        self._left = left
+        self._exporting = exporting
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._left(len(spans))
         result = SpanExportResult.FAILURE
         try:
-            result = self._exporter.export(spans)
+            with self._exporting(len(spans)):
+                result = self._exporter.export(spans)
         finally:
             if result is not SpanExportResult.SUCCESS:
                 self._dropped.add("export_failed", len(spans))
@@ -137,6 +158,18 @@ class _Counted(SpanExporter):
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.force_flush(timeout_millis)
+
+
+def held_bytes(span: ReadableSpan) -> int:
+    """Memory that an ended span holds, roughly. A long column takes no longer to estimate than a short one."""
+    attributes = (span.attributes or {}).values()
+    return SPAN_BYTES + LINK_BYTES * len(span.links) + sum(map(_value_bytes, attributes))
+
+
+def _value_bytes(value: AttributeValue) -> int:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return sys.getsizeof(value)
+    return sum(map(sys.getsizeof, value)) if value and isinstance(value[0], str) else INT_BYTES * len(value)
 
 
 def processors(unless_said: str | None = None) -> list[SpanProcessor]:

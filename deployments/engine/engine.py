@@ -12,7 +12,7 @@ from deployments.engine.commit import commit
 from deployments.engine.config import EngineConfig
 from deployments.engine.drafters.base import Drafter, try_forget
 from deployments.engine.intake import Intake
-from deployments.engine.memory import keep_freed_memory
+from deployments.engine.memory import keep_freed_memory, limit_compiled_products
 from deployments.engine.models.pair import load_pair
 from deployments.engine.models.tokenizer import Tokenizer
 from deployments.engine.profiling import profile
@@ -84,6 +84,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         keep_freed_memory()
+        limit_compiled_products()
         pair = load_pair(config)
         timings = profile(pair.target, pair.drafter, config.max_running, config.max_spec_length, PROFILE_S)
         return cls(config, pair.target, pair.drafter, pair.tokenizer, pair.eos_ids, pair.drafter.names, timings)

@@ -1,7 +1,9 @@
 """Where spans go, and that nobody waits for whoever takes them."""
 
+import json
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -9,6 +11,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.util.types import AttributeValue
 
 from app import otel
 from app.otel import Dropped, Outbox, captures_text, processors, provider
@@ -89,6 +92,77 @@ def test_a_full_queue_drops_what_comes_and_counts_it(opened: Callable[..., Opene
     provider.force_flush()
     assert collector.taken[-1] == "g"
     assert dropped.total == 3
+
+
+def long_span(provider: TracerProvider, name: str, rounds: int) -> None:
+    """As large as a decode's at level `packed`, with a column of integers that Python shares with nobody."""
+    attributes = {f"specdec.rounds.c{i}": tuple(range(1000, 1000 + rounds)) for i in range(12)}
+    provider.get_tracer("test").start_span(name, attributes=attributes).end()
+
+
+def test_the_queue_is_bounded_by_bytes_too(opened: Callable[..., Opened]) -> None:
+    """Long spans fill it though there is room for their number. The batch that the collector holds counts until it is
+    let go: its spans are as large in memory as before."""
+    collector, dropped = Collector(), Dropped()
+    provider, _ = opened(collector, dropped, queue_bytes=1_000_000, schedule_ms=1)
+    long_span(provider, "held", 1000)
+    assert collector.busy.wait(30)
+    for name in "abcdef":
+        long_span(provider, name, 1000)
+    write(provider, "short")  # there is room for a small one
+    assert dropped.counts() == {"queue_full": 4}  # each is taken for 292 kB
+    collector.let.set()
+    provider.force_flush()
+    assert collector.taken == ["held", "a", "b", "short"]
+    long_span(provider, "g", 1000)  # there is room again
+    provider.force_flush()
+    assert collector.taken[-1] == "g"
+    assert dropped.total == 4
+
+
+@pytest.mark.parametrize("result", [SpanExportResult.FAILURE, RuntimeError("no route")])
+def test_what_a_failed_export_held_is_room_again(
+    opened: Callable[..., Opened], result: SpanExportResult | Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector, dropped = Collector(result), Dropped()
+    collector.let.set()
+    provider, _ = opened(collector, dropped, queue_bytes=1_000_000)
+    for _ in range(5):
+        long_span(provider, "a", 1000)
+        provider.force_flush()
+    assert dropped.counts() == {"export_failed": 5}
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {f"specdec.rounds.c{i}": tuple(range(1000, 2000)) for i in range(12)},
+        {"gen_ai.input.messages": "word " * 100_000, "gen_ai.request.stop_sequences": ["stop" * 5000] * 3},
+    ],
+    ids=["short", "columns", "text"],
+)
+def test_the_estimate_of_what_a_span_holds_is_near(attributes: dict[str, AttributeValue]) -> None:
+    """Within a factor of two of what Python allocates for it."""
+    kept: list[ReadableSpan] = []
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(20):
+            span = tracer.start_span("a", attributes=own_values(attributes))
+            span.end()
+            kept.append(span)  # type: ignore[arg-type]
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held / 2 < sum(map(otel.held_bytes, kept)) < held * 2
+
+
+def own_values(attributes: dict[str, AttributeValue]) -> dict[str, AttributeValue]:
+    """The same, of objects of its own: those of spans are their own too."""
+    copied: dict[str, AttributeValue] = json.loads(json.dumps(attributes))
+    return copied
 
 
 @pytest.mark.parametrize("result", [SpanExportResult.FAILURE, RuntimeError("no route")])

@@ -1,5 +1,6 @@
-"""Large blocks are kept: allocating one again costs few page faults. And errors that say that memory is out."""
+"""Large blocks are kept: allocating one again costs few page faults. Compiled products are not kept without end."""
 
+import os
 import subprocess
 import sys
 
@@ -49,3 +50,40 @@ def test_an_allocation_that_is_too_large_says_so() -> None:
     assert out_of_memory(torch.OutOfMemoryError("on the GPU"))
     assert out_of_memory(MemoryError())
     assert not out_of_memory(RuntimeError("out of ideas"))
+
+
+# Instead of loading a pair, an engine multiplies: what oneDNN makes when twelve row counts come a second time is told.
+PRODUCTS = """
+import torch
+from deployments.engine import engine, memory
+from deployments.engine.config import EngineConfig
+memory.COMPILED = 8
+weight = torch.ops.mkldnn._reorder_linear_weight(torch.ones(512, 192))
+def multiply():
+    for rows in range(40, 52):
+        torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 192), weight, None, "none", [], "")
+def load(config):
+    multiply()
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+        multiply()
+    raise SystemExit
+engine.load_pair = load
+engine.Engine.from_config(EngineConfig("none", threads=1))
+"""
+
+
+def compiled(capacity: str | None) -> tuple[int, int]:
+    """(products that oneDNN found, that it compiled) where the environment says this capacity."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}
+    if capacity is not None:
+        environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
+    command = [sys.executable, "-c", PRODUCTS]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return told.count(",create:cache_hit,"), told.count(",create:cache_miss,")
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_compiled_products_are_bounded_from_the_start() -> None:
+    """A cache of 8 that twelve products go through in turn finds none again; the operator's own word goes before it."""
+    assert compiled(None) == (0, 12)
+    assert compiled("100") == (12, 0)
