@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import deployments.engine.logprobs as logprobs_module
 import deployments.engine.round as round_module
 from deployments.engine.drafters.base import DraftBatch
 from deployments.engine.engine import Engine, StepResult
@@ -194,7 +195,7 @@ def test_negative_control_of_the_transformed_logits(
     def scaled(logits: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
         return token_logprobs(logits / 0.9, tokens, counts)
 
-    monkeypatch.setattr(round_module, "token_logprobs", scaled)
+    monkeypatch.setattr(logprobs_module, "token_logprobs", scaled)
     requests = make_requests()
     asked = {r.id for r in requests if r.params.logprobs is not None}
     assert set(wrong(hear(engine, requests), requests, reference)) >= asked
@@ -207,7 +208,7 @@ def test_negative_control_of_rows_that_are_one_off(
     def shifted(logits: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
         return token_logprobs(logits.roll(shift, 0), tokens, counts)
 
-    monkeypatch.setattr(round_module, "token_logprobs", shifted)
+    monkeypatch.setattr(logprobs_module, "token_logprobs", shifted)
     requests = make_requests()
     assert len(wrong(hear(engine, requests), requests, reference)) > len(requests) // 2
 
@@ -360,7 +361,7 @@ def test_nobody_asks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         return told
 
     monkeypatch.setattr(round_module, "_logprobs", counting)
-    monkeypatch.setattr(round_module, "token_logprobs", lambda *_: pytest.fail("nobody asked"))
+    monkeypatch.setattr(logprobs_module, "token_logprobs", lambda *_: pytest.fail("nobody asked"))
     drive(engine, [Request("r", make_prompt(4), SamplingParams(max_tokens=6), k=2)])
     assert asked
     assert all(told == ((),) for told in asked)
