@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deployments.engine import logprobs, round
+from deployments.engine import logprobs
 from deployments.engine.engine import Engine
 from deployments.engine.penalties import History
 from deployments.engine.runner import Feed
@@ -205,8 +205,7 @@ def tell_or_fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, Seq[int]
             raise error
         return tell(logits, tokens, counts)
 
-    for module in (logprobs, round):
-        monkeypatch.setattr(module, "token_logprobs", failing, raising=False)
+    monkeypatch.setattr(logprobs, "token_logprobs", failing)
 
 
 class Logprobs:
