@@ -145,14 +145,24 @@ class Draining:
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None, "a server runs each request in a task"
+        began = False
+
+        async def send_unless_ended(message: Message) -> None:
+            nonlocal began
+            began = began or not self._ended
+            if began:
+                await send(message)
+
         self._open.add(task)
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, send_unless_ended)
         except asyncio.CancelledError:
             if not self._ended:
                 raise
         finally:
             self._open.remove(task)
+        if self._ended and not began:
+            await _shutting_down(time.monotonic(), scope)(scope, receive, send)
 
 
 def _shutting_down(until: float, scope: Scope) -> JSON:

@@ -67,9 +67,9 @@ class Envelope:
     tell_steps: bool = False  # in the metrics, every round of every choice
 
     def body(self, choices: Sequence[bytes], more: dict[str, Any]) -> list[bytes]:
-        """The body around encoded choices, in parts: joined they are one line of JSON."""
+        """The body around encoded choices: a part for each choice and two more. Joined they are one line of JSON."""
         identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-        parts = [part for choice in choices for part in (b",", choice)][1:]
+        parts = [choice if index == 0 else b"," + choice for index, choice in enumerate(choices)]
         end = b"," + encode_json(more)[1:] if more else b"}"
         return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -104,7 +104,7 @@ class Completions:
         send: Send,
     ) -> Coroutine[Any, Any, None]:
         envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, asked.n, asked.tell_steps)
-        echoes = [partial(self._echo, prompt) if asked.echo else None for prompt in asked.prompts]
+        echoes = [cache(partial(self._echo, prompt)) if asked.echo else None for prompt in asked.prompts]
         choices = [
             Choice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
             for index, request in enumerate(requests)

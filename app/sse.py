@@ -52,8 +52,8 @@ async def completion_events(
                 await choices[index].add(output)
                 if not choices[index].due:
                     continue
-                choice = await encode_choice(choices[index].take())
-                for more, own in _chunks(choices, choice, envelope, include_usage):
+                encoded = await encode_choice(choices[index].take())
+                for more, own in _chunks(choices, encoded, envelope, include_usage):
                     started = True
                     yield _event(b"".join(envelope.body(own, more)))
     except Exception as error:
@@ -70,17 +70,17 @@ async def completion_events(
 
 
 def _chunks(
-    choices: Sequence[Choice], choice: bytes, envelope: Envelope, include_usage: bool
+    choices: Sequence[Choice], encoded: bytes, envelope: Envelope, include_usage: bool
 ) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
-    """(what else is in it, encoded choices) of the chunks that can be sent once this choice is there."""
+    """(what else is in it, encoded choices) of the chunks that can be sent once one choice is `encoded`."""
     records = [choice.record for choice in choices if choice.record is not None]
     end = envelope.closing(records) if len(records) == len(choices) else None
     if include_usage:
-        yield {"usage": None}, [choice]
+        yield {"usage": None}, [encoded]
         if end is not None:
             yield end, []
     else:
-        yield end or {}, [choice]
+        yield end or {}, [encoded]
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -235,10 +235,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     last = samples[-(len(samples) // 3) :]
     report["results"] = [asdict(sample) for sample in samples]
     rows = [row(sample) for sample in samples[::6]]
-    report["replies"] = dict(statuses)
+    replies: dict[str, object] = {**statuses}
     growth = {"anon MB": samples[-1].anon - samples[0].anon, "of it in the last third": last[-1].anon - last[0].anon}
-    report["slope"] = growth | {"MB per 1,000 requests": slope(last)}
-    common.print_report(report, [rows, [report["replies"]], [report["slope"]]], args.json)
+    slopes: dict[str, object] = {**growth, "MB per 1,000 requests": slope(last)}
+    report |= {"replies": replies, "slope": slopes}
+    common.print_report(report, [rows, [replies], [slopes]], args.json)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 import json
 import ssl
 import time
-from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 
 import ray
 import yaml
-from pydantic import ValidationError
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
@@ -23,19 +21,26 @@ PROXY_LIMIT_S = 2.0  # for the proxy to answer
 
 
 def read_config(path: Path) -> ServeDeploySchema:
-    """Raises OSError if it cannot be read, ValueError with the reason if it is no configuration of Serve."""
+    """Raises OSError if it cannot be read, ValueError with the reason if it is no configuration of an application."""
     try:
-        return ServeDeploySchema.model_validate(yaml.safe_load(path.read_text("utf-8")))
-    except (yaml.YAMLError, ValidationError) as error:
+        config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text("utf-8")))
+    except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    if not config.applications:
+        raise ValueError("it names no application")
+    return config
 
 
 class Cluster:
     """Starts with `start` and ends with `kill`, which may be called at any time; `stop` ends the applications first."""
 
     def __init__(self, config: ServeDeploySchema, drain_token: str) -> None:
+        """Raises ValueError for settings that cannot be served."""
         self._config = config
         self._drain_token = drain_token
+        ours = [application for application in config.applications if application.import_path == BUILDER]
+        # The longest that an application's settings give running requests.
+        self.drain_s = max((Settings.model_validate(application.args).drain_s for application in ours), default=0.0)
 
     def start(self) -> None:
         """A new cluster, whichever this machine has already, and the applications, which are not waited for."""
@@ -63,12 +68,6 @@ class Cluster:
         scheme = "https" if self._config.http_options.ssl_certfile else "http"
         return f"{scheme}://{self._host}:{self._config.http_options.port}"
 
-    @cached_property
-    def drain_s(self) -> float:
-        """The longest that an application's settings give running requests."""
-        ours = [a for a in self._config.applications if a.import_path == BUILDER]
-        return max((Settings.model_validate(a.args).drain_s for a in ours), default=0.0)
-
     def drain(self, seconds: float) -> int:
         """Let this machine's proxy refuse new requests, as one that ends in so many seconds; how many still run.
 
@@ -81,7 +80,7 @@ class Cluster:
             return int(json.loads(connection.getresponse().read())["open"])
         except ConnectionRefusedError:
             return 0
-        except (OSError, HTTPException, ValueError, KeyError):
+        except (OSError, HTTPException, ValueError, KeyError, TypeError):
             return 1
         finally:
             connection.close()

@@ -66,24 +66,26 @@ def main(arguments: list[str] | None = None) -> int:
     path = parser.parse_args(arguments).config
     signals = Signals()
     signals.listen()
-    token = secrets.token_urlsafe()
-    os.environ |= ENVIRONMENT | os.environ | {DRAIN_TOKEN: token}
-    from deployments.cluster import Cluster, read_config  # imports Ray
+    cluster = None
+    try:
+        token = secrets.token_urlsafe()
+        os.environ |= ENVIRONMENT | os.environ | {DRAIN_TOKEN: token}
+        from deployments.cluster import Cluster, read_config  # imports Ray
 
-    try:
-        config = read_config(path)
-    except (OSError, ValueError) as error:
-        say(f"{path}: {error}")
-        return 1
-    cluster = Cluster(config, token)
-    try:
+        try:
+            cluster = Cluster(read_config(path), token)
+        except (OSError, ValueError) as error:
+            say(f"{path}: {error}")
+            return 1
         return run(cluster, signals)
-    except Hurry:
+    except (Hurry, SystemExit):  # a SIGTERM while Ray starts is SystemExit: ray.init takes it for itself
+        signals.ignore()
         say("ending at once")
         return 0
     finally:
         signals.ignore()
-        cluster.kill()
+        if cluster is not None:
+            cluster.kill()
 
 
 def run(cluster: "Cluster", signals: Signals) -> int:

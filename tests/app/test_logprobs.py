@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -261,3 +262,13 @@ def test_a_long_body_says_its_length() -> None:
     assert len(done.reply) > routes.LONG_BODY
     assert int(done.reply_headers["content-length"]) == len(done.reply)
     assert len(json.loads(done.reply)["choices"]) == 8
+    assert len(done.sent) == 1 + 8 + 2  # the start, a part for each choice, what is before and behind them
+
+
+def test_a_prompt_is_decoded_once_however_many_choices_echo_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeEngineClient()
+    decode = Mock(side_effect=client.detokenize)
+    monkeypatch.setattr(client, "detokenize", decode)
+    done = post(client, prompt=[ascii_ids(7), ascii_ids(9)], n=4, max_tokens=0, echo=True)
+    assert [choice["text"] != "" for choice in json.loads(done.reply)["choices"]] == [True] * 8
+    assert sorted(len(call.args[0]) for call in decode.call_args_list) == [7, 9]

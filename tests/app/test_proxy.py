@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -237,6 +238,26 @@ def test_a_drain_without_time_ends_what_runs_and_says_so_in_the_stream() -> None
         await running
         assert stream.finished
         assert json.loads(stream.reply.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_reply_that_has_not_begun_when_the_drain_is_over_is_a_503() -> None:
+    """Serve's proxy swallows the cancellation, and sends nothing."""
+
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        app = Draining(ErrorShape(waiting), TOKEN)
+        whole = Exchange(app)
+        running = asyncio.create_task(whole.run())
+        await asyncio.sleep(0)
+        assert await tell(app, 0) == 1
+        await running
+        assert (whole.status, error_of(whole)["code"]) == (503, "shutting_down")
+        assert whole.reply_headers["connection"] == "close"
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
 from deployments import launch
 from deployments.cluster import Cluster, read_config
-from deployments.launch import Hurry, Signals, run
+from deployments.launch import Hurry, Signals, main, run
 
 ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+http_options: {host: 0.0.0.0, port: %d}
+applications: [{import_path: deployments.build:build, args: {drain_s: 7}}]
+"""
 
 
 class FakeCluster:
@@ -113,6 +118,21 @@ def test_an_application_that_fails_is_told_and_is_status_1(
     assert "application a: no such directory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("raised", [Hurry(), SystemExit(signal.SIGTERM)])
+def test_signals_while_it_starts_end_it_with_status_0(
+    signals: Signals, raised: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray makes SystemExit of a SIGTERM during ray.init; a second signal is Hurry, wherever it comes."""
+    cluster = FakeCluster([])
+    monkeypatch.setattr(cluster, "start", Mock(side_effect=raised))
+    monkeypatch.setattr("deployments.cluster.Cluster", lambda *_: cluster)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    file = tmp_path / "serve.yaml"
+    file.write_text(CONFIG % 1, encoding="utf-8")
+    assert main([str(file)]) == 0
+    assert cluster.did == ["kill"]
+
+
 def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
     signals.listen()
     signals.ignore()
@@ -120,12 +140,21 @@ def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
     assert not signals.noted.is_set()
 
 
-@pytest.mark.parametrize("text", ["applications: 4", "applications: [", ""])
-def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("applications: 4", "valid list"),
+        ("applications: [", "flow node"),
+        ("", "valid dict"),
+        ("applications: []", "names no application"),
+        ("applications: [{import_path: deployments.build:build, args: {drain_s: soon}}]", "drain_s"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"\w"):
-        read_config(file)
+    with pytest.raises(ValueError, match=reason):
+        Cluster(read_config(file), "token")
 
 
 def test_a_start_without_a_configuration_says_so_and_is_status_1(tmp_path: Path) -> None:
@@ -133,12 +162,6 @@ def test_a_start_without_a_configuration_says_so_and_is_status_1(tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith(f"foretoken: {tmp_path / 'none.yaml'}: ")
-
-
-CONFIG = """
-http_options: {host: 0.0.0.0, port: %d}
-applications: [{import_path: deployments.build:build, args: {drain_s: 7}}]
-"""
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -158,7 +181,7 @@ class Proxy(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("reply", "unfinished"), [(b'{"open": 3}', 3), (b'{"open": 0}', 0), (b"<html>", 1), (b"{}", 1)]
+    ("reply", "unfinished"), [(b'{"open": 3}', 3), (b'{"open": 0}', 0), (b"<html>", 1), (b"{}", 1), (b"[]", 1)]
 )
 def test_the_proxy_is_asked_what_still_runs(tmp_path: Path, reply: bytes, unfinished: int) -> None:
     Proxy.reply = reply
