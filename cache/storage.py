@@ -143,8 +143,8 @@ class Blocks:
         self._kv_heads = kv_heads
 
     def settle(self) -> None:
-        """Copy the shared blocks that a sequence is about to write into; in order, for one's copy may be another's
-        source."""
+        """Copy the shared blocks that a sequence is about to write into; in order, for one's source may be another's
+        copy. What fails is still to be copied, and the next call begins with it."""
         for source, copy in self._cache.take_copies():
             self.pool[:, copy] = self.pool[:, source]
 
