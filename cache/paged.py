@@ -13,7 +13,7 @@ arXiv:2309.06180, section 4) and do the copies. Three rules carry the sharing:
 
 import sys
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool
@@ -211,15 +211,17 @@ class PagedCache:
         """The blocks that only this sequence refers to, findable ones included."""
         return [block for block in self._held[handle].table if self._pool.counts[block] == 1]
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """(source, destination) of the block copies that must be done before the next pass; told once.
+    def take_copies(self) -> Iterator[tuple[int, int]]:
+        """(source, destination) of the block copies that must be done before the next pass, in their order. A copy is
+        taken when the next one is asked for: one that fails, and those behind it, are told again.
 
-        No block is a destination twice or a source after it was a destination: one by one, in order, or all at once
-        comes to the same.
+        No block is a destination twice or a source after it was a destination. A source may become a destination, so
+        a copy that was done must not be done again behind later ones.
         """
-        copies = [(source, block) for block, source in self._copies.items()]
-        self._copies.clear()
-        return copies
+        while self._copies:
+            block, source = next(iter(self._copies.items()))
+            yield source, block
+            del self._copies[block]
 
     def _must_copy(self, held: _Held) -> bool:
         """Whether the block of the position to be written next can be read by others, or found by them."""

@@ -75,6 +75,10 @@ class Storage(Protocol):
         must not meet what is not finite. What `truncate_to` took from blocks before is out of reach."""
         ...
 
+    def clear_withheld(self) -> None:
+        """Zero what the cache withholds, which is restored."""
+        ...
+
     def finite(self, handle: int) -> bool:
         """Whether the memory that only this sequence holds is. Reads all of it, in pieces, and waits for the device."""
         ...
@@ -116,11 +120,18 @@ class SlottedStorage(Contiguous):
         pass
 
     def clear(self, handle: int) -> None:
-        for slot in (self._cache.slot(handle), *self._cache.withheld):
-            rows = self.places(slot, 0, self._stride)
-            for layer in self.rows:
-                layer[rows.start : rows.stop].zero_()
+        self._zero(self._cache.slot(handle))
+        self.clear_withheld()
+
+    def clear_withheld(self) -> None:
+        for slot in self._cache.withheld:
+            self._zero(slot)
         self._cache.restore()
+
+    def _zero(self, slot: int) -> None:
+        rows = self.places(slot, 0, self._stride)
+        for layer in self.rows:
+            layer[rows.start : rows.stop].zero_()
 
     def finite(self, handle: int) -> bool:
         rows = self.places(self._cache.slot(handle), 0, self._cache.reached(handle))
@@ -143,14 +154,20 @@ class Blocks:
         self._kv_heads = kv_heads
 
     def settle(self) -> None:
-        """Copy the shared blocks that a sequence is about to write into; in order, for one's copy may be another's
-        source."""
+        """Copy the shared blocks that a sequence is about to write into; in order, for one's source may be another's
+        copy. What fails is still to be copied, and the next call begins with it."""
         for source, copy in self._cache.take_copies():
             self.pool[:, copy] = self.pool[:, source]
 
     def clear(self, handle: int) -> None:
         self.settle()  # a copy that is still to come would bring back what is zeroed here
-        for block in (*self._cache.owned(handle), *self._cache.withheld):
+        for block in self._cache.owned(handle):
+            self.pool[:, block].zero_()
+        self.clear_withheld()
+
+    def clear_withheld(self) -> None:
+        self.settle()  # a copy that is still to come may be one of what is zeroed here
+        for block in self._cache.withheld:
             self.pool[:, block].zero_()
         self._cache.restore()
 

@@ -2,7 +2,8 @@
 
 Work is counted in seconds that an engine with all slots taken is expected to spend on it, by what it measured at its
 start. Two ratios correct that: what such an engine takes for a second of work, and how much of the work that requests
-ask for they turn out to need. Neither learns anything from an engine for which nobody waits.
+ask for they turn out to need. The first is learned only from steps during which requests wait, the second from every
+request that reaches its own end.
 """
 
 import math

@@ -186,6 +186,7 @@ class Engine:
                 self._finish(sequence, "error", error, code="deadline_exceeded")
 
     def _plan(self) -> Plan:
+        self.target.reclaim()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             self._ledger.draft_faults += not try_forget(self.drafter, sequence)

@@ -81,6 +81,18 @@ class Runner:
         else:
             self._vouched.add(sequence.handle)
 
+    def reclaim(self) -> None:
+        """Clear what is withheld, so that it can be had again. Does not raise: what cannot be cleared stays withheld.
+        Next to nothing where nothing is, so that it may be tried before every round."""
+        if not self.cache.withheld:
+            return
+        try:
+            self.storage.clear_withheld()
+        except Exception:  # as often as rounds are tried: a warning each would drown the one that told of it
+            log.debug("withheld memory could not be cleared", exc_info=True)
+        else:
+            log.warning("withheld memory is cleared, and can be had again")
+
     def _finite(self, handle: int) -> bool:
         try:
             return self.storage.finite(handle)

@@ -176,14 +176,14 @@ class CacheMachine(RuleBasedStateMachine):
     def do_copies(self) -> None:
         if self.paged is None:
             return
-        copies = self.paged.take_copies()
+        copies = list(self.paged.take_copies())
         at_once = {(new, i): self.memory.get((old, i), ()) for old, new in copies for i in range(BLOCK)}
         for old, new in copies:
             for i in range(BLOCK):
                 self.memory[new, i] = self.memory.get((old, i), ())
                 (self.distrusted.add if (old, i) in self.distrusted else self.distrusted.discard)((new, i))
         assert {place: self.memory[place] for place in at_once} == at_once, "copies depend on their order"
-        assert self.paged.take_copies() == []
+        assert not list(self.paged.take_copies())
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

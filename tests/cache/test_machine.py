@@ -1,5 +1,6 @@
 """The state machine on the paged cache, and on caches with one fault each, all of which it must catch."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -91,9 +92,9 @@ class WritesWithoutCopying(PagedCache):
 
 
 class CopiesNothing(PagedCache):
-    def take_copies(self) -> list[tuple[int, int]]:
-        super().take_copies()
-        return []
+    def take_copies(self) -> Iterator[tuple[int, int]]:
+        list(super().take_copies())
+        return iter(())
 
 
 class EvictsReferencedBlocks(PagedCache):

@@ -163,7 +163,7 @@ class ComparesLengths(MappedStorage):
 
 class ForgetsCopies(MappedStorage):
     def settle(self) -> None:
-        self._cache.take_copies()
+        list(self._cache.take_copies())
 
 
 class ClearsAll(MappedStorage):
@@ -305,6 +305,50 @@ def test_what_is_withheld_is_zeroed_with_the_next_that_is(layout: Layout, kind: 
     assert not cache.withheld
     assert all(not layer[rows].any() for layer in storage.rows)
     cache.audit({0})
+
+
+class Fails(TorchDispatchMode):
+    """The copy of that number, the first is 0, raises before it is done."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("no copy")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [4, 5], ids=["mapped", "gathered"])
+@pytest.mark.parametrize("number", range(3))
+def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, number: int) -> None:
+    """Each sequence goes on from a copy of what it shared; the first one's source is the second one's copy."""
+    cache = PagedCache(6, 20, block, 20, prefixes=False)
+    storage = make_storage(Layout(6, 20, block, 20), cache, SHAPE)
+    for parent, child in ((0, 3), (1, 4), (2, 5)):
+        cache.allocate(parent)
+        cache.reserve(parent, 2)
+        storage.prepare([parent])
+        for layer in storage.rows:
+            layer[list(storage.places(cache.slot(parent), 0, 2))] = parent + 1.0
+        cache.extend(parent, 2)
+        cache.allocate(child)
+        cache.fork(parent, child, 2)
+    source = cache.table(0)[0]
+    cache.reserve(0, 1)
+    cache.release(3)
+    for parent in (1, 2):
+        cache.reserve(parent, 1)
+    assert cache.table(1) == [source]
+    with Fails(number), pytest.raises(torch.OutOfMemoryError):
+        storage.prepare([0, 1, 2])
+    storage.prepare([0, 1, 2])
+    for handle in range(3):
+        for layer in range(SHAPE.num_layers):
+            assert (storage.read(layer, handle, 2)[0] == handle + 1).all()
 
 
 def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:

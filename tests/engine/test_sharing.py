@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -106,9 +107,10 @@ def test_a_partial_block_is_copied_when_it_is_written(pair: Pair, kind: str, len
     cache, copies, take_copies = paged(engine), list[tuple[int, int]](), paged(engine).take_copies
     tables: list[list[list[int]]] = []
 
-    def counting() -> list[tuple[int, int]]:
-        copies.extend(taken := take_copies())
-        return taken
+    def counting() -> Iterator[tuple[int, int]]:
+        for pair in take_copies():
+            copies.append(pair)
+            yield pair
 
     def after_step() -> None:
         tables.append([list(cache.table(s.handle)) for s in engine.scheduler.running])

@@ -120,8 +120,9 @@ def test_memory_that_cannot_be_cleared_is_nobodys_until_it_can_be(
 ) -> None:
     """Those that wait run with what is left, and no step fails."""
     cancels, storage, cache = Cancels(engine, "r3"), engine.target.storage, engine.target.cache
-    clear, withheld = storage.clear, list[int]()
+    clear, clear_withheld, withheld = storage.clear, storage.clear_withheld, list[int]()
     monkeypatch.setattr(storage, "clear", broken)
+    monkeypatch.setattr(storage, "clear_withheld", broken)
 
     def withhold() -> None:
         assert not all_finite(engine.target)
@@ -134,6 +135,7 @@ def test_memory_that_cannot_be_cleared_is_nobodys_until_it_can_be(
         assert engine.steps > 5
         poison(engine.target, sequence.handle)
         monkeypatch.setattr(storage, "clear", clear)
+        monkeypatch.setattr(storage, "clear_withheld", clear_withheld)
 
     cancels.before, cancels.after = lambda sequence: poison(engine.target, sequence.handle), withhold
     late = Cancels(engine, "late")
@@ -151,6 +153,64 @@ def test_memory_that_cannot_be_cleared_is_nobodys_until_it_can_be(
     check(Drive({n: t for n, t in run.told.items() if n != "late"}), expected, r3="cancelled")
     assert run.told["late"].reason == "cancelled"
     assert all_finite(engine.target)
+
+
+class ClearsLater:
+    """A sequence's memory cannot be cleared, nor what is withheld at the first two tries."""
+
+    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.withheld = 0
+        self.tried = 0
+        cache, storage = runner.cache, runner.storage
+        clear_withheld, quarantine = storage.clear_withheld, cache.quarantine
+
+        def trying() -> None:
+            self.tried += 1
+            if self.tried < 3:
+                broken()
+            clear_withheld()
+
+        def withholding(handle: int) -> None:
+            quarantine(handle)
+            self.withheld += len(cache.withheld)
+
+        monkeypatch.setattr(storage, "clear", broken)
+        monkeypatch.setattr(storage, "clear_withheld", trying)
+        monkeypatch.setattr(cache, "quarantine", withholding)
+
+
+def test_withheld_memory_is_had_again_though_nobody_else_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was all there is, nobody runs whose memory would be cleared with it."""
+    engine = load(pair, max_running=1, max_spec_length=4, max_step_tokens=20)
+    cancels, later = Cancels(engine, LONG), ClearsLater(engine.target, monkeypatch)
+    cancels.before = lambda sequence: poison(engine.target, sequence.handle)
+
+    def after_step() -> None:
+        cancels()
+        assert engine.steps < 400
+
+    requests = [r for r in make_requests() if r.id in (LONG, "r6", "r7")]
+    run = drive(engine, requests, after_step=after_step)
+    assert {name: told.reason for name, told in run.told.items()} == {LONG: "cancelled", "r6": "length", "r7": "length"}
+    assert later.withheld
+    assert later.tried == 3
+    assert not engine.target.cache.withheld
+    assert all_finite(engine.target)
+
+
+def test_withheld_memory_of_the_draft_is_had_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(pair, max_running=1, max_spec_length=4, max_step_tokens=20)
+    runner = model_drafter(engine).runner
+    later = ClearsLater(runner, monkeypatch)
+    run = drive(engine, make_requests(), after_step=poisoned_once(engine, "r1", 3))
+    assert {told.reason for told in run.told.values()} == {"length"}
+    assert later.withheld
+    assert later.tried == 3
+    assert not runner.cache.withheld
+    assert all_finite(runner)
+    record = run.told["r7"].record
+    assert record is not None
+    assert any(record.drafted)
 
 
 def test_negative_control_memory_that_is_not_cleared_is_handed_on(

@@ -34,7 +34,7 @@ from policies.admission import Admission
 from policies.work import Work
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
-from tests.kv import kv_kind
+from tests.kv import kv_kind, without_prefixes
 
 PATIENCE_S = 60.0
 
@@ -175,6 +175,59 @@ def test_who_is_refused_is_told_how_long_the_queue_is(
     gate.set()
     desk.wait_for_end("a", "b", "c")
     worker.stop()
+
+
+class Asks:
+    """Tries one more request after every step, from when as many run as `running` until one ends, while as many wait as
+    `waiting`; `told` are the seconds after which it may come again. Slowness is not learned."""
+
+    def __init__(
+        self, engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch, more: Request, running: int, waiting: int
+    ) -> None:
+        monkeypatch.setattr(Work, "of", lambda timings, most: Work(0.0, 0.25))
+        monkeypatch.setattr(Admission, "worked", lambda self, work_s, took_s: None)
+        self.worker, self.more, self.told = EngineWorker(engine, desk.deliver), more, list[int]()
+        self._scheduler, self._state = engine.scheduler, (running, waiting)
+        desk.on_delivery = self
+
+    def __call__(self, outputs: list[Output]) -> None:
+        if any(output.finish_reason for output in outputs):
+            self._state = (-1, -1)
+        if (len(self._scheduler.running), len(self._scheduler.waiting)) == self._state:
+            with pytest.raises(Overloaded) as refused:
+                self.worker.submit(self.more)
+            self.told.append(refused.value.retry_after)
+
+
+def test_who_is_refused_waits_less_the_more_those_before_have_said(
+    engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots: two requests of 80 tokens, a quarter of a second each, then one of 8 tokens, 2 seconds of one slot."""
+    asks = Asks(engine, desk, monkeypatch, make_request("d"), running=2, waiting=1)
+    asks.worker.submit(make_request("a", 80), make_request("b", 80), make_request("c"))
+    asks.worker.start()
+    desk.wait_for_end("a", "b", "c")
+    asks.worker.stop()
+    assert asks.told == sorted(asks.told, reverse=True)
+    assert asks.told[0] > 30
+    assert asks.told[-1] < 15
+
+
+def test_a_slot_without_memory_is_none_to_wait_for(pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight slots, and memory for two requests: two more wait, and a fifth comes after them. Were there free slots, it
+    would be told 1 second. Each has 20 tokens to say, a quarter of a second each."""
+    if kv_kind() == "slotted":
+        pytest.skip("a slot has memory for all its positions")
+    engine = load(pair, max_running=8, kv_tokens=176, max_demand=2.0, **without_prefixes())
+    requests = [
+        Request(f"r{i}", (5 + i,) * 60, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for i in range(5)
+    ]
+    asks = Asks(engine, desk, monkeypatch, requests.pop(), running=2, waiting=2)
+    asks.worker.submit(*requests)
+    asks.worker.start()
+    desk.wait_for_end(*(r.id for r in requests))
+    asks.worker.stop()
+    assert asks.told[0] > 10
 
 
 def test_requests_of_a_list_are_admitted_together_or_not_at_all(worker: EngineWorker, desk: Desk) -> None:

@@ -48,6 +48,7 @@ class ModelDrafter:
         the gap of a sequence that holds nothing yet is not looked up: the gap is then its whole text."""
         if sequence.handle in self._given_up:
             return NO_OFFER
+        self.runner.reclaim()
         cache, gap = self.runner.cache, self.runner.uncached(sequence)
         if cache.holds(sequence.handle):
             k = min(k, 1 + cache.room(sequence.handle) - gap)  # the last draft is not fed
