@@ -115,7 +115,7 @@ def make_bodies(prompts: Sequence[Sequence[int]], model: str, seed: int = 0) -> 
         prompt = list(draw.choice(prompts))
         prompt = (prompt[draw.randrange(len(prompt) // 2) :] * draw.choice((1, 1, 2, 4)))[: draw.randint(16, 512)]
         draw.shuffle(head := prompt[:8])
-        body = {
+        body: dict[str, Any] = {
             "model": model,
             "prompt": head + prompt[8:],
             "max_tokens": draw.choice((8, 32, 64, 128, 256)),
@@ -190,6 +190,7 @@ async def soak(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> tu
         load = Load(client, make_bodies(prompts, await served_model(client), args.seed), args.pause)
         began = time.monotonic()
         samples = [measure(pid, 0.0, 0)]
+        print(table([row(samples[0])]), flush=True)
         tasks = [asyncio.create_task(load.run()) for _ in range(args.concurrency)]
         try:
             while samples[-1].seconds < 60 * args.minutes:
@@ -233,13 +234,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = common.describe_run(args, "soak", workload.describe(**about))
     samples, statuses = asyncio.run(soak(args, workload.prompts))
     last = samples[-(len(samples) // 3) :]
-    report["results"] = [asdict(sample) for sample in samples]
-    rows = [row(sample) for sample in samples[::6]]
-    replies: dict[str, object] = {**statuses}
-    growth = {"anon MB": samples[-1].anon - samples[0].anon, "of it in the last third": last[-1].anon - last[0].anon}
-    slopes: dict[str, object] = {**growth, "MB per 1,000 requests": slope(last)}
-    report |= {"replies": replies, "slope": slopes}
-    common.print_report(report, [rows, [replies], [slopes]], args.json)
+    replies: dict[str, object] = dict(statuses)
+    growth: dict[str, object] = {
+        "anon MB": samples[-1].anon - samples[0].anon,
+        "of it in the last third": last[-1].anon - last[0].anon,
+        "MB per 1,000 requests": slope(last),
+    }
+    report |= {"results": [asdict(sample) for sample in samples], "replies": replies, "growth": growth}
+    common.print_report(report, [[replies], [growth]], args.json)
 
 
 if __name__ == "__main__":
