@@ -347,8 +347,8 @@ def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, nu
         storage.prepare([0, 1, 2])
     storage.prepare([0, 1, 2])
     for handle in range(3):
-        for layer in range(SHAPE.num_layers):
-            assert (storage.read(layer, handle, 2)[0] == handle + 1).all()
+        for number_of_layer in range(SHAPE.num_layers):
+            assert (storage.read(number_of_layer, handle, 2)[0] == handle + 1).all()
 
 
 def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:
