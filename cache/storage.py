@@ -70,9 +70,10 @@ class Storage(Protocol):
         as zeros; a slot that was not prepared reads anything."""
         ...
 
-    def clear(self, handle: int) -> None:
-        """Zero the memory that only this sequence holds and what the cache withholds, which is restored: the next owner
-        must not meet what is not finite. What `truncate_to` took from blocks before is out of reach."""
+    def clear(self, handle: int, start: int = 0) -> None:
+        """Zero the memory that only this sequence holds, of positions from `start` on, and what the cache withholds,
+        which is restored: the next owner must not meet what is not finite. What `truncate_to` took from blocks before
+        is out of reach."""
         ...
 
     def clear_withheld(self) -> None:
@@ -119,17 +120,17 @@ class SlottedStorage(Contiguous):
     def prepare(self, handles: Sequence[int]) -> None:
         pass
 
-    def clear(self, handle: int) -> None:
-        self._zero(self._cache.slot(handle))
+    def clear(self, handle: int, start: int = 0) -> None:
+        self._zero(self._cache.slot(handle), start)
         self.clear_withheld()
 
     def clear_withheld(self) -> None:
         for slot in self._cache.withheld:
-            self._zero(slot)
+            self._zero(slot, 0)
         self._cache.restore()
 
-    def _zero(self, slot: int) -> None:
-        rows = self.places(slot, 0, self._stride)
+    def _zero(self, slot: int, start: int) -> None:
+        rows = self.places(slot, start, self._stride)
         for layer in self.rows:
             layer[rows.start : rows.stop].zero_()
 
@@ -159,10 +160,12 @@ class Blocks:
         for source, copy in self._cache.take_copies():
             self.pool[:, copy] = self.pool[:, source]
 
-    def clear(self, handle: int) -> None:
+    def clear(self, handle: int, start: int = 0) -> None:
         self.settle()  # a copy that is still to come would bring back what is zeroed here
-        for block in self._cache.owned(handle):
-            self.pool[:, block].zero_()
+        own, size = set(self._cache.owned(handle)), self.pool.shape[2]
+        for i, block in enumerate(self._cache.table(handle)):
+            if block in own:
+                self.pool[:, block, max(0, start - i * size) :].zero_()
         self.clear_withheld()
 
     def clear_withheld(self) -> None:

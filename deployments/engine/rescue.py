@@ -43,19 +43,19 @@ class Attempts:
         self._reason = ""  # of the last failure, safe to show
 
     def run(self, plan: Plan, *, last: bool) -> Outcome | None:
-        """None if it failed: then the target's cache is as it was, but after the last attempt, with which the request
-        ends, for what that has written is to be looked at. The failed pass's tensors are free: they hang on the error.
-        """
-        cache, handles = self._target.cache, [s.sequence.handle for s in plan.slices]
-        lengths = [cache.length(handle) for handle in handles]
+        """None if it failed: then the target's cache holds what it held, memory that was reserved is given back, and
+        what the pass wrote there is zeroed. After the last attempt all stays, for the request ends, and what it holds
+        is looked at then. The failed pass's tensors are free: they hang on the error, which is gone."""
+        sequences = [s.sequence for s in plan.slices]
+        lengths = [self._target.cache.length(sequence.handle) for sequence in sequences]
         try:
             return run_round(plan, self._target, self._drafter)
         except Exception as error:
-            log.exception("a round over %d sequences failed", len(handles))
+            log.exception("a round over %d sequences failed", len(sequences))
             self._reason = _reason(error)
         if not last:
-            for handle, length in zip(handles, lengths, strict=True):
-                cache.truncate_to(handle, length)
+            for sequence, length in zip(sequences, lengths, strict=True):
+                self._target.take_back(sequence, length)
         return None
 
     def halve(self, plan: Plan) -> Rescued:

@@ -81,6 +81,15 @@ class Runner:
         else:
             self._vouched.add(sequence.handle)
 
+    def take_back(self, sequence: Sequence, length: int) -> None:
+        """Forget positions ≥ length after a pass that failed. What it wrote there may not be finite, and its memory may
+        go to others: it is zeroed. Does not raise; where that fails, it is only logged."""
+        try:
+            self.storage.clear(sequence.handle, length)
+        except Exception:
+            log.exception("what a failed pass wrote for request %s could not be cleared", sequence.request_id)
+        self.cache.truncate_to(sequence.handle, length)
+
     def reclaim(self) -> None:
         """Clear what is withheld, so that it can be had again. Does not raise: what cannot be cleared stays withheld.
         Next to nothing where nothing is, so that it may be tried before every round."""

@@ -169,13 +169,13 @@ class ForgetsCopies(MappedStorage):
 class ClearsAll(MappedStorage):
     """Clears what others share."""
 
-    def clear(self, handle: int) -> None:
+    def clear(self, handle: int, start: int = 0) -> None:
         for block in self._cache.table(handle):
             self.pool[:, block].zero_()
 
 
 class ClearsNothing(MappedStorage):
-    def clear(self, handle: int) -> None:
+    def clear(self, handle: int, start: int = 0) -> None:
         pass
 
 
@@ -283,6 +283,18 @@ def test_whatever_position_is_not_finite_is_found(layout: Layout, kind: type[Sto
 
 
 @STORAGES
+@pytest.mark.parametrize("start", [0, 3, 8, 10, 389, 390])
+def test_what_is_cleared_begins_where_it_is_told(layout: Layout, kind: type[Storage], start: int) -> None:
+    _, storage, rows = filled(layout, kind)
+    for layer in storage.rows:
+        layer.fill_(1)
+    storage.clear(1, start)
+    for layer in storage.rows:
+        assert (layer[rows[:start]] == 1).all()
+        assert not layer[rows[start:]].any()
+
+
+@STORAGES
 def test_looking_for_what_is_not_finite_takes_little_memory(layout: Layout, kind: type[Storage]) -> None:
     _, storage, _ = filled(layout, kind)
     row = 2 * SHAPE.kv_heads * SHAPE.head_dim
@@ -347,8 +359,8 @@ def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, nu
         storage.prepare([0, 1, 2])
     storage.prepare([0, 1, 2])
     for handle in range(3):
-        for number_of_layer in range(SHAPE.num_layers):
-            assert (storage.read(number_of_layer, handle, 2)[0] == handle + 1).all()
+        for n in range(SHAPE.num_layers):
+            assert (storage.read(n, handle, 2)[0] == handle + 1).all()
 
 
 def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:

@@ -247,6 +247,32 @@ def test_who_was_read_again_after_a_preemption_is_looked_at_again(pair: Pair) ->
     assert all_finite(engine.target)
 
 
+def test_what_a_failed_pass_wrote_goes_to_nobody(
+    engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that is tried again, without its drafts: it writes less."""
+    run_target, cache, storage, hits = engine.target.run, engine.target.cache, engine.target.storage, list[int]()
+
+    def raising(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        logits = run_target(feeds, drafts)
+        if not any(feed.drafts for feed in feeds) or len(hits) > 3:
+            return logits
+        hits.append(len(feeds))
+        for feed in feeds:
+            handle = feed.sequence.handle
+            end = cache.length(handle)
+            places = list(storage.places(cache.slot(handle), end - feed.committed - feed.drafts, end))
+            for rows in storage.rows:
+                rows[places] = torch.nan
+        raise RuntimeError("out of ideas")
+
+    monkeypatch.setattr(engine.target, "run", raising)
+    run = drive(engine, make_requests())
+    assert len(hits) > 3
+    check(run, expected)
+    assert all_finite(engine.target)
+
+
 def test_what_the_last_pass_of_a_request_wrote_is_looked_at(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
