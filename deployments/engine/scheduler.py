@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Queue:
-    """Who may start in one plan, and who did."""
+    """The sequences that may start in one plan, and those that did."""
 
     order: list[Sequence]
     started: list[tuple[Sequence, int]] = field(default_factory=list)  # with how many tokens the cache had of each
@@ -187,7 +187,7 @@ class Scheduler:
         return max(0, min(chunk, sequence.num_prompt - 1 - start))
 
     def _order(self) -> list[Sequence]:
-        """Who waits, the next to start first."""
+        """The waiting sequences, the next to start first."""
         if not self.waiting or not self._cache.free_slots:
             return []
         members = Counter(sequence.group for sequence in self.running)
