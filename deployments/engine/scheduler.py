@@ -175,6 +175,8 @@ class Scheduler:
         return fed
 
     def _part(self, sequence: Sequence, count: int) -> Slice:
+        """Up to `count` tokens: a failed pass may have given back what was reserved for the rest of its prompt."""
+        count = min(count, self._cache.room(sequence.handle))
         self._cache.reserve(sequence.handle, count)
         emits = count == self._target.uncached(sequence)
         return Slice(sequence, count, 0, emits, scored=self._scored(sequence, count))
