@@ -279,7 +279,7 @@ def test_host_work_is_learned_with_and_without_drafts() -> None:
 
 @pytest.mark.parametrize(("rounds", "known"), [(corrections.FEW - 1, False), (corrections.FEW, True)])
 def test_a_few_rounds_count_and_fewer_do_not(rounds: int, known: bool) -> None:
-    """Of the host's work, and of all rounds together for a bucket that none of them was in."""
+    """The host's work counts from its fourth round on, and so does the correction that a bucket without rounds gets."""
     host, factors = corrections.HostWork(), corrections.Corrections()
     for _ in range(rounds):
         host.observe(Machine().round((0,) * 4))
