@@ -158,7 +158,7 @@ def test_steps_and_tokens_are_those_of_its_forwards(pair: Pair, monkeypatch: pyt
     lengths = {"long": 80, "short": 3, "other": 20}
     drive(engine, {2 * i: [make_request(n, length, k=4 - i)] for i, (n, length) in enumerate(lengths.items())})
     assert all((steps, read) == (len(passes), sum(passes)) for steps, read, passes in told)
-    assert {steps for steps, _, _ in told} >= {1, 2, 4}
+    assert {steps for steps, _, _ in told} >= {1, 3, 4}
 
 
 # Confidence

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deployments.engine import acceptance, engine
+from deployments.engine import acceptance, rescue
 from deployments.engine.acceptance import PARTS
 from deployments.engine.drafters.base import Draft, DraftBatch, Drafter
 from deployments.engine.round import Outcome, run_round
@@ -147,7 +147,7 @@ def test_an_engines_rounds_tell_what_the_models_have_in_common(
             told.append((verdict.overlaps[i], [torch.minimum(p, q).sum().item() for p, q in laws]))
         return outcome
 
-    monkeypatch.setattr(engine, "run_round", watched)
+    monkeypatch.setattr(rescue, "run_round", watched)
     params = [SamplingParams(max_tokens=6, ignore_eos=True, seed=seed) for seed in range(40)]
     requests = [
         Request(str(i), (0, 1, 2), p, k=1 + i % 3, verifier=verifier, drafter="model") for i, p in enumerate(params)
