@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from app.script import MAX_K, POLICY, Script, blank, note, spell
-from deployments.engine.types import (
+from app.fake_engine import MAX_K, POLICY, Script, blank, note, spell
+from engine.types import (
     DRAFTERS,
     DrafterName,
     EngineStats,

@@ -8,8 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from app.replies import JSON
-from deployments.engine.types import EngineStopped, InvalidRequest, Overloaded
+from app.openai.replies import JSON
+from engine.types import EngineStopped, InvalidRequest, Overloaded
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.client import EngineClient
-from app.replies import JSON
+from app.openai.replies import JSON
 
 
 async def health(client: EngineClient, request: Request) -> Response:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import error_object
-from app.replies import JSON
+from app.openai.replies import JSON
 
 OPEN = frozenset({"/health"})  # paths that anybody may GET
 READS = ("GET", "HEAD")

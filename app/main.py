@@ -12,10 +12,10 @@ from app.client import EngineClient
 from app.errors import HANDLERS
 from app.health import health
 from app.keys import Keys, RequireKey
-from app.live import Live
 from app.middleware import MAX_UNFINISHED_BODIES, BodyLimit, BodyTime, Departures, LastResort, RequestId
-from app.pages import OPEN_PATHS, page_routes
-from app.telemetry import Listener, Telemetry
+from app.page.live import Live
+from app.page.routes import OPEN_PATHS, page_routes
+from app.telemetry.exchange import Listener, Telemetry
 
 MAX_BODY_BYTES = 2 * 2**20
 BODY_TIMEOUT_S = 10.0
@@ -33,8 +33,8 @@ def create_app(
 ) -> Starlette:
     """The application over any engine: a replica's own, a remote one, or the fake.
 
-    listeners: see app/telemetry.py. live: what /ui shows; it listens too. keys: that the server's users must have one
-    of.
+    listeners: see app/telemetry/exchange.py. live: what /ui shows; it listens too. keys: the API keys, of which every
+    client must have one.
     """
     telemetry = Telemetry(client, (*listeners, live) if live is not None else listeners)
     app = Starlette(

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import error_object
-from app.replies import JSON, encode_json
+from app.openai.replies import JSON, encode_json
 from app.request_ids import is_request_id
 
 DRAIN_PATH = "/-/drain"

@@ -11,17 +11,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.choices import Choice, engine_requests, merged
 from app.client import EngineClient, ModelCard
 from app.errors import ModelNotFound
-from app.fields import Prompt
-from app.replies import JSON, Envelope, encode_choice
-from app.schemas import Completion, check_prompt_tokens, parse
-from app.sse import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
-from app.telemetry import Exchange, Telemetry
+from app.openai.choices import Choice, engine_requests, merged
+from app.openai.fields import Prompt
+from app.openai.replies import JSON, Envelope, encode_choice
+from app.openai.request import Completion, check_prompt_tokens, parse
+from app.openai.stream import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
+from app.telemetry.exchange import Exchange, Telemetry
 from app.tenants import cache_salt
-from deployments.engine import types
-from deployments.engine.types import InvalidRequest, Output
+from engine import types
+from engine.types import InvalidRequest, Output
 
 LONG_BODY = 2**16  # bytes, above which a body is not copied into one piece
 

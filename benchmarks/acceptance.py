@@ -30,11 +30,11 @@ import numpy as np
 from benchmarks import common
 from benchmarks.forced import Column, Force, Forced, Reader, make_force
 from benchmarks.identity import seeded
+from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
 from benchmarks.stats import repeated_ngram_share
-from deployments.engine.llm import LLM
-from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, RequestRecord, Verifier
-from policies.analysis import expected_tokens
+from engine.llm import LLM
+from engine.types import DRAFTERS, VERIFIERS, DrafterName, RequestRecord, Verifier
 
 BATCH = 8
 Texts = Sequence[Sequence[int]]

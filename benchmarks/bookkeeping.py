@@ -19,12 +19,12 @@ from unittest.mock import patch
 from benchmarks import common
 from benchmarks.interference import percentile
 from benchmarks.stepping import Driver, Text, block_size, greedy, make_engine
-from deployments.engine.config import CacheKind
-from deployments.engine.drafters.chain import Drafters
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Runner
-from deployments.engine.types import StepStats
+from engine.config import CacheKind
+from engine.drafters.chain import Drafters
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.models.runner import Runner
+from engine.types import StepStats
 
 METHODS = {
     "scheduler": ("plan",),

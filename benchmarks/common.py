@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.prompts import Tokenizer, builtin_prompts, file_prompts
 from benchmarks.stats import REPETITION_LIMIT, repeated_ngram_share, table
-from deployments.engine.config import DTYPES, EngineConfig
-from deployments.engine.engine import Engine
+from engine.config import DTYPES, EngineConfig
+from engine.engine import Engine
 from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 

@@ -21,8 +21,8 @@ from benchmarks import common
 from benchmarks.decode import split
 from benchmarks.measure import Run, merge, timed_run
 from benchmarks.stats import median_ratio, repeated_ngram_share
-from deployments.engine.llm import LLM
-from deployments.engine.types import DrafterName, SamplingParams
+from engine.llm import LLM
+from engine.types import DrafterName, SamplingParams
 
 WARMUP_TOKENS = 16
 GRAM = 8

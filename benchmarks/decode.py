@@ -39,8 +39,8 @@ from benchmarks.compare import Estimate, geometric_mean, ratio, ratio_to_best
 from benchmarks.measure import Run, merge, timed_run
 from benchmarks.plot import chart
 from benchmarks.stats import median_ratio, predicted_speedup
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.llm import LLM
+from engine.types import SamplingParams
 from policies.reasons import REASONS
 
 FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieved/predicted")

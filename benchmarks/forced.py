@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.lab.analysis import coupling_acceptance, rejection_acceptance
 from cache.layout import Layout
-from deployments.engine.detokenize import Detokenizer, TextStream
-from deployments.engine.models.loader import load_decoder, open_checkpoint
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.sequence import Sequence as EngineSequence
-from deployments.engine.types import RequestRecord, SamplingParams
-from policies.analysis import coupling_acceptance, rejection_acceptance
+from engine.detokenize import Detokenizer, TextStream
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.runner import Feed, Runner
+from engine.sequence import Sequence as EngineSequence
+from engine.types import RequestRecord, SamplingParams
 
 Column = NDArray[np.float64]
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from benchmarks import common, reference
 from benchmarks.common import Spec
 from benchmarks.stats import first_divergence
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.llm import LLM
+from engine.types import SamplingParams
 
 TEMPERATURES = (0.0, 0.8)
 SPECS: tuple[Spec, ...] = (0, 1, 4, 8, "goodput")

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.stats import median_ratio
 from benchmarks.stepping import Driver, Text, Told, greedy, make_engine
-from deployments.engine.types import StepStats
+from engine.types import StepStats
 
 JOINING_TOKENS = 16  # that the newcomer may emit before it drafts: the draft model reads its prompt meanwhile
 SETTLED = 3  # outputs of a stream after which nothing is left of its own beginning

@@ -35,7 +35,7 @@ from benchmarks.compare import Floats, ratio_of_totals, totals_to_best
 from benchmarks.copying import copied_prompts
 from benchmarks.measure import Run
 from benchmarks.stepping import Driver, Ids, Told, greedy, make_engine
-from deployments.engine.types import SamplingParams
+from engine.types import SamplingParams
 
 LEAST = 4  # requests of a stage, which else has two per place
 Rows = list[dict[str, object]]

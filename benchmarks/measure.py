@@ -9,7 +9,7 @@ from statistics import median
 from typing import Protocol
 
 from benchmarks.stats import acceptance_rate, decode_steps
-from deployments.engine.types import RequestRecord, SamplingParams, StepStats
+from engine.types import RequestRecord, SamplingParams, StepStats
 
 
 class Generated(Protocol):

@@ -27,7 +27,7 @@ from benchmarks.interference import measure_interference
 from benchmarks.measure import Run, merge, timed_run
 from benchmarks.stats import first_divergence, median_ratio
 from benchmarks.stepping import Driver, Ids, Text, block_size, greedy, make_engine
-from deployments.engine.config import CacheKind, EngineConfig
+from engine.config import CacheKind, EngineConfig
 
 CHUNK = EngineConfig("").prefill_chunk  # the engine's own
 DEMO = ["--target", "models/demo/target", "--draft", "models/demo/draft"]

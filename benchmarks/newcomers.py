@@ -28,13 +28,13 @@ import numpy as np
 from starlette.types import ASGIApp, Message
 
 from app.main import create_app
-from app.telemetry import Exchange
+from app.telemetry.exchange import Exchange
 from benchmarks import common
 from benchmarks.stepping import Text
-from deployments.engine.config import EngineConfig
-from deployments.engine.engine import Engine
-from deployments.engine.types import StepStats
-from deployments.local_client import LocalClient
+from deployments.bridge import LocalClient
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import StepStats
 
 DEMO = ["--target", "models/demo/target", "--draft", "models/demo/draft"]
 TICK_S = 0.005  # of the timer that shows how long the event loop is held

@@ -20,8 +20,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from benchmarks import common, reference
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.llm import LLM
+from engine.types import SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 

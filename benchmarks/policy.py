@@ -30,17 +30,17 @@ from typing import Any
 
 from benchmarks import common, trace
 from benchmarks.common import Spec
-from deployments.engine.llm import LLM
-from deployments.engine.types import DRAFTERS, RequestRecord, SamplingParams
-from policies.clairvoyant import Clairvoyant
+from benchmarks.lab.clairvoyant import Clairvoyant
+from benchmarks.lab.scenarios import cpu, drifting, gpu, mixed, profile, recovery
+from benchmarks.lab.simulator import Controller, Report, World, simulate
+from engine.llm import LLM
+from engine.types import DRAFTERS, RequestRecord, SamplingParams
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.cost import CostModel
 from policies.estimator import heat_of
+from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Timing
-from policies.scenarios import cpu, drifting, gpu, mixed, profile, recovery
-from policies.simulate import Controller, Report, World, simulate
-from policies.standing import Decision
 
 FIXED = (1, 2, 4, 8)
 REPLAYED: tuple[Spec, ...] = (0, *FIXED, "heuristic", "optimal", "goodput")

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
-from deployments.engine.detokenize import Detokenizer, TextStream
-from deployments.engine.drafters.base import Draft, DraftBatch
-from deployments.engine.drafters.model import Laws
-from deployments.engine.llm import LLM
-from deployments.engine.sampling import Sampler
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import RequestRecord, SamplingParams, Verifier
-from deployments.engine.verification import verify
+from engine.detokenize import Detokenizer, TextStream
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import Laws
+from engine.llm import LLM
+from engine.sampling.sampler import Sampler
+from engine.sequence import Sequence
+from engine.types import RequestRecord, SamplingParams, Verifier
+from engine.verification import verify
 
 EXPONENT, DISTURBANCE = 1.1, 0.5
 CPU = torch.device("cpu")

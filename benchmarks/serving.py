@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from benchmarks import common
 from benchmarks.measure import Generator
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.llm import LLM
+from engine.types import SamplingParams
 
 PAUSE_S = 0.05  # between requests, so that each finds both engines idle
 WARMUPS = 3

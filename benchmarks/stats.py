@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from benchmarks.compare import Interval
-from deployments.engine.types import StepStats
-from policies.analysis import expected_tokens
+from benchmarks.lab.analysis import expected_tokens
+from engine.types import StepStats
 
 REPETITION_LIMIT = 0.10  # from this share of repeated 8-grams on, α is that of loops
 

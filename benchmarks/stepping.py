@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks import common
 from cache.paged import PagedCache
-from deployments.engine.config import CacheKind, EngineConfig
-from deployments.engine.engine import Engine, StepResult
-from deployments.engine.types import DrafterName, Request, RequestRecord, SamplingParams, StepStats
+from engine.config import CacheKind, EngineConfig
+from engine.engine import Engine, StepResult
+from engine.types import DrafterName, Request, RequestRecord, SamplingParams, StepStats
 
 Ids = list[int]
 

@@ -33,17 +33,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from app.main import create_app
-from app.otel import Dropped, Outbox
-from app.otlp import Exporter, encode
-from app.schemas import parse
-from app.telemetry import Exchange, Listener
-from app.tracing import TraceConfig, Tracer
+from app.openai.request import parse
+from app.telemetry.exchange import Exchange, Listener
+from app.telemetry.export import Dropped, Outbox
+from app.telemetry.otlp import Exporter, encode
+from app.telemetry.tracer import TraceConfig, Tracer
 from benchmarks import common
 from benchmarks.stats import median_ratio
-from deployments.engine.config import EngineConfig
-from deployments.engine.engine import Engine
-from deployments.engine.types import Output, Request, RequestRecord, StepStats
-from deployments.local_client import TELL_EVERY_S, LocalClient
+from deployments.bridge import TELL_EVERY_S, LocalClient
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import Output, Request, RequestRecord, StepStats
 
 QUIET_S = 3 * TELL_EVERY_S  # after which everybody was told of the last step
 TOKENS_PER_ROUND = 5  # to ask for: a round seldom emits more

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.lab.simulator import Job, make_job
 from policies.observation import Timing
-from policies.simulate import Job, make_job
 
 VERSION = 1
 UNKNOWN_RATE = 0.5  # of drafts that are right, where a whole trace has none

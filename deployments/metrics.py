@@ -1,4 +1,4 @@
-"""What requests and steps add to the metrics of deployments/instruments.py."""
+"""What requests and steps add to the metrics of deployments/metric_families.py."""
 
 import time
 from collections import Counter
@@ -8,11 +8,11 @@ from typing import TypeVar, get_args
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.otel import DROPPED, Dropped, Loss
-from app.telemetry import CANCELLED, CLIENT_DISCONNECT, Exchange
-from deployments.engine.types import DRAFTERS, Part, RequestRecord, StepStats
-from deployments.instruments import Count, Level, Maker, Requests, Rounds, State, Steps
-from deployments.plain import PlainTime, faulty
+from app.telemetry.exchange import CANCELLED, CLIENT_DISCONNECT, Exchange
+from app.telemetry.export import DROPPED, Dropped, Loss
+from deployments.baseline import PlainTime, faulty
+from deployments.metric_families import Count, Level, Maker, Requests, Rounds, State, Steps
+from engine.types import DRAFTERS, Part, RequestRecord, StepStats
 from policies.observation import Timing
 from policies.reasons import REASONS
 
@@ -34,7 +34,7 @@ V = TypeVar("V")
 
 
 class Meter:
-    """A listener (app/telemetry.py). All series that can be foreseen begin with it, at 0.
+    """A listener (app/telemetry/exchange.py). All series that can be foreseen begin with it, at 0.
 
     Histograms take one value at a time. Counters and the gauges of the replica's state are told to Ray, which reports
     every 10 s, once a second while the engine works, and by `beat`, which whoever checks the replica's health should

@@ -12,16 +12,16 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
-from app import conventions, otel
 from app.keys import Keys
-from app.live import Live
 from app.main import create_app
-from app.tracing import Tracer
-from deployments.engine.config import ConfigError, EngineConfig
-from deployments.engine.engine import Engine
-from deployments.local_client import LocalClient
+from app.page.live import Live
+from app.telemetry import export, names
+from app.telemetry.tracer import Tracer
+from deployments.bridge import LocalClient
 from deployments.metrics import Meter
 from deployments.settings import EdgeConfig, PolicySettings
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,8 +39,8 @@ class Replica:
         _keep_to_loopback()
         self._edge = edge
         self._keys = None if edge.api_key_file is None else Keys.read(Path(edge.api_key_file))
-        self._spans = otel.provider(_resource()) if edge.traces.level != "off" else None
-        self._text = self._spans is not None and otel.captures_text()
+        self._spans = export.provider(_resource()) if edge.traces.level != "off" else None
+        self._text = self._spans is not None and export.captures_text()
         log.info("traces: %s", "none" if self._spans is None else edge.traces)
         gpus = ray.get_gpu_ids()
         log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
@@ -111,8 +111,8 @@ def _resource() -> dict[str, str]:
     """What spans say of where they are from."""
     context = serve.get_replica_context()
     return {
-        "service.name": conventions.SCOPE,
-        "service.version": conventions.VERSION,
+        "service.name": names.SCOPE,
+        "service.version": names.VERSION,
         "service.instance.id": context.replica_id.unique_id,
         "ray.serve.application": context.app_name,
         "ray.serve.deployment": context.deployment,
@@ -139,7 +139,7 @@ def _keep_to_loopback() -> None:
 
 def _show_logs() -> None:
     """Let what this project logs, INFO too, go where Serve's own log of the replica goes."""
-    for name in ("app", "deployments"):
+    for name in ("app", "deployments", "engine"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.handlers = logging.getLogger("ray.serve").handlers

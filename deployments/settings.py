@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.main import BODY_TIMEOUT_S
-from app.tracing import Level, TraceConfig
-from deployments.engine.config import CacheKind, EngineConfig
+from app.telemetry.tracer import Level, TraceConfig
+from engine.config import CacheKind, EngineConfig
 from policies.config import PolicyConfig, PolicyName
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +124,7 @@ class Settings(BaseModel):
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
     num_cpus: Number = 1.0  # per replica
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: anybody may ask
-    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # or off, request, rounds: see app/tracing.py
+    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # or off, request, rounds: see operations.md
     trace_steps: Fraction = 0.01  # of the engine's steps: those that get a span
 
     @model_validator(mode="after")

@@ -7,8 +7,8 @@ import os
 
 from opentelemetry.sdk.trace import SpanProcessor
 
-from app import conventions
-from app.otel import processors
+from app.telemetry import names
+from app.telemetry.export import processors
 
 
 def exporters() -> list[SpanProcessor]:
@@ -17,5 +17,5 @@ def exporters() -> list[SpanProcessor]:
     OTLP to where the OTEL_* variables say, by default this machine. The provider is made without a resource and reads
     its service's name from the environment only (Ray 2.60).
     """
-    os.environ.setdefault("OTEL_SERVICE_NAME", conventions.SCOPE)
+    os.environ.setdefault("OTEL_SERVICE_NAME", names.SCOPE)
     return processors(unless_said="otlp")

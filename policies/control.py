@@ -8,10 +8,10 @@ import numpy as np
 from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.estimator import Estimator
+from policies.held_choice import Decision, Limits, Standing
 from policies.observation import Candidate, Drafted, Observation, RoundCost, State, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
-from policies.standing import Decision, Limits, Standing
 
 HORIZON = 64  # rounds, the most over which reading what the draft model has missed is taken to pay off
 MOST_ROUNDS = 16  # that wait to be learned from, where nothing is chosen

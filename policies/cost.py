@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.corrections import WINDOW, Corrections, HostWork, isotonic
-from policies.drafts import Drafts
+from policies.draft_cost import Drafts
 from policies.observation import Floats, RoundCost, Timing
 
 PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over one token

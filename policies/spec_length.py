@@ -236,7 +236,7 @@ def _may_pay(observation: Observation) -> bool:
 
 
 def _theorem(observation: Observation, ratio: Floats) -> Ints:
-    """[B] k with the greatest walltime factor of policies.analysis within the limits; ratio: [B] its c."""
+    """[B] k with the greatest walltime factor of benchmarks.lab.analysis within the limits; ratio: [B] its c."""
     k = np.arange(observation.survival.shape[1] + 1)
     alpha = observation.survival[:, :1] if k.size > 1 else np.zeros((len(ratio), 1))
     factor = np.cumsum(alpha**k, axis=1) / (1 + k * ratio[:, None])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("app", "benchmarks", "cache", "deployments", "policies", "scripts")
+PACKAGES = ("app", "benchmarks", "cache", "deployments", "engine", "policies", "scripts")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_README_LINES = 150

@@ -62,13 +62,13 @@ def rule(package: str) -> frozenset[str]:
     """What no module of the package may load."""
     return {
         "app": MODELS | {"ray"},
-        "deployments.engine": SERVER,
+        "engine": SERVER,
         "policies": MODELS | SERVER,
         "cache": MODELS | SERVER,
     }[package]
 
 
-@pytest.mark.parametrize("package", ["app", "deployments.engine", "policies"])
+@pytest.mark.parametrize("package", ["app", "engine", "policies"])
 def test_no_module_of_a_package_loads_what_its_package_must_not(package: str) -> None:
     modules = modules_under(ROOT, package)
     assert package in modules
@@ -84,7 +84,7 @@ def test_in_cache_only_storages_may_load_torch() -> None:
 
 
 def test_the_modules_that_the_edge_shares_with_the_engine_are_light() -> None:
-    shared = ["deployments.engine.types", "deployments.engine.config"]
+    shared = ["engine.types", "engine.config"]
     assert violations(ROOT, shared, MODELS | SERVER | {"numpy"}) == {}
 
 

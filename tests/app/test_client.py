@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.client import EngineClient, FakeEngineClient, spell
-from deployments.engine.types import (
+from engine.types import (
     DRAFTERS,
     InvalidRequest,
     Output,

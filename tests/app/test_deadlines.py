@@ -9,7 +9,7 @@ import pytest
 
 from app.client import FakeEngineClient
 from app.main import create_app
-from deployments.engine.types import Output, Request
+from engine.types import Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events
 
 LATE = "the deadline of 2.5 s has passed"

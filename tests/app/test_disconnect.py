@@ -13,8 +13,8 @@ from starlette.types import Message
 from app import routes
 from app.client import FakeEngineClient, spell
 from app.main import create_app
-from app.sse import unless_disconnected
-from deployments.engine.types import Output, Request
+from app.openai.stream import unless_disconnected
+from engine.types import Output, Request
 from tests.app.harness import PROMPT, Exchange
 
 

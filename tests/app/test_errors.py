@@ -16,9 +16,9 @@ from app.client import FakeEngineClient
 from app.keys import Keys
 from app.main import create_app
 from app.middleware import RequestId
-from app.replies import encode_json
-from app.tracing import Tracer
-from deployments.engine.types import EngineStopped, Output, Request
+from app.openai.replies import encode_json
+from app.telemetry.tracer import Tracer
+from engine.types import EngineStopped, Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from app.client import FakeEngineClient
 from app.keys import Keys, RequireKey
-from app.live import Live
 from app.main import create_app
-from app.pages import FILES
+from app.page.live import Live
+from app.page.routes import FILES
 from tests.app.harness import PROMPT, Exchange, call
 
 KEY = "sk-one"

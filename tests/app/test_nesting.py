@@ -10,13 +10,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from app.main import create_app
-from app.tracing import TraceConfig, Tracer
-from deployments.engine.config import EngineConfig
-from deployments.engine.engine import Engine
-from deployments.local_client import LocalClient
+from app.telemetry.tracer import TraceConfig, Tracer
+from deployments.bridge import LocalClient
+from engine.config import EngineConfig
+from engine.engine import Engine
 from policies.config import PolicyConfig
 from tests.app.harness import Exchange
-from tests.app.tracing import sticking_out
+from tests.app.telemetry.tracing import sticking_out
 
 CONFIG = EngineConfig(
     "models/demo/target",

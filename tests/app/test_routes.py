@@ -5,8 +5,8 @@ import json
 import pytest
 
 from app.client import FakeEngineClient
-from app.live import Live
 from app.main import create_app
+from app.page.live import Live
 from tests.app.harness import call
 
 CARD = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "foretoken", "max_model_len": 256}

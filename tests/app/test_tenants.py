@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.client import FakeEngineClient
 from app.main import create_app
 from app.tenants import cache_salt
-from deployments.engine.types import Output
+from engine.types import Output
 from tests.app.harness import PROMPT, call
 
 KEY = "sk-0123456789"

@@ -9,9 +9,9 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.trace import StatusCode
 
-from deployments.engine.types import Output, Request
+from engine.types import Output, Request
 from tests.app.harness import PROMPT, call
-from tests.app.tracing import Traced, record_of, told
+from tests.app.telemetry.tracing import Traced, record_of, told
 
 MARK = "Zebrafinch"
 HALF = "\ud800"  # of a surrogate pair

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deployments.engine.types import RequestRecord, StepStats
+from engine.types import RequestRecord, StepStats
 from policies.reasons import REASONS
 
 PLAIN_STEP: dict[str, Any] = {

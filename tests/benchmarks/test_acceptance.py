@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import acceptance, forced
 from benchmarks.acceptance import Case
+from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
-from deployments.engine.types import RequestRecord
-from policies.analysis import expected_tokens
+from engine.types import RequestRecord
 from tests.engine.pairs import Pair, reference_model, save_pair
 
 PROMPTS, TOKENS = 48, 60

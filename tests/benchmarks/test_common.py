@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import common
 from benchmarks.common import Spec
-from deployments.engine.config import EngineConfig
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.config import EngineConfig
+from engine.llm import LLM
+from engine.types import SamplingParams
 
 
 def test_spec_lists_begin_with_plain_decoding() -> None:

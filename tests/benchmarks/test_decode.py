@@ -13,7 +13,7 @@ from benchmarks import decode
 from benchmarks.decode import Cell, Variant
 from benchmarks.measure import Run
 from benchmarks.stats import predicted_speedup
-from deployments.engine.types import SamplingParams
+from engine.types import SamplingParams
 from policies.reasons import REASONS
 from tests.benchmarks.scripted import record, step
 

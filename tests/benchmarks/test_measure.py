@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.measure import Run, timed_run
-from deployments.engine.types import RequestRecord, SamplingParams, StepStats
+from engine.types import RequestRecord, SamplingParams, StepStats
 from tests.benchmarks.scripted import record, step
 
 

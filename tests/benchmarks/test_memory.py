@@ -15,7 +15,7 @@ from benchmarks import bookkeeping, interference, memory
 from benchmarks.bookkeeping import Ledger
 from benchmarks.interference import Passage
 from benchmarks.stepping import Driver, Text, Told, greedy, make_engine
-from deployments.engine.types import RequestRecord
+from engine.types import RequestRecord
 from tests.engine.pairs import Shape, save_pair
 
 Rows = list[dict[str, Any]]

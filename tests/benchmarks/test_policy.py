@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks import policy, trace
+from benchmarks.lab.scenarios import cpu, drifting, mixed, profile
+from benchmarks.lab.simulator import World
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.observation import Timing
 from policies.reasons import REASONS
-from policies.scenarios import cpu, drifting, mixed, profile
-from policies.simulate import World
 
 DEPTH = 4
 BATCH = 3

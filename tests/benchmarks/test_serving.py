@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from benchmarks import serving
-from deployments.engine.types import RequestRecord, StepStats
+from engine.types import RequestRecord, StepStats
 
 
 class Recorded:

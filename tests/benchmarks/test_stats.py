@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from benchmarks import stats
-from deployments.engine.types import StepStats
+from engine.types import StepStats
 
 
 def step(sequences: int, prefill: int = 0, number: int = 0) -> StepStats:

@@ -13,8 +13,8 @@ from app.client import FakeEngineClient
 from app.main import create_app
 from benchmarks import telemetry
 from benchmarks.telemetry import Burst, Listening, TimedExporter, complete, exported_bytes, summarise
-from deployments.engine.types import Output, Request
-from tests.app.tracing import ROUNDS, record_of, step
+from engine.types import Output, Request
+from tests.app.telemetry.tracing import ROUNDS, record_of, step
 
 
 def burst(wall_us: float, spent: dict[str, float]) -> Burst:

@@ -11,7 +11,7 @@ with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that th
 
     from deployments.build import build
 from app.middleware import MAX_UNFINISHED_BODIES
-from app.tracing import TraceConfig
+from app.telemetry.tracer import TraceConfig
 from deployments.settings import EdgeConfig, PolicySettings, Settings
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from app.client import FakeEngineClient, Script, spell
 from app.main import create_app
-from app.otel import Dropped
-from app.telemetry import Exchange as Followed
-from deployments import instruments, metrics
-from deployments.engine.types import DRAFTERS, EngineStats, Output, Part, Request, StepStats
+from app.telemetry.exchange import Exchange as Followed
+from app.telemetry.export import Dropped
+from deployments import metric_families, metrics
 from deployments.metrics import OUTCOMES, Meter
+from engine.types import DRAFTERS, EngineStats, Output, Part, Request, StepStats
 from policies.reasons import REASONS
 from tests.app.harness import PROMPT, Exchange, call
 from tests.deployments import recording
@@ -72,7 +72,7 @@ LOAD, BY_USER, CAP = REASONS.index("load"), REASONS.index("user"), REASONS.index
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    monkeypatch.setattr(instruments, "metrics", recording)
+    monkeypatch.setattr(metric_families, "metrics", recording)
     monkeypatch.setattr(Instrument, "made", {})
     monkeypatch.setattr(metrics, "ONE_IN", 1)
     return Told()

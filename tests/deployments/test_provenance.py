@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from app.main import create_app
-from deployments.engine.config import EngineConfig
-from deployments.engine.engine import Engine
-from deployments.local_client import LocalClient
+from deployments.bridge import LocalClient
+from engine.config import EngineConfig
+from engine.engine import Engine
 from policies.config import PolicyConfig
 
 CONFIG = EngineConfig(

@@ -9,8 +9,8 @@ import pytest
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
     from deployments.replica import Replica
-from deployments.engine.config import ConfigError
-from deployments.engine.types import EngineStats
+from engine.config import ConfigError
+from engine.types import EngineStats
 from policies.config import PolicyConfig
 
 BAD: list[tuple[Any, str]] = [

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from app.tracing import Level, TraceConfig
-from deployments.engine.config import EngineConfig
-from deployments.engine.types import DRAFTERS, VERIFIERS
+from app.telemetry.tracer import Level, TraceConfig
 from deployments.settings import ROOT, EdgeConfig, PolicySettings, Settings
+from engine.config import EngineConfig
+from engine.types import DRAFTERS, VERIFIERS
 from policies.config import PolicyConfig, PolicyName
 
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from deployments.engine import randomness
+from engine.sampling import noise
 from tests.engine.pairs import Pair, Shape, save_pair
 
 
@@ -22,9 +22,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pruned_races() -> Iterator[None]:
     """Draw as the CPU does with real vocabularies, not as with tiny ones; test_race.py ties the two together."""
-    before, randomness.PLAIN = randomness.PLAIN, 0
+    before, noise.PLAIN = noise.PLAIN, 0
     yield
-    randomness.PLAIN = before
+    noise.PLAIN = before
 
 
 @pytest.fixture(scope="session")

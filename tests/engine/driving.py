@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from deployments.engine.config import EngineConfig
-from deployments.engine.detokenize import Detokenizer, TextStream
-from deployments.engine.drafters.chain import Drafters
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
+from engine.config import EngineConfig
+from engine.detokenize import Detokenizer, TextStream
+from engine.drafters.chain import Drafters
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.sequence import Sequence
+from engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
 from policies.config import PolicyConfig
 from policies.reasons import REASONS
 from tests.engine.pairs import Pair

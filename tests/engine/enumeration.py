@@ -14,10 +14,10 @@ from math import inf, log, nan
 import torch
 from torch import Tensor
 
-from deployments.engine import acceptance
-from deployments.engine.drafters.base import Draft
-from deployments.engine.types import Verifier
-from deployments.engine.verification import draft_laws
+from engine.drafters.base import Draft
+from engine.sampling import acceptance
+from engine.types import Verifier
+from engine.verification import draft_laws
 
 VOCAB = 3
 EXACT = 1e-12

@@ -13,9 +13,9 @@ from cache.mapped import MappedStorage
 from cache.paged import PagedCache
 from cache.prefix import Node
 from cache.storage import Blocks, SlottedStorage
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.sequence import Sequence
+from engine.engine import Engine
+from engine.models.runner import Feed, Runner
+from engine.sequence import Sequence
 from tests.engine.driving import make_sequence, model_drafter
 
 TOLERANCE = 1e-9  # in fp64

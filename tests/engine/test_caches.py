@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import DraftBatch
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.types import Request, SamplingParams
+from engine.drafters.base import DraftBatch
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.models.runner import Feed, Runner
+from engine.sampling.acceptance import Verdict
+from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair

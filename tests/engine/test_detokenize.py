@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engine.detokenize import CONTEXT, MAX_HELD, TAIL, Detokenizer, TextStream
-from deployments.engine.models.tokenizer import Tokenizer
+from engine.detokenize import CONTEXT, MAX_HELD, TAIL, Detokenizer, TextStream
+from engine.models.tokenizer import Tokenizer
 from tests.engine.pairs import Pair
 
 REPLACEMENT = "\ufffd"

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.sequence import State
-from deployments.engine.types import InvalidRequest, Request, SamplingParams
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.sequence import State
+from engine.types import InvalidRequest, Request, SamplingParams
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 

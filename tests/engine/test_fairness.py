@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deployments.engine import scheduler as scheduler_module
-from deployments.engine.engine import Engine
-from deployments.engine.types import Request, SamplingParams
+from engine import scheduler as scheduler_module
+from engine.engine import Engine
+from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import VOCAB, Pair

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from cache.paged import PagedCache
 from cache.storage import Blocks
-from deployments.engine import acceptance
-from deployments.engine.acceptance import Decision, Verdict, match
-from deployments.engine.drafters.base import Draft, DraftBatch
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Request, SamplingParams
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.models.runner import Feed, Runner
+from engine.sampling import acceptance
+from engine.sampling.acceptance import Decision, Verdict, match
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
@@ -34,7 +34,7 @@ def engine(pair: Pair) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
 
 
 def make_requests(k: int = 4) -> list[Request]:

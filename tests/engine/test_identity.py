@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deployments.engine import acceptance
-from deployments.engine.acceptance import Decision, Verdict, match
-from deployments.engine.drafters.base import Draft, DraftBatch, Offer
-from deployments.engine.engine import Engine
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Request, SamplingParams
+from engine.drafters.base import Draft, DraftBatch, Offer
+from engine.engine import Engine
+from engine.sampling import acceptance
+from engine.sampling.acceptance import Decision, Verdict, match
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
 from tests.kv import without_prefixes

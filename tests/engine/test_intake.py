@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deployments.engine.config import ConfigError, EngineConfig
-from deployments.engine.engine import Engine
-from deployments.engine.types import (
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
+from engine.types import (
     DRAFTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,

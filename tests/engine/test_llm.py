@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from deployments.engine.config import ConfigError, EngineConfig
-from deployments.engine.llm import LLM
-from deployments.engine.runner import Runner
-from deployments.engine.types import InvalidRequest, SamplingParams
+from engine.config import ConfigError, EngineConfig
+from engine.llm import LLM
+from engine.models.runner import Runner
+from engine.types import InvalidRequest, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.pairs import Pair
 

@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import deployments.engine.sampling as sampling_module
-from deployments.engine import acceptance
-from deployments.engine.acceptance import Decision, Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch
-from deployments.engine.drafters.chain import Drafters
-from deployments.engine.engine import Engine
-from deployments.engine.penalties import penalised
-from deployments.engine.randomness import sequence_key
-from deployments.engine.types import (
+import engine.sampling.sampler as sampling_module
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.chain import Drafters
+from engine.engine import Engine
+from engine.sampling import acceptance
+from engine.sampling.acceptance import Decision, Verdict
+from engine.sampling.noise import sequence_key
+from engine.sampling.penalties import penalised
+from engine.types import (
     DRAFTERS,
     VERIFIERS,
     DrafterName,
@@ -40,7 +40,7 @@ from deployments.engine.types import (
 )
 from tests.engine.driving import load, model_drafter
 from tests.engine.pairs import EOS, VOCAB, Pair, copy_of
-from tests.engine.test_logprobs import Heard, equal, hear
+from tests.engine.sampling.test_logprobs import Heard, equal, hear
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
@@ -528,7 +528,7 @@ def test_negative_control_one_key_for_all_choices(engine: Engine, monkeypatch: p
     def one_for_all(seed: int, prompt: int, choice: int) -> int:
         return sequence_key(seed, prompt, 0)
 
-    monkeypatch.setattr("deployments.engine.intake.sequence_key", one_for_all)
+    monkeypatch.setattr("engine.intake.sequence_key", one_for_all)
     with pytest.raises(AssertionError):
         test_choices_draw_apart(engine, OFF, "match")
 

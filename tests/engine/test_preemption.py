@@ -9,18 +9,18 @@ import pytest
 
 from cache.layout import Layout
 from cache.paged import PagedCache
-from deployments.engine import engine as engine_module
-from deployments.engine.drafters.chain import Drafters
-from deployments.engine.drafters.guess import GuessDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Runner
-from deployments.engine.scheduler import Scheduler
-from deployments.engine.sequence import Sequence, State
-from deployments.engine.types import DrafterName, Request, SamplingParams, Verifier
+from engine import engine as engine_module
+from engine.drafters.chain import Drafters
+from engine.drafters.guess import GuessDrafter
+from engine.engine import Engine
+from engine.models.runner import Runner
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, State
+from engine.types import DrafterName, Request, SamplingParams, Verifier
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import memory
 from tests.engine.pairs import VOCAB, Pair
-from tests.engine.test_logprobs import equal, hear
+from tests.engine.sampling.test_logprobs import equal, hear
 
 AMPLE, TIGHT = 416, 104  # tokens of memory: for everybody, and for hardly more than the longest sequence
 PROMPT, OUTPUT = 20, 40

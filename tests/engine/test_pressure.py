@@ -7,10 +7,10 @@ from math import exp, log
 
 import pytest
 
-from deployments.engine.engine import Engine
-from deployments.engine.scheduler import Plan, Scheduler
-from deployments.engine.sequence import Sequence, State
-from deployments.engine.types import Request, SamplingParams
+from engine.engine import Engine
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Sequence, State
+from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
 

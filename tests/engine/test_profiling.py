@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from cache.paged import PagedCache
-from deployments.engine import profiling
-from deployments.engine.drafters.chain import Drafters
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.profiling import profile
-from deployments.engine.round import Outcome, run_round
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.types import Request, SamplingParams
+from engine import profiling
+from engine.drafters.chain import Drafters
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.models.runner import Feed, Runner
+from engine.profiling import profile
+from engine.round import Outcome, run_round
+from engine.types import Request, SamplingParams
 from policies.cost import CostModel
 from policies.observation import Timing
 from tests.engine.driving import drive, load, model_drafter

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from deployments.engine.types import Request, SamplingParams
+from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, check_steps, columns_of, drive, load
 from tests.engine.pairs import Pair
 

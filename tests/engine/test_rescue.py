@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deployments.engine import logprobs
-from deployments.engine.engine import Engine
-from deployments.engine.penalties import History
-from deployments.engine.runner import Feed
-from deployments.engine.types import Request, SamplingParams, TokenLogprob
+from engine.engine import Engine
+from engine.models.runner import Feed
+from engine.sampling import logprobs
+from engine.sampling.penalties import History
+from engine.types import Request, SamplingParams, TokenLogprob
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
@@ -28,7 +28,7 @@ PROMPT = {"r2": 3, "r6": 7}  # and for those of their prompts
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
 
 
 def make_requests(k: int = 3, count: int = RUNNING) -> list[Request]:

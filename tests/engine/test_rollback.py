@@ -14,16 +14,16 @@ from torch import Tensor
 from cache.paged import PagedCache
 from cache.prefix import Node, PrefixIndex
 from cache.storage import Blocks
-from deployments.engine import round as round_module
-from deployments.engine.acceptance import Verdict
-from deployments.engine.drafters.base import Draft, DraftBatch
-from deployments.engine.drafters.model import Laws
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Feed
-from deployments.engine.scheduler import Scheduler
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Request, SamplingParams
-from deployments.engine.verification import verify
+from engine import round as round_module
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import Laws
+from engine.engine import Engine
+from engine.models.runner import Feed
+from engine.sampling.acceptance import Verdict
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
+from engine.verification import verify
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import STORAGES, Checker, memory
 from tests.engine.pairs import VOCAB, Pair
@@ -176,7 +176,7 @@ def test_passes_that_fail_under_pressure(
     twins: Pair, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a failed pass reserved, wrote or copied is rolled back as well."""
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     err_now_and_then(monkeypatch, seed)
     engine = load_small(twins, kind)
     for runner in (engine.target, model_drafter(engine).runner):

@@ -10,14 +10,14 @@ import torch
 
 from cache.paged import PagedCache
 from cache.storage import Blocks
-from deployments.engine import scheduler
-from deployments.engine.config import CPU_CHUNK, EngineConfig
-from deployments.engine.engine import Engine
-from deployments.engine.scheduler import Plan
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Request, SamplingParams
+from engine import scheduler
+from engine.config import CPU_CHUNK, EngineConfig
+from engine.engine import Engine
+from engine.scheduler import Plan
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
-from policies.standing import Decision
+from policies.held_choice import Decision
 from tests.engine.driving import drive, load
 from tests.engine.pairs import Pair
 from tests.kv import without_prefixes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.engine.sequence import TRANSITIONS, Sequence, State
+from engine.sequence import TRANSITIONS, Sequence, State
 from tests.engine.driving import make_sequence
 
 

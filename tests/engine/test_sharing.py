@@ -14,16 +14,16 @@ from torch import Tensor
 from cache.paged import PagedCache
 from cache.prefix import Node, PrefixIndex
 from cache.storage import Blocks
-from deployments.engine import scheduler as scheduler_module
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.scheduler import WORTH_SHARING, Scheduler
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Request, SamplingParams
+from engine import scheduler as scheduler_module
+from engine.engine import Engine
+from engine.models.runner import Feed, Runner
+from engine.scheduler import WORTH_SHARING, Scheduler
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import BLOCK_SIZES, Checker, memory
 from tests.engine.pairs import VOCAB, Pair
-from tests.engine.test_logprobs import equal, hear
+from tests.engine.sampling.test_logprobs import equal, hear
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXT = tuple(random.Random(9).choices(range(2, VOCAB), k=96))
@@ -156,7 +156,7 @@ def test_a_hit_never_covers_the_last_token_of_a_prompt(pair: Pair, kind: str) ->
 def test_negative_control_hits_of_whole_prompts(
     pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     match = PrefixIndex.match
 
     def greedy(self: PrefixIndex, tokens: Seq[int], salt: str, limit: int) -> list[Node]:
@@ -406,7 +406,7 @@ def after_poison(engine: Engine, length: int) -> list[Drive]:
 def test_what_is_not_finite_is_found_only_once(
     pair: Pair, kind: str, length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     first, second, third = after_poison(engine, length)
     assert first.told["r"].error == "the model gave no valid distribution for this request"
@@ -417,7 +417,7 @@ def test_what_is_not_finite_is_found_only_once(
 
 def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks below those that were found are forgotten with them, and given to others."""
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     engine = load_with(pair, kind)
     long = Request("long", TEXT[:80], PARAMS, k=2)
     drive(engine, [long])
@@ -433,7 +433,7 @@ def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pyt
 def test_negative_control_what_is_not_finite_stays_to_be_found(
     pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     engine = load_with(pair, kind)
     monkeypatch.setattr(engine.target.cache, "discard", lambda _: None)
     monkeypatch.setattr(engine.target.storage, "clear", lambda _: None)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cache.paged import PagedCache
 from cache.storage import Blocks, Storage
-from deployments.engine.engine import Engine
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Request, SamplingParams
+from engine.engine import Engine
+from engine.models.runner import Feed, Runner
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair
 from tests.kv import without_prefixes
@@ -25,7 +25,7 @@ LONG = "r4"  # whose prompt takes several passes
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from deployments.engine import commit as commit_module
-from deployments.engine.detokenize import TextStream
-from deployments.engine.engine import Engine
-from deployments.engine.types import Request, SamplingParams, Verifier
+from engine import commit as commit_module
+from engine.detokenize import TextStream
+from engine.engine import Engine
+from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import Told, drive, load
 from tests.engine.pairs import EOS, Pair
 from tests.engine.test_stops import certain, decoded, place_in_block, prompt, stop_strings
@@ -258,7 +258,7 @@ def test_negative_control_stop_tokens_seen_at_the_end_of_a_round_only(
         sequence.end_ids = ends  # type: ignore[attr-defined]
         return committed
 
-    monkeypatch.setattr("deployments.engine.engine.commit", late)
+    monkeypatch.setattr("engine.engine.commit", late)
     with pytest.raises(AssertionError):
         test_a_stop_token_ends_the_text_wherever_it_falls(engine, way, False)
 

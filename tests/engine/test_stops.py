@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from deployments.engine.engine import Engine
-from deployments.engine.types import FinishReason, Request, SamplingParams
+from engine.engine import Engine
+from engine.types import FinishReason, Request, SamplingParams
 from tests.engine.driving import Told, drive, load
 from tests.engine.pairs import EOS, Pair
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from deployments.engine import engine as engine_module
-from deployments.engine import runner as runner_module
-from deployments.engine import worker as worker_module
-from deployments.engine.commit import Committed, commit
-from deployments.engine.engine import Engine, StepResult
-from deployments.engine.scheduler import Plan
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import (
+from engine import engine as engine_module
+from engine import worker as worker_module
+from engine.commit import Committed, commit
+from engine.engine import Engine, StepResult
+from engine.models import runner as runner_module
+from engine.scheduler import Plan
+from engine.sequence import Sequence
+from engine.types import (
     EngineStopped,
     InvalidRequest,
     Output,
@@ -29,9 +29,9 @@ from deployments.engine.types import (
     SamplingParams,
     StepStats,
 )
-from deployments.engine.worker import IDLE_WAIT_S, EngineWorker
+from engine.worker import IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission
-from policies.work import Work
+from policies.token_cost import Work
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 from tests.kv import kv_kind, without_prefixes
@@ -84,7 +84,7 @@ def stalled_after_s() -> float:
 def worker(
     engine: Engine, desk: Desk, stalled_after_s: float, caplog: pytest.LogCaptureFixture
 ) -> Iterator[EngineWorker]:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     worker = EngineWorker(engine, desk.deliver, stalled_after_s=stalled_after_s)
     worker.start()
     yield worker
@@ -656,7 +656,7 @@ def fills_the_memory(worker: EngineWorker, desk: Desk) -> bool:
 def test_the_demand_of_a_request_is_given_back_however_it_ends(
     pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ways: tuple[str, ...]
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
     kv = {} if kv_kind() == "slotted" else {"kv_tokens": 200}
     worker = EngineWorker(load(pair, max_running=2, max_waiting=60, max_demand=1.5, **kv), desk.deliver)
     worker.start()

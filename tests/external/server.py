@@ -10,8 +10,8 @@ from starlette.types import ASGIApp
 
 from app.client import EngineClient
 from app.keys import Keys
-from app.live import Live
 from app.main import create_app
+from app.page.live import Live
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import pytest
 
 from app.client import FakeEngineClient, spell
 from app.keys import Keys
-from deployments.engine.config import EngineConfig
-from deployments.engine.engine import Engine
-from deployments.local_client import LocalClient
+from deployments.bridge import LocalClient
+from engine.config import EngineConfig
+from engine.engine import Engine
 from policies.config import PolicyConfig
 from tests.external.browser import Browser
 from tests.external.page import DONE, fill, generate, tokens, visit

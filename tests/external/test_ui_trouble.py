@@ -9,10 +9,10 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app import sse
 from app.client import FakeEngineClient, spell
-from app.live import Live
-from deployments.engine.types import Output, Request
+from app.openai import stream
+from app.page.live import Live
+from engine.types import Output, Request
 from tests.external.browser import PATIENCE_S, Browser
 from tests.external.page import fill, generate, visit
 from tests.external.server import serving
@@ -45,7 +45,7 @@ def saying(*events: Any) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        await send({"type": "http.response.body", "body": b"".join(map(sse.event, events)), "more_body": False})
+        await send({"type": "http.response.body", "body": b"".join(map(stream.event, events)), "more_body": False})
 
     return answer
 
@@ -115,7 +115,7 @@ def test_a_list_that_does_not_come_is_asked_for_again(browser: Browser) -> None:
 def test_one_viewer_too_many_is_told_so_and_waits_as_long_as_it_is_asked_to(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.feed.MAX_VIEWERS", 0)
+    monkeypatch.setattr("app.page.feed.MAX_VIEWERS", 0)
     with serving(FakeEngineClient()) as url:
         browser.open(f"{url}/ui")
         said = browser.wait(TROUBLE)

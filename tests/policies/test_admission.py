@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from policies import admission as admission_module
 from policies.admission import Admission, Ratio
 from policies.observation import Timing
-from policies.work import UNKNOWN_S, Work
+from policies.token_cost import UNKNOWN_S, Work
 
 ROOMY = 10**9  # tokens of memory, where the places are what matters
 

@@ -6,9 +6,9 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import MOST_ROUNDS, SpecControl
+from policies.held_choice import YOUNGEST, Decision, Standing
 from policies.observation import Candidate, Choice, Drafted, Observation, State, Timing
 from policies.spec_length import STANDS
-from policies.standing import YOUNGEST, Decision, Standing
 
 DEPTH = 8
 

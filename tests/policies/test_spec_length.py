@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import analysis
+from benchmarks.lab import analysis
 from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, State
 from policies.planner import evaluate, plan, seconds

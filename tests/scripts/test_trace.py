@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from app.client import FakeEngineClient
-from app.live import Live
 from app.main import create_app
+from app.page.live import Live
 from policies.reasons import REASONS
 from scripts.trace import WHY, Look, Round, main, report, rounds_of, strip
 from tests.app.harness import PROMPT, call

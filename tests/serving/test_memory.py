@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.llm import LLM
+from engine.types import SamplingParams
 from tests.serving.conftest import AUTOSCALING, SERVE_RUN, Served, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

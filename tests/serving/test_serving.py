@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.engine.llm import LLM
-from deployments.engine.types import SamplingParams
+from engine.llm import LLM
+from engine.types import SamplingParams
 from tests.serving.conftest import ARGS, AUTOSCALING, OPTIONS, Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

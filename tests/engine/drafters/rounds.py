@@ -4,8 +4,8 @@ from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.engine.drafters.base import Draft, DraftBatch, Drafter
-from deployments.engine.sequence import Sequence
+from engine.drafters.base import Draft, DraftBatch, Drafter
+from engine.sequence import Sequence
 
 
 def make_batch(*sequences: Sequence) -> DraftBatch:

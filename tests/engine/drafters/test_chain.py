@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
-from deployments.engine.drafters.chain import Drafters
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import DRAFTERS, DrafterName
+from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
+from engine.drafters.chain import Drafters
+from engine.sequence import Sequence
+from engine.types import DRAFTERS, DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
 from tests.engine.driving import make_sequence
 
@@ -237,7 +237,7 @@ def test_a_drafter_named_differently_in_two_chains() -> None:
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "deployments.engine")
+    caplog.set_level(logging.CRITICAL, "engine")
 
 
 def law_of_nobody(draft: Draft) -> Draft:
@@ -285,7 +285,7 @@ def test_a_bad_draft_costs_its_own_sequences_theirs(broken: int) -> None:
 
 
 def test_a_failing_offer_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "deployments.engine")
+    caplog.set_level(logging.ERROR, "engine")
     fakes = make_fakes(lookup={0: 4}, model={0: 3})
     (sequence,) = make_sequences("cascade")
     fakes["lookup"].fails = {"offer"}

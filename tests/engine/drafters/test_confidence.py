@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deployments.engine.drafters.confidence import Confidence
+from engine.drafters.confidence import Confidence
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from deployments.engine.drafters.guess import MAX_PAUSE, GuessDrafter
-from deployments.engine.sequence import Sequence
+from engine.drafters.guess import MAX_PAUSE, GuessDrafter
+from engine.sequence import Sequence
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
 from tests.engine.driving import make_sequence
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engine.drafters import lookup as lookup_module
-from deployments.engine.drafters.lookup import Lookup, Occurrence, lookup_drafter
+from engine.drafters import lookup as lookup_module
+from engine.drafters.lookup import Lookup, Occurrence, lookup_drafter
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
 

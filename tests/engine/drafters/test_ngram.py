@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engine.drafters.ngram import NGrams, ngram_drafter
+from engine.drafters.ngram import NGrams, ngram_drafter
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
 

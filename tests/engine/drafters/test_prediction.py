@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engine.drafters.prediction import Follower, PredictionDrafter
-from deployments.engine.sequence import Sequence
+from engine.drafters.prediction import Follower, PredictionDrafter
+from engine.sequence import Sequence
 from tests.engine.drafters.rounds import make_batch, play
 from tests.engine.driving import make_sequence
 

@@ -8,8 +8,8 @@ from itertools import cycle, islice
 from typing import Any
 from zlib import crc32
 
-from deployments.engine.engine import Engine
-from deployments.engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, SamplingParams
+from engine.engine import Engine
+from engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, SamplingParams
 from policies.reasons import REASONS
 from tests.engine.law.configurations import MAX_TOKENS, SETTINGS, Configuration
 from tests.engine.law.exact import Text, exact_law

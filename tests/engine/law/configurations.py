@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from deployments.engine.types import DRAFTERS, VERIFIERS, DrafterName, SamplingParams, Verifier
+from engine.types import DRAFTERS, VERIFIERS, DrafterName, SamplingParams, Verifier
 from tests.engine.law.tables import END, letters
 
 MAX_TOKENS = 6  # more than are looked at, so that three drafts fit behind the first token

@@ -11,7 +11,7 @@ from math import exp, inf
 
 from torch import Tensor
 
-from deployments.engine.types import SamplingParams
+from engine.types import SamplingParams
 from tests.engine.law.tables import END, TARGET, letters, row_of
 
 Text = tuple[int, ...]

@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deployments.engine.config import EngineConfig
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.models.attention import Attention
-from deployments.engine.models.decoder import Decoder, DecoderConfig
-from deployments.engine.models.pair import make_drafters
-from deployments.engine.models.tokenizer import Tokenizer
-from deployments.engine.runner import Runner
+from engine.config import EngineConfig
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.load import make_drafters
+from engine.models.attention import Attention
+from engine.models.decoder import Decoder, DecoderConfig
+from engine.models.runner import Runner
+from engine.models.tokenizer import Tokenizer
 from policies.config import PolicyConfig
 from tests.kv import kv_config, kv_layout
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deployments.engine.drafters.base import Draft, DraftBatch
-from deployments.engine.drafters.model import ModelDrafter
-from deployments.engine.engine import Engine
-from deployments.engine.types import VERIFIERS, Verifier
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.types import VERIFIERS, Verifier
 from policies.config import PolicyConfig, PolicyName
 from policies.cost import CostModel
 from policies.observation import Floats, RoundCost, Timing

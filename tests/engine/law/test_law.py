@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from deployments.engine import intake
-from deployments.engine.randomness import sequence_key
-from deployments.engine.types import SamplingParams
+from engine import intake
+from engine.sampling.noise import sequence_key
+from engine.types import SamplingParams
 from tests.engine.law import checking, tables
 from tests.engine.law.checking import PROMPT, SHARING, check, check_speculation, draw, law_of
 from tests.engine.law.configurations import SETTINGS, Configuration, everything, pairwise

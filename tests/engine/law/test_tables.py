@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from deployments.engine.models.decoder import Decoder
-from deployments.engine.runner import Feed, Runner
-from deployments.engine.types import Request, SamplingParams
+from engine.models.decoder import Decoder
+from engine.models.runner import Feed, Runner
+from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, make_sequence
 from tests.engine.law.checking import LENGTH, PREDICTION, PROMPT
 from tests.engine.law.configurations import SETTINGS

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from deployments.engine import acceptance, sampling
-from deployments.engine.acceptance import emitted_law, log_residual
-from deployments.engine.drafters.base import Draft, DraftBatch
-from deployments.engine.drafters.model import Laws, ModelDrafter
-from deployments.engine.penalties import History, penalised
-from deployments.engine.randomness import DRAFT_STREAM, argmax, stream_key
-from deployments.engine.sampling import Sampler
-from deployments.engine.sequence import Sequence
-from deployments.engine.types import Verifier
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import Laws, ModelDrafter
+from engine.sampling import acceptance, sampler
+from engine.sampling.acceptance import emitted_law, log_residual
+from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
+from engine.sampling.penalties import History, penalised
+from engine.sampling.sampler import Sampler
+from engine.sequence import Sequence
+from engine.types import Verifier
 from tests.engine.law.checking import check, draw, law_of
 from tests.engine.law.configurations import SETTINGS, Configuration
 from tests.engine.law.statistics import g_test
@@ -51,7 +51,7 @@ def p_value(configuration: Configuration, draws: int = 8000) -> float:
 @EXACT
 def test_the_drafts_noise_reused_for_the_residual(verifier: Verifier, monkeypatch: Patch) -> None:
     """vLLM #47386 and #54282."""
-    monkeypatch.setattr(sampling, "RESIDUAL_STREAM", DRAFT_STREAM)
+    monkeypatch.setattr(sampler, "RESIDUAL_STREAM", DRAFT_STREAM)
     assert p_value(ask(verifier), draws=24_000) < REFUSED
 
 
@@ -61,7 +61,7 @@ def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patc
     def timeless(sequence: Sequence, stream: int, own: bool) -> int:
         return stream_key(sequence.key, stream)
 
-    monkeypatch.setattr(sampling, "_key", timeless)
+    monkeypatch.setattr(sampler, "_key", timeless)
     assert p_value(ask("block"), draws=40_000) < REFUSED
 
 
@@ -158,13 +158,13 @@ def test_penalties_frozen_at_the_rounds_start(verifier: Verifier, setting: str, 
     def frozen(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
         return penalised(logits, histories, drafted[:0], owners[:0])
 
-    monkeypatch.setattr(sampling, "penalised", frozen)
+    monkeypatch.setattr(sampler, "penalised", frozen)
     assert p_value(ask(verifier, setting), draws=16_000) < REFUSED
 
 
 @EXACT
 def test_the_residual_clamped(verifier: Verifier, monkeypatch: Patch) -> None:
-    """An ε against a mass of 0 gives tokens a chance that p excludes. (Smaller ones: tests/engine/test_exact.py.)"""
+    """An ε against a mass of 0 gives tokens a chance that p excludes. (Smaller ones: test_exact.py.)"""
 
     def clamped(*args: Any) -> Tensor:
         return log_residual(*args).clamp(min=-6.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deployments.engine.models.linear import PLAIN_LIMIT, Linear
+from engine.models.linear import PLAIN_LIMIT, Linear
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.5}  # sums of 300 products of order 1
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")

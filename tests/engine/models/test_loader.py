@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
-from deployments.engine.config import ConfigError, EngineConfig
-from deployments.engine.models.loader import load_decoder, open_checkpoint
-from deployments.engine.models.pair import load_pair
-from deployments.engine.models.tokenizer import Tokenizer
-from deployments.engine.types import Request, SamplingParams
+from engine.config import ConfigError, EngineConfig
+from engine.load import load_pair
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.tokenizer import Tokenizer
+from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.pairs import LLAMA3, VOCAB, Pair, Shape, copy_of, edit_json, save_checkpoint, save_tokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deployments.engine.models.norm import RMSNorm
+from engine.models.norm import RMSNorm
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 

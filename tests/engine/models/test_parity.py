@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import deployments.engine.models.attention as attention
-import deployments.engine.runner as runner_module
+import engine.models.attention as attention
+import engine.models.runner as runner_module
 from cache.storage import Storage
-from deployments.engine.models.attention import AttentionPlan, Span, plan_attention
-from deployments.engine.models.loader import load_decoder, open_checkpoint
-from deployments.engine.runner import Feed, Runner
+from engine.models.attention import AttentionPlan, Span, plan_attention
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.runner import Feed, Runner
 from tests.engine.driving import make_sequence
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
 from tests.kv import kv_layout

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from deployments.engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer import Tokenizer
 from tests.engine.pairs import CORPUS, save_tokenizer
 
 TEXTS = [*CORPUS, "a  b\t\n c", "Ж𐍈 €🙂 é", "\x00\x7f\xa0\xad", "<0x41> is not a byte"]

@@ -1,0 +1,193 @@
+"""The bodies of /v1/completions replies: text completions, stream chunks, usage and per-request metrics.
+
+Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request metrics, so that tools which read those
+(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can
+repeat a text (of verifiers other than `match`, if the request fixes k). So are
+`metrics.preemptions`, how often memory was taken back from a choice, which then had to be computed again, and of
+`metrics.speculative_decoding` drafter, verifier, mode, policy, draft_length_histogram, decisions, rounds and choices.
+
+Where vLLM says nothing of speculation, for n > 1, we say what all choices make together; its per-step lists, which only
+one sequence can have, are then in `choices`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from starlette.responses import Response
+
+from app.openai.pauses import PIECE, Pauses
+from app.round_columns import raw_columns, told
+from engine.types import RequestRecord
+
+# JSON leaves these raw, and many stream readers take them for ends of lines.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def encode_json(value: Any) -> bytes:
+    """One line of JSON in UTF-8, whatever the strings hold: a lone surrogate, not sayable in UTF-8, stays an escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
+
+
+async def encode_choice(choice: dict[str, Any]) -> bytes:
+    """The same as encode_json; the log-probabilities of many tokens are encoded in pieces, with pauses."""
+    logprobs = choice["logprobs"]
+    if logprobs is None or len(logprobs["tokens"]) <= PIECE:
+        return encode_json(choice)
+    pauses, columns = Pauses(), []
+    for name, values in logprobs.items():
+        pieces = []
+        for first in range(0, len(values), PIECE):
+            pieces.append(encode_json(values[first : first + PIECE])[1:-1])
+            await pauses.rest()
+        columns.append(encode_json(name) + b":[" + b",".join(pieces) + b"]")
+    rest = encode_json({name: value for name, value in choice.items() if name != "logprobs"})
+    return rest[:-1] + b',"logprobs":{' + b",".join(columns) + b"}}"
+
+
+class JSON(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every reply to one request has in common; makes the whole body, or its chunks."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+    n: int = 1  # choices per prompt
+    tell_steps: bool = False  # in the metrics, every round of every choice
+
+    def body(self, choices: Sequence[bytes], more: dict[str, Any]) -> list[bytes]:
+        """The body around encoded choices: a part for each choice and two more. Joined they are one line of JSON."""
+        identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        parts = [choice if index == 0 else b"," + choice for index, choice in enumerate(choices)]
+        end = b"," + encode_json(more)[1:] if more else b"}"
+        return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]
+
+    def closing(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
+        """What is known only at the end, over all choices: usage, metrics, the seed, and a label if it was lossy."""
+        lenience = records[0].lenience
+        label = {} if lenience is None else {"lossy": {"lenience": lenience}}
+        told = metrics(records, tell_steps=self.tell_steps)
+        return {"usage": usage(records, self.n), "metrics": told, "seed": records[0].seed} | label
+
+
+def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
+    """Tokens, those of a prompt once for all its n choices, and how many of these the first choice found in the cache;
+    what became of the client's prediction if it sent one."""
+    prompt = sum(record.prompt_tokens for record in records[::n])
+    output = sum(record.output_tokens for record in records)
+    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counts["prompt_tokens_details"] = {"cached_tokens": sum(record.cached_tokens for record in records[::n])}
+    if predicted := sum(record.prediction_tokens for record in records):
+        accepted = sum(record.prediction_accepted for record in records)
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
+        counts["completion_tokens_details"] = details
+    return counts
+
+
+def metrics(records: Sequence[RequestRecord], *, tell_steps: bool = False) -> dict[str, Any]:
+    """Times in milliseconds, from the first arrival. generation_time_ms runs to the last token of all choices, and
+    tokens_per_second is over it; mean_itl_ms is the mean gap between two tokens of one choice.
+
+    A value that these requests do not define (a gap between tokens, when there is one token) is null.
+    """
+    arrived = min(record.arrived for record in records)
+    total = _ms(arrived, max((r.finished for r in records if r.finished is not None), default=None))
+    output = sum(record.output_tokens for record in records)
+    return {
+        "time_to_first_token_ms": _ms(arrived, _first(record.first_token for record in records)),
+        "generation_time_ms": total,
+        "queue_time_ms": _ms(arrived, _first(record.admitted for record in records)),
+        "mean_itl_ms": _mean_gap(records),
+        "tokens_per_second": round(1000 * output / total, 3) if total else None,
+        "preemptions": sum(record.preemptions for record in records),
+        "speculative_decoding": _speculative_decoding(records, tell_steps) if records[0].k_max or tell_steps else None,
+    }
+
+
+def _first(times: Iterable[float | None]) -> float | None:
+    return min((t for t in times if t is not None), default=None)
+
+
+def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
+    spans = [(_ms(r.first_token, r.finished), r.output_tokens - 1) for r in records]
+    gaps = sum(n for ms, n in spans if ms is not None and n > 0)
+    return round(sum(ms for ms, n in spans if ms is not None and n > 0) / gaps, 3) if gaps else None
+
+
+def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) -> dict[str, Any]:
+    """Of all choices; null in `metrics` when speculation was off for them, unless their rounds are to be told.
+
+    num_spec_steps and acceptance_histogram count the rounds that verified at least one draft; draft_length_histogram
+    (by drafts asked for, 0 too) and decisions (by why they were so many and no more) count every round in which k was
+    chosen.
+    """
+    rounds = sum(record.rounds for record in records)
+    drafted = sum(sum(record.drafted) for record in records)
+    accepted = sum(sum(record.accepted) for record in records)
+    histograms = [record.histogram() for record in records]
+    return {
+        "mode": _mode(records[0]),
+        "policy": records[0].policy,  # in force when the request came
+        "drafter": records[0].drafter,
+        "verifier": records[0].verifier,
+        "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+        "draft_length_histogram": _lengths(records),
+        "decisions": _decisions(records),
+        "num_spec_steps": rounds,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": records[0].k_max,  # the choices of a request have it in common
+    } | (_steps(records) if tell_steps else {})
+
+
+def _mode(record: RequestRecord) -> str:
+    if not record.k_max:
+        return "off"
+    return "auto" if record.fixed_k is None else "fixed"
+
+
+def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """vLLM's lists of one choice, one entry per round that verified at least one draft, and all rounds' columns."""
+    if len(records) > 1:
+        return {"choices": [{"index": index} | _steps([record]) for index, record in enumerate(records)]}
+    (record,) = records
+    verified = [i for i, drafted in enumerate(record.drafted) if drafted]
+    return {
+        "per_step_accepted": [record.accepted[i] for i in verified],
+        "per_step_drafted": [record.drafted[i] for i in verified],
+        "rounds": told(raw_columns(record)),
+    }
+
+
+def _lengths(records: Sequence[RequestRecord]) -> list[int]:
+    """Rounds in which k was chosen, by k, length k_max + 1. Their number is that of all decisions."""
+    counts = [0] * (records[0].k_max + 1)
+    for record in records:
+        for k, reason in zip(record.planned, record.reasons, strict=True):
+            if reason >= 0:
+                counts[k] += 1
+    return counts
+
+
+def _decisions(records: Sequence[RequestRecord]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.decisions())
+    return dict(total)
+
+
+def _ms(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(1000 * (end - start), 3)

@@ -1,0 +1,52 @@
+"""The rounds of a record as columns, as replies, the live page and scripts/trace.py tell them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.types import DRAFTERS, RequestRecord
+from policies.reasons import REASONS
+
+# Names here, and in the record.
+COLUMNS = {
+    "step": "steps",
+    "k": "planned",
+    "reason": "reasons",
+    "alpha": "alphas",
+    "drafted": "drafted",
+    "accepted": "accepted",
+    "emitted": "emitted",
+    "drafter": "proposer",
+    "batch": "batch",
+    "began_us": "began_us",
+    "draft_us": "draft_us",
+    "verify_us": "score_us",
+    "overhead_us": "step_us",  # of which the other two are taken when it is told
+}
+
+
+def raw_columns(record: RequestRecord) -> dict[str, list[int]]:
+    """The record's own lists, with codes for words."""
+    return {name: getattr(record, column) for name, column in COLUMNS.items()}
+
+
+def told(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+    """Of raw columns. Row 0 is the round that ended the prompt, and those without drafts are rows too.
+
+    step        the engine's number of the step; one step runs the rounds of all sequences at once
+    k, reason   drafts asked for, and why so many and no more (policies/reasons.py); null: k was not chosen
+    alpha       chance of the first draft as it was expected before the round, per mille
+    drafted     drafts that the drafter offered
+    accepted    of these, those that the verifier kept, before a stop cut the text
+    emitted     tokens that the round added to the text
+    drafter     who proposed the drafts; null: there were none
+    batch       sequences in the round
+    began_us    when the step began, in microseconds after the request's arrival
+    draft_us, verify_us, overhead_us    the step's wall clock: proposing, the target's pass with acceptance, the rest
+    """
+    shown: dict[str, list[Any]] = {name: list(column) for name, column in columns.items()}
+    times = zip(columns["overhead_us"], columns["draft_us"], columns["verify_us"], strict=True)
+    return shown | {
+        "reason": [REASONS[code] if code >= 0 else None for code in columns["reason"]],
+        "drafter": [DRAFTERS[code] if code >= 0 else None for code in columns["drafter"]],
+        "overhead_us": [step - draft - verify for step, draft, verify in times],
+    }

@@ -1,0 +1,208 @@
+"""What the span of a whole request says: the attributes of an exchange that is complete.
+
+Text is in none of them but those of `text_attributes`, which are for those who asked for text.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from opentelemetry.util.types import AttributeValue
+
+from app.openai.request import Completion
+from app.telemetry import names as name
+from app.telemetry.exchange import Exchange
+from engine.types import RequestRecord
+
+MAX_MODEL_NAME = 128  # characters of the model's name that a client sent
+MAX_INT = 2**63 - 1  # that a collector can be told
+
+Attributes = dict[str, AttributeValue]
+
+
+def request_attributes(exchange: Exchange, model: str) -> Attributes:
+    """As much as is known: a refused body asked for nothing. `model` is the one served here."""
+    attributes: Attributes = {
+        name.OPERATION: name.OPERATION_NAME,
+        name.PROVIDER: name.SCOPE,
+        name.RESPONSE_MODEL: model,
+        name.RESPONSE_ID: exchange.id,
+        name.REQUEST_ID: exchange.id.removeprefix("cmpl-"),
+    }
+    if exchange.asked is not None:
+        attributes |= _asked(exchange.asked)
+    if exchange.requests:
+        attributes |= _used(exchange)
+    if exchange.records:
+        attributes |= _speculated(exchange, exchange.records)
+    return attributes if exchange.failure is None else attributes | {name.ERROR_TYPE: exchange.failure}
+
+
+def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callable[[Sequence[int]], str]) -> Attributes:
+    """The client's words and the model's, in the shape of OpenTelemetry's messages; `texts`: one per choice.
+
+    Prompts of ids are told only once the engine took them: before that nobody checked that there are such tokens.
+    """
+    if exchange.asked is None:
+        return {}
+    attributes: Attributes = {}
+    taken = {request.prompt_index: request.prompt_ids for request in exchange.requests}
+    prompts = [
+        prompt if isinstance(prompt, str) else detokenize(taken[index])
+        for index, prompt in enumerate(exchange.asked.prompts)
+        if isinstance(prompt, str) or index in taken
+    ]
+    if prompts:
+        attributes[name.INPUT_MESSAGES] = _json([_message("user", prompt) for prompt in prompts])
+    if exchange.asked.params.stop:
+        attributes[name.REQUEST_STOPS] = exchange.asked.params.stop
+    if exchange.requests:
+        reasons = [output.finish_reason for output in exchange.outputs]
+        said = [
+            _message("assistant", text) | {"finish_reason": reason} for text, reason in zip(texts, reasons, strict=True)
+        ]
+        attributes[name.OUTPUT_MESSAGES] = _json(said)
+    return attributes
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": "text", "content": text}]}
+
+
+def _json(value: list[dict[str, Any]]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _model_name(asked: str) -> str:
+    """The one text of a client's that nobody checked: JSON can hold half a surrogate pair, UTF-8 and OTLP cannot."""
+    return asked[:MAX_MODEL_NAME].encode("utf-8", "replace").decode("utf-8")
+
+
+def _asked(asked: Completion) -> Attributes:
+    params = asked.params
+    attributes: Attributes = {
+        name.REQUEST_MODEL: _model_name(asked.model),
+        name.REQUEST_STREAM: asked.stream,
+        name.REQUEST_MAX_TOKENS: min(params.max_tokens, MAX_INT),
+        name.REQUEST_TEMPERATURE: params.temperature,  # 0 too: it is the one value that `if temperature` would lose
+        name.REQUEST_TOP_P: params.top_p,
+        name.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty,
+        name.REQUEST_PRESENCE_PENALTY: params.presence_penalty,
+    }
+    if (choices := len(asked.prompts) * asked.n) != 1:
+        attributes[name.REQUEST_CHOICES] = choices
+    if params.top_k:
+        attributes[name.REQUEST_TOP_K] = params.top_k
+    if params.seed is not None:
+        attributes[name.REQUEST_SEED] = params.seed
+    return attributes
+
+
+def _used(exchange: Exchange) -> Attributes:
+    """The tokens of a prompt count once for all its choices, and in the cache are those that its first one found."""
+    prompts = {request.prompt_index: len(request.prompt_ids) for request in exchange.requests}
+    firsts = [exchange.ended[request.id].record for request in exchange.requests if request.choice_index == 0]
+    return {
+        name.FINISH_REASONS: [str(output.finish_reason) for output in exchange.outputs],
+        name.INPUT_TOKENS: sum(prompts.values()),
+        name.OUTPUT_TOKENS: sum(record.output_tokens for record in exchange.records),
+        name.CACHED_TOKENS: sum(record.cached_tokens for record in firsts if record is not None),
+    }
+
+
+def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attributes:
+    """How, which all choices have in common, and what came of it, over all of them."""
+    first = records[0]
+    attributes: Attributes = {
+        name.POLICY: first.policy,
+        name.MAX_K: first.k_max,
+        name.VERIFIER: first.verifier,
+        name.SEED: first.seed,
+        name.PREEMPTIONS: sum(record.preemptions for record in records),
+    }
+    for key, value in ((name.DRAFTER, first.drafter), (name.FIXED_K, first.fixed_k), (name.LENIENCE, first.lenience)):
+        if value is not None:
+            attributes[key] = value
+    disabled = _disabled(exchange, records)
+    attributes[name.ENABLED] = disabled is None
+    if disabled is not None:
+        attributes[name.DISABLED_REASON] = disabled
+    return attributes | _tokens(records) | _acceptance(records) | _prediction(records) | _times(records)
+
+
+def _disabled(exchange: Exchange, records: Sequence[RequestRecord]) -> str | None:
+    """Why there was no chance of a draft; None: there was one."""
+    first = records[0]
+    if exchange.asked is not None and exchange.asked.drafting.k == 0:
+        return "user"
+    if first.k_max == 0:
+        return "no_drafter"
+    idle = first.policy == "off" and first.fixed_k is None and not any(record.rounds for record in records)
+    return "policy" if idle else None
+
+
+def _tokens(records: Sequence[RequestRecord]) -> Attributes:
+    """emitted + truncated = rounds + plain steps + accepted: each round adds a token of the target's own."""
+    pairs = [pair for record in records for pair in zip(record.drafted, record.accepted, strict=True)]
+    rounds = sum(1 for drafted, _ in pairs if drafted)
+    bonus = sum(1 for drafted, accepted in pairs if drafted and accepted == drafted)
+    drafted, accepted = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0, 0)
+    emitted = sum(sum(record.emitted) for record in records)
+    return {
+        name.ROUNDS: rounds,
+        name.PLAIN_STEPS: len(pairs) - rounds,
+        name.DRAFTED: drafted,
+        name.ACCEPTED: accepted,
+        name.ROLLED_BACK: drafted - accepted,
+        name.RECOVERED: rounds - bonus,
+        name.BONUS: bonus,
+        name.EMITTED: emitted,
+        name.TRUNCATED: len(pairs) + accepted - emitted,
+    }
+
+
+def _acceptance(records: Sequence[RequestRecord]) -> Attributes:
+    """Nothing, where no draft was verified: there is no rate of nothing."""
+    rounds = sum(record.rounds for record in records)
+    if not rounds:
+        return {}
+    drafted, accepted = sum(sum(r.drafted) for r in records), sum(sum(r.accepted) for r in records)
+    histograms = zip_longest(*(record.histogram() for record in records), fillvalue=0)
+    return {
+        name.ACCEPTANCE_RATE: accepted / drafted,
+        name.ACCEPTANCE_LENGTH: 1 + accepted / rounds,
+        name.ACCEPTANCE_HISTOGRAM: [sum(counts) for counts in histograms],
+    }
+
+
+def _prediction(records: Sequence[RequestRecord]) -> Attributes:
+    tokens = sum(record.prediction_tokens for record in records)
+    accepted = sum(record.prediction_accepted for record in records)
+    if not tokens:
+        return {}
+    return {
+        name.PREDICTION_TOKENS: tokens,
+        name.PREDICTION_ACCEPTED: accepted,
+        name.PREDICTION_REJECTED: tokens - accepted,
+    }
+
+
+def _times(records: Sequence[RequestRecord]) -> Attributes:
+    """Queue, prefill and decode follow each other, and end with the first choice to get so far, decode with the last.
+
+    A step counts once, whatever the number of choices in it.
+    """
+    marks = [
+        min(record.arrived for record in records),
+        min((r.admitted for r in records if r.admitted is not None), default=None),
+        min((r.first_token for r in records if r.first_token is not None), default=None),
+        max((r.finished for r in records if r.finished is not None), default=None),
+    ]
+    spans = zip((name.QUEUE_US, name.PREFILL_US, name.DECODE_US), marks, marks[1:], strict=False)
+    attributes: Attributes = {
+        key: round(1e6 * (end - begin)) for key, begin, end in spans if begin is not None and end is not None
+    }
+    draft_us = {step: us for record in records for step, us in zip(record.steps, record.draft_us, strict=True)}
+    verify_us = {step: us for record in records for step, us in zip(record.steps, record.score_us, strict=True)}
+    return attributes | {name.DRAFT_US: sum(draft_us.values()), name.VERIFY_US: sum(verify_us.values())}

@@ -1,0 +1,64 @@
+"""The best that planning one round at a time could do in a simulation: to measure policies by. See simulate.py."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.lab.simulator import World
+from policies.config import PolicyConfig
+from policies.control import SpecControl
+from policies.cost import CostModel
+from policies.estimator import Estimator
+from policies.held_choice import Decision
+from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
+from policies.planner import plan
+
+
+class Clairvoyant(SpecControl):
+    """The plan of one who knows the machine's table and each request's present chance, or with `bits` each bit.
+
+    It looks one round ahead, as the planner does, and does not foresee that a chance will change. Prompts beside the
+    round do not mislead it: reading a gap pays off over many rounds only for those that would draft without them, too.
+    """
+
+    def __init__(self, world: World, depth: int, bits: bool = False) -> None:
+        super().__init__(PolicyConfig(), depth)
+        self.estimator = _TrueChances(world, depth, bits)
+        self.cost = _TrueCost(world, depth)
+
+    def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
+        observation, prompts_s = self._observation(candidates, prefill)
+        if prefill:
+            usual = plan(self._observation(candidates, 0)[0])
+            observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
+        best = plan(observation)
+        alphas = observation.survival[:, 0].tolist()
+        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best.seconds + prompts_s, best.tokens)
+
+    def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+        """Nothing is left to learn."""
+
+
+class _TrueChances(Estimator):
+    def __init__(self, world: World, depth: int, bits: bool) -> None:
+        super().__init__(depth)
+        self._world = world
+        self._bits = bits
+        self._places = np.arange(1, depth + 1)
+
+    def survival(self, candidates: Sequence[Candidate], hopeful: bool = False) -> Floats:
+        if self._bits:
+            runs = np.array([self._world.run(c.handle) for c in candidates])
+            return (runs[:, None] >= self._places).astype(np.float64)
+        alphas = np.array([self._world.alpha(c.handle) for c in candidates])
+        return alphas[:, None] ** self._places
+
+
+class _TrueCost(CostModel):
+    def __init__(self, world: World, depth: int) -> None:
+        super().__init__(depth)
+        self._world = world
+
+    def round_cost(self, batch: int, prefill: int) -> RoundCost:
+        return self._world.machine(batch, prefill)

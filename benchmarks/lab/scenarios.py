@@ -1,0 +1,143 @@
+"""What simulations run on: machines made of tables, and loads whose acceptance drifts. See simulate.py."""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.lab.simulator import Job, Machine, make_job, timing_of
+from policies.observation import Floats, RoundCost, Timing
+
+Tokens = NDArray[np.int64]
+GRAPHS = np.array([1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)])  # tokens of passes that were captured
+US = 1e-6
+
+
+@lru_cache(maxsize=1024)
+def gpu(depth: int, batch: int, prefill: int) -> RoundCost:
+    """Like an 8B target with a 0.5B draft model on one large GPU.
+
+    A pass reads 16 GB of weights in 5.2 ms, during which it computes some 200 tokens; more are paid for, 26 µs each.
+    Up to 512 tokens it replays the smallest captured graph that holds them; beyond, it is launched kernel by kernel.
+    """
+    tokens = batch + prefill + np.arange(1 + batch * depth)
+    return RoundCost(
+        base_s=(300 + 2 * batch) * US,
+        drafting_s=100 * US,
+        model_s=150 * US,
+        step_s=(350 + 1.5 * _captured(np.array([max(1, batch)])).item()) * US,
+        token_s=1.7 * US,
+        verify_s=_gpu_pass(tokens),
+        padding_s=np.zeros(1 + depth),
+    )
+
+
+def _gpu_pass(tokens: Tokens) -> Floats:
+    computed = _captured(tokens)
+    eager_s = np.where(tokens > GRAPHS[-1], 2500 * US, 0.0)
+    return np.maximum(5200, 26 * computed) * US + (200 + 3 * computed) * US + eager_s
+
+
+def _captured(tokens: Tokens) -> Tokens:
+    """Tokens that a pass computes; without a graph, whole tiles of 64."""
+    places = np.minimum(np.searchsorted(GRAPHS, tokens), len(GRAPHS) - 1)
+    return np.where(tokens > GRAPHS[-1], -(-tokens // 64) * 64, GRAPHS[places])
+
+
+# Measured on the demo pair with two cores: tokens of a pass, and its microseconds beside what the padding takes.
+CPU_TOKENS = [1, 2, 8, 16, 24, 40, 72]
+CPU_PASS_US = [1800, 2150, 3240, 3575, 3840, 4430, 5000]
+CPU_TOKEN_US = 30  # each beyond the last of these
+
+
+@lru_cache(maxsize=1024)
+def cpu(depth: int, batch: int, prefill: int) -> RoundCost:
+    """Like the demo pair on two cores: no plateau, dear drafts, and attention computed as if all k were the largest."""
+    tokens = batch + prefill + np.arange(1 + batch * depth)
+    beyond = np.maximum(0, tokens - CPU_TOKENS[-1])
+    return RoundCost(
+        base_s=(90 + 13 * batch) * US,
+        drafting_s=80 * US,
+        model_s=250 * US,
+        step_s=(135 + 7 * batch) * US,
+        token_s=22 * US,
+        verify_s=(np.interp(tokens, CPU_TOKENS, CPU_PASS_US) + CPU_TOKEN_US * beyond) * US,
+        padding_s=batch * np.interp(np.arange(1 + depth), [0, 4, 8, 16], [0, 212, 340, 600]) * US,
+    )
+
+
+PROFILED_KS = (0, 1, 2, 4, 8, 16)
+PROFILED_GAP = 64  # tokens that the draft model must read first, once per batch
+
+
+def profile(machine: Machine, depth: int, largest: int) -> list[Timing]:
+    """What a start-up would measure: every batch of a power of two up to the largest, at a few k.
+
+    Besides, for each, a round in which every other sequence drafts, and one in which the draft model reads gaps.
+    """
+    timings: list[Timing] = []
+    for batch in sorted({*(2**i for i in range(largest.bit_length())), largest}):
+        cost = machine(batch, 0)
+        timings += [timing_of(cost, batch, batch * k, k, 0, k, batch * k) for k in PROFILED_KS if k <= depth]
+        half, k = batch // 2, min(4, depth)
+        if half:
+            timings.append(timing_of(cost, batch, half * k, k, 0, k, half * k))
+        timings.append(timing_of(cost, batch, batch, 1, 0, 1, batch * PROFILED_GAP))
+    return timings
+
+
+def drifting(
+    batch: int, seed: int, beta: tuple[float, float] = (3.0, 1.6), switch: float = 0.01, tokens: float = 256
+) -> Iterator[Job]:
+    """Endless requests, `batch` of them at a time, of geometric lengths with that mean, 8 to 1,024.
+
+    The chance of a draft is drawn from Beta(*beta), and drawn anew at a position with probability `switch`.
+    """
+    index = 0
+    while True:
+        rng = np.random.default_rng([seed, index])
+        length = int(np.clip(rng.geometric(1 / tokens), 8, 1024))
+        regimes = np.cumsum(rng.random(length) < switch)
+        alphas = rng.beta(*beta, regimes[-1] + 1)[regimes]
+        yield drawn(rng, alphas, prompt=int(rng.integers(32, 256)), beside=batch)
+        index += 1
+
+
+def drawn(rng: np.random.Generator, alphas: Floats, **fields: Any) -> Job:
+    """A job whose bits are drawn with these chances; fields: others of Job."""
+    return make_job(rng.random(len(alphas)) < alphas, alphas, **fields)
+
+
+RAMP = (1, 2, 4, 8, 16, 8, 4, 2, 1)
+
+
+def mixed(seed: int, tokens: int = 128, each: int = 4, ramp: Iterable[int] = RAMP) -> list[Job]:
+    """Every other request copies (its drafts are right with .95), the others write freely (.5), as the load ramps.
+
+    At each level, `each` times as many requests as run at once.
+    """
+    rng = np.random.default_rng(seed)
+    besides = [level for level in ramp for _ in range(each * level)]
+    chances = [0.5 if i % 2 else 0.95 for i in range(len(besides))]
+    return [
+        drawn(rng, np.full(tokens, alpha), prompt=64, beside=beside)
+        for alpha, beside in zip(chances, besides, strict=True)
+    ]
+
+
+WINDOW = 10  # rounds over which a level is a mean
+
+
+def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | None]:
+    """(rounds until a broken drafter is left alone, rounds from its repair until it is used again); None: never.
+
+    Left alone: mean k below a tenth of what it was. Used again: the mean of ten rounds is at least half of that of all
+    before the damage.
+    """
+    before = float(np.mean(mean_ks[: broken.start]))
+    left = next((i for i, k in enumerate(mean_ks[broken.start : broken.stop]) if k < before / 10), None)
+    after = mean_ks[broken.stop :]
+    means = [float(np.mean(after[i : i + WINDOW])) for i in range(len(after) - WINDOW + 1)]
+    return left, next((i for i, mean in enumerate(means) if mean >= before / 2), None)

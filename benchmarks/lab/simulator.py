@@ -1,0 +1,285 @@
+"""Policies put to the test without models: rounds on a virtual clock, over texts whose acceptance is known.
+
+Under verifier `match` a draft for position t, given what really stands before it, is right or wrong whatever round it
+is made in. A text is therefore a string of bits, one per position, and any policy's run over the same bits is exact.
+What a round takes comes from a table. Standard library and numpy only.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from policies.held_choice import Decision
+from policies.observation import Candidate, Drafted, RoundCost, Timing
+
+MODEL = "model"  # the source whose drafts cost forwards
+PLENTY = 1 << 30  # memory is no limit here
+NOTHING = Decision([], [], [], 0.0, 0.0, 0.0)  # where nobody decodes
+
+Machine = Callable[[int, int], RoundCost]  # (sequences that decode, tokens of prompts) → what a round with them takes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, and what would become of any draft for it; see make_job. Its prompt's pass emits position 0."""
+
+    runs: tuple[int, ...]  # at each position, how many drafts from there on are right
+    alphas: tuple[float, ...]  # at each position, the chance that its bit was drawn with
+    length: int  # tokens that it emits
+    allowed: int  # tokens that it might emit, for all that is known while it runs
+    prompt: int = 1  # tokens
+    source: str | None = MODEL
+    heat: int = 0
+    fixed: int | None = None  # k that it asks for
+    max_k: int | None = None
+    arrived_s: float = 0.0
+    beside: int = 1  # it starts once fewer than this many run
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= min(self.allowed, len(self.runs), len(self.alphas)) or self.beside < 1:
+            raise ValueError(f"no job can emit {self.length} of {self.allowed} tokens with {len(self.runs)} bits")
+
+
+def make_job(bits: ArrayLike, alphas: ArrayLike, length: int | None = None, **fields: Any) -> Job:
+    """From bits and chances [positions]; fields: others of Job. Bits past the length are of drafts that a stop cut."""
+    right = np.asarray(bits, bool)
+    places = np.arange(len(right))
+    wrong = np.minimum.accumulate(np.where(right, len(right), places)[::-1])[::-1]  # the next one, from each place on
+    length = len(right) if length is None else length
+    chances = tuple(np.asarray(alphas, np.float64).tolist())
+    return Job(tuple((wrong - places).tolist()), chances, length, **({"allowed": length} | fields))
+
+
+class Controller(Protocol):
+    """What is put to the test: SpecControl, or something in its place."""
+
+    def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision: ...
+    def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int]) -> None: ...
+    def forget(self, handle: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Running:
+    """A job that has started."""
+
+    handle: int  # the job's place among all
+    job: Job
+    done: int  # tokens emitted
+    gap: int  # as Candidate.gap
+
+    def candidate(self) -> Candidate:
+        job, left = self.job, self.job.allowed - self.done - 1
+        return Candidate(self.handle, job.fixed, job.max_k, left, PLENTY, job.source, PLENTY, self.gap, job.heat)
+
+    def advance(self, k: int, broken: bool) -> tuple[int, int]:
+        """A round with k drafts: (accepted, emitted)."""
+        accepted = 0 if broken else min(k, self.job.runs[self.done])
+        emitted = min(accepted + 1, self.job.length - self.done)
+        self.done += emitted
+        if self.job.source == MODEL:  # it has read all of its draft but the last token
+            self.gap = 1 + (accepted == k) if k else self.gap + emitted
+        return accepted, emitted
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What came of a decision; lists are in the order of the candidates."""
+
+    handles: list[int]
+    decision: Decision
+    accepted: list[int]
+    emitted: list[int]
+    alphas: list[float]  # that a draft of the next token truly had
+    seconds: float
+    joined: int  # requests whose prompts were read, each of which emitted a token
+
+
+class World:
+    """Requests, in the order in which they start, on a machine.
+
+    noise: σ of the logarithm of measured over true seconds; the clock shows the true ones. broken: rounds, from 0, in
+    which every draft is wrong.
+    """
+
+    def __init__(
+        self, jobs: Iterable[Job], machine: Machine, noise: float = 0.0, seed: int = 0, broken: range = range(0)
+    ) -> None:
+        self.clock_s = 0.0
+        self.rounds = 0
+        self.running: dict[int, Running] = {}  # by handle
+        self.machine = machine
+        self._jobs = enumerate(jobs)
+        self._next = next(self._jobs, None)
+        self._noise = noise
+        self._rng = np.random.default_rng(seed)
+        self._broken = broken
+
+    @property
+    def over(self) -> bool:
+        return self._next is None and not self.running
+
+    def alpha(self, handle: int) -> float:
+        """Chance of the sequence's next draft."""
+        running = self.running[handle]
+        return 0.0 if self.rounds in self._broken else running.job.alphas[running.done]
+
+    def run(self, handle: int) -> int:
+        """How many of its next drafts are right."""
+        running = self.running[handle]
+        return 0 if self.rounds in self._broken else running.job.runs[running.done]
+
+    def step(self, control: Controller) -> Round:
+        """One round. Raises ValueError for a decision that depends on the drafts' laws, which are not known here."""
+        decoding = list(self.running.values())
+        joining = self._join()
+        decision = NOTHING
+        if decoding:
+            candidates = [running.candidate() for running in decoding]
+            decision = control.plan(candidates, sum(running.job.prompt for running in joining))
+        if decision.confidence:
+            raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
+        alphas = [self.alpha(running.handle) for running in decoding]
+        true = self._timing(decoding, decision.ks, joining)
+        broken = self.rounds in self._broken
+        came = [running.advance(k, broken) for running, k in zip(decoding, decision.ks, strict=True)]
+        accepted, emitted = [a for a, _ in came], [e for _, e in came]
+        drafted, idle = _outcomes(decoding, decision.ks, accepted)
+        control.observe(self._measured(true), drafted, [*idle, *(running.handle for running in joining)])
+        took = true.draft_s + true.score_s + true.rest_s
+        self.clock_s += took
+        self.rounds += 1
+        self._leave(control, [*decoding, *joining])
+        return Round([running.handle for running in decoding], decision, accepted, emitted, alphas, took, len(joining))
+
+    def _join(self) -> list[Running]:
+        """Start whoever may; where nobody runs, the clock goes on to the next arrival."""
+        joined: list[Running] = []
+        while self._next is not None and len(self.running) < self._next[1].beside:
+            handle, job = self._next
+            if job.arrived_s > self.clock_s:
+                if self.running:
+                    break
+                self.clock_s = job.arrived_s
+            running = Running(handle, job, 1, job.prompt + 1 if job.source == MODEL else 0)
+            self.running[handle] = running
+            joined.append(running)
+            self._next = next(self._jobs, None)
+        return joined
+
+    def _timing(self, decoding: Sequence[Running], ks: Sequence[int], joining: Sequence[Running]) -> Timing:
+        model = [(running.gap, k) for running, k in zip(decoding, ks, strict=True) if k and running.job.source == MODEL]
+        forwards = max((k for _, k in model), default=0)
+        read = sum(gap + k - 1 for gap, k in model)
+        batch = len(decoding) + len(joining)
+        prefill = sum(running.job.prompt - 1 for running in joining)  # each emits a token, as the others do
+        return timing_of(self.machine(batch, prefill), batch, sum(ks), max(ks, default=0), prefill, forwards, read)
+
+    def _measured(self, true: Timing) -> Timing:
+        if not self._noise:
+            return true
+        draft, score, rest = np.exp(self._rng.normal(0.0, self._noise, 3)).tolist()
+        return replace(true, draft_s=true.draft_s * draft, score_s=true.score_s * score, rest_s=true.rest_s * rest)
+
+    def _leave(self, control: Controller, present: Iterable[Running]) -> None:
+        for running in present:
+            if running.done >= running.job.length:
+                del self.running[running.handle]
+                control.forget(running.handle)
+
+
+def _outcomes(
+    decoding: Iterable[Running], ks: Iterable[int], accepted: Iterable[int]
+) -> tuple[list[Drafted], list[int]]:
+    """(what became of drafts, handles of those without)."""
+    drafted, idle = [], []
+    for running, k, a in zip(decoding, ks, accepted, strict=True):
+        if k:
+            drafted.append(Drafted(running.handle, running.job.source or "", running.job.heat, k, a))
+        else:
+            idle.append(running.handle)
+    return drafted, idle
+
+
+def timing_of(cost: RoundCost, batch: int, drafts: int, depth: int, prefill: int, forwards: int, read: int) -> Timing:
+    """The Timing of a round that takes what `cost` says."""
+    draft = cost.drafting_s if drafts else 0.0
+    if forwards:
+        draft += cost.model_s + forwards * cost.step_s + read * cost.token_s
+    score = float(cost.verify_s[drafts] + cost.padding_s[depth])
+    return Timing(batch, drafts, depth, prefill, forwards, read, draft, score, cost.base_s)
+
+
+@dataclass(slots=True)
+class Report:
+    """A run in figures. Errors are means of |predicted − true|: of seconds over the true ones, of chances plain."""
+
+    seconds: float = 0.0  # virtual
+    rounds: int = 0  # in which anybody decoded
+    tokens: int = 0
+    plans: int = 0  # of one sequence in one round
+    drafted: int = 0
+    accepted: int = 0
+    probes: int = 0  # plans whose reason is one
+    mean_ks: list[float] = field(default_factory=list)  # of each round; 0 where nobody decoded
+    predicted_tokens: float = 0.0
+    decoded: int = 0  # the tokens that were predicted: those of sequences that decoded
+    _seconds_errors: float = 0.0
+    _predicted: int = 0  # rounds
+    _alpha_errors: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mean_k(self) -> float:
+        return self.drafted / max(1, self.plans)
+
+    @property
+    def probe_share(self) -> float:
+        return self.probes / max(1, self.plans)
+
+    @property
+    def seconds_error(self) -> float:
+        return self._seconds_errors / max(1, self._predicted)
+
+    @property
+    def alpha_error(self) -> float:
+        return self._alpha_errors / max(1, self.plans)
+
+    @property
+    def tokens_bias(self) -> float:
+        """Predicted over emitted tokens, less 1."""
+        return self.predicted_tokens / max(1, self.decoded) - 1
+
+    def add(self, result: Round) -> None:
+        decision, batch = result.decision, len(result.handles)
+        self.tokens += sum(result.emitted) + result.joined
+        self.mean_ks.append(sum(decision.ks) / max(1, batch))
+        if not batch:
+            return
+        self.rounds += 1
+        self.plans += batch
+        self.drafted += sum(decision.ks)
+        self.accepted += sum(result.accepted)
+        self.probes += decision.reasons.count("probe")
+        self.predicted_tokens += decision.tokens
+        self.decoded += sum(result.emitted)
+        if decision.seconds:  # else nobody was asked
+            self._seconds_errors += abs(decision.seconds / result.seconds - 1)
+            self._predicted += 1
+        self._alpha_errors += sum(abs(a - b) for a, b in zip(decision.alphas, result.alphas, strict=True))
+
+
+def simulate(world: World, control: Controller, rounds: int | None = None, skip: int = 0) -> Report:
+    """Run to the end, or for so many rounds. The first `skip` are not reported: those in which a load begins."""
+    for _ in range(skip):
+        world.step(control)
+    report, start = Report(), world.clock_s
+    while not world.over and (rounds is None or world.rounds < rounds):
+        report.add(world.step(control))
+    report.seconds = world.clock_s - start
+    return report

@@ -1,0 +1,114 @@
+"""The engine's configuration: one frozen value, checked when made, without torch; settings.py builds it."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
+from policies.config import PolicyConfig
+
+DTYPES = ("float64", "float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
+CPU_CHUNK = 40  # measured, docs/log.md
+CacheKind = Literal["paged", "slotted"]
+
+
+class ConfigError(ValueError):
+    """The engine cannot start as configured; the message names both sides of the conflict."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine needs to know at start-up. Only the policy may be replaced later (Engine.configure)."""
+
+    target: str  # directory of a Hugging Face checkpoint
+    draft: str | None = None  # None: no draft model
+    drafter: DrafterName | None = None  # for requests that do not say; None: "model" if there is a draft, else off
+    verifier: Verifier = "match"  # for requests that do not say
+    device: str = "cpu"  # cpu, cuda or cuda:N
+    dtype: str = "float32"
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # who chooses k for requests that do not fix their own
+    max_spec_length: int = 16  # the largest k, whoever chooses it
+    max_running: int = 16  # sequences that hold a cache slot at once
+    max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
+    max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
+    max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
+    prefill_chunk: int | None = None  # prompt tokens of a pass that others' streams wait for; None: see `chunk`
+    cache: CacheKind = "paged"
+    block_size: int | None = None  # positions per block; None: what suits the models, see budget.py
+    kv_tokens: int | None = None  # positions that each model's cache has memory for; None: see budget.py
+    memory_fraction: float | None = None  # of the device's memory, for weights, activations and both caches
+    prefix_cache: bool = True  # whether requests share the KV of what their prompts have in common
+    max_demand: float = 8.0  # prompt and output tokens of all admitted requests, over those that the cache has room for
+    max_prompt_tokens: int = 131_072  # of one client's request, each prompt once whatever n is; the edge refuses more
+    request_timeout_s: float | None = None  # the longest any request may take, waiting included; None: any time
+    threads: int | None = None  # intra-op CPU threads; None: torch's own default
+
+    def chunk(self, rows: int) -> int:
+        """Prompt tokens in a pass that verifies `rows` tokens of others: where the configuration says nothing, as many
+        as take some two times as long as those. A GPU reads hundreds in the time that one takes, a CPU tens."""
+        if self.prefill_chunk is not None:
+            return self.prefill_chunk
+        return max(CPU_CHUNK, 2 * rows) if self.device == "cpu" else self.max_step_tokens
+
+    def check_policy(self, policy: PolicyConfig) -> None:
+        """Raise ConfigError for a policy that would need longer drafts than there are."""
+        if policy.name in ("fixed", "heuristic") and policy.k > self.max_spec_length:
+            raise ConfigError(
+                f"policy {policy.name} with k {policy.k} exceeds max_spec_length, which is {self.max_spec_length}"
+            )
+        if policy.max_k is not None and policy.max_k > self.max_spec_length:
+            raise ConfigError(f"max_k {policy.max_k} exceeds max_spec_length, which is {self.max_spec_length}")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.device.partition(":")[0] not in DEVICES:
+            raise ConfigError(f"device {self.device!r} is not one of {', '.join(DEVICES)}")
+        if self.verifier not in VERIFIERS:
+            raise ConfigError(f"verifier {self.verifier!r} is not one of {', '.join(VERIFIERS)}")
+        if self.drafter is not None and self.drafter not in DRAFTERS:
+            raise ConfigError(f"drafter {self.drafter!r} is not one of {', '.join(DRAFTERS)}")
+        if self.drafter == "model" and self.draft is None:
+            raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
+        self._check_cache()
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads must be at least 1, not {self.threads}")
+        if self.max_spec_length < 0:
+            raise ConfigError(f"max_spec_length must not be negative, not {self.max_spec_length}")
+        self.check_policy(self.policy)
+        for name in ("max_running", "max_step_tokens", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting must not be negative, not {self.max_waiting}")
+        if self.max_step_tokens < self.max_running * (1 + self.max_spec_length):
+            raise ConfigError(
+                f"max_step_tokens {self.max_step_tokens} cannot hold one verification of every sequence: "
+                f"max_running {self.max_running} × (1 + max_spec_length {self.max_spec_length})"
+            )
+
+    def _check_cache(self) -> None:
+        if self.cache not in get_args(CacheKind):
+            raise ConfigError(f"cache {self.cache!r} is not one of {', '.join(get_args(CacheKind))}")
+        if self.cache == "slotted":
+            given = [n for n in ("block_size", "kv_tokens", "memory_fraction") if getattr(self, n) is not None]
+            if given:
+                raise ConfigError(
+                    f"{', '.join(given)} cannot be honoured by a slotted cache: its slots are max_model_len"
+                )
+        if self.kv_tokens is not None and self.memory_fraction is not None:
+            raise ConfigError("kv_tokens and memory_fraction both say how large the cache is: set one of them")
+        if self.kv_tokens is not None and self.max_model_len is not None and self.kv_tokens < self.max_model_len:
+            raise ConfigError(
+                f"kv_tokens {self.kv_tokens} cannot hold one request of max_model_len {self.max_model_len}"
+            )
+        for name in ("block_size", "kv_tokens", "prefill_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction must lie between 0 and 1, not {self.memory_fraction}")
+        if not self.max_demand >= 1:
+            raise ConfigError(f"max_demand must be at least 1, not {self.max_demand}: one request may need all memory")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")

@@ -1,0 +1,83 @@
+"""n-gram frequencies of a sequence's latest tokens: what most often followed its last three, two or one of them."""
+
+from collections import deque
+from itertools import islice
+
+import torch
+
+from engine.drafters.guess import GuessDrafter
+
+ORDERS = (4, 3, 2)  # order n: n − 1 tokens of context; the longest context with a continuation decides
+WINDOW = 512  # tokens
+MAX_DRAFT = 4  # tokens; a prediction that goes on from predictions is soon worth nothing
+
+
+def ngram_drafter(device: torch.device) -> GuessDrafter["NGrams"]:
+    return GuessDrafter(lambda _: NGrams(), device, reach=WINDOW)
+
+
+class NGrams:
+    """Counts of every n-gram that lies within the last `window` tokens, and of no other: counts leave with the window.
+
+    There are at most 3 · window counts, so memory is bounded whatever the text. What was pushed before the last
+    `window` tokens makes no difference, so it need not be pushed. Raises ValueError for a window that
+    the longest n-gram does not fit into.
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        if window < max(ORDERS):
+            raise ValueError(f"a window of {window} tokens holds no n-gram of order {max(ORDERS)}")
+        self._size = window
+        self._window: deque[int] = deque()
+        self._context: tuple[int, ...] = ()  # the last tokens, as many as the longest context
+        # Context → continuation → count, the continuation seen last at the end. Contexts of all orders, told by length.
+        self._counts: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def push(self, token: int) -> None:
+        for order in ORDERS:
+            context = self._context[1 - order :]
+            if len(context) == order - 1:
+                counts = self._counts.get(context)
+                if counts is None:
+                    self._counts[context] = {token: 1}
+                else:
+                    counts[token] = counts.pop(token, 0) + 1
+        self._context = _extended(self._context, token)
+        self._window.append(token)
+        if len(self._window) > self._size:
+            self._evict()
+
+    def guess(self, k: int) -> list[int]:
+        """The most frequent continuation, of equals the one seen last; then what follows that, and so on."""
+        context, guess = self._context, list[int]()
+        while len(guess) < min(k, MAX_DRAFT):
+            token = self._next(context)
+            if token is None:
+                break
+            guess.append(token)
+            context = _extended(context, token)
+        return guess
+
+    def _next(self, context: tuple[int, ...]) -> int | None:
+        for order in ORDERS:
+            counts = self._counts.get(context[1 - order :])
+            if counts:
+                return max(reversed(counts), key=counts.__getitem__)
+        return None
+
+    def _evict(self) -> None:
+        """Drop the oldest token and the n-grams that begin with it: the oldest of their kind."""
+        oldest = tuple(islice(self._window, max(ORDERS)))
+        for order in ORDERS:
+            context, token = oldest[: order - 1], oldest[order - 1]
+            counts = self._counts[context]
+            counts[token] -= 1
+            if not counts[token]:
+                del counts[token]
+                if not counts:
+                    del self._counts[context]
+        self._window.popleft()
+
+
+def _extended(context: tuple[int, ...], token: int) -> tuple[int, ...]:
+    return (*context, token)[1 - max(ORDERS) :]

@@ -1,0 +1,182 @@
+"""What the engine takes, and how a request becomes a sequence: every refusal that depends on the model is made here."""
+
+import secrets
+from dataclasses import dataclass
+from math import inf
+
+from engine.config import EngineConfig
+from engine.detokenize import Detokenizer, TextStream
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.noise import sequence_key
+from engine.sequence import Sequence
+from engine.types import (
+    SEED_RANGE,
+    VERIFIERS,
+    DrafterName,
+    InvalidRequest,
+    Request,
+    RequestRecord,
+    SamplingParams,
+    Verifier,
+)
+
+DEFAULT_SPEC_LENGTH = 5  # for a request that names a drafter where speculation is off by default
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request speculates."""
+
+    k: int | None  # None: the policy decides
+    k_max: int  # the most that it may get
+    drafter: DrafterName | None
+    verifier: Verifier
+
+
+class Intake:
+    """Constants and the policy in force, which is replaced as a whole: any thread may ask."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        max_model_len: int,
+        drafters: tuple[DrafterName, ...],
+    ) -> None:
+        self.drafters = drafters if config.max_spec_length else ()  # that a request may name
+        self.max_spec_length = config.max_spec_length if drafters else 0
+        self.policy = config.policy  # in force; the engine replaces it
+        self._config = config
+        self._tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        # For requests that do not say; None: they run without drafts.
+        self._default: DrafterName | None = config.drafter or ("model" if "model" in self.drafters else None)
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest for what can never be served. Reads only constants, so any thread may call it."""
+        prompt, limit = len(request.prompt_ids), self._max_model_len
+        if not prompt:
+            raise InvalidRequest("the prompt holds no tokens", "prompt")
+        if bad := next((t for t in request.prompt_ids if not 0 <= t < self._vocab_size), None):
+            raise InvalidRequest(f"prompt token id {bad} is outside the vocabulary", "prompt")
+        if prompt + request.params.max_tokens > limit:
+            raise InvalidRequest(
+                f"the prompt's {prompt} tokens and max_tokens {request.params.max_tokens} exceed the context of "
+                f"{limit} tokens",
+                "max_tokens" if prompt < limit else "prompt",
+                "context_length_exceeded",
+            )
+        if request.deadline_s is not None and not 0 < request.deadline_s < inf:
+            raise InvalidRequest("deadline_s must be a number of seconds above 0", "deadline_s")
+        self._check_tokens(request)
+        self._check_speculation(request)
+
+    def _check_tokens(self, request: Request) -> None:
+        """Raise InvalidRequest for parameters that name tokens which the model does not have."""
+        params, vocab = request.params, self._vocab_size
+        named = {
+            "logit_bias": [token for token, _ in params.logit_bias],
+            "stop_token_ids": params.stop_token_ids,
+            "prediction": request.prediction_ids,
+        }
+        for param, ids in named.items():
+            if any(not 0 <= token < vocab for token in ids):
+                raise InvalidRequest(f"{param} names a token outside the vocabulary of {vocab}", param)
+        if params.min_tokens and len(self._end_ids(params)) >= vocab:
+            raise InvalidRequest("every token would end the text, and min_tokens forbids them all", "stop_token_ids")
+
+    def _check_speculation(self, request: Request) -> None:
+        """Raise InvalidRequest for a way to speculate that this engine does not have."""
+        plan = self._speculation(request)
+        if request.drafter is not None and request.drafter not in self.drafters:
+            has = ", ".join(self.drafters) or "this engine's, which has none"
+            raise InvalidRequest(f"drafter {request.drafter!r} is not one of {has}", "speculation.drafter")
+        if request.verifier is not None and request.verifier not in VERIFIERS:
+            known = ", ".join(VERIFIERS)
+            raise InvalidRequest(f"verifier {request.verifier!r} is not one of {known}", "speculation.verifier")
+        for name, value in (("k", request.k), ("max_k", request.max_k)):
+            if value is not None and not 0 <= value <= self.max_spec_length:
+                raise InvalidRequest(f"{name} must lie between 0 and {self.max_spec_length}", f"speculation.{name}")
+        if request.k is not None and request.max_k is not None:
+            raise InvalidRequest("max_k has no effect where k is fixed", "speculation.max_k")
+        if request.k and plan.drafter is None:
+            raise InvalidRequest("no drafter is configured here, and the request names none", "speculation.drafter")
+        if (count := len(request.prediction_ids)) > self._max_model_len:
+            raise InvalidRequest(f"no output is as long as a prediction of {count} tokens", "prediction")
+        if request.prediction_ids and plan.drafter not in ("prediction", "cascade"):
+            raise InvalidRequest("a prediction needs drafter 'prediction' or 'cascade', and k above 0", "prediction")
+        if request.lenience is not None:
+            _check_lenience(request, plan)
+
+    def _speculation(self, request: Request) -> Speculation:
+        """Who drafts for a request, how much, and who verifies, as it asks or as is configured."""
+        wish = request.drafter or ("cascade" if request.prediction_ids else None)
+        drafter = wish or self._default
+        k: int | None = request.k
+        if k is None and wish and not self.policy.drafts:
+            k = DEFAULT_SPEC_LENGTH  # a drafter that is asked for acts all the same
+        most = self.max_spec_length if request.max_k is None else request.max_k
+        k_max = most if k is None else min(k, most)
+        k = k if k is None else k_max
+        if not k_max or drafter is None:
+            k, k_max, drafter = 0, 0, None
+        return Speculation(k, k_max, drafter, request.verifier or self._config.verifier)
+
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
+        return (frozenset() if params.ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids)
+
+    def sequence(self, request: Request, handle: int, arrived: float) -> Sequence:
+        """A checked request as a waiting sequence that arrived then; without a seed of its own it gets one."""
+        params, plan = request.params, self._speculation(request)
+        seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
+        prompt = list(request.prompt_ids)
+        text = TextStream(
+            Detokenizer(self._tokenizer.decode, prompt), params.stop, include=params.include_stop_str_in_output
+        )
+        within = min((t for t in (request.deadline_s, self._config.request_timeout_s) if t is not None), default=None)
+        record = RequestRecord(
+            request.id,
+            seed,
+            len(prompt),
+            plan.k_max,
+            arrived=arrived,
+            verifier=plan.verifier,
+            drafter=plan.drafter,
+            lenience=request.lenience,
+            policy=self.policy.name,
+            fixed_k=plan.k,
+        )
+        return Sequence(
+            handle=handle,
+            request_id=request.id,
+            tokens=prompt,
+            num_prompt=len(prompt),
+            params=params,
+            k=plan.k,
+            key=sequence_key(seed, request.prompt_index, request.choice_index),
+            max_len=self._max_model_len,
+            text=text,
+            record=record,
+            end_ids=self._end_ids(params),
+            verifier=plan.verifier,
+            drafter=plan.drafter,
+            max_k=request.max_k,
+            prediction=request.prediction_ids,
+            lenience=request.lenience,
+            cache_salt=request.cache_salt,
+            group=request.group or request.id,
+            deadline=None if within is None else record.arrived + within,
+        )
+
+
+def _check_lenience(request: Request, plan: Speculation) -> None:
+    """Raise InvalidRequest unless lenience can act: it must never seem to."""
+    assert request.lenience is not None
+    if not 0 < request.lenience < 1:
+        raise InvalidRequest("lenience must lie between 0 and 1, both excluded", "lossy.lenience")
+    if plan.verifier != "rejection" or plan.drafter is None or request.params.temperature == 0:
+        raise InvalidRequest("lenience needs verifier 'rejection', drafts and a temperature above 0", "lossy")

@@ -1,0 +1,126 @@
+"""Offline use: generate for a list of prompts in this process. Benchmarks and tests use it too."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import (
+    DrafterName,
+    FinishReason,
+    Output,
+    Request,
+    RequestRecord,
+    SamplingParams,
+    StepStats,
+    TokenLogprob,
+    Verifier,
+)
+
+Prompt = str | Sequence[int]
+DEFAULT_PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one prompt got. drafted and accepted have one entry per round; logprobs are there where asked for."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    record: RequestRecord
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
+
+    @property
+    def seed(self) -> int:
+        return self.record.seed
+
+    @property
+    def drafted(self) -> list[int]:
+        return self.record.drafted
+
+    @property
+    def accepted(self) -> list[int]:
+        return self.record.accepted
+
+
+class LLM:
+    """A pair of models in this process. `config` takes EngineConfig's other fields.
+
+    Example: LLM("models/demo/target", "models/demo/draft").generate(["def main("], SamplingParams(max_tokens=32))
+    """
+
+    def __init__(self, target: str, draft: str | None = None, **config: Any) -> None:
+        self.engine = Engine.from_config(EngineConfig(target=target, draft=draft, **config))
+        self.steps: list[StepStats] = []  # of the last generate
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        k: int | Sequence[int | None] | None = None,
+        *,
+        verifier: Verifier | None = None,
+        drafter: DrafterName | None = None,
+        predictions: Sequence[Prompt] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the prompts; params and k may be one for all or one each. k None: the policy's.
+
+        verifier and drafter: None for the engine's own. predictions: guesses of the outputs, one per prompt.
+
+        Raises InvalidRequest before anything runs, RuntimeError if a request fails while running.
+        """
+        all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        ks = list(k) if isinstance(k, Sequence) else [k] * len(prompts)
+        guesses = [()] * len(prompts) if predictions is None else [self._ids_of(p) for p in predictions]
+        requests = [
+            Request(
+                f"offline-{next(self._ids)}",
+                self._ids_of(prompt),
+                p,
+                each,
+                verifier=verifier,
+                drafter=drafter,
+                prediction_ids=guess,
+            )
+            for prompt, p, each, guess in zip(prompts, all_params, ks, guesses, strict=True)
+        ]
+        for request in requests:
+            self.engine.check(request)
+        for request in requests:
+            self.engine.submit(request)
+        outputs = self._run()
+        return [_complete(r, outputs[r.id]) for r in requests]
+
+    def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _run(self) -> dict[str, list[Output]]:
+        outputs: dict[str, list[Output]] = {}
+        self.steps = []
+        while self.engine.has_work:
+            result = self.engine.step()
+            self.steps.append(result.stats)
+            for output in result.outputs:
+                outputs.setdefault(output.request_id, []).append(output)
+        return outputs
+
+
+def _complete(request: Request, outputs: list[Output]) -> Completion:
+    last = outputs[-1]
+    if last.finish_reason is None or last.finish_reason == "error" or last.record is None:
+        raise RuntimeError(last.error or "the request did not finish")
+    return Completion(
+        prompt_token_ids=request.prompt_ids,
+        token_ids=[t for o in outputs for t in o.token_ids],
+        logprobs=[entry for o in outputs for entry in o.logprobs],
+        prompt_logprobs=[entry for o in outputs for entry in o.prompt_logprobs],
+        text="".join(o.text for o in outputs),
+        finish_reason=last.finish_reason,
+        record=last.record,
+    )

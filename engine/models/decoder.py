@@ -1,0 +1,101 @@
+"""A lean Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; llama and qwen2 checkpoints.
+
+Input is packed and ragged: N token rows of any mix of sequences, without padding. Three choices keep the number of
+kernels per layer low, since for small models the kernels' fixed cost is the time:
+  - q, k and v come from one product, gate and up from another;
+  - the rows of q and k are permuted at load so that a rotary pair is two neighbours, hence one complex product rotates
+    q and k together, in place (attention scores do not change when q and k are permuted alike);
+  - k and v of a token are neighbours in that product and in the cache, so one copy stores both.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.attention import Attention
+from engine.models.linear import Linear
+from engine.models.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The shape of a checkpoint, as far as the forward pass depends on it."""
+
+    architecture: str
+    vocab_size: int  # rows of the embedding table, which may be padded beyond the tokenizer's ids
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    input_norm: RMSNorm
+    qkv: Linear  # hidden → (heads + 2·kv_heads)·head_dim
+    out: Linear
+    post_norm: RMSNorm
+    gate_up: Linear  # hidden → 2·intermediate
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Weights and forward pass; holds no state between calls. The KV cache comes in with the call."""
+
+    config: DecoderConfig
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[Layer, ...]
+    norm: RMSNorm
+    head: Linear  # hidden → vocab
+    rotations: Tensor  # complex [max_len, 1, head_dim / 2]: e^(i·position·frequency)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the matrices and tables; the norms' and rotations' is nothing beside it."""
+        products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        head = 0 if self.head.weight is self.embedding else self.head.num_bytes
+        return self.embedding.numel() * self.embedding.element_size() + head + sum(p.num_bytes for p in products)
+
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
+
+        `attention` knows where each token stands, and stores its k and v.
+        """
+        c = self.config
+        rows = ids.shape[0]
+        rotated = c.num_heads + c.num_kv_heads
+        rotations = self.rotations[attention.plan.positions]  # [N, 1, head_dim / 2]
+        x = F.embedding(ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, c.head_dim)
+            _rotate(qkv[:, :rotated], rotations)
+            x = x + layer.out(attention(index, qkv[:, : c.num_heads], qkv[:, c.num_heads :]))
+            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] → [R, vocab], for the rows that are asked for only."""
+        return self.head(self.norm(hidden))
+
+
+def _rotate(heads: Tensor, rotations: Tensor) -> None:
+    """Rotate [N, heads, head_dim] in place; pairs are neighbours. bf16 has no complex type: it goes through fp32."""
+    pairs = heads.view(*heads.shape[:-1], -1, 2)
+    if heads.dtype is torch.bfloat16:
+        turned = torch.view_as_complex(pairs.float()).mul_(rotations)
+        pairs.copy_(torch.view_as_real(turned))
+    else:
+        torch.view_as_complex(pairs).mul_(rotations)

@@ -1,0 +1,131 @@
+"""Keyed randomness: every number is a hash of what it is for, so nothing depends on batching or on draw order.
+
+There is no global generator, and the bits are the same on every device.
+"""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampling.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_int, mix_tensor, signed
+from engine.sampling.race import BlockNoise
+
+# Streams of a sequence's randomness (architecture R5). Stream 0 is keyed by absolute position and token alone: draft
+# and target share it, which is what makes them agree. The others also carry the committed length at the round's start,
+# since block verification looks at noise of positions that it then discards.
+TARGET_STREAM = 0  # the target's own sample, under `match`
+DRAFT_STREAM = 1
+COIN_STREAM = 2  # whether a draft is accepted
+RESIDUAL_STREAM = 3  # the recovered or bonus token
+
+PLAIN = 16_384  # tokens up to which every one's noise is made: for larger vocabularies most of it is left out
+
+
+def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
+    """The key of one sequence's noise; prompt lists and n > 1 draw apart under one seed. Signed 64-bit."""
+    key = mix_int(seed)
+    for index in (prompt_index, choice_index):
+        key = mix_int(key + GOLDEN * (index + 1))
+    return signed(key)
+
+
+def stream_key(key: int, stream: int, start: int | None = None) -> int:
+    """The key of one of a sequence's streams; start: committed length at the round's start. Signed 64-bit."""
+    key = mix_int(key + GOLDEN * (stream + 1))
+    return signed(key if start is None else mix_int(key + GOLDEN * (start + 1)))
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), fp64, of the shape that int64 keys and positions broadcast to."""
+    bits = _row_keys(keys, positions)
+    return bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
+
+
+class Race:
+    """Gumbel noise for R rows, keys and positions [R] int64, temperatures [R] fp64 and positive.
+
+    The noise is made once, and raced over as often as there are scores: a draft's and the target's for the same row.
+    """
+
+    def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
+        self._blocks: BlockNoise | None = None
+        if keys.device.type == "cpu" and vocab_size > PLAIN:
+            self._blocks = BlockNoise(keys, positions, temperatures, vocab_size)
+        else:
+            self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
+
+    def run(self, scores: Tensor, at: Seq[int]) -> Tensor:
+        """Ids [n] for rows `at`, drawn from softmax(scores / temperature) as argmax(scores + temperature · noise).
+
+        scores [n, vocab'] in fp32 or fp64, −inf for what cannot be drawn; vocab' at most the noise's. Ties take the
+        lowest id.
+        """
+        if self._blocks is not None:
+            return torch.from_numpy(self._blocks.race(scores, np.array(at)))
+        noise = self._noise[:, : scores.shape[1]]
+        if list(at) != list(range(len(noise))):
+            noise = noise[torch.tensor(at, device=noise.device)]
+        return argmax(noise + scores)
+
+
+def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
+
+    It is −log of a token's exponential clock. In a small vocabulary each clock is a hash of its own; in a large one
+    those of a block of tokens are made from the top (_block_clocks), so that a race need not make them all. Which of
+    the two depends on the vocabulary's size, a token's noise does not.
+    """
+    rows = _row_keys(keys, positions)[:, None]
+    if vocab_size > PLAIN:
+        return _log_(_block_clocks(rows, vocab_size)).neg_()
+    ids = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GOLDEN)
+    return _log_(_clocks(mix_tensor(rows + ids))).neg_()
+
+
+def _block_clocks(rows: Tensor, vocab_size: int) -> Tensor:
+    """Clocks [R, vocab_size] of rows [R, 1]: the earliest of a block of 32 is exponential with rate 32 and any token's
+    with equal chances, the second exceeds it by an exponential with rate 31 and is any other's, the rest exceed that by
+    exponentials of their own. The exponential law has no memory, so they are 32 independent ones all the same."""
+    ids = torch.arange(vocab_size, device=rows.device)
+    numbers = torch.arange(1, -(-vocab_size // BLOCK) + 1, device=rows.device) * signed(GOLDEN)
+    bits = mix_tensor(mix_tensor(rows ^ signed(FIRST)) + numbers)  # [R, blocks]
+    first = _clocks(bits.clone()).div_(BLOCK)
+    second = first + _clocks(mix_tensor(bits + signed(SECOND))).div_(BLOCK - 1)
+    first_place = bits % BLOCK
+    second_place = (first_place + 1 + _unsigned_remainder(mix_tensor(bits + signed(WHICH)), BLOCK - 1)) % BLOCK
+    block, place = ids // BLOCK, ids % BLOCK
+    clocks = _clocks(mix_tensor(rows + (ids + 1) * signed(GOLDEN)))
+    clocks.masked_fill_(place == second_place[:, block], 0.0).add_(second[:, block])
+    return torch.where(place == first_place[:, block], first[:, block], clocks)
+
+
+def _unsigned_remainder(bits: Tensor, divisor: int) -> Tensor:
+    """Of the 64 bits read as an unsigned number."""
+    return (bits % divisor + (bits < 0) * (2**64 % divisor)) % divisor
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """[R, vocab] → [R], the lowest id among equals. On CPU numpy's is a tenth of the time of torch's."""
+    if scores.device.type == "cpu" and scores.dtype is not torch.bfloat16:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
+
+
+def _row_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    return mix_tensor(keys + signed(GOLDEN) * (positions + 1))
+
+
+def _clocks(bits: Tensor) -> Tensor:
+    """Standard exponentials, from the upper 52 bits: with 53 the largest uniform number would round to 1. In place."""
+    uniform = bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+    return _log_(uniform).neg_()
+
+
+def _log_(x: Tensor) -> Tensor:
+    """In place. On CPU numpy's fp64 logarithm takes a third of the time of torch's, and the pruned race uses it too."""
+    if x.device.type == "cpu":
+        np.log(x.numpy(), out=x.numpy())
+        return x
+    return x.log_()

@@ -1,0 +1,68 @@
+"""What a request's bias and penalties do to logits, given the tokens so far (the first part of the one transform, R4).
+
+In transformers' order: logit_bias, repetition penalty, then frequency and presence penalty as OpenAI defines them.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.types import SamplingParams
+
+
+class History:
+    """Which tokens a penalised sequence's text holds, on the device, as far as its committed tokens were counted.
+
+    `seen`: in prompt or output (the repetition penalty looks at both, as transformers' and vLLM's do); `counts`: in the
+    output (what presence and frequency penalties look at, as OpenAI's do). Both [vocab].
+    """
+
+    def __init__(self, params: SamplingParams, num_prompt: int, vocab_size: int, device: torch.device) -> None:
+        self.params = params
+        self._num_prompt = num_prompt
+        self._counted = 0
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+
+    def sync(self, tokens: Seq[int]) -> None:
+        """Count what was committed since the last call (R1: one rule, no second counter)."""
+        new = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=self.seen.device)
+        self.seen[new] = True
+        output = new[max(0, self._num_prompt - self._counted) :]
+        self.counts.index_add_(0, output, torch.ones(len(output), device=output.device))
+        self._counted = len(tokens)
+
+
+def biased(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
+    """Logits [A, vocab'] plus each row's logit_bias; vocab' may be a smaller draft table."""
+    vocab = logits.shape[-1]
+    entries = [(row, t, value) for row, p in enumerate(params) for t, value in p.logit_bias if t < vocab]
+    if not entries:
+        return logits
+    rows, ids, values = zip(*entries, strict=True)
+    places = torch.tensor([rows, ids], device=logits.device)
+    bias = torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    return logits.index_put((places[0], places[1]), bias, accumulate=True)
+
+
+def penalised(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
+    """Penalised logits [A, vocab'] of rows whose histories are given; vocab' may be a smaller draft table.
+
+    drafted [D] are the draft tokens that rows see besides their history, owners [D] the row each belongs to: position j
+    of a round sees the committed tokens and the first j drafts.
+    """
+    vocab = logits.shape[-1]
+    seen = torch.stack([h.seen for h in histories])
+    counts = torch.stack([h.counts for h in histories])
+    seen[owners, drafted] = True
+    counts.index_put_((owners, drafted), counts.new_ones(()), accumulate=True)
+    seen, counts = seen[:, :vocab], counts[:, :vocab].to(logits.dtype)
+
+    def column(name: str) -> Tensor:
+        values = [getattr(h.params, name) for h in histories]
+        return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
+
+    repetition = column("repetition_penalty")
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - (column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0))

@@ -1,0 +1,97 @@
+"""Between the engine and its policy: sequences become candidates, rounds become what the policy learns from."""
+
+from collections.abc import Sequence as Seq
+from time import perf_counter_ns
+
+from cache.protocol import KVCache
+from engine.drafters.base import NO_OFFER, Drafter
+from engine.round import Outcome
+from engine.scheduler import Slice
+from engine.sequence import Sequence
+from policies.control import SpecControl
+from policies.estimator import heat_of
+from policies.held_choice import Decision
+from policies.observation import Candidate, Drafted, Timing
+
+
+class Speculator:
+    """Asks the policy for the k of a round's sequences, and tells it what came of them."""
+
+    def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache) -> None:
+        self.control = control
+        self._drafter = drafter
+        self._cache = cache
+        self._spent_ns = 0
+
+    def plan(self, decoding: Seq[Sequence], prefill: int) -> Decision:
+        """k for sequences that decode in the coming round, whose pass reads about `prefill` tokens of prompts as well.
+
+        Each holds memory for one more token already.
+        """
+        started = perf_counter_ns()
+        decision = self.control.plan([self._candidate(s) for s in decoding], prefill)
+        self._spent_ns += perf_counter_ns() - started
+        return decision
+
+    def observe(self, outcome: Outcome, prefill: int, rest_us: int) -> None:
+        """Learn from a round. `prefill`: tokens in its pass beyond one per sequence and their drafts."""
+        started = perf_counter_ns()
+        drafts = outcome.draft
+        timing = Timing(
+            batch=len(outcome.slices),
+            drafts=sum(drafts.ks),
+            depth=max(drafts.ks, default=0),
+            prefill=prefill,
+            forwards=drafts.steps,
+            read=drafts.read,
+            draft_s=outcome.draft_us / 1e6,
+            score_s=outcome.score_us / 1e6,
+            rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # choosing k takes as long whatever is chosen
+        )
+        drafted = [one for i, part in enumerate(outcome.slices) if (one := _drafted(part, i, outcome))]
+        told = {one.handle for one in drafted}
+        idle = [part.sequence.handle for part in outcome.slices if part.sequence.handle not in told]
+        self.control.observe(timing, drafted, idle)
+        self._spent_ns += perf_counter_ns() - started
+
+    def forget(self, handle: int) -> None:
+        """The sequence is gone. Idempotent."""
+        self.control.forget(handle)
+
+    def spent_us(self) -> int:
+        """Microseconds in the policy's code since this was asked last."""
+        spent, self._spent_ns = self._spent_ns, 0
+        return spent // 1000
+
+    def _candidate(self, sequence: Sequence) -> Candidate:
+        left = max(0, sequence.remaining - 1)
+        wanted = min(left, self.control.most if sequence.k is None else sequence.k)
+        offer = self._drafter.offer(sequence, wanted) if wanted and sequence.drafter else NO_OFFER
+        return Candidate(
+            handle=sequence.handle,
+            fixed=sequence.k,
+            max_k=sequence.max_k,
+            left=left,
+            room=max(0, self._cache.room(sequence.handle) - 1),
+            source=offer.source,
+            offered=offer.most,
+            gap=offer.gap,
+            heat=heat_of(sequence.params.temperature),
+        )
+
+
+def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
+    """What became of the drafts of the round's i-th sequence; None without any.
+
+    A drafter that failed to make those that were asked of it is as good as one whose drafts are rejected.
+    """
+    draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
+    if verdict.bad[i] or sequence.drafter is None:
+        return None
+    heat = heat_of(sequence.params.temperature)
+    if not draft.ks[i]:
+        return Drafted(sequence.handle, sequence.drafter, heat, part.k, 0) if draft.failed and part.k else None
+    source = sequence.drafter if draft.proposers is None else draft.proposers[i]
+    return Drafted(
+        sequence.handle, source or sequence.drafter, heat, draft.ks[i], verdict.accepted[i], verdict.overlaps[i]
+    )

@@ -1,0 +1,232 @@
+"""What a request may say about its drafts, on servers that differ in what they draft, and what its reply says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.client import FakeEngineClient
+from app.main import create_app
+from app.openai.request import parse
+from app.openai.speculation import Drafting
+from engine.types import InvalidRequest
+from policies.reasons import REASONS
+from tests.app.harness import PROMPT, call, events
+
+CARD = FakeEngineClient().model
+NO_DRAFTER: dict[str, Any] = {"max_spec_length": 0, "drafters": (), "drafter": None}
+
+# Servers that draft for nobody who does not ask.
+QUIET: list[dict[str, Any]] = [{"policy": "off"}, {"drafter": None}]
+
+GUESS = {"type": "content", "content": "abc"}
+
+
+def settled(fields: dict[str, Any], **card: Any) -> Drafting:
+    return parse(json.dumps(PROMPT | fields).encode(), replace(CARD, **card)).drafting
+
+
+def refused(fields: dict[str, Any], **card: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        settled(fields, **card)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("speculation", "k", "max_k"),
+    [
+        ({}, None, None),
+        ({"mode": "auto"}, None, None),
+        ({"mode": "auto", "max_k": 8}, None, 8),
+        ({"mode": "auto", "k": None, "max_k": 1}, None, 1),
+        ({"max_k": 2}, None, 2),
+        ({"mode": None, "max_k": None}, None, None),
+        ({"verifier": "rejection"}, None, None),
+        ({"drafter": "lookup"}, None, None),
+        ({"k": 0}, 0, None),
+        ({"k": 8}, 8, None),
+        ({"mode": "off"}, 0, None),
+        ({"mode": "off", "k": 0}, 0, None),
+        ({"mode": "off", "max_k": None}, 0, None),
+        ({"mode": "fixed", "k": 2}, 2, None),
+        ({"mode": "fixed", "k": 0}, 0, None),
+        ({"mode": None, "k": 2}, 2, None),
+        ({"mode": "off", "steps": True, "tokens": True}, 0, None),
+        ({"k": 2, "steps": None, "tokens": None}, 2, None),
+        ({"max_k": 2, "tokens": True}, None, 2),
+        ({"steps": True}, None, None),
+    ],
+)
+def test_the_forms_of_speculation(speculation: dict[str, Any], k: int | None, max_k: int | None) -> None:
+    client = FakeEngineClient()
+    assert call(create_app(client), PROMPT | {"speculation": speculation}).status == 200
+    assert (client.submitted[0].k, client.submitted[0].max_k) == (k, max_k)
+
+
+@pytest.mark.parametrize("field", ["steps", "tokens"])
+@pytest.mark.parametrize("speculation", [{}, {"mode": "off"}, {"mode": "auto"}, {"k": 0}])
+@pytest.mark.parametrize("card", [{}, NO_DRAFTER, *QUIET])
+def test_what_rounds_did_can_be_asked_of_every_server_in_every_mode(
+    card: dict[str, Any], speculation: dict[str, Any], field: str
+) -> None:
+    asked = {"speculation": speculation | {field: True}}
+    completion = parse(json.dumps(PROMPT | asked).encode(), replace(CARD, **card))
+    assert (completion.tell_steps, completion.tell_tokens) == (field == "steps", field == "tokens")
+    assert completion.drafting == settled({"speculation": speculation}, **card)
+
+
+@pytest.mark.parametrize("value", [1, "true", [], {}])
+@pytest.mark.parametrize("field", ["steps", "tokens"])
+def test_only_true_and_false_ask_for_it(field: str, value: Any) -> None:
+    error = refused({"speculation": {field: value}})
+    assert (error.param, str(error)) == (
+        f"speculation.{field}",
+        f"speculation.{field}: Input should be a valid boolean",
+    )
+
+
+def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:
+    assert settled({"speculation": {"k": 0}}, **NO_DRAFTER) == Drafting(k=0)
+    assert settled({"speculation": {"mode": "auto"}}, **NO_DRAFTER) == Drafting()
+    for speculation, param in (
+        ({"k": 1}, "speculation.k"),
+        ({"max_k": 1}, "speculation.max_k"),
+        ({"drafter": "model"}, "speculation.drafter"),
+    ):
+        assert refused({"speculation": speculation}, **NO_DRAFTER).param == param
+
+
+def test_a_drafter_that_this_server_lacks_is_refused_with_those_it_has() -> None:
+    asked = {"speculation": {"drafter": "cascade"}}
+    assert settled(asked).drafter == "cascade"
+    error = refused(asked, drafters=("ngram", "lookup"))
+    assert error.param == "speculation.drafter"
+    assert "it has: ngram, lookup" in str(error)
+    error = refused({"prediction": GUESS}, drafters=("ngram", "lookup"))
+    assert error.param == "prediction"
+    assert "no drafter for predictions" in str(error)
+
+
+@pytest.mark.parametrize("card", QUIET)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"speculation": {"verifier": "block"}}, "speculation.verifier"),
+        ({"speculation": {"mode": "auto", "verifier": "block"}}, "speculation.verifier"),
+        ({"lossy": {"lenience": 0.5}}, "lossy"),
+    ],
+)
+def test_where_nobody_drafts_by_default_what_needs_drafts_is_refused(
+    card: dict[str, Any], fields: dict[str, Any], param: str
+) -> None:
+    assert refused(fields, verifier="rejection", **card).param == param
+    settled(fields, verifier="rejection")
+
+
+@pytest.mark.parametrize("card", QUIET)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"speculation": {"k": 2, "verifier": "block", "drafter": "model"}},
+        {"speculation": {"mode": "fixed", "k": 2, "drafter": "lookup"}},
+        {"speculation": {"drafter": "lookup", "verifier": "rejection"}, "lossy": {"lenience": 0.5}},
+        {"speculation": {"drafter": "lookup", "max_k": 3}},
+        {"prediction": GUESS},
+    ],
+)
+def test_where_nobody_drafts_by_default_drafts_can_be_asked_for(card: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert settled(fields, **card) == settled(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"speculation": {"mode": "auto", "drafter": "lookup"}}, "speculation.drafter"),
+        ({"speculation": {"mode": "auto"}, "prediction": GUESS}, "prediction"),
+    ],
+)
+def test_mode_auto_is_the_policys_word_and_not_a_wish_for_drafts(fields: dict[str, Any], param: str) -> None:
+    """Where the policy is off, auto gets no drafts, and what would act on them is refused."""
+    assert refused(fields, policy="off").param == param
+    assert settled({"speculation": {"mode": "auto", "max_k": 3}}, policy="off") == Drafting(max_k=3)
+    settled(fields)
+    settled(fields, drafter=None)  # the policy is at work, and the request says who drafts
+
+
+def test_lossy_may_rest_on_the_servers_own_verifier() -> None:
+    lossy = {"lossy": {"lenience": 0.5}}
+    assert settled(lossy, verifier="rejection").lenience == 0.5
+    error = refused(lossy | {"speculation": {"verifier": "match"}}, verifier="rejection")
+    assert "'rejection'" in str(error)
+
+
+def test_the_card_is_read_anew_for_every_request() -> None:
+    client = FakeEngineClient()
+    app = create_app(client)
+    asked = PROMPT | {"speculation": {"verifier": "block"}}
+    assert call(app, asked).status == 200
+    client.model = replace(client.model, policy="off")
+    assert call(app, asked).status == 400
+    client.model = replace(client.model, policy="fixed")
+    assert call(app, asked).status == 200
+
+
+def told(speculation: Any, *, stream: bool = False, **fields: Any) -> Any:
+    done = call(create_app(FakeEngineClient()), PROMPT | {"speculation": speculation, "stream": stream} | fields)
+    assert done.status == 200, done.reply
+    reply = events(done)[-2] if stream else json.loads(done.reply)
+    return reply["metrics"]["speculative_decoding"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("speculation", "mode", "most", "lengths", "decisions"),
+    [
+        (None, "auto", 8, [0, 0, 0, 6, 0, 0, 0, 0, 0], {"policy": 6}),
+        ({"mode": "auto"}, "auto", 8, [0, 0, 0, 6, 0, 0, 0, 0, 0], {"policy": 6}),
+        ({"mode": "auto", "max_k": 2}, "auto", 2, [0, 0, 6], {"policy": 6}),
+        ({"k": 3}, "fixed", 3, [0, 0, 0, 6], {"user": 6}),
+    ],
+)
+def test_a_reply_says_who_chose_k_how_large_it_was_and_why(
+    stream: bool, speculation: Any, mode: str, most: int, lengths: list[int], decisions: dict[str, int]
+) -> None:
+    reply = told(speculation, stream=stream)
+    assert (reply["mode"], reply["policy"], reply["num_spec_tokens"]) == (mode, "goodput", most)
+    assert (reply["draft_length_histogram"], reply["decisions"]) == (lengths, decisions)
+    assert len(reply["draft_length_histogram"]) == len(reply["acceptance_histogram"])
+
+
+def test_the_rounds_of_all_choices_are_told_together() -> None:
+    reply = told({"max_k": 2}, n=2)
+    assert (reply["draft_length_histogram"], reply["decisions"]) == ([0, 0, 12], {"policy": 12})
+
+
+@pytest.mark.parametrize("speculation", [{"mode": "off"}, {"k": 0}, {"mode": "fixed", "k": 0}])
+def test_a_reply_without_speculation_says_nothing_of_it(speculation: dict[str, Any]) -> None:
+    assert told(speculation) is None
+
+
+def test_every_decision_has_a_reason_that_the_docs_name() -> None:
+    operations = (Path(__file__).parents[3] / "docs/operations.md").read_text("utf-8")
+    for reason in REASONS:
+        assert f"`{reason}`" in operations
+
+
+def test_health_shows_the_policy_and_why_another_was_refused() -> None:
+    client = FakeEngineClient()
+    app = create_app(client)
+
+    def policy() -> Any:
+        done = call(app, method="GET", path="/health")
+        assert done.status == 200
+        return json.loads(done.reply)["policy"]
+
+    assert policy() == {"name": "goodput", "k": 5, "refused": None}
+    client.model = replace(client.model, policy="off")
+    client.refused = "k: Input should be a valid integer"
+    assert policy() == {"name": "off", "k": 5, "refused": "k: Input should be a valid integer"}
+    client.refused = None
+    assert policy()["refused"] is None

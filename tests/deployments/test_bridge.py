@@ -1,0 +1,388 @@
+"""The bridge between an event loop and the engine thread, with the embedded pair and the real HTTP application."""
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import processors
+
+from app.client import Token
+from app.main import create_app
+from deployments.bridge import TOKENIZE_INLINE, LocalClient
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
+from engine.types import (
+    EngineStopped,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    Request,
+    SamplingParams,
+    StepStats,
+)
+from policies.config import PolicyConfig
+
+CONFIG = EngineConfig(
+    "models/demo/target",
+    "models/demo/draft",
+    policy=PolicyConfig(name="fixed", k=4),  # goodput may draft nothing on a busy machine
+    max_running=2,
+    max_waiting=1,
+    max_model_len=256,
+    threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[LocalClient]:
+    client = LocalClient(Engine.from_config(CONFIG), "demo")
+    yield client
+    client.close()
+
+
+def within(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def make_request(name: str, max_tokens: int = 8) -> Request:
+    return Request(name, (300, 301), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+async def tokens_of(client: LocalClient, request: Request) -> list[int]:
+    return [t async for output in client.submit([request])[0] for t in output.token_ids]
+
+
+def test_who_watches_is_told_of_every_end_and_of_all_steps(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a request that was cancelled, whose record tells what it did until then."""
+    steps: list[StepStats] = []
+    ended: list[Output] = []
+    calls: list[int] = []
+
+    def stepped(new: Sequence[StepStats]) -> None:
+        calls.append(len(new))
+        steps.extend(new)
+
+    monkeypatch.setattr("deployments.bridge.TELL_EVERY_S", 0.02)
+    client.watch(stepped, ended.append)
+
+    async def scenario() -> None:
+        before = client.stats().steps
+        whole, cut = client.submit([make_request("whole", 20), make_request("cut", 200)])
+        for _ in range(2):
+            await anext(cut)
+        client.cancel("cut")
+        tokens = [t async for output in whole for t in output.token_ids]
+        assert len(tokens) == 20
+        while len(ended) < 2 or not steps or steps[-1].running:  # noqa: ASYNC110 - told by the clock
+            await asyncio.sleep(0.01)
+        assert [stats.step for stats in steps] == list(range(before + 1, client.stats().steps + 1))
+
+    within(scenario())
+    assert {output.request_id: output.finish_reason for output in ended} == {"whole": "length", "cut": "cancelled"}
+    records = {output.request_id: output.record for output in ended}
+    assert records["cut"] is not None
+    assert 0 < records["cut"].output_tokens < 200
+    assert sum(len(stats.parts) for stats in steps) == sum(len(r.steps) for r in records.values() if r)
+    assert max(calls) > 1  # some at once
+
+
+def test_concurrent_requests_get_their_own_outputs(client: LocalClient) -> None:
+    async def three() -> list[list[int]]:
+        return await asyncio.gather(*(tokens_of(client, make_request(f"r{i}", 5 + i)) for i in range(3)))
+
+    first, second, third = within(three())
+    assert [len(first), len(second), len(third)] == [5, 6, 7]
+    assert third[:5] == first
+    assert third[:6] == second
+
+
+def test_cancelling_ends_the_iterator_and_frees_the_slot(client: LocalClient) -> None:
+    async def cancel_midway() -> str | None:
+        (outputs,) = client.submit([make_request("r", 200)])
+        await anext(outputs)
+        client.cancel("r")
+        client.cancel("r")
+        reasons = [o.finish_reason async for o in outputs]
+        assert not client._queues
+        return reasons[-1]
+
+    assert within(cancel_midway()) == "cancelled"
+    limit = time.monotonic() + 60
+    while client.stats().free_slots < 2:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_refusals_leave_nothing_behind(client: LocalClient) -> None:
+    async def overfill() -> None:
+        with pytest.raises(InvalidRequest):
+            client.submit([make_request("long", 1000)])
+        streams = client.submit([make_request(f"r{i}", 100) for i in range(3)])
+        with pytest.raises(Overloaded):
+            client.submit([make_request("r3")])
+        assert set(client._queues) == {"r0", "r1", "r2"}
+        for i in range(3):
+            client.cancel(f"r{i}")
+        assert [[o.finish_reason async for o in s][-1] for s in streams] == ["cancelled"] * 3
+
+    within(overfill())
+
+
+def test_tokenizing_is_the_same_on_and_off_the_loop(client: LocalClient) -> None:
+    short = "def f():\n"
+    long = short * (TOKENIZE_INLINE // len(short) + 1)
+    assert within(client.tokenize(long)) == client._tokenizer.encode(long)
+    assert within(client.tokenize(short)) == client._tokenizer.encode(short)
+
+
+def test_special_tokens_are_added_on_and_off_the_loop_alike(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a copy of the tokenizer that puts token 0 first, as those of checkpoints with a BOS token do."""
+    copy = type(client._tokenizer)(CONFIG.target)
+    token = min(copy.vocab, key=copy.vocab.__getitem__)
+    copy._backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 0)])
+    monkeypatch.setattr(client, "_tokenizer", copy)
+    short, long = "é = '日本' ", "é = '日本' " * (TOKENIZE_INLINE // 9 + 1)
+    assert within(client.tokenize(short)) == copy.encode(short)
+    assert within(client.tokenize(long)) == copy.encode(long)
+    assert copy.encode(short)[0] == copy.encode_long(long)[0] == 0
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = client.model.max_model_len * max(len(token) for token in client._tokenizer.vocab)
+    assert limit > TOKENIZE_INLINE
+    assert within(client.tokenize("a" * limit))
+    monkeypatch.setattr(client._tokenizer, "encode", None)
+    monkeypatch.setattr(client._tokenizer, "encode_long", None)
+    with pytest.raises(InvalidRequest, match=str(client.model.max_model_len)) as refused:
+        within(client.tokenize("a" * (limit + 1)))
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_no_tokenization_is_shorter_than_the_bound_allows(client: LocalClient) -> None:
+    """The longest tokens themselves reach the bound; nothing passes it."""
+    vocab = client._tokenizer.vocab
+    for token_id in sorted(vocab.values(), key=lambda i: -len(client._tokenizer.decode([i])))[:20]:
+        text = client._tokenizer.decode([token_id]) * 50
+        assert len(text) <= len(client._tokenizer.encode(text)) * max(map(len, vocab))
+
+
+def test_a_closed_client_says_that_it_has_stopped() -> None:
+    closed = LocalClient(Engine.from_config(CONFIG), "demo")
+    closed.close()
+
+    async def ask() -> int:
+        transport = httpx.ASGITransport(app=create_app(closed))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return (await http.post("/v1/completions", json={"model": "demo", "prompt": "x"})).status_code
+
+    async def submit() -> None:
+        with pytest.raises(EngineStopped):
+            closed.submit([make_request("late")])
+
+    within(submit())
+    assert within(ask()) == 503
+
+
+def test_a_prediction_is_tokenized_without_special_tokens(client: LocalClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = type(client._tokenizer)(CONFIG.target)
+    token = min(copy.vocab, key=copy.vocab.__getitem__)
+    copy._backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 0)])
+    monkeypatch.setattr(client, "_tokenizer", copy)
+    for text in ("def f", "def f():\n" * (TOKENIZE_INLINE // 8)):
+        assert [0, *within(client.tokenize(text, "prediction"))] == copy.encode(text)
+    with pytest.raises(InvalidRequest, match="no prediction of") as refused:
+        within(client.tokenize("a" * (client._max_characters + 1), "prediction"))
+    assert refused.value.param == "prediction"
+
+
+def test_tokens_are_shown_by_text_bytes_name_or_number(client: LocalClient) -> None:
+    tokenizer = client._tokenizer
+    ids = tokenizer.encode("naïve 🙂")
+    assert b"".join(client.token(i).data for i in ids).decode() == client.detokenize(ids) == "naïve 🙂"
+    assert client.token(min(tokenizer.special_ids)).data == b""
+    assert client.token(min(tokenizer.special_ids)).text == tokenizer.name(min(tokenizer.special_ids))
+    assert client.token(99_999) == Token("token_id:99999", b"")
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy", "drafter", "verifier"),
+    [
+        ({"policy": PolicyConfig()}, "goodput", "model", "match"),
+        ({"draft": None}, "fixed", None, "match"),
+        ({"draft": None, "drafter": "lookup"}, "fixed", "lookup", "match"),
+        ({"policy": PolicyConfig(name="off"), "verifier": "block"}, "off", "model", "block"),
+    ],
+)
+def test_the_card_says_what_the_engine_has(
+    changes: dict[str, Any], policy: str, drafter: str | None, verifier: str
+) -> None:
+    engine = Engine.from_config(replace(CONFIG, **changes))
+    client = LocalClient(engine, "demo")
+    client.close()
+    card = client.model
+    assert (card.policy, card.drafter, card.verifier, card.max_choices) == (policy, drafter, verifier, 3)
+    assert card.drafters == engine.drafters
+    assert ("model" in card.drafters) == ("draft" not in changes)
+
+
+def configured(client: LocalClient, policy: PolicyConfig) -> None:
+    """Configure it, and wait until the engine has taken it, on a thread of its own."""
+    client.configure(policy)
+    limit = time.monotonic() + 60
+    while client.policy_status()["name"] != policy.name or client.policy_status()["k"] != policy.k:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def live(client: LocalClient) -> Iterator[LocalClient]:
+    """The client, with the policy that it had given back at the end."""
+    yield client
+    configured(client, CONFIG.policy)
+
+
+def test_a_policy_can_be_replaced_and_is_shown_at_once(live: LocalClient) -> None:
+    configured(live, PolicyConfig(name="fixed", k=2))
+    assert live.model.policy == live.stats().policy == "fixed"
+    expected = {"name": "fixed", "k": 2, "max_k": None, "threshold": 0.4, "hysteresis": 0.02, "probe_share": 0.01}
+    assert live.policy_status() == expected | {"refused": None}
+    told = within(completion(live))["metrics"]["speculative_decoding"]
+    assert (told["mode"], told["policy"]) == ("auto", "fixed")
+    assert told["draft_length_histogram"][2] > 0
+    assert sum(told["draft_length_histogram"][3:]) == 0
+
+
+def test_a_policy_that_the_engine_cannot_have_leaves_the_old_one(live: LocalClient) -> None:
+    configured(live, PolicyConfig(name="fixed", k=2))
+    for unfit in (PolicyConfig(name="fixed", k=17), PolicyConfig(max_k=17)):
+        with pytest.raises(ConfigError, match="max_spec_length"):
+            live.configure(unfit)
+    live.refuse("because")
+    assert (live.model.policy, live.policy_status()["k"], live.policy_status()["refused"]) == ("fixed", 2, "because")
+    configured(live, PolicyConfig(name="fixed", k=3))
+    assert live.policy_status()["refused"] is None
+
+
+def test_with_the_policy_off_only_those_who_ask_are_drafted_for(live: LocalClient) -> None:
+    plain = within(completion(live))
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    configured(live, PolicyConfig(name="off"))
+    for speculation in (None, {"mode": "auto"}, {"max_k": 3}):
+        reply = within(completion(live, speculation=speculation))
+        told = reply["metrics"]["speculative_decoding"]
+        assert (told["mode"], told["policy"], told["num_draft_tokens"]) == ("auto", "off", 0)
+        assert reply["choices"] == plain["choices"]
+    asking: list[tuple[dict[str, Any], int]] = [
+        ({"k": 2}, 2),
+        ({"drafter": "model"}, 5),
+        ({"drafter": "model", "max_k": 3}, 3),
+    ]
+    for wish, most in asking:
+        reply = within(completion(live, speculation=wish))
+        told = reply["metrics"]["speculative_decoding"]
+        assert told["mode"] == "fixed"
+        assert told["num_draft_tokens"] > 0
+        assert told["num_spec_tokens"] == most == len(told["draft_length_histogram"]) - 1
+        assert reply["choices"] == plain["choices"]
+
+
+def test_max_k_bounds_what_the_policy_chooses(live: LocalClient) -> None:
+    configured(live, PolicyConfig(name="fixed", k=5))
+    told = within(completion(live, speculation={"max_k": 2}))["metrics"]["speculative_decoding"]
+    assert (told["mode"], told["num_spec_tokens"], len(told["draft_length_histogram"])) == ("auto", 2, 3)
+    assert told["draft_length_histogram"][2] > 0
+    assert told["decisions"]["user"] > 0
+
+
+async def completion(client: LocalClient, **fields: Any) -> dict[str, Any]:
+    transport = httpx.ASGITransport(app=create_app(client))
+    body = {"model": "demo", "prompt": "import os\n", "max_tokens": 24, "temperature": 0.7, "seed": 3}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        reply = (await http.post("/v1/completions", json=body | fields)).json()
+    assert "choices" in reply, reply
+    return dict(reply)
+
+
+def test_choices_of_a_real_engine_differ_and_repeat_with_their_seed(client: LocalClient) -> None:
+    """The first is the text of a request for one, whoever drafts."""
+    first = within(completion(client, n=2))
+    texts = [c["text"] for c in first["choices"]]
+    assert texts[0] != texts[1]
+    assert [c["text"] for c in within(completion(client, n=2))["choices"]] == texts
+    again = within(completion(client, speculation={"drafter": "lookup"}))
+    assert again["choices"][0]["text"] == texts[0]
+    assert again["metrics"]["speculative_decoding"]["drafter"] == "lookup"
+
+
+def test_logprobs_of_a_real_engine_with_echo_point_into_the_text(client: LocalClient) -> None:
+    prompt = "naïve = '🙂日本'\n"
+    reply = within(completion(client, prompt=prompt, echo=True, logprobs=2, temperature=0))
+    (choice,) = reply["choices"]
+    told, text = choice["logprobs"], choice["text"]
+    assert text.startswith(prompt)
+    assert len({len(column) for column in told.values()}) == 1
+    assert len(told["tokens"]) == reply["usage"]["total_tokens"]
+    assert told["token_logprobs"][0] is None
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert text.startswith(token, offset)
+    for token, logprob, top in list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))[1:]:
+        assert top[token] == logprob
+        assert 2 <= len(top) <= 3
+    generated = told["top_logprobs"][reply["usage"]["prompt_tokens"] :]
+    chosen = told["token_logprobs"][reply["usage"]["prompt_tokens"] :]
+    assert [max(top.values()) for top in generated] == chosen  # greedy
+
+
+def test_a_prompt_alone_can_be_scored_by_a_real_engine(client: LocalClient) -> None:
+    reply = within(completion(client, echo=True, logprobs=0, max_tokens=0))
+    (choice,) = reply["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("import os\n", "length")
+    assert len(choice["logprobs"]["tokens"]) == reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"]
+
+
+def test_a_prediction_that_comes_true_is_counted(client: LocalClient) -> None:
+    told = within(completion(client, temperature=0))
+    guess = {"type": "content", "content": told["choices"][0]["text"]}
+    again = within(completion(client, temperature=0, prediction=guess))
+    assert again["choices"][0]["text"] == told["choices"][0]["text"]
+    details = again["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert again["metrics"]["speculative_decoding"]["drafter"] == "cascade"
+
+
+def test_lossy_reaches_a_real_engine_and_comes_back(client: LocalClient) -> None:
+    lossy = {"lossy": {"lenience": 0.5}, "speculation": {"verifier": "rejection"}}
+    assert within(completion(client, **lossy))["lossy"] == {"lenience": 0.5}
+
+
+def test_the_http_application_over_a_real_engine(client: LocalClient) -> None:
+    """Streamed and whole text agree, and the acceptance record reaches the response."""
+
+    async def ask() -> tuple[dict[str, Any], str]:
+        transport = httpx.ASGITransport(app=create_app(client))
+        body = {"model": "demo", "prompt": "import os\n", "max_tokens": 32, "temperature": 0.7, "seed": 3}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            whole = (await http.post("/v1/completions", json=body)).json()
+            streamed = (await http.post("/v1/completions", json=body | {"stream": True})).text
+        return whole, streamed
+
+    whole, streamed = within(ask())
+    events = [json.loads(x[6:]) for x in streamed.splitlines() if x.startswith("data: {")]
+    assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+    assert len(events) < 32
+    told = whole["metrics"]["speculative_decoding"]
+    assert whole["seed"] == 3
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] > 0
+    assert sum(j * n for j, n in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]

@@ -1,0 +1,167 @@
+"""Filters of long rows: what is cut without sorting is what the definition removes, token for token."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampling import cuts, filters
+from engine.sampling.filters import Filters, removed, truncated
+from engine.types import SamplingParams
+
+CPU = torch.device("cpu")
+SHAPES = [(40, vocab) for vocab in (1, 2, 31, 100, 1000)] + [(12, 5000), (4, 20_000)]
+
+
+def normal(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    """From nearly flat to as peaked as a model that is sure."""
+    spread = torch.tensor([0.01, 1.0, 3.0, 5.0, 30.0])[torch.arange(shape[0]) % 5]
+    return torch.randn(shape, generator=g, dtype=torch.float64) * spread[:, None]
+
+
+def ties(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    return normal(shape, g).round()
+
+
+def all_equal(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    return torch.full(shape, 3.7, dtype=torch.float64)
+
+
+def forbidden(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    logits = normal(shape, g)
+    logits[torch.rand(shape, generator=g) < 0.9] = -inf
+    return logits
+
+
+def only_one(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    logits = torch.full(shape, -inf, dtype=torch.float64)
+    return logits.scatter_(1, torch.randint(shape[1], (shape[0], 1), generator=g), -2.0)
+
+
+def huge(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    return normal(shape, g) * 1e30
+
+
+def close_to_zero(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    """Logits that differ, whose scores are equal: 1e-20 is lost against a best of 1."""
+    logits = normal(shape, g) * 1e-20
+    logits[:, shape[1] // 2] = 1.0
+    return logits
+
+
+def no_law(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    logits = normal(shape, g)
+    for row, worst in zip(logits, (nan, inf, -inf) * shape[0], strict=False):
+        row[0 if worst != -inf else slice(None)] = worst
+    return logits
+
+
+Kind = Callable[[tuple[int, int], torch.Generator], Tensor]
+KINDS: list[Kind] = [
+    normal,
+    ties,
+    all_equal,
+    forbidden,
+    only_one,
+    huge,
+    close_to_zero,
+    no_law,
+]
+
+
+def some_params(rows: int, vocab: int, g: torch.Generator) -> list[SamplingParams]:
+    def choose(*values: float) -> float:
+        return values[int(torch.randint(len(values), (), generator=g))]
+
+    return [
+        replace(
+            SamplingParams(),
+            temperature=choose(1e-300, 1e-6, 0.3, 1.0, 1.0, 2.0),
+            top_k=int(choose(0, 0, 1, 7, vocab // 2, vocab - 1)),
+            top_p=choose(1e-12, 0.1, 0.5, 0.9, 0.9, 0.999, 1 - 1e-12, 1.0),
+            min_p=choose(0.0, 0.0, 1e-300, 0.05, 0.5, 1.0),
+        )
+        for _ in range(rows)
+    ]
+
+
+def wrong_rows(kind: Kind, dtype: torch.dtype) -> int:
+    """Rows of all shapes that the definition would have truncated otherwise."""
+    wrong = 0
+    for seed, shape in enumerate(SHAPES):
+        g = torch.Generator().manual_seed(seed)
+        logits = kind(shape, g).to(dtype)
+        before = logits.clone()
+        chosen = Filters.make(some_params(*shape, g), shape[1], CPU)
+        expected = logits.masked_fill(removed(logits, chosen), -inf)
+        same = torch.isclose(truncated(logits, chosen), expected, rtol=0, atol=0, equal_nan=True)
+        wrong += int((~same).any(1).sum())
+        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    return wrong
+
+
+@pytest.fixture
+def every_row_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "SORTED", 0)
+    monkeypatch.setattr(cuts, "SORTED", 0)
+
+
+@pytest.mark.usefixtures("every_row_is_long")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_cut_removes_what_the_definition_removes(kind: Kind, dtype: torch.dtype) -> None:
+    assert wrong_rows(kind, dtype) == 0
+
+
+@pytest.mark.parametrize("kind", [normal, ties, forbidden], ids=lambda kind: kind.__name__)
+def test_rows_as_long_as_they_come(kind: Kind) -> None:
+    assert wrong_rows(kind, torch.float32) == 0
+
+
+def decided_by_rounding() -> int:
+    """Rows, of 300, that the definition would have truncated otherwise. The scores differ in their last bits only, so
+    that the definition cuts between two of them, and each row's top-p is the mass of some of them but for rounding."""
+    g = torch.Generator().manual_seed(0)
+    scores = -1 - torch.randperm(1000, generator=g).double() * 2.0**-52
+    scores[7] = 0.0
+    masses = scores.exp().sort(descending=True).values.cumsum(0)[1:900:3] / scores.exp().sum()
+    near = masses * (1 + (torch.arange(300) % 9 - 4) * 2.0**-51)
+    chosen = Filters.make([SamplingParams(top_p=share) for share in near.tolist()], 1000, CPU)
+    logits = scores.expand(300, -1)
+    expected = logits.masked_fill(removed(logits, chosen), -inf)
+    assert expected.unique(dim=0).shape[0] > 250
+    return int((truncated(logits, chosen) != expected).any(1).sum())
+
+
+@pytest.mark.usefixtures("every_row_is_long")
+def test_where_rounding_decides_the_definition_does() -> None:
+    assert decided_by_rounding() == 0
+
+
+@pytest.mark.usefixtures("every_row_is_long")
+def test_a_cut_that_trusts_its_rounding_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "DOUBT", 0.0)
+    assert decided_by_rounding() > 10
+
+
+@pytest.mark.usefixtures("every_row_is_long")
+def test_a_cut_that_takes_scores_for_logits_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that are equal stay together, though their logits differ."""
+    monkeypatch.setattr(cuts.Row, "last_below", lambda self, threshold: self._best + threshold * self._temperature)
+    assert wrong_rows(close_to_zero, torch.float64) > 0
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0, 5.0])
+@pytest.mark.parametrize("knobs", [{"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 50}, {"top_k": 50, "top_p": 0.9}])
+def test_common_laws_are_not_sorted(spread: float, knobs: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat ones neither: sorting a row takes longer than all the rest."""
+    monkeypatch.setattr(filters, "removed", lambda logits, filters: pytest.fail("a row was sorted"))
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(10, 20_000, generator=g) * spread
+    chosen = Filters.make([SamplingParams(**knobs)] * 10, 20_000, CPU)  # type: ignore[arg-type]
+    kept = truncated(logits, chosen) > -inf
+    assert (kept.sum(1) < 20_000).all()
+    assert kept.gather(1, logits.argmax(1, keepdim=True)).all()

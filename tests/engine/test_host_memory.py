@@ -1,0 +1,90 @@
+"""Large blocks are kept: allocating one again costs few page faults. Compiled products are not kept without end."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from engine.host_memory import out_of_memory
+
+SCRIPT = """
+import resource, sys, torch
+from engine import memory
+torch.set_num_threads(1)
+if sys.argv[1] == "control":
+    memory.TRIM_BYTES = memory.MMAP_BYTES = 128 * 1024  # what glibc starts with
+told = memory.keep_freed_memory()
+def faults(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        blocks = [torch.ones(320_000) for _ in range(4)]  # 1.3 MB each
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(20)
+print(told, faults(100))
+"""
+
+
+def run(mode: str) -> tuple[str, int]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True)
+    told, count = done.stdout.split()
+    return told, int(count)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is tuned on Linux with glibc only")
+def test_freed_blocks_fault_no_more() -> None:
+    """The control, with glibc's initial thresholds, faults for every page of every block: 120,000 times."""
+    told, kept = run("keep")
+    if told == "False":
+        pytest.skip("this C library has no mallopt")
+    assert kept < 1_000
+    assert run("control")[1] > 10_000
+
+
+def test_an_allocation_that_is_too_large_says_so() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert out_of_memory(caught.value)
+    assert out_of_memory(torch.OutOfMemoryError("on the GPU"))
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("out of ideas"))
+
+
+# Instead of loading a pair, an engine multiplies: what oneDNN makes when twelve row counts come a second time is told.
+PRODUCTS = """
+import torch
+from engine import engine, memory
+from engine.config import EngineConfig
+memory.COMPILED = 8
+def multiply():
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.ones(512, 192))
+    for rows in range(40, 52):
+        torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 192), weight, None, "none", [], "")
+def load(config):
+    multiply()
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+        multiply()
+    raise SystemExit
+engine.load_pair = load
+engine.Engine.from_config(EngineConfig("none", threads=1))
+"""
+
+
+def compiled(capacity: str | None) -> tuple[int, int]:
+    """(products that oneDNN found, that it compiled) where the environment says this capacity."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}
+    if capacity is not None:
+        environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
+    command = [sys.executable, "-c", PRODUCTS]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    made = [line for line in told.splitlines() if ",inner_product," in line or ",matmul," in line]
+    return sum(",create:cache_hit," in line for line in made), sum(",create:cache_miss," in line for line in made)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_compiled_products_are_bounded_from_the_start() -> None:
+    """A cache of 8 that twelve products go through in turn finds none again; the operator's own word goes before it."""
+    assert compiled(None) == (0, 12)
+    assert compiled("100") == (12, 0)

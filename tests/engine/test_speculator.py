@@ -1,0 +1,296 @@
+"""The policy in the engine: what it is told, that its k is what is drafted, and that records say why."""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import count
+from statistics import mean
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import ConfigError
+from engine.engine import Engine
+from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams
+from policies.config import PolicyConfig
+from policies.cost import CostModel
+from policies.observation import Candidate, Drafted, RoundCost, Timing
+from policies.reasons import REASONS, Reason
+from tests.engine.driving import Drive, drive, load, model_drafter
+from tests.engine.pairs import Pair
+
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+PROMPTS = ((5, 6, 7), (8, 9), (10, 11, 12, 13))
+POLICIES = ("off", "fixed", "heuristic", "optimal", "confidence", "goodput")
+
+
+def requests(params: SamplingParams = PARAMS, **changes: object) -> list[Request]:
+    return [Request(f"r{n}", prompt, params, **changes) for n, prompt in enumerate(PROMPTS)]  # type: ignore[arg-type]
+
+
+def records(run: Drive) -> list[RequestRecord]:
+    return [told.record for told in run.told.values() if told.record is not None]
+
+
+def reasons(record: RequestRecord) -> set[Reason | None]:
+    return {None if code < 0 else REASONS[code] for code in record.reasons}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_text_is_the_same_whatever_the_policy(pair: Pair, name: str) -> None:
+    plain = drive(load(pair), requests(k=0)).tokens
+    run = drive(load(pair, policy=PolicyConfig(name, k=3)), requests())  # type: ignore[arg-type]
+    assert run.tokens == plain
+    if name not in ("optimal", "goodput"):  # which look at the clock
+        assert (run.drafted > 0) == (name != "off")
+
+
+def test_a_draft_that_is_always_right_is_trusted_more_than_one_that_is_not(pair: Pair, twins: Pair) -> None:
+    """Of two drafts with the same cost: the target itself, and one that agrees now and then."""
+    params = replace(PARAMS, max_tokens=60)
+    means = []
+    for models in (twins, pair):
+        run = drive(load(models, policy=PolicyConfig("heuristic", k=2)), requests(params))
+        planned = [k for record in records(run) for k in record.planned[4:-2]]
+        means.append(sum(planned) / len(planned))
+    assert means[0] > 2 * means[1]
+
+
+def test_what_the_policy_expects_is_what_happens(twins: Pair) -> None:
+    """With drafts that are always right: so many tokens, after some rounds of learning."""
+    engine = load(twins, policy=PolicyConfig("fixed", k=3), max_running=1)
+    drive(engine, [Request("before", (8, 9), replace(PARAMS, max_tokens=90))])
+    run = drive(engine, [Request("r", (5, 6, 7), replace(PARAMS, max_tokens=80))])
+    settled = [s for s in run.steps[10:-2] if s.decoding]
+    assert len(settled) > 5
+    assert all(s.predicted_tokens == pytest.approx(s.emitted, rel=0.1) for s in settled)
+    assert all(s.predicted_us > 0 for s in settled)
+    (record,) = records(run)
+    assert min(record.alphas[10:]) > 850
+    assert all(s.policy_us <= s.step_us for s in run.steps)
+
+
+def test_why_k_was_what_it_was(pair: Pair) -> None:
+    run = drive(load(pair, policy=PolicyConfig("fixed", k=3)), [*requests(k=2), Request("auto", (5, 6), PARAMS)])
+    fixed, *_, auto = records(run)
+    assert fixed.fixed_k == 2
+    assert auto.fixed_k is None
+    assert fixed.reasons[0] == auto.reasons[0] == -1  # the round that ends a prompt drafts nothing
+    assert reasons(fixed) <= {None, "user", "cap"}
+    assert reasons(auto) <= {None, "policy", "cap"}
+    assert auto.decisions() == {
+        name: auto.reasons.count(REASONS.index(name))
+        for name in ("policy", "cap")
+        if REASONS.index(name) in auto.reasons
+    }
+    assert sum(auto.decisions().values()) == len(auto.reasons) - 1
+
+
+def test_no_more_than_what_is_left_to_say(twins: Pair) -> None:
+    run = drive(load(twins, policy=PolicyConfig("fixed", k=5)), [Request("r", (5, 6), replace(PARAMS, max_tokens=9))])
+    (record,) = records(run)
+    assert record.planned == [0, 5, 1]
+    assert [None if c < 0 else REASONS[c] for c in record.reasons] == [None, "policy", "cap"]
+
+
+def test_a_requests_own_maximum(twins: Pair) -> None:
+    run = drive(load(twins, policy=PolicyConfig("fixed", k=5)), [*requests(max_k=2), Request("free", (5, 6), PARAMS)])
+    *capped, free = records(run)
+    assert all(max(record.planned) == 2 and record.k_max == 2 for record in capped)
+    assert all("user" in reasons(record) for record in capped)
+    assert max(free.planned) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"max_k": -1}, "speculation.max_k"),
+        ({"max_k": 17}, "speculation.max_k"),
+        ({"k": 2, "max_k": 2}, "speculation.max_k"),
+        ({"k": 0, "max_k": 2}, "speculation.max_k"),
+    ],
+)
+def test_a_maximum_that_cannot_act_is_refused(pair: Pair, changes: dict[str, int], param: str) -> None:
+    engine = load(pair)
+    with pytest.raises(InvalidRequest) as caught:
+        engine.check(Request("r", (5,), PARAMS, **changes))  # type: ignore[arg-type]
+    assert caught.value.param == param
+    engine.check(Request("r", (5,), PARAMS, max_k=16))
+
+
+def test_memory_is_named_where_it_was_the_reason(twins: Pair) -> None:
+    engine = load(
+        twins, policy=PolicyConfig("fixed", k=5), max_running=4, max_model_len=48, kv_tokens=64, block_size=4,
+        cache="paged", prefix_cache=False,
+    )  # fmt: skip
+    run = drive(engine, [Request(f"r{n}", (5 + n, 6), replace(PARAMS, max_tokens=40)) for n in range(4)])
+    assert any("cache" in reasons(record) for record in records(run))
+    roomy = drive(load(twins, policy=PolicyConfig("fixed", k=5)), requests())
+    assert not any("cache" in reasons(record) for record in records(roomy))
+
+
+def test_a_policy_is_replaced_while_sequences_run(twins: Pair) -> None:
+    plain = drive(load(twins), requests(k=0)).tokens
+    engine = load(twins, policy=PolicyConfig("fixed", k=2))
+    switches = {4: PolicyConfig("off"), 7: PolicyConfig("fixed", k=4)}
+
+    def switch() -> None:
+        if engine.steps in switches:
+            engine.configure(switches[engine.steps])
+            assert engine.policy == switches[engine.steps]
+
+    run = drive(engine, requests(), after_step=switch)
+    assert run.tokens == plain
+    for record in records(run):
+        planned = dict(zip(record.steps, record.planned, strict=True))
+        assert [planned[n] for n in (2, 3, 4, 5, 6, 7, 8)] == [2, 2, 2, 0, 0, 0, 4]
+        assert record.policy == "fixed"
+    late = drive(engine, [Request("late", (5,), PARAMS)])
+    assert max(records(late)[0].planned) == 4
+
+
+def test_a_policy_that_does_not_fit_changes_nothing(pair: Pair) -> None:
+    engine = load(pair, policy=PolicyConfig("fixed", k=2), max_spec_length=4)
+    with pytest.raises(ConfigError, match="k 5 exceeds max_spec_length, which is 4"):
+        engine.configure(PolicyConfig("fixed", k=5))
+    assert engine.policy == PolicyConfig("fixed", k=2)
+
+
+def test_the_policy_sees_what_there_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates of a round: one per decoding sequence, with its limits and the draft's gap."""
+    engine = load(pair, policy=PolicyConfig("fixed", k=3))
+    seen: list[list[Candidate]] = []
+    plan = engine.speculator.control.plan
+
+    def spy(candidates: Seq[Candidate], prefill: int = 0):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        seen.append(list(candidates))
+        return plan(candidates, prefill)
+
+    monkeypatch.setattr(engine.speculator.control, "plan", spy)
+    short = replace(PARAMS, max_tokens=3, temperature=0.0)
+    asked = [Request("a", (5, 6, 7), short, max_k=2), Request("b", (5, 6), PARAMS, k=0), Request("c", (5,), short, k=1)]
+    drive(engine, asked)
+    a, b, c = seen[0]
+    assert (a.fixed, a.max_k, a.left, a.source, a.offered, a.gap, a.heat) == (None, 2, 1, "model", 1, 4, 0)
+    assert (b.fixed, b.source, b.gap) == (0, None, 0)
+    assert (c.fixed, c.source, c.offered, c.gap) == (1, "model", 1, 2)
+    assert all(len(handles) == len(set(handles)) for handles in ([s.handle for s in batch] for batch in seen))
+
+
+def test_rounds_are_timed_for_the_cost_model(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(pair, policy=PolicyConfig("fixed", k=3), max_running=2)
+    seen: list[Timing] = []
+    observe = engine.speculator.control.observe
+
+    def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int]) -> None:
+        seen.append(timing)
+        observe(timing, drafted, idle)
+
+    monkeypatch.setattr(engine.speculator.control, "observe", spy)
+    run = drive(engine, {0: [Request("a", (5, 6, 7), PARAMS)], 3: [Request("b", tuple(range(5, 45)), PARAMS, k=0)]})
+    first, second = seen[:2]
+    assert (first.batch, first.drafts, first.depth, first.prefill, first.forwards, first.read) == (1, 0, 0, 2, 0, 0)
+    assert (second.batch, second.drafts, second.depth, second.prefill) == (1, 3, 3, 0)
+    assert (second.forwards, second.read) == (3, 4 + 2)  # the prompt and the first token, then a token each
+    assert any(t.prefill >= 39 for t in seen[2:])
+    assert [t.drafts for t in seen] == [s.drafted for s in run.steps]
+    for timing, step in zip(seen, run.steps, strict=True):
+        assert round(timing.draft_s * 1e6) == step.draft_us
+        assert round(timing.score_s * 1e6) == step.score_us
+        assert 0 <= timing.rest_s * 1e6 <= step.step_us
+
+
+def test_nothing_is_kept_of_sequences_that_are_gone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(pair, policy=PolicyConfig("goodput"))
+    forgotten: list[int] = []
+    monkeypatch.setattr(engine.speculator.control, "forget", forgotten.append)
+    drive(engine, requests(), cancels={3: ["r1"]})
+    assert sorted(forgotten) == [0, 1, 2]
+
+
+def profiled(engine: Engine) -> Seq[Timing]:
+    return engine.speculator.control.timings
+
+
+def test_costs_are_measured_at_the_start(pair: Pair) -> None:
+    timings = profiled(load(pair, max_running=4, max_spec_length=4))
+    assert {t.batch for t in timings} >= {1, 2, 4}
+    assert {t.depth for t in timings} >= {0, 1, 2, 4}
+    assert all(t.score_s > 0 and (t.draft_s > 0) == (t.drafts > 0) for t in timings)
+
+
+class Priced(CostModel):
+    """Every pass takes 2 ms and 20 µs a token, a forward of the draft .1 ms, a token that it reads 2 µs."""
+
+    def round_cost(self, batch: int, prefill: int) -> RoundCost:
+        verify = 2e-3 + 2e-5 * (batch + prefill + np.arange(1.0 + batch * 16))
+        return RoundCost(0.0, 0.0, 0.0, 1e-4, 2e-6, verify, np.zeros(17))
+
+    def observe(self, timing: Timing) -> None:
+        pass
+
+
+def priced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock has a part in what the policy does."""
+    control = engine.speculator.control
+    control.cost = Priced(16)
+    observe = control.observe
+
+    def timeless(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        observe(replace(timing, draft_s=0.0, score_s=2e-3, rest_s=0.0), drafted, idle)
+
+    monkeypatch.setattr(control, "observe", timeless)
+
+
+def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rounds: int) -> list[float]:
+    """Of each decoding sequence, four at a time; `changes` happen before the round of that number."""
+    numbers, drafts = count(), list[float]()
+    while len(drafts) < rounds:
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 4:
+            n = next(numbers)
+            engine.submit(Request(str(n), (5 + n % 50, 6 + n // 50), replace(PARAMS, seed=n, max_tokens=90)))
+        if len(drafts) in changes:
+            changes.pop(len(drafts))()
+        stats = engine.step().stats
+        if stats.decoding:
+            drafts.append(stats.drafted / stats.decoding)
+    return drafts
+
+
+def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 20 rounds, and within 200 after its repair. In between, newcomers try it for a few rounds."""
+    engine = load(twins, policy=PolicyConfig("goodput"), max_running=4)
+    priced(engine, monkeypatch)
+    table = model_drafter(engine).runner.decoder.embedding
+    good = table.clone()
+
+    def spoil() -> None:
+        table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(0), dtype=table.dtype))
+
+    def repair() -> None:
+        table.copy_(good)
+
+    changes = {60: spoil, 180: repair}
+    drafts = drafts_per_round(engine, changes, 480)
+    assert not changes
+    usual = mean(drafts[30:60])
+    assert usual > 4
+    assert min(drafts[60:80]) == 0
+    assert mean(drafts[80:180]) < 0.15 * usual
+    assert mean(drafts[380:]) > 0.8 * usual
+
+
+def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs an attempt and a traceback in each round in which it is asked."""
+    engine = load(twins, policy=PolicyConfig("goodput"), max_running=1)
+    priced(engine, monkeypatch)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no drafts today")
+
+    monkeypatch.setattr(model_drafter(engine), "propose", fail)
+    run = drive(engine, [Request("r", (5, 6), replace(PARAMS, max_tokens=60))])
+    planned = records(run)[0].planned
+    assert max(planned[1:4]) > 0
+    assert sum(k > 0 for k in planned[30:]) <= 5
