@@ -37,23 +37,23 @@ class DeadlineExceeded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ErrorKind:
     status: int
     type: str
     code: str | None = None
 
 
-KINDS: dict[type[Exception], Kind] = {
-    InvalidRequest: Kind(400, "invalid_request_error"),
-    ModelNotFound: Kind(404, "invalid_request_error", "model_not_found"),
-    BodyTimeout: Kind(408, "invalid_request_error", "request_timeout"),
-    BodyTooLarge: Kind(413, "invalid_request_error", "request_too_large"),
-    Overloaded: Kind(429, "rate_limit_error", "engine_overloaded"),
-    EngineFailure: Kind(500, "server_error", "engine_error"),
-    EngineStopped: Kind(503, "server_error", "engine_stopped"),
-    DeadlineExceeded: Kind(504, "server_error", "deadline_exceeded"),
+KINDS: dict[type[Exception], ErrorKind] = {
+    InvalidRequest: ErrorKind(400, "invalid_request_error"),
+    ModelNotFound: ErrorKind(404, "invalid_request_error", "model_not_found"),
+    BodyTimeout: ErrorKind(408, "invalid_request_error", "request_timeout"),
+    BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
+    Overloaded: ErrorKind(429, "rate_limit_error", "engine_overloaded"),
+    EngineFailure: ErrorKind(500, "server_error", "engine_error"),
+    EngineStopped: ErrorKind(503, "server_error", "engine_stopped"),
+    DeadlineExceeded: ErrorKind(504, "server_error", "deadline_exceeded"),
 }
-INTERNAL = Kind(500, "server_error", "internal_error")
+INTERNAL = ErrorKind(500, "server_error", "internal_error")
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:

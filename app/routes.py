@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from app.client import EngineClient, ModelCard
 from app.errors import ModelNotFound
-from app.openai.choices import Choice, engine_requests, merged
+from app.openai.choices import ReplyChoice, engine_requests, merged
 from app.openai.fields import Prompt
 from app.openai.replies import JSON, Envelope, encode_choice
-from app.openai.request import Completion, check_prompt_tokens, parse
+from app.openai.request import CompletionRequest, check_prompt_tokens, parse
 from app.openai.stream import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
 from app.tenants import cache_salt
@@ -98,7 +98,7 @@ class Completions:
     def _reply(
         self,
         exchange: Exchange,
-        asked: Completion,
+        asked: CompletionRequest,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
         send: Send,
@@ -106,7 +106,7 @@ class Completions:
         envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, asked.n, asked.tell_steps)
         echoes = [cache(partial(self._echo, prompt)) if asked.echo else None for prompt in asked.prompts]
         choices = [
-            Choice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
+            ReplyChoice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
             for index, request in enumerate(requests)
         ]
         if asked.stream:
@@ -114,7 +114,7 @@ class Completions:
             return send_stream(events, send)
         return send_whole(outputs, choices, envelope, send)
 
-    async def _requests(self, asked: Completion, request_id: str, salt: str) -> list[types.Request]:
+    async def _requests(self, asked: CompletionRequest, request_id: str, salt: str) -> list[types.Request]:
         """The engine requests. Raises InvalidRequest for what does not fit the model's context, or one request."""
         prompts: list[tuple[int, ...]] = []
         for index, prompt in enumerate(asked.prompts):
@@ -157,7 +157,7 @@ class Completions:
 
 async def send_whole(
     outputs: AsyncGenerator[tuple[int, Output]],
-    choices: Sequence[Choice],
+    choices: Sequence[ReplyChoice],
     envelope: Envelope,
     send: Send,
 ) -> None:

@@ -40,7 +40,7 @@ BATCH = 8
 Texts = Sequence[Sequence[int]]
 
 
-class Case(NamedTuple):
+class LawCase(NamedTuple):
     """What one run of the engine is about; without a drafter it is plain."""
 
     temperature: float
@@ -108,7 +108,7 @@ def forced_row(temperature: float, k: int, plain: Run, texts: Sequence[Forced]) 
     return row
 
 
-def run_row(case: Case, run: Run, prompts: Texts, force: Force) -> dict[str, object]:
+def run_row(case: LawCase, run: Run, prompts: Texts, force: Force) -> dict[str, object]:
     drafts = run.alpha is not None
     row: dict[str, object] = {
         "T": case.temperature,
@@ -129,7 +129,7 @@ def run_row(case: Case, run: Run, prompts: Texts, force: Force) -> dict[str, obj
     return row | expectation(records, chances)
 
 
-def block_rows(runs: dict[Case, Run]) -> list[dict[str, object]]:
+def block_rows(runs: dict[LawCase, Run]) -> list[dict[str, object]]:
     """Block against rejection, paired by prompt, wherever both ran and drafted."""
     rows: list[dict[str, object]] = []
     for case, block in runs.items():
@@ -145,22 +145,28 @@ def block_rows(runs: dict[Case, Run]) -> list[dict[str, object]]:
     return rows
 
 
-def cases(temperatures: Sequence[float], drafters: Sequence[DrafterName], verifiers: Sequence[Verifier]) -> list[Case]:
+def cases(
+    temperatures: Sequence[float], drafters: Sequence[DrafterName], verifiers: Sequence[Verifier]
+) -> list[LawCase]:
     """Per temperature the plain run, then every drafter with every verifier (at temperature 0 with the first)."""
     return [
         case
         for t in temperatures
         for case in [
-            Case(t, None, "match"),
-            *(Case(t, drafter, verifier) for drafter in drafters for verifier in (verifiers if t else verifiers[:1])),
+            LawCase(t, None, "match"),
+            *(
+                LawCase(t, drafter, verifier)
+                for drafter in drafters
+                for verifier in (verifiers if t else verifiers[:1])
+            ),
         ]
     ]
 
 
-def measure(args: argparse.Namespace, prompts: Texts) -> dict[Case, Run]:
+def measure(args: argparse.Namespace, prompts: Texts) -> dict[LawCase, Run]:
     """The engine's runs. Seeds are the same in all of them, so that match writes the plain text again."""
     llm = LLM(args.target, args.draft, **common.engine_config(args, [0, args.spec], BATCH, len(prompts)))
-    runs: dict[Case, Run] = {}
+    runs: dict[LawCase, Run] = {}
     for case in cases(args.temperatures, args.drafters, args.verifiers):
         params = seeded(len(prompts), case.temperature, args.max_tokens)
         k = args.spec if case.drafter else 0
@@ -171,7 +177,7 @@ def measure(args: argparse.Namespace, prompts: Texts) -> dict[Case, Run]:
     return runs
 
 
-def report_tables(args: argparse.Namespace, prompts: Texts, runs: dict[Case, Run]) -> list[list[dict[str, object]]]:
+def report_tables(args: argparse.Namespace, prompts: Texts, runs: dict[LawCase, Run]) -> list[list[dict[str, object]]]:
     """The three tables. The engine is gone by now: the readers load the models again."""
     longest = max(map(len, prompts)) + args.max_tokens
     force = make_force(*(Reader(path, args.dtype, args.device, longest) for path in (args.target, args.draft)))

@@ -33,7 +33,7 @@ METHODS = {
 }
 
 
-class Ledger:
+class TimeLedger:
     """Nanoseconds by name since the last `take`; calls within timed calls are part of these."""
 
     def __init__(self) -> None:
@@ -84,9 +84,9 @@ def runners(engine: Engine) -> list[Runner]:
 
 
 @contextmanager
-def timed_methods(engine: Engine) -> Iterator[Ledger]:
+def timed_methods(engine: Engine) -> Iterator[TimeLedger]:
     """Wrapped in their classes, so both models' are timed; put back at the end. AttributeError: one is gone."""
-    ledger = Ledger()
+    ledger = TimeLedger()
     owners: dict[type, tuple[str, ...]] = {type(engine.scheduler): METHODS["scheduler"]}
     for runner in runners(engine):
         owners |= {type(runner.cache): METHODS["cache"], type(runner.storage): METHODS["storage"]}
@@ -101,7 +101,7 @@ def timed_methods(engine: Engine) -> Iterator[Ledger]:
 
 def timer_ns(count: int = 10_000) -> float:
     """Of the timed nanoseconds of a call, those that are the timer's own: what it says of doing nothing."""
-    ledger = Ledger()
+    ledger = TimeLedger()
     nothing = ledger.wrap("nothing", lambda: None)
     for _ in range(count):
         nothing()

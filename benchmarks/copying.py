@@ -32,7 +32,7 @@ Ids = list[int]
 
 
 @dataclass(frozen=True)
-class Workload:
+class CopyWork:
     name: str
     prompts: list[Ids]
     params: SamplingParams
@@ -42,7 +42,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Variant:
+class CopyVariant:
     name: str
     drafter: DrafterName | None
     runs: list[Run]
@@ -68,7 +68,7 @@ def copied_prompts(prompts: Sequence[Ids], outputs: Sequence[Ids], length: int) 
     return [p for p, share in zip(begun, shares, strict=True) if share >= REPEATED]
 
 
-def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[Workload]:
+def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[CopyWork]:
     greedy = SamplingParams(temperature=0, seed=0, max_tokens=length, ignore_eos=True)
     twice = llm.generate(prompts, replace(greedy, max_tokens=2 * length), 0)
     outputs = [list(c.token_ids) for c in twice]
@@ -79,15 +79,15 @@ def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[Workload]:
     fresh = llm.generate(prompts, sampled, 0)
     share = repeated_ngram_share([list(c.token_ids) for c in fresh])
     return [
-        Workload(
+        CopyWork(
             "copy",
             copied,
             greedy,
             ("lookup", "ngram"),
             about={"prompts": len(copied), "left out": len(prompts) - len(copied)},
         ),
-        Workload("predict", list(prompts), greedy, ("prediction", "cascade"), guesses, {"prompts": len(prompts)}),
-        Workload(
+        CopyWork("predict", list(prompts), greedy, ("prediction", "cascade"), guesses, {"prompts": len(prompts)}),
+        CopyWork(
             "fresh",
             list(prompts),
             sampled,
@@ -97,10 +97,12 @@ def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[Workload]:
     ]
 
 
-def measure(llm: LLM, workload: Workload, k: int, batch: int, repeats: int) -> list[Variant]:
+def measure(llm: LLM, workload: CopyWork, k: int, batch: int, repeats: int) -> list[CopyVariant]:
     """`off`, each drafter, then `off` once more; the places of a group's guesses follow its prompts."""
     variants = (
-        [Variant("off", None, [])] + [Variant(d, d, []) for d in workload.drafters] + [Variant("off again", None, [])]
+        [CopyVariant("off", None, [])]
+        + [CopyVariant(d, d, []) for d in workload.drafters]
+        + [CopyVariant("off again", None, [])]
     )
     prompts = workload.prompts
     guesses = workload.guesses or [[]] * len(prompts)
@@ -118,7 +120,7 @@ def measure(llm: LLM, workload: Workload, k: int, batch: int, repeats: int) -> l
     return variants
 
 
-def summarise(workload: Workload, batch: int, variants: Sequence[Variant]) -> list[dict[str, object]]:
+def summarise(workload: CopyWork, batch: int, variants: Sequence[CopyVariant]) -> list[dict[str, object]]:
     plain = variants[0].runs
     return [
         {

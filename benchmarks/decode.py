@@ -52,7 +52,7 @@ Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
-class Variant:
+class Decoding:
     name: str
     spec: Spec
     runs: list[Run] = field(default_factory=list)  # one per turn
@@ -66,17 +66,17 @@ class Cell:
     """All variants at one batch size; `off` is the first, `off again` the last."""
 
     batch: int
-    variants: list[Variant]
+    variants: list[Decoding]
     folds: list[int]  # of each turn: whether its repeat is odd
 
     @property
-    def fixed(self) -> list[Variant]:
+    def fixed(self) -> list[Decoding]:
         return [v for v in self.variants[:-1] if isinstance(v.spec, int)]
 
-    def over_off(self, variant: Variant, rate: str) -> Estimate:
+    def over_off(self, variant: Decoding, rate: str) -> Estimate:
         return ratio(variant.rates(rate), self.variants[0].rates(rate), self.folds)
 
-    def over_best(self, variant: Variant, rate: str) -> tuple[Estimate | None, str]:
+    def over_best(self, variant: Decoding, rate: str) -> tuple[Estimate | None, str]:
         """With what was best; None without turns of even and of odd repeats."""
         if set(self.folds) != {0, 1}:
             return None, "-"
@@ -85,9 +85,9 @@ class Cell:
         return against.estimate, ", ".join(dict.fromkeys(against.best))
 
 
-def make_variants(specs: Sequence[Spec]) -> list[Variant]:
+def make_variants(specs: Sequence[Spec]) -> list[Decoding]:
     """`off` first, then the others, then `off` once more as the control."""
-    return [*(Variant(common.spec_name(spec), spec) for spec in specs), Variant("off again", 0)]
+    return [*(Decoding(common.spec_name(spec), spec) for spec in specs), Decoding("off again", 0)]
 
 
 def split(prompts: Prompts, batch: int) -> list[Prompts]:
@@ -110,7 +110,7 @@ def spread(params: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 def run_turn(
-    llm: LLM, chooser: Chooser, group: Prompts, params: SamplingParams, variants: Sequence[Variant], first: int
+    llm: LLM, chooser: Chooser, group: Prompts, params: SamplingParams, variants: Sequence[Decoding], first: int
 ) -> list[Run]:
     """One run of every variant on the same prompts, in the order of the variants; the one at place `first` began."""
     runs: dict[str, Run] = {}
@@ -183,7 +183,7 @@ def _means(cells: Sequence[Estimate]) -> dict[str, object]:
     }
 
 
-def round_row(cell: Cell, variant: Variant, device: str = "cpu") -> dict[str, object]:
+def round_row(cell: Cell, variant: Decoding, device: str = "cpu") -> dict[str, object]:
     """What a round is like: medians over turns, ratios taken within each turn against `off`."""
     runs = variant.runs
     row: dict[str, object] = {
@@ -206,7 +206,7 @@ def round_row(cell: Cell, variant: Variant, device: str = "cpu") -> dict[str, ob
     return row if device.startswith("cpu") else row | dict.fromkeys(FROM_FORWARD_TIMES)
 
 
-def _predictions(variant: Variant, plain: Variant) -> list[float]:
+def _predictions(variant: Decoding, plain: Decoding) -> list[float]:
     """Of each turn; none for a policy, whose k varies, and for a variant that drafted nothing in some turn."""
     predicted = [
         predicted_speedup(run.alpha, variant.spec, base.target_s, run.draft_step_s, run.target_s)
@@ -221,7 +221,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def policy_row(cell: Cell, variant: Variant) -> dict[str, object]:
+def policy_row(cell: Cell, variant: Decoding) -> dict[str, object]:
     """What a policy did: of all turns together."""
     run = merge(variant.runs)
     rounds = run.reasons.total()

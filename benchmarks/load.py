@@ -51,7 +51,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Variant:
+class LoadVariant:
     name: str
     spec: Spec
     seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by place of the stage
@@ -110,19 +110,19 @@ def run_stage(driver: Driver, asks: Sequence[Ask], size: int, k: int | None) -> 
 
 
 def run_variant(
-    driver: Driver, chooser: Chooser, variant: Variant, asks: Sequence[Ask], size: int
+    driver: Driver, chooser: Chooser, variant: LoadVariant, asks: Sequence[Ask], size: int
 ) -> tuple[float, list[Told]]:
     """A drafter that is named acts even where the policy is off, so plain requests ask for k = 0."""
     chooser.use(variant.name, variant.spec)
     return run_stage(driver, asks, size, None if variant.spec else 0)
 
 
-def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[Variant], list[list[Ask]]]:
+def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[LoadVariant], list[list[Ask]]]:
     """Every variant once per stage and repeat. Raises RuntimeError for an output of another length than asked."""
     driver = Driver(make_engine(args, "paged", max(args.stages)))
     chooser = Chooser(driver.engine)
     stages = make_stages(make_asks(driver, prompts, args.max_tokens), args.stages)
-    variants = [*(Variant(common.spec_name(spec), spec) for spec in args.spec), Variant("off again", 0)]
+    variants = [*(LoadVariant(common.spec_name(spec), spec) for spec in args.spec), LoadVariant("off again", 0)]
     largest = args.stages.index(max(args.stages))
     for variant in variants:
         run_variant(driver, chooser, variant, stages[largest], args.stages[largest])
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[Vari
     return variants, stages
 
 
-def speed_rows(variants: Sequence[Variant], tokens: int) -> Rows:
+def speed_rows(variants: Sequence[LoadVariant], tokens: int) -> Rows:
     """tokens: of one repeat, all stages together."""
     off = variants[0].table
     folds = [repeat % 2 for repeat in range(len(off))]
@@ -162,7 +162,7 @@ def speed_rows(variants: Sequence[Variant], tokens: int) -> Rows:
     return rows
 
 
-def stage_rows(variants: Sequence[Variant], stages: Sequence[Sequence[Ask]], sizes: Sequence[int]) -> Rows:
+def stage_rows(variants: Sequence[LoadVariant], stages: Sequence[Sequence[Ask]], sizes: Sequence[int]) -> Rows:
     return [
         {
             "stage": place + 1,

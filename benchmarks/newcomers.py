@@ -56,7 +56,7 @@ class Seen:
     steps: list[float] = field(default_factory=list)
 
 
-class Steps:
+class StepTimes:
     """A listener that keeps how long steps took."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def over_http(client: httpx.AsyncClient) -> Post:
     return post
 
 
-class Bench:
+class NewcomersBench:
     def __init__(self, args: argparse.Namespace, text: Text, post: Post, model: str) -> None:
         self._args, self._text, self._post, self._model = args, text, post, model
         self._salts = (f"{random.random()}-{i}" for i in itertools.count())  # nothing is found in a cache
@@ -157,7 +157,7 @@ async def _tick(lags: list[float]) -> None:
 
 
 @asynccontextmanager
-async def server(args: argparse.Namespace) -> AsyncIterator[tuple[Post, str, Steps | None]]:
+async def server(args: argparse.Namespace) -> AsyncIterator[tuple[Post, str, StepTimes | None]]:
     """(how to post, the model's name, the engine's steps; None: they are another process's)."""
     if args.url is not None:
         async with httpx.AsyncClient(base_url=args.url, timeout=LIMIT_S) as client:
@@ -168,7 +168,7 @@ async def server(args: argparse.Namespace) -> AsyncIterator[tuple[Post, str, Ste
     settings |= {"max_model_len": args.max_model_len}
     client_here, steps = (
         LocalClient(Engine.from_config(EngineConfig(args.target, args.draft, **settings)), "demo"),
-        Steps(),
+        StepTimes(),
     )
     try:
         yield in_process(create_app(client_here, [steps])), "demo", steps
@@ -179,7 +179,7 @@ async def server(args: argparse.Namespace) -> AsyncIterator[tuple[Post, str, Ste
 async def measure(args: argparse.Namespace, text: Text) -> dict[str, Seen]:
     seen = {kind: Seen() for kind in args.kinds}
     async with server(args) as (post, model, steps):
-        bench = Bench(args, text, post, model)
+        bench = NewcomersBench(args, text, post, model)
         for repeat in range(args.repeats):
             for kind, own in seen.items():
                 print(f"repeat {repeat + 1} of {args.repeats}: {kind}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ SHORTEST, LONGEST = 64, 128  # tokens of a built-in prompt
 CHARS_PER_TOKEN = 8  # generous: enough text for LONGEST tokens of any tokenizer that compresses code
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
@@ -19,7 +19,7 @@ def held_out(relative_path: str) -> bool:
     return _digest(relative_path) % 50 == 0
 
 
-def builtin_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+def builtin_prompts(tokenizer: PromptTokenizer, count: int) -> list[list[int]]:
     """`count` prompts of SHORTEST to LONGEST tokens. The files are visited in turn, each time at another line.
 
     Deterministic for one Python version and tokenizer. Raises ValueError when the library's sources are not installed.
@@ -41,7 +41,7 @@ def builtin_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     return prompts
 
 
-def file_prompts(tokenizer: Tokenizer, path: Path) -> list[list[int]]:
+def file_prompts(tokenizer: PromptTokenizer, path: Path) -> list[list[int]]:
     """One prompt per line that is not blank. Raises ValueError for a file without any."""
     prompts = [tokenizer.encode(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
     if not prompts:
@@ -49,7 +49,7 @@ def file_prompts(tokenizer: Tokenizer, path: Path) -> list[list[int]]:
     return prompts
 
 
-def _slice(tokenizer: Tokenizer, text: str, draw: int) -> list[int]:
+def _slice(tokenizer: PromptTokenizer, text: str, draw: int) -> list[int]:
     lines = text.splitlines(keepends=True)
     window = "".join(lines[draw % len(lines) :])[: LONGEST * CHARS_PER_TOKEN]
     return tokenizer.encode(window)[: SHORTEST + draw // len(lines) % (LONGEST - SHORTEST + 1)]

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SamplingCase:
     """One way to sample."""
 
     name: str
@@ -41,13 +41,13 @@ class Case:
 
 
 CASES = (
-    Case("greedy", SamplingParams(temperature=0)),
-    Case("match", SamplingParams(temperature=0.8)),
-    Case("match, top-p", SamplingParams(temperature=0.8, top_p=0.95)),
-    Case("match, min-p", SamplingParams(temperature=0.8, min_p=0.05)),
-    Case("match, penalties", SamplingParams(temperature=0.8, presence_penalty=0.5, repetition_penalty=1.1)),
-    Case("rejection", SamplingParams(temperature=0.8), "rejection"),
-    Case("block", SamplingParams(temperature=0.8), "block"),
+    SamplingCase("greedy", SamplingParams(temperature=0)),
+    SamplingCase("match", SamplingParams(temperature=0.8)),
+    SamplingCase("match, top-p", SamplingParams(temperature=0.8, top_p=0.95)),
+    SamplingCase("match, min-p", SamplingParams(temperature=0.8, min_p=0.05)),
+    SamplingCase("match, penalties", SamplingParams(temperature=0.8, presence_penalty=0.5, repetition_penalty=1.1)),
+    SamplingCase("rejection", SamplingParams(temperature=0.8), "rejection"),
+    SamplingCase("block", SamplingParams(temperature=0.8), "block"),
 )
 
 
@@ -71,7 +71,7 @@ def zipf_logits(rows: int, vocab: int, seed: int) -> Tensor:
     return torch.stack([law[torch.randperm(vocab, generator=generator)] for _ in range(rows)])
 
 
-def make_sequences(case: Case, batch: int, length: int = 64) -> tuple[Sequence, ...]:
+def make_sequences(case: SamplingCase, batch: int, length: int = 64) -> tuple[Sequence, ...]:
     return tuple(
         Sequence(
             handle=i,
@@ -90,7 +90,7 @@ def make_sequences(case: Case, batch: int, length: int = 64) -> tuple[Sequence, 
     )
 
 
-def run_round(case: Case, target: Tensor, draft: Tensor, k: int, times: Times) -> float:
+def run_round(case: SamplingCase, target: Tensor, draft: Tensor, k: int, times: Times) -> float:
     """One round's sampling and acceptance over logits [B·(k + 1), vocab]; returns drafts accepted per sequence."""
     count = len(target) // (k + 1)
     sequences = make_sequences(case, count)

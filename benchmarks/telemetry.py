@@ -152,7 +152,7 @@ class Burst:
     spent_us: dict[str, float]  # processor time per step
 
 
-class Bench:
+class BurstBench:
     def __init__(self, args: argparse.Namespace, client: LocalClient, prompts: Sequence[Sequence[int]]) -> None:
         self.client = client
         self._prompts = prompts
@@ -217,7 +217,7 @@ def meters(client: LocalClient) -> list[Listener]:
     return [importlib.import_module("deployments.metrics").Meter(client, client.model.name)]
 
 
-async def measure(bench: Bench, args: argparse.Namespace, url: str) -> tuple[list[tuple[Burst, Burst]], bool, int]:
+async def measure(bench: BurstBench, args: argparse.Namespace, url: str) -> tuple[list[tuple[Burst, Burst]], bool, int]:
     """(pairs of bursts without and with telemetry, whether the metrics were among it, spans lost)."""
     spent: Counter[str] = Counter()
     dropped = Dropped()
@@ -252,7 +252,7 @@ async def run(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> tup
     engine = Engine.from_config(EngineConfig(args.target, args.draft, **settings))
     client = LocalClient(engine, "demo")
     try:
-        bench = Bench(args, client, prompts)
+        bench = BurstBench(args, client, prompts)
         record = await bench.long_record(args.rounds)
         with collector() as url:
             pairs, metered, lost = await measure(bench, args, url)

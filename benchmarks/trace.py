@@ -3,7 +3,7 @@
 First line: {"trace": 1, "policy", "verifier", "depth", "max_running", "timings", …}; the timings are what the engine
 measured at its start, rows of policies.observation.Timing. Then, in any order:
   {"request", "source", "heat", "prompt_tokens", "max_tokens", "arrived_s", "fixed_k", "max_k", "rounds"}, whose rounds
-      are rows of Row. The first is the prompt's pass, which emits a token; prompt_tokens are those that it read.
+      are rows of TraceRow. The first is the prompt's pass, which emits a token; prompt_tokens are those that it read.
   {"step", "sequences", "prefill_tokens", "emitted", "predicted_us", "predicted_tokens", "draft_us", "score_us",
       "step_us"}: a pass of the engine, and what was expected of it; 0: nothing.
 """
@@ -34,7 +34,7 @@ STEP_FIELDS = (
 )
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A request's part in a round."""
 
     step: int
@@ -58,7 +58,7 @@ class Traced:
     arrived_s: float
     fixed_k: int | None
     max_k: int | None
-    rows: list[Row]
+    rows: list[TraceRow]
 
     @property
     def length(self) -> int:
@@ -156,7 +156,7 @@ def _head(line: dict[str, Any]) -> dict[str, Any]:
 def _entry(line: dict[str, Any], depth: int) -> Traced | dict[str, float]:
     if "request" not in line:
         return {name: float(line[name]) for name in STEP_FIELDS}
-    rows = [Row(*map(int, row)) for row in line["rounds"]]
+    rows = [TraceRow(*map(int, row)) for row in line["rounds"]]
     request = Traced(
         line["request"],
         line["source"],

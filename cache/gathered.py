@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.paged import PagedCache
-from cache.storage import Blocks, KVShape, Window
+from cache.storage import Blocks, KVShape, KVView
 
 
 class GatheredStorage(Blocks):
@@ -36,7 +36,7 @@ class GatheredStorage(Blocks):
             start = stop
         return rows
 
-    def window(self, first_slot: int, slots: int, length: int) -> Window:
+    def window(self, first_slot: int, slots: int, length: int) -> KVView:
         count = -(-length // self._block_size)
         tables = [self._cache.slot_table(s)[:count] for s in range(first_slot, first_slot + slots)]
         padded = [table + [self._zeros] * (count - len(table)) for table in tables]

@@ -42,7 +42,7 @@ class KVShape:
         return self.num_layers * self.row_bytes
 
 
-class Window(Protocol):
+class KVView(Protocol):
     """What one attention group reads in one pass."""
 
     def __getitem__(self, layer: int, /) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class Storage(Protocol):
         """Row numbers of positions start … end − 1 of a slot that was prepared."""
         ...
 
-    def window(self, first_slot: int, slots: int, length: int) -> Window:
+    def window(self, first_slot: int, slots: int, length: int) -> KVView:
         """The first `length` positions of neighbouring slots. Positions that a prepared sequence has no memory for read
         as zeros; a slot that was not prepared reads anything."""
         ...
@@ -104,7 +104,7 @@ class Contiguous:
     def places(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)
 
-    def window(self, first_slot: int, slots: int, length: int) -> Window:
+    def window(self, first_slot: int, slots: int, length: int) -> KVView:
         chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
         return tuple(zip(self._keys[chosen].unbind(0), self._values[chosen].unbind(0), strict=True))
 

@@ -73,7 +73,7 @@ class Rounds:
         )
 
 
-class Steps:
+class StepMetrics:
     """Of the engine, over all sequences at once.
 
     decode_* and plain_* are of steps that read no prompt. Label batch: sequences, the next power of two; drafts: yes,
@@ -81,7 +81,7 @@ class Steps:
     """
 
     def __init__(self, make: "Maker") -> None:
-        self.steps = make.count("specdec_steps_total", "Steps of the engine")
+        self.steps = make.count("specdec_steps_total", "StepMetrics of the engine")
         self.seconds = make.count("specdec_step_seconds_total", "Seconds in the engine's steps")
         self.draft_seconds = make.count("specdec_draft_seconds_total", "Of these, proposing drafts")
         self.verify_seconds = make.count("specdec_verify_seconds_total", "Of these, the target's pass and acceptance")
@@ -89,7 +89,7 @@ class Steps:
         self.prompt_tokens = make.count("specdec_prompt_tokens_total", "Tokens of prompts read, or cached", "source")
         self.preemptions = make.count("specdec_preemptions_total", "Sequences whose memory was taken back")
         self.draft_faults = make.count("specdec_draft_faults_total", "Failures that cost drafts and nothing else")
-        self.failed = make.count("specdec_failed_steps_total", "Steps whose requests all ended with an error")
+        self.failed = make.count("specdec_failed_steps_total", "StepMetrics whose requests all ended with an error")
         self.phases = make.histogram(
             "specdec_round_duration_seconds", "Seconds of every eighth step by what they went to", ROUND_S, "phase"
         )
@@ -124,7 +124,7 @@ class Requests:
         )
 
 
-class State:
+class ReplicaMetrics:
     """Of the replica, now."""
 
     def __init__(self, make: "Maker") -> None:

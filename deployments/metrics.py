@@ -11,7 +11,7 @@ from app.errors import error_body
 from app.telemetry.exchange import CANCELLED, CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED, Dropped, Loss
 from deployments.baseline import PlainTime, faulty
-from deployments.metric_families import Count, Level, Maker, Requests, Rounds, State, Steps
+from deployments.metric_families import Count, Level, Maker, ReplicaMetrics, Requests, Rounds, StepMetrics
 from engine.types import DRAFTERS, Part, RequestRecord, StepStats
 from policies.observation import Timing
 from policies.reasons import REASONS
@@ -51,7 +51,8 @@ class Meter:
     ) -> None:
         """timings: rounds measured at the start. dropped: counts the spans that were lost."""
         self._maker = make = Maker(model_name)
-        self.rounds, self.steps, self.requests, self.state = Rounds(make), Steps(make), Requests(make), State(make)
+        self.rounds, self.requests = Rounds(make), Requests(make)
+        self.steps, self.state = StepMetrics(make), ReplicaMetrics(make)
         self._client = client
         self._plain = PlainTime(client.model.max_spec_length, timings)
         self._dropped = dropped

@@ -53,7 +53,7 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
     models = [part for part in _parts(drafter) if isinstance(part, ModelDrafter)]
     deadline = perf_counter() + budget_s
     with torch.inference_mode():
-        bench = Bench(target, drafter if models else Constant(target.device), [m.runner for m in models])
+        bench = ProfileBench(target, drafter if models else Constant(target.device), [m.runner for m in models])
         try:
             bench.fill(max_running, depth, deadline)
             kinds = [
@@ -66,7 +66,7 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RoundShape:
     """A round to be measured."""
 
     ks: tuple[int, ...]  # by sequence
@@ -82,7 +82,7 @@ class Samples:
     draft_s: list[float] = field(default_factory=list)
     score_s: list[float] = field(default_factory=list)
 
-    def timing(self, kind: Kind) -> Timing:
+    def timing(self, kind: RoundShape) -> Timing:
         return Timing(
             batch=len(kind.ks),
             drafts=sum(kind.ks),
@@ -96,7 +96,7 @@ class Samples:
         )
 
 
-class Bench:
+class ProfileBench:
     """Throw-away sequences that both models have read, and rounds over them that leave no trace."""
 
     def __init__(self, target: Runner, drafter: Drafter, draft_runners: Seq[Runner]) -> None:
@@ -143,7 +143,7 @@ class Bench:
             read += len(part)
         return read
 
-    def run(self, kind: Kind) -> Outcome:
+    def run(self, kind: RoundShape) -> Outcome:
         batch = self.sequences[: len(kind.ks)]
         for i, sequence in enumerate(batch):
             _go_back(self._target, sequence, 1)
@@ -183,8 +183,8 @@ class Constant:
         pass
 
 
-def _measure(bench: Bench, kinds: Seq[Kind], deadline: float) -> list[Timing]:
-    samples: dict[Kind, Samples] = {}
+def _measure(bench: ProfileBench, kinds: Seq[RoundShape], deadline: float) -> list[Timing]:
+    samples: dict[RoundShape, Samples] = {}
     for kind in list(kinds) * SWEEPS:
         if samples and perf_counter() > deadline:
             break
@@ -210,16 +210,16 @@ def _batches(count: int) -> Iterator[int]:
         yield count
 
 
-def _kinds(batch: int, depth: int, modelled: bool) -> Iterator[Kind]:
+def _kinds(batch: int, depth: int, modelled: bool) -> Iterator[RoundShape]:
     for k in sorted({*(k for k in DEPTHS if k <= depth), depth}):
-        yield Kind((k,) * batch)
+        yield RoundShape((k,) * batch)
     if not depth:
         return
     ragged = tuple(min(RAGGED[i % len(RAGGED)], depth) for i in range(batch))
     if batch > 1:
-        yield Kind(ragged)
+        yield RoundShape(ragged)
     if modelled:
-        yield Kind((1,) * batch, behind=BEHIND)
+        yield RoundShape((1,) * batch, behind=BEHIND)
 
 
 def _quartile(values: Seq[float]) -> float:

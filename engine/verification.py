@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import acceptance
-from engine.sampling.acceptance import PARTS, Decision, Verdict
+from engine.sampling.acceptance import PARTS, DeviceVerdict, Verdict
 from engine.types import Verifier
 
 
@@ -18,7 +18,7 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
 
     At temperature 0 the law is one token, and every verifier comes to equality: those sequences go with `match`.
     """
-    decision: Decision | None = None
+    decision: DeviceVerdict | None = None
     for name, which in _by_verifier(batch).items():
         part = _match(batch, draft, logits, which) if name == "match" else _exact(batch, draft, logits, which, name)
         if len(which) == len(batch.sequences):
@@ -37,7 +37,7 @@ def _by_verifier(batch: DraftBatch) -> dict[Verifier, list[int]]:
     return parts
 
 
-def _match(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int]) -> Decision:
+def _match(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int]) -> DeviceVerdict:
     ours, rows, ks = _rows(batch, draft, logits, which)
     scores = batch.sampler.scores(ours, rows, draft.tokens)
     drawn = batch.sampler.sample(scores, rows)
@@ -47,7 +47,7 @@ def _match(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int]) -> 
     return acceptance.match(drawn, finite, draft.tokens[list(which)], ks)
 
 
-def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], verifier: Verifier) -> Decision:
+def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], verifier: Verifier) -> DeviceVerdict:
     ours, rows, ks = _rows(batch, draft, logits, which)
     sampler, depth = batch.sampler, max(ks)
     laws = sampler.laws(sampler.scores(ours, rows, draft.tokens), rows)
@@ -72,7 +72,7 @@ def _exact(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int], ver
         weights = acceptance.emitted_law(logp, logq, decided.log_scales, accepted, ks)
     # A NaN in an earlier row has made these weights NaN: rejection stops at it, block carries it on in its scales.
     finite = weights.amax(1).abs() < torch.inf
-    return Decision(accepted, sampler.emit(weights, which, accepted), finite, overlaps)
+    return DeviceVerdict(accepted, sampler.emit(weights, which, accepted), finite, overlaps)
 
 
 def draft_laws(draft: Draft, which: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
@@ -108,14 +108,14 @@ def _rows(batch: DraftBatch, draft: Draft, logits: Tensor, which: Seq[int]) -> t
     return logits[torch.tensor(packed, device=logits.device)], rows, ks
 
 
-def _blank(ks: Seq[int], device: torch.device) -> Decision:
+def _blank(ks: Seq[int], device: torch.device) -> DeviceVerdict:
     zeros = torch.zeros(len(ks), dtype=torch.int64, device=device)
-    return Decision(zeros, zeros, zeros.bool(), zeros.new_full((len(ks), max(ks)), -1))
+    return DeviceVerdict(zeros, zeros, zeros.bool(), zeros.new_full((len(ks), max(ks)), -1))
 
 
-def _merge(whole: Decision, part: Decision, which: Seq[int]) -> Decision:
+def _merge(whole: DeviceVerdict, part: DeviceVerdict, which: Seq[int]) -> DeviceVerdict:
     at = torch.tensor(which, device=whole.accepted.device)
-    return Decision(
+    return DeviceVerdict(
         whole.accepted.index_copy(0, at, part.accepted),
         whole.tokens.index_copy(0, at, part.tokens),
         whole.finite.index_copy(0, at, part.finite),
@@ -129,7 +129,7 @@ def _merge_overlaps(whole: Tensor | None, part: Tensor | None, at: Tensor) -> Te
     return whole.index_copy(0, at, F.pad(part, (0, whole.shape[1] - part.shape[1]), value=-1))
 
 
-def on_host(decision: Decision, draft: Draft, vocab_size: int) -> Verdict:
+def on_host(decision: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdict:
     columns = [decision.accepted, decision.tokens, decision.finite]
     if draft.tokens is None:
         accepted, tokens, finite = torch.stack(columns).tolist()

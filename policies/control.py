@@ -9,7 +9,7 @@ from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.estimator import Estimator
 from policies.held_choice import Decision, Limits, Standing
-from policies.observation import Candidate, Drafted, Observation, RoundCost, State, Timing
+from policies.observation import Candidate, Drafted, Observation, PolicyState, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
 
@@ -29,7 +29,7 @@ class SpecControl:
         self.cost = CostModel(max(1, depth), timings)
         self.timings = tuple(timings)
         self._depth = depth
-        self._state = State()
+        self._state = PolicyState()
         self._standing: Standing | None = None
         self._last: dict[int, tuple[int, int]] = {}
         self._drafted: list[Drafted] = []  # since the last choice

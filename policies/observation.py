@@ -84,7 +84,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PolicyState:
     """What a policy remembers from round to round; one kind for all, so that one may follow another."""
 
     ks: Mapping[int, int] = field(default_factory=dict)  # handle → k of the last plan

@@ -32,7 +32,7 @@ LEFT = 2  # tokens that a round leaves unread at most: the last draft, if all we
 NO_MODEL, CURRENT, BEHIND = range(3)  # kinds of slots: no model drafts; one does, gap up to LEFT; larger gap
 
 
-class Plan(NamedTuple):
+class Allocation(NamedTuple):
     """A round, and what is expected of it."""
 
     ks: Ints  # [B]
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     tokens: float
 
 
-class Slots(NamedTuple):
+class Positions(NamedTuple):
     """The drafts that there may be, N of them."""
 
     row: Ints  # [N] place of the sequence
@@ -72,13 +72,13 @@ def _behind(observation: Observation) -> Floats:
     return np.maximum(observation.gaps - LEFT, 0) / observation.horizon
 
 
-def evaluate(observation: Observation, ks: Ints) -> Plan:
+def evaluate(observation: Observation, ks: Ints) -> Allocation:
     """What is expected of these ks, and the objective that `plan` maximises."""
     tokens = expected_tokens(observation, ks)
-    return Plan(ks, tokens / seconds(observation, ks), seconds(observation, ks, amortised=False), tokens)
+    return Allocation(ks, tokens / seconds(observation, ks), seconds(observation, ks, amortised=False), tokens)
 
 
-def plan(observation: Observation) -> Plan:
+def plan(observation: Observation) -> Allocation:
     """The best ks within the limits, those with the fewest drafts among equals. The cost of any round is positive."""
     best = evaluate(observation, np.maximum(observation.fixed, 0))
     slots = _slots(observation)
@@ -89,7 +89,7 @@ def plan(observation: Observation) -> Plan:
     depths = _combinations(slots)
     for _ in range(RANKINGS):
         ranking = np.argsort(-(slots.value if alike else _worth(slots, best.goodput)), kind="stable")
-        ranked = Slots._make(column[ranking] for column in slots)
+        ranked = Positions._make(column[ranking] for column in slots)
         found = evaluate(observation, _best_prefix(observation, without, ranked, depths))
         gain = found.goodput / best.goodput - 1
         if gain > TIE:
@@ -99,7 +99,7 @@ def plan(observation: Observation) -> Plan:
     return best
 
 
-def even_plan(observation: Observation) -> Plan:
+def even_plan(observation: Observation) -> Allocation:
     """The best of those that give everybody the same k, as far as the limits and what is fixed allow."""
     depths = np.arange(observation.survival.shape[1] + 1)
     free = observation.fixed < 0
@@ -131,7 +131,7 @@ def lone_ks(observation: Observation) -> Ints:
     return goodput.argmax(1)
 
 
-def _slots(observation: Observation) -> Slots:
+def _slots(observation: Observation) -> Positions:
     free = observation.free
     row, position = np.nonzero(np.arange(observation.survival.shape[1]) < observation.limits[free][:, None])
     row = free[row]
@@ -140,10 +140,10 @@ def _slots(observation: Observation) -> Slots:
     token_s = observation.cost.token_s
     behind_s = np.where(position == 0, _behind(observation)[row], 0.0) * token_s
     model_s = np.where(kind == NO_MODEL, 0.0, token_s + behind_s)
-    return Slots(row, position, kind, observation.survival[row, position], model_s)
+    return Positions(row, position, kind, observation.survival[row, position], model_s)
 
 
-def _worth(slots: Slots, goodput: float) -> Floats:
+def _worth(slots: Positions, goodput: float) -> Floats:
     """[N] what to rank slots by: tokens less what their seconds would have brought otherwise, non-increasing in j.
 
     In a row that rises at first, its upper concave hull: the first slots up to the best mean count as that mean.
@@ -159,7 +159,7 @@ def _worth(slots: Slots, goodput: float) -> Floats:
     return np.where(pooled, mean.max(1, keepdims=True), grid)[slots.row, slots.position]
 
 
-def _best_prefix(observation: Observation, without: Plan, slots: Slots, depths: Ints) -> Ints:
+def _best_prefix(observation: Observation, without: Allocation, slots: Positions, depths: Ints) -> Ints:
     """[B] the best ks of those that take, for some row of `depths` [P, kinds], the first n slots no deeper than it.
 
     without: the plan with none of the slots. A row's seconds are those of a plan that is as deep as it allows: one
@@ -181,7 +181,9 @@ def _best_prefix(observation: Observation, without: Plan, slots: Slots, depths: 
     return without.ks + np.bincount(slots.row[taken], minlength=len(without.ks))
 
 
-def _best_of_rows(slots: Slots, included: Bools, tokens: float, pass_s: Floats, rest_s: Floats) -> tuple[float, Ints]:
+def _best_of_rows(
+    slots: Positions, included: Bools, tokens: float, pass_s: Floats, rest_s: Floats
+) -> tuple[float, Ints]:
     """(goodput, places of the slots taken) of the best first n of those that are `included` [rows of depths, N].
 
     tokens: of the round without any of them; pass_s: [≥ 1 + N] seconds by n; rest_s: [rows of depths, 1].
@@ -200,7 +202,9 @@ def _best_of_rows(slots: Slots, included: Bools, tokens: float, pass_s: Floats, 
     return best, np.flatnonzero(included[row, : last + 1])
 
 
-def _best_of_row(slots: Slots, included: Bools, tokens: float, pass_s: Floats, rest_s: Floats) -> tuple[float, Ints]:
+def _best_of_row(
+    slots: Positions, included: Bools, tokens: float, pass_s: Floats, rest_s: Floats
+) -> tuple[float, Ints]:
     """The same for a single row of depths, and faster where there are many slots: those left out take no time."""
     kept = np.flatnonzero(included)
     round_s = pass_s[1 : 1 + kept.size] + rest_s[0, 0]
@@ -211,7 +215,7 @@ def _best_of_row(slots: Slots, included: Bools, tokens: float, pass_s: Floats, r
     return best, kept[: int((goodput >= best * (1 - TIE)).argmax()) + 1]
 
 
-def _seconds_of_depths(observation: Observation, without: Plan, depths: Ints) -> Floats:
+def _seconds_of_depths(observation: Observation, without: Allocation, depths: Ints) -> Floats:
     """[P] all that the rounds take but for the target's pass over n drafts and the reading for each."""
     cost, ks = observation.cost, without.ks
     start, deepest = int(ks.sum()), int(ks.max())
@@ -224,7 +228,7 @@ def _seconds_of_depths(observation: Observation, without: Plan, depths: Ints) ->
     return round_s + drafting_s + model_s + padding_s
 
 
-def _combinations(slots: Slots) -> Ints:
+def _combinations(slots: Positions) -> Ints:
     """[P, kinds] greatest positions + 1 to try: all that matter if that is not too much, in any case if one kind is."""
     no_model, current, behind = (int(slots.position[slots.kind == kind].max(initial=-1)) + 1 for kind in range(3))
     mixed = (no_model > 0) + (current > 0) + (behind > 0) > 1

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from policies.config import PolicyConfig, PolicyName
-from policies.observation import Choice, Floats, Ints, Observation, RoundCost, State
-from policies.planner import Plan, evaluate, even_plan, lone_ks, plan, seconds
+from policies.observation import Choice, Floats, Ints, Observation, PolicyState, RoundCost
+from policies.planner import Allocation, evaluate, even_plan, lone_ks, plan, seconds
 from policies.reasons import Reason
 
-Policy = Callable[[Observation, State], tuple[Choice, State]]
+Policy = Callable[[Observation, PolicyState], tuple[Choice, PolicyState]]
 
 STANDS = 8  # rounds that a plan stands for: choosing and learning take a few percent of a round with few sequences
 # What predictions leave out is in favour of no drafts, such as that passes of changing sizes find their weights farther
@@ -47,7 +47,7 @@ def make_policy(config: PolicyConfig) -> Policy:
 class Off:
     """No drafts."""
 
-    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+    def __call__(self, observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         ks = _within(observation, np.zeros_like(observation.limits))
         reasons = tuple(
             bound if fixed >= 0 else "policy"
@@ -62,7 +62,7 @@ class Fixed:
 
     k: int
 
-    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+    def __call__(self, observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         ks = _within(observation, np.full_like(observation.limits, self.k))
         return Choice(ks, _reasons(observation, ks), stands=STANDS, joining=self.k), _next(observation, state, ks)
 
@@ -76,7 +76,7 @@ class Heuristic:
 
     k: int  # the first
 
-    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+    def __call__(self, observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         wanted = [self._after(observation.last.get(handle)) for handle in observation.handles]
         ks = _within(observation, np.array(wanted, np.int64))
         return Choice(ks, _reasons(observation, ks)), _next(observation, state, ks)
@@ -96,7 +96,7 @@ class Optimal:
     without drafts, both with all sequences of the round: that drafts lengthen the pass is not in the theorem.
     """
 
-    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+    def __call__(self, observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         modelled = observation.gaps > 0
         drafting = modelled & ((observation.fixed > 0) | (observation.fixed < 0) & (observation.limits > 0))
         ratio = _draft_ratio(observation.cost, int(drafting.sum()))
@@ -111,7 +111,7 @@ class Confidence:
 
     threshold: float
 
-    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+    def __call__(self, observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         ks = _within(observation, observation.limits)
         most = observation.survival.shape[1]
         choice = Choice(ks, _reasons(observation, ks), self.threshold, STANDS, joining=most)
@@ -139,7 +139,7 @@ class Goodput:
     hysteresis: float
     probe_share: float
 
-    def __call__(self, observation: Observation, state: State) -> tuple[Choice, State]:
+    def __call__(self, observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         ks = self._plan(observation, state)
         lone = lone_ks(observation) if len(ks) > 1 else ks
         reasons = _reasons(observation, ks, lone)
@@ -161,7 +161,7 @@ class Goodput:
         probed = tuple("probe" if new else reason for new, reason in zip(more, reasons, strict=True))
         return Choice(probe, probed), replace(after, probed=after.rounds)
 
-    def _plan(self, observation: Observation, state: State) -> Ints:
+    def _plan(self, observation: Observation, state: PolicyState) -> Ints:
         margin = 1 + _unevenness(observation.cost)
         best, even = plan(observation), even_plan(observation)
         if even.goodput * margin >= best.goodput:
@@ -175,7 +175,7 @@ class Goodput:
         without = _without(observation)
         return without.ks if best.goodput < (1 + edge) * without.goodput else best.ks
 
-    def _probe(self, observation: Observation, state: State, ks: Ints) -> tuple[Ints | None, float]:
+    def _probe(self, observation: Observation, state: PolicyState, ks: Ints) -> tuple[Ints | None, float]:
         """(ks with the drafts of a probe, if it is time for one; seconds saved up after it)."""
         credit_s = state.credit_s + self.probe_share * observation.round_s * observation.rounds
         if ks[observation.free].any() or not observation.free.size:
@@ -200,7 +200,7 @@ def _is_even(observation: Observation, ks: Ints) -> bool:
     return bool((ks[free] == np.minimum(ks[free].max(initial=0), observation.limits[free])).all())
 
 
-def _without(observation: Observation) -> Plan:
+def _without(observation: Observation) -> Allocation:
     """The plan without drafts but for those that requests fixed."""
     return evaluate(observation, _within(observation, np.zeros_like(observation.limits)))
 
@@ -267,6 +267,6 @@ def _reasons(observation: Observation, ks: Ints, lone: Ints | None = None) -> tu
     )
 
 
-def _next(observation: Observation, state: State, ks: Ints) -> State:
+def _next(observation: Observation, state: PolicyState, ks: Ints) -> PolicyState:
     planned = dict(zip(observation.handles, ks.tolist(), strict=True))
     return replace(state, ks=planned, rounds=state.rounds + observation.rounds)

@@ -37,7 +37,7 @@ class Failed(Exception):
     """There is nothing to show; the message says why."""
 
 
-class Round(NamedTuple):
+class RoundRow(NamedTuple):
     """A row of the server's columns; times in microseconds, alpha per mille."""
 
     step: int
@@ -129,9 +129,9 @@ def find(base: str, name: str, key: str | None) -> dict[str, Any]:
     return fetch(f"{api}/{quote(name, safe='')}", key)
 
 
-def rounds_of(choice: dict[str, Any]) -> list[Round]:
-    columns = (choice["rounds"][name] for name in Round._fields)
-    return [Round(*row) for row in zip(*columns, strict=True)]
+def rounds_of(choice: dict[str, Any]) -> list[RoundRow]:
+    columns = (choice["rounds"][name] for name in RoundRow._fields)
+    return [RoundRow(*row) for row in zip(*columns, strict=True)]
 
 
 def report(told: dict[str, Any], look: Look) -> Iterator[str]:
@@ -166,7 +166,7 @@ def about(choice: dict[str, Any]) -> str:
     return f"choice {choice['index']}: {end}; {speculation if choice['drafter'] else 'speculation off'}"
 
 
-def strip(rounds: Sequence[Round], look: Look) -> Iterator[str]:
+def strip(rounds: Sequence[RoundRow], look: Look) -> Iterator[str]:
     """Wrapped to the width; below the columns why k was that, and the number of every tenth round."""
     most = max(max(r.k, r.drafted) for r in rounds)
     unit = per_row(rounds)
@@ -181,12 +181,12 @@ def strip(rounds: Sequence[Round], look: Look) -> Iterator[str]:
         yield f"{'':{MARGIN}}{look.edge}{_numbers(first, len(part))}".rstrip()
 
 
-def per_row(rounds: Sequence[Round]) -> int:
+def per_row(rounds: Sequence[RoundRow]) -> int:
     """Drafts that one row of the strip stands for."""
     return max(1, math.ceil(max(max(r.k, r.drafted) for r in rounds) / ROWS))
 
 
-def _cell(r: Round, below: int, look: Look) -> str:
+def _cell(r: RoundRow, below: int, look: Look) -> str:
     """Of a row that stands for the drafts after the first `below`."""
     if r.accepted > below:
         return look.paint(look.accepted, GREEN)
@@ -204,7 +204,7 @@ def _numbers(first: int, count: int) -> str:
     return text
 
 
-def legend(rounds: Sequence[Round], look: Look) -> Iterator[str]:
+def legend(rounds: Sequence[RoundRow], look: Look) -> Iterator[str]:
     unit = per_row(rounds)
     scale = f"; a row is {unit} drafts" if unit > 1 else ""
     yield f"{look.accepted} accepted  {look.rejected} rejected  {look.missing} asked for, not offered{scale}"
@@ -212,7 +212,7 @@ def legend(rounds: Sequence[Round], look: Look) -> Iterator[str]:
     yield "k: " + "  ".join(f"{letter} {why or UNCHOSEN}" for why, letter in LETTERS.items() if why in seen)
 
 
-def by_reason(rounds: Sequence[Round]) -> Iterator[str]:
+def by_reason(rounds: Sequence[RoundRow]) -> Iterator[str]:
     rows = []
     for why in (*WHY, *sorted({r.reason for r in rounds} - set(WHY), key=str)):
         mine = [r for r in rounds if r.reason == why]
@@ -223,7 +223,7 @@ def by_reason(rounds: Sequence[Round]) -> Iterator[str]:
     yield from table(("why k", "rounds", "mean k", "drafted", "accepted", "share", "tokens"), rows)
 
 
-def slowest(rounds: Sequence[Round]) -> Iterator[str]:
+def slowest(rounds: Sequence[RoundRow]) -> Iterator[str]:
     order = sorted(range(len(rounds)), key=lambda i: (-rounds[i].total_us, i))[:SLOWEST]
     names = ("slowest", "step", "at ms", "total ms", "draft", "verify", "rest", "k", "accepted", "batch", "drafter")
     rows = []
@@ -234,7 +234,7 @@ def slowest(rounds: Sequence[Round]) -> Iterator[str]:
     yield from table(names, rows)
 
 
-def totals(rounds: Sequence[Round]) -> Iterator[str]:
+def totals(rounds: Sequence[RoundRow]) -> Iterator[str]:
     emitted, drafted, accepted = _sum(rounds, "emitted"), _sum(rounds, "drafted"), _sum(rounds, "accepted")
     verified = sum(1 for r in rounds if r.drafted)
     yield (
@@ -253,7 +253,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
         yield "  ".join([f"{head:<{first}}", *(f"{item:>{w}}" for item, w in zip(items, widths, strict=True))])
 
 
-def _sum(rounds: Sequence[Round], column: str) -> int:
+def _sum(rounds: Sequence[RoundRow], column: str) -> int:
     return sum(getattr(r, column) for r in rounds)
 
 

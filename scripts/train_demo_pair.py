@@ -52,7 +52,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
-class Budget:
+class TrainingBudget:
     """Training ends when either the minutes or the steps are used up."""
 
     minutes: float
@@ -163,7 +163,7 @@ def train(role: str, args: argparse.Namespace) -> None:
     optimisers = make_optimisers(model, args.lr)
     held = held_out_tokens(tokenizer, args.corpus)[0]
     batches = windows(training_tokens(tokenizer, args.corpus), args.batch, args.context, seed=2 if args.resume else 1)
-    budget = Budget(args.minutes, args.steps, time.monotonic())
+    budget = TrainingBudget(args.minutes, args.steps, time.monotonic())
     step = 0
     for step, used in spend(budget):
         window = next(batches).to(DEVICE)
@@ -179,7 +179,7 @@ def train(role: str, args: argparse.Namespace) -> None:
     export(model, tokenizer, args.out / role)
 
 
-def spend(budget: Budget) -> Iterator[tuple[int, float]]:
+def spend(budget: TrainingBudget) -> Iterator[tuple[int, float]]:
     """(step, share of the budget used) until it is used up; one step at least."""
     step, used = 0, 0.0
     while used < 1:

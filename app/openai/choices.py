@@ -11,14 +11,14 @@ from app.client import Token
 from app.errors import DeadlineExceeded, EngineFailure
 from app.openai.logprobs import Transcript
 from app.openai.origins import Provenance
-from app.openai.request import Completion
+from app.openai.request import CompletionRequest
 from engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
 Ids = tuple[int, ...]
 
 
 def engine_requests(
-    asked: Completion, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
+    asked: CompletionRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
 ) -> list[Request]:
     """One request per choice, those of one prompt next to each other.
 
@@ -50,7 +50,7 @@ def engine_requests(
     ]
 
 
-class Choice:
+class ReplyChoice:
     """One choice of the reply. Outputs go in; what of them can be shown comes out, all at once or in chunks."""
 
     def __init__(

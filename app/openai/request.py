@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from app.client import ModelCard
 from app.openai import fields
 from app.openai.fields import OnlyFalse, Prompt, Strict, without_nulls
-from app.openai.speculation import Drafting, Lossy, Prediction, Speculation, settle
+from app.openai.speculation import Drafting, Lossy, Prediction, SpeculationOptions, settle
 from engine.types import InvalidRequest, SamplingParams
 
 # OpenAI fields that concern its service and not the text: accepted with any value, and without effect.
@@ -66,7 +66,7 @@ class Body(Strict):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(without_nulls)] | None = None
-    speculation: Annotated[Speculation, BeforeValidator(without_nulls)] | None = None
+    speculation: Annotated[SpeculationOptions, BeforeValidator(without_nulls)] | None = None
     prediction: Prediction | None = None
     lossy: Lossy | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
@@ -95,7 +95,7 @@ class Body(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CompletionRequest:
     """One validated request for completions: n of each prompt."""
 
     model: str
@@ -112,14 +112,14 @@ class Completion:
     tell_tokens: bool = False  # in the choices, where every token came from
 
 
-def parse(raw: bytes, card: ModelCard) -> Completion:
+def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
     """Read a request's body, whatever its content type says. Raises InvalidRequest, naming the field at fault."""
     body = _validate(_acting_fields(_load(raw)))
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     _check_capacity(len(body.prompt), body.n, card.max_choices)
     check_prompt_tokens(body.prompt, card)
-    return Completion(
+    return CompletionRequest(
         model=body.model,
         prompts=body.prompt,
         n=body.n,

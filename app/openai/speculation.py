@@ -12,7 +12,7 @@ from engine.types import DrafterName, InvalidRequest, Verifier
 FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the drafters that read the client's guess
 
 
-class Speculation(Strict):
+class SpeculationOptions(Strict):
     """How to draft, the server's own way for what is not said; and what to tell of it.
 
     mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k; "off": no drafts. Without a
@@ -57,13 +57,13 @@ class Drafting:
 
 def settle(
     card: ModelCard,
-    speculation: Speculation | None,
+    speculation: SpeculationOptions | None,
     prediction: Prediction | None,
     lossy: Lossy | None,
     temperature: float,
 ) -> Drafting:
     """Raises InvalidRequest, naming the field, for what this server lacks and for fields that would have no effect."""
-    asked = speculation or Speculation()
+    asked = speculation or SpeculationOptions()
     k = _k(asked, card)
     _check_max_k(asked, k, card)
     if k == 0:
@@ -83,7 +83,7 @@ def settle(
     )
 
 
-def _k(asked: Speculation, card: ModelCard) -> int | None:
+def _k(asked: SpeculationOptions, card: ModelCard) -> int | None:
     if asked.mode == "off":
         if asked.k:
             raise InvalidRequest(f"speculation cannot be off and draft k = {asked.k} tokens", "speculation")
@@ -98,7 +98,7 @@ def _k(asked: Speculation, card: ModelCard) -> int | None:
     return asked.k
 
 
-def _check_max_k(asked: Speculation, k: int | None, card: ModelCard) -> None:
+def _check_max_k(asked: SpeculationOptions, k: int | None, card: ModelCard) -> None:
     if asked.max_k is None:
         return
     if k is not None:
@@ -108,7 +108,7 @@ def _check_max_k(asked: Speculation, k: int | None, card: ModelCard) -> None:
         raise InvalidRequest(message, "speculation.max_k")
 
 
-def _idle(asked: Speculation, prediction: Prediction | None, card: ModelCard) -> bool:
+def _idle(asked: SpeculationOptions, prediction: Prediction | None, card: ModelCard) -> bool:
     """Whether a request that leaves k to the policy is sure to get no drafts, as things are now."""
     if asked.mode == "auto" and card.policy == "off":
         return True
@@ -116,7 +116,7 @@ def _idle(asked: Speculation, prediction: Prediction | None, card: ModelCard) ->
     return asked.drafter is None and prediction is None and (card.policy == "off" or card.drafter is None)
 
 
-def _refuse_idle(asked: Speculation, prediction: Prediction | None, lossy: Lossy | None, because: str) -> None:
+def _refuse_idle(asked: SpeculationOptions, prediction: Prediction | None, lossy: Lossy | None, because: str) -> None:
     """Raise InvalidRequest for a field that acts on drafts, in a request that has none."""
     idle = {
         "speculation.drafter": asked.drafter,

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
 from app.errors import DeadlineExceeded, error_body
-from app.openai.choices import Choice
+from app.openai.choices import ReplyChoice
 from app.openai.replies import Envelope, encode_choice, encode_json
 from engine.types import Output
 
@@ -34,7 +34,7 @@ def _event(data: bytes) -> bytes:
 
 async def completion_events(
     outputs: AsyncGenerator[tuple[int, Output]],
-    choices: Sequence[Choice],
+    choices: Sequence[ReplyChoice],
     envelope: Envelope,
     include_usage: bool,
     broke: Callable[[Exception], None],
@@ -70,7 +70,7 @@ async def completion_events(
 
 
 def _chunks(
-    choices: Sequence[Choice], encoded: bytes, envelope: Envelope, include_usage: bool
+    choices: Sequence[ReplyChoice], encoded: bytes, envelope: Envelope, include_usage: bool
 ) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
     """(what else is in it, encoded choices) of the chunks that can be sent once one choice is `encoded`."""
     records = [choice.record for choice in choices if choice.record is not None]

@@ -22,7 +22,7 @@ FEED_S = 60.0  # then a viewer comes again: a server that is to end waits for th
 log = logging.getLogger(__name__)
 
 
-class Feed:
+class EventFeed:
     """One task that makes events for all viewers, and runs only while there are some."""
 
     def __init__(self, live: Live) -> None:
@@ -75,7 +75,7 @@ class Events:
     def __init__(self, live: Live, headers: Mapping[str, str]) -> None:
         """`headers`: of the reply, besides those of every event stream."""
         self.viewers = 0  # also those whose request is still being read
-        self._feed = Feed(live)
+        self._feed = EventFeed(live)
         own = {name.encode(): value.encode() for name, value in headers.items()}
         self._headers = list((dict(stream.HEADERS) | own).items())
 

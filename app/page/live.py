@@ -11,7 +11,7 @@ from typing import Any
 
 from app.client import EngineClient
 from app.page.recent_requests import Ring
-from app.page.step_window import Counts, Window, decisions, ended, positions, series, why_none
+from app.page.step_window import Counts, StepWindow, decisions, ended, positions, series, why_none
 from app.telemetry.exchange import Exchange
 from engine.types import EngineStats, StepStats
 
@@ -39,7 +39,7 @@ class Live:
         self.version = 0
         self.ring = Ring()
         self.open: set[str] = set()  # ids of exchanges that began and have not ended
-        self._window = Window()
+        self._window = StepWindow()
         self._clock = clock
         self._latencies: tuple[int, dict[str, Any]] = (-1, {})  # of the ring when it had taken so many
 

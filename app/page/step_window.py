@@ -43,7 +43,7 @@ class Bin:
     counts: Counts = field(default_factory=Counter)
 
 
-class Window:
+class StepWindow:
     """Memory: at most BINS bins, each with a few integers per batch size, position and reason that occurred in it."""
 
     def __init__(self) -> None:

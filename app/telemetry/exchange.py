@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.openai.request import Completion
+from app.openai.request import CompletionRequest
 from engine.types import Output, Request, RequestRecord, StepStats
 
 CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"  # failures that are no errors of ours
@@ -32,7 +32,7 @@ class Exchange:
     id: str  # of the reply
     headers: Headers  # of the request
     began: float = field(default_factory=time.monotonic)
-    asked: Completion | None = None  # None: the body was refused
+    asked: CompletionRequest | None = None  # None: the body was refused
     requests: Sequence[Request] = ()  # that the engine took, one per choice; (): it took none
     ended: dict[str, Output] = field(default_factory=dict)  # last output of each, by the engine request's id
     error: Exception | None = None  # that ended it; ClientDisconnect: the client left

@@ -10,7 +10,7 @@ from typing import Any
 
 from opentelemetry.util.types import AttributeValue
 
-from app.openai.request import Completion
+from app.openai.request import CompletionRequest
 from app.telemetry import names as name
 from app.telemetry.exchange import Exchange
 from engine.types import RequestRecord
@@ -79,7 +79,7 @@ def _model_name(asked: str) -> str:
     return asked[:MAX_MODEL_NAME].encode("utf-8", "replace").decode("utf-8")
 
 
-def _asked(asked: Completion) -> Attributes:
+def _asked(asked: CompletionRequest) -> Attributes:
     params = asked.params
     attributes: Attributes = {
         name.REQUEST_MODEL: _model_name(asked.model),

@@ -85,7 +85,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SimRound:
     """What came of a decision; lists are in the order of the candidates."""
 
     handles: list[int]
@@ -131,7 +131,7 @@ class World:
         running = self.running[handle]
         return 0 if self.rounds in self._broken else running.job.runs[running.done]
 
-    def step(self, control: Controller) -> Round:
+    def step(self, control: Controller) -> SimRound:
         """One round. Raises ValueError for a decision that depends on the drafts' laws, which are not known here."""
         decoding = list(self.running.values())
         joining = self._join()
@@ -152,7 +152,9 @@ class World:
         self.clock_s += took
         self.rounds += 1
         self._leave(control, [*decoding, *joining])
-        return Round([running.handle for running in decoding], decision, accepted, emitted, alphas, took, len(joining))
+        return SimRound(
+            [running.handle for running in decoding], decision, accepted, emitted, alphas, took, len(joining)
+        )
 
     def _join(self) -> list[Running]:
         """Start whoever may; where nobody runs, the clock goes on to the next arrival."""
@@ -255,7 +257,7 @@ class Report:
         """Predicted over emitted tokens, less 1."""
         return self.predicted_tokens / max(1, self.decoded) - 1
 
-    def add(self, result: Round) -> None:
+    def add(self, result: SimRound) -> None:
         decision, batch = result.decision, len(result.handles)
         self.tokens += sum(result.emitted) + result.joined
         self.mean_ks.append(sum(decision.ks) / max(1, batch))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Confidence:
+class ConfidenceLimit:
     """Multiplies up, per sequence, the largest probabilities of the draft's positions, and compares with a limit."""
 
     def __init__(self, limits: Seq[float], device: torch.device) -> None:
@@ -20,7 +20,7 @@ class Confidence:
         self._joint = torch.zeros_like(self._limits)  # log of the product so far
 
     @classmethod
-    def of(cls, limits: Seq[float], device: torch.device) -> "Confidence | None":
+    def of(cls, limits: Seq[float], device: torch.device) -> "ConfidenceLimit | None":
         """None where nobody has a limit: then no law is looked at, and nothing copied."""
         return cls(limits, device) if any(limits) else None
 

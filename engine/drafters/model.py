@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
-from engine.drafters.confidence import Confidence
+from engine.drafters.confidence import ConfidenceLimit
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
@@ -163,7 +163,7 @@ class Columns:
         self._ks = [0] * len(most)
         self._tokens = torch.zeros(max(most), len(most), dtype=torch.int64, device=device)
         self._laws = Laws([i for i in active if not batch.sequences[i].coupled], max(most))
-        self._confidence = Confidence.of(batch.confidences, device)
+        self._confidence = ConfidenceLimit.of(batch.confidences, device)
         self._places = self._index(self.active)
         self._column = 0
         self._shortest = min(most[i] for i in active)

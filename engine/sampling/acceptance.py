@@ -33,7 +33,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DeviceVerdict:
     """What a verifier decided: [N] each, on the device."""
 
     accepted: Tensor  # int64
@@ -50,7 +50,7 @@ class Acceptance:
     log_scales: Tensor  # [N, K + 1] the emitted token after j acceptances follows max(scale_j · p − q, 0)
 
 
-def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> Decision:
+def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
     """Accept drafts while they equal what the target itself drew for their position (architecture R6).
 
     drawn [R]: the target's draws, sequence-major, k + 1 per sequence; finite [R] bool: whether each came from a finite
@@ -61,7 +61,7 @@ def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) ->
     Example: drawn (7, 3, 9, 4), drafts (7, 3, 5), k = 3: two accepted, then token 9.
     """
     if drafts is None:
-        return Decision(torch.zeros_like(drawn), drawn, finite)
+        return DeviceVerdict(torch.zeros_like(drawn), drawn, finite)
     table, good = padded(drawn, ks), padded(finite, ks)  # [N, K + 1]
     depth = table.shape[1] - 1
     agrees = drafts[:, :depth] == table[:, :-1]
@@ -69,7 +69,7 @@ def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) ->
         agrees &= proposed(ks, drawn.device)
     accepted = agrees.cumprod(1).sum(1, keepdim=True)
     so_far = good.cumprod(1).gather(1, accepted)  # 1 while every row up to this one is finite
-    return Decision(accepted[:, 0], table.gather(1, accepted)[:, 0], so_far[:, 0].bool())
+    return DeviceVerdict(accepted[:, 0], table.gather(1, accepted)[:, 0], so_far[:, 0].bool())
 
 
 def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience: Tensor) -> Acceptance:

@@ -21,7 +21,7 @@ Logits = NDArray[np.floating]
 Scores = NDArray[np.float64]
 
 
-class Row:
+class LogitsRow:
     """One row of logits [vocab], fp32 or fp64, whose best is finite; its temperature is positive."""
 
     def __init__(self, logits: Tensor, best: float, temperature: float) -> None:

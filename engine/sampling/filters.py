@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.cuts import SERIAL, SORTED, Row
+from engine.sampling.cuts import SERIAL, SORTED, LogitsRow
 from engine.types import SamplingParams
 
 
@@ -64,7 +64,7 @@ def _cut(logits: Tensor, filters: Filters) -> Tensor:
     columns = (logits.amax(-1), coldest, filters.top_k, filters.top_p, filters.min_p.log())
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for i, (best, temperature, top_k, top_p, floor) in enumerate(rows):
-        row = Row(logits[i], best, temperature)
+        row = LogitsRow(logits[i], best, temperature)
         if not isfinite(best):
             result[i] = logits[i]  # it has no law: nothing is removed, so that it is seen
         elif (threshold := row.threshold(top_k, top_p, floor, masses)) is None:

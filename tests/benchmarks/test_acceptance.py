@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import acceptance, forced
-from benchmarks.acceptance import Case
+from benchmarks.acceptance import LawCase
 from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
 from engine.types import RequestRecord
@@ -82,8 +82,8 @@ def test_block_is_compared_with_rejection_prompt_by_prompt() -> None:
     old = run(record([4, 4], [0, 1]), record([4, 4], [3, 3]))
     new = run(record([4, 4], [1, 1]), record([4, 4], [3, 4]))
     plain = run(record([0], [0]), record([0], [0]))
-    case = Case(1.0, "model", "block")
-    alone = Case(1.0, "lookup", "block")
+    case = LawCase(1.0, "model", "block")
+    alone = LawCase(1.0, "lookup", "block")
     runs = {case: new, case._replace(verifier="rejection"): old, alone: new, case._replace(verifier="match"): old}
     (row,) = acceptance.block_rows(runs)
     assert (row["drafter"], row["rejection"], row["block"]) == ("model", 2.75, 3.25)
@@ -96,11 +96,11 @@ def test_block_is_compared_with_rejection_prompt_by_prompt() -> None:
 def test_at_temperature_0_one_verifier_stands_for_all() -> None:
     got = acceptance.cases([0.0, 1.0], ["model", "lookup"], ["rejection", "block"])
     assert got == [
-        Case(0.0, None, "match"),
-        Case(0.0, "model", "rejection"),
-        Case(0.0, "lookup", "rejection"),
-        Case(1.0, None, "match"),
-        *(Case(1.0, d, v) for d in ("model", "lookup") for v in ("rejection", "block")),
+        LawCase(0.0, None, "match"),
+        LawCase(0.0, "model", "rejection"),
+        LawCase(0.0, "lookup", "rejection"),
+        LawCase(1.0, None, "match"),
+        *(LawCase(1.0, d, v) for d in ("model", "lookup") for v in ("rejection", "block")),
     ]
 
 

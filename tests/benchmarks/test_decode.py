@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import decode
-from benchmarks.decode import Cell, Variant
+from benchmarks.decode import Cell, Decoding
 from benchmarks.measure import Run
 from benchmarks.stats import predicted_speedup
 from engine.types import SamplingParams
@@ -38,15 +38,15 @@ def run(
     return Run(busy_s + 9, [[1] * emitted * rounds] * 2, [told] * 2, [prompts, *[alike] * rounds, tail])
 
 
-def cell(*variants: Variant, batch: int = 1) -> Cell:
+def cell(*variants: Decoding, batch: int = 1) -> Cell:
     """Turns of even and of odd repeats alternate; `off again` is `off` itself."""
-    again = Variant("off again", 0, variants[0].runs)
+    again = Decoding("off again", 0, variants[0].runs)
     return Cell(batch, [*variants, again], [turn % 2 for turn in range(len(variants[0].runs))])
 
 
 def test_ratios_are_taken_within_turns() -> None:
-    plain = Variant("off", 0, [run(1.0), run(30.0), run(1.0)])  # a disturbed second turn
-    fast = Variant("4", 4, [run(s, 4, 3, 500, 1500, 2500) for s in (1.0, 30.0, 1.0)])
+    plain = Decoding("off", 0, [run(1.0), run(30.0), run(1.0)])  # a disturbed second turn
+    fast = Decoding("4", 4, [run(s, 4, 3, 500, 1500, 2500) for s in (1.0, 30.0, 1.0)])
     off, four, again = decode.speed_rows([cell(plain, fast)])
     assert (four["tok/s"], four["over off"], four["over best"], four["best k"]) == (80.0, (4, 4, 4), (1, 1, 1), "4")
     assert four["decode over off"] == pytest.approx((4 / 2.5,) * 3)
@@ -55,8 +55,8 @@ def test_ratios_are_taken_within_turns() -> None:
 
 
 def test_the_best_is_a_fixed_k_and_plain_is_one() -> None:
-    plain = Variant("off", 0, [run(1.0)] * 4)
-    slow, quick = Variant("4", 4, [run(2.0)] * 4), Variant("goodput", "goodput", [run(0.5)] * 4)
+    plain = Decoding("off", 0, [run(1.0)] * 4)
+    slow, quick = Decoding("4", 4, [run(2.0)] * 4), Decoding("goodput", "goodput", [run(0.5)] * 4)
     rows = {row["spec"]: row for row in decode.speed_rows([cell(plain, slow, quick)])}
     assert rows["goodput"]["best k"] == "off"
     assert rows["goodput"]["over best"] == (2, 2, 2)
@@ -64,8 +64,8 @@ def test_the_best_is_a_fixed_k_and_plain_is_one() -> None:
 
 
 def test_a_single_repeat_has_no_other_turns_to_choose_the_best_on() -> None:
-    plain, fast = Variant("off", 0, [run(1.0)] * 2), Variant("4", 4, [run(0.5)] * 2)
-    alone = Cell(1, [plain, fast, Variant("off again", 0, plain.runs)], [0, 0])
+    plain, fast = Decoding("off", 0, [run(1.0)] * 2), Decoding("4", 4, [run(0.5)] * 2)
+    alone = Cell(1, [plain, fast, Decoding("off again", 0, plain.runs)], [0, 0])
     rows = decode.speed_rows([alone])
     assert [(row["over off"], row["over best"]) for row in rows] == [((r, r, r), None) for r in (1, 2, 1)]
     assert {row["figure"] for row in decode.mean_rows([alone])} == {"over off", "decode over off"}
@@ -73,7 +73,11 @@ def test_a_single_repeat_has_no_other_turns_to_choose_the_best_on() -> None:
 
 def test_means_are_over_cells_and_show_the_lowest() -> None:
     cells = [
-        cell(Variant("off", 0, [run(1.0)] * 2), Variant("goodput", "goodput", [run(1.0 / speed)] * 2), batch=batch)
+        cell(
+            Decoding("off", 0, [run(1.0)] * 2),
+            Decoding("goodput", "goodput", [run(1.0 / speed)] * 2),
+            batch=batch,
+        )
         for batch, speed in ((1, 4.0), (8, 0.25))
     ]
     means = {(row["spec"], row["figure"]): row for row in decode.mean_rows(cells)}
@@ -85,8 +89,8 @@ def test_means_are_over_cells_and_show_the_lowest() -> None:
 
 
 def test_rounds_are_explained_by_their_forwards() -> None:
-    plain = Variant("off", 0, [run(1.0)] * 2)
-    fast = Variant("4", 4, [run(1.0, 4, 3, 500, 1500, 2500)] * 2)
+    plain = Decoding("off", 0, [run(1.0)] * 2)
+    fast = Decoding("4", 4, [run(1.0, 4, 3, 500, 1500, 2500)] * 2)
     row = decode.round_row(cell(plain, fast), fast)
     assert row["alpha"] == 0.75
     predicted = predicted_speedup(0.75, 4, plain_s=1.0, draft_step_s=0.125, verify_s=1.5)
@@ -97,7 +101,7 @@ def test_rounds_are_explained_by_their_forwards() -> None:
 
 
 def test_off_the_cpu_nothing_is_derived_from_the_time_of_a_launch() -> None:
-    plain, fast = Variant("off", 0, [run(1.0)]), Variant("4", 4, [run(1.0, 4, 3, 500, 1500)])
+    plain, fast = Decoding("off", 0, [run(1.0)]), Decoding("4", 4, [run(1.0, 4, 3, 500, 1500)])
     on_cpu, on_gpu = (decode.round_row(cell(plain, fast), fast, device) for device in ("cpu", "cuda:0"))
     assert on_gpu.keys() == on_cpu.keys()
     assert None not in on_cpu.values()
@@ -106,23 +110,23 @@ def test_off_the_cpu_nothing_is_derived_from_the_time_of_a_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", [Variant("off", 0, [run(1.0)]), Variant("goodput", "goodput", [run(1.0, 4, 3, 500)])]
+    "variant", [Decoding("off", 0, [run(1.0)]), Decoding("goodput", "goodput", [run(1.0, 4, 3, 500)])]
 )
-def test_what_has_no_one_k_predicts_nothing(variant: Variant) -> None:
-    row = decode.round_row(cell(Variant("off", 0, [run(1.0)]), variant), variant)
+def test_what_has_no_one_k_predicts_nothing(variant: Decoding) -> None:
+    row = decode.round_row(cell(Decoding("off", 0, [run(1.0)]), variant), variant)
     assert (row["predicted"], row["achieved/predicted"]) == (None, None)
 
 
 def test_policies_tell_their_k_their_reasons_and_their_errors() -> None:
-    chose = Variant("goodput", "goodput", [run(1.0, 4, 3, 500, 500), run(1.0, 2, 1, 500, 500)])
-    row = decode.policy_row(cell(Variant("off", 0, [run(1.0)] * 2), chose), chose)
+    chose = Decoding("goodput", "goodput", [run(1.0, 4, 3, 500, 500), run(1.0, 2, 1, 500, 500)])
+    row = decode.policy_row(cell(Decoding("off", 0, [run(1.0)] * 2), chose), chose)
     assert (row["mean k"], row["acceptance"], row["load"]) == (3.0, 1.0, 0.0)
     assert (row["seconds pred/real"], row["tokens pred/real"], row["median error"]) == (0.5, 2.0, 0.5)
 
 
 def test_scaling_is_per_variant_over_the_smallest_batch() -> None:
-    one = cell(Variant("off", 0, [run(1.0)]), Variant("4", 4, [run(1.0, 4, 3)]))
-    eight = cell(Variant("off", 0, [run(0.25)]), Variant("4", 4, [run(0.5, 4, 3)]), batch=8)
+    one = cell(Decoding("off", 0, [run(1.0)]), Decoding("4", 4, [run(1.0, 4, 3)]))
+    eight = cell(Decoding("off", 0, [run(0.25)]), Decoding("4", 4, [run(0.5, 4, 3)]), batch=8)
     rows = decode.scaling([one, eight])
     assert [(r["batch"], r["over batch"], r["spec"], r["throughput ratio"]) for r in rows] == [
         (8, 1, "off", 4.0),

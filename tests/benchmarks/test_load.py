@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import load
-from benchmarks.load import Ask, Variant
+from benchmarks.load import Ask, LoadVariant
 from benchmarks.stepping import Told, greedy
 from tests.benchmarks.scripted import record
 
@@ -67,8 +67,8 @@ def test_a_stage_keeps_its_places_filled(k: int | None) -> None:
     assert driver.asked == [(k, "cascade")] * 5
 
 
-def variant(name: str, spec: Any, *stages: list[float]) -> Variant:
-    made = Variant(name, spec)
+def variant(name: str, spec: Any, *stages: list[float]) -> LoadVariant:
+    made = LoadVariant(name, spec)
     for place, seconds in enumerate(stages):
         made.seconds[place].extend(seconds)
     for copies in (True, False):

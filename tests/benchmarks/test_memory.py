@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import bookkeeping, interference, memory
-from benchmarks.bookkeeping import Ledger
+from benchmarks.bookkeeping import TimeLedger
 from benchmarks.interference import Passage
 from benchmarks.stepping import Driver, Text, Told, greedy, make_engine
 from engine.types import RequestRecord
@@ -258,7 +258,7 @@ def test_bookkeeping_refuses_fewer_sequences(args: argparse.Namespace) -> None:
 
 
 def test_a_call_within_a_timed_call_counts_once() -> None:
-    ledger = Ledger()
+    ledger = TimeLedger()
     inner = ledger.wrap("inner", lambda: 1)
     outer = ledger.wrap("outer", lambda: inner() + inner())
     assert outer() == 2
@@ -274,7 +274,7 @@ def test_what_is_left_out_is_no_part_of_who_calls_it(monkeypatch: pytest.MonkeyP
     call within that does not."""
     ticks = itertools.count()
     monkeypatch.setattr(bookkeeping, "perf_counter_ns", lambda: 10 * next(ticks))
-    ledger = Ledger()
+    ledger = TimeLedger()
     inner = ledger.wrap("inner", lambda: None)
     chosen = ledger.leave_out(inner)
     ledger.wrap("outer", chosen)()
@@ -305,7 +305,7 @@ def test_choosing_k_is_left_out_of_the_plan(args: argparse.Namespace, monkeypatc
 
 
 def test_a_timed_call_that_raises_is_timed_and_over() -> None:
-    ledger = Ledger()
+    ledger = TimeLedger()
     with pytest.raises(ZeroDivisionError):
         ledger.wrap("fails", lambda: 1 / 0)()
     ledger.wrap("works", lambda: None)()

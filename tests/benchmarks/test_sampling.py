@@ -11,7 +11,7 @@ PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--thr
 
 
 @pytest.mark.parametrize("case", sampling.CASES, ids=lambda case: case.name)
-def test_rounds_accept_what_agrees(case: sampling.Case) -> None:
+def test_rounds_accept_what_agrees(case: sampling.SamplingCase) -> None:
     """A draft that is the target is always accepted; one with nothing in common hardly ever."""
     target = sampling.zipf_logits(10, 500, seed=0)
     times = sampling.Times()

@@ -17,7 +17,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.runner import Feed, Runner
 from engine.sampling import acceptance
-from engine.sampling.acceptance import Decision, Verdict, match
+from engine.sampling.acceptance import DeviceVerdict, Verdict, match
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
@@ -335,7 +335,7 @@ def test_a_failed_verifier_is_tried_again(
 ) -> None:
     now = Sometimes(*range(0, 1000, 3))
 
-    def raising(*args: Any) -> Decision:
+    def raising(*args: Any) -> DeviceVerdict:
         if now():
             raise RuntimeError("cannot tell")
         return match(*args)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.engine import Engine
 from engine.sampling import acceptance
-from engine.sampling.acceptance import Decision, Verdict, match
+from engine.sampling.acceptance import DeviceVerdict, Verdict, match
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
@@ -195,7 +195,7 @@ def test_negative_control(
 ) -> None:
     """A verifier that keeps a wrong draft once in a while changes the text, and these tests see it."""
 
-    def careless(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> Decision:
+    def careless(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
         if drafts is not None and ks[0] == drafts.shape[1]:
             drawn = drawn.clone()
             drawn[0] = drafts[0, 0]

@@ -24,7 +24,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.chain import Drafters
 from engine.engine import Engine
 from engine.sampling import acceptance
-from engine.sampling.acceptance import Decision, Verdict
+from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.noise import sequence_key
 from engine.sampling.penalties import penalised
 from engine.types import (
@@ -300,10 +300,10 @@ def test_alone(
         assert same(alone, mixed[job.name]), job.name
 
 
-def accept_all(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> Decision:
+def accept_all(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
     accepted = torch.tensor(ks)
     last = acceptance.padded(drawn, ks).gather(1, accepted[:, None])[:, 0]
-    return Decision(accepted, last, torch.ones(len(ks), dtype=torch.bool))
+    return DeviceVerdict(accepted, last, torch.ones(len(ks), dtype=torch.bool))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

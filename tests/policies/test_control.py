@@ -7,7 +7,7 @@ import pytest
 from policies.config import PolicyConfig
 from policies.control import MOST_ROUNDS, SpecControl
 from policies.held_choice import YOUNGEST, Decision, Standing
-from policies.observation import Candidate, Choice, Drafted, Observation, State, Timing
+from policies.observation import Candidate, Choice, Drafted, Observation, PolicyState, Timing
 from policies.spec_length import STANDS
 
 DEPTH = 8
@@ -167,7 +167,7 @@ def test_a_choice_stands_for_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     choose = policy._policy
     policy.configure(policy.config)
 
-    def spy(observation: Observation, state: State) -> tuple[Choice, State]:
+    def spy(observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         made.append(observation)
         return choose(observation, state)
 
@@ -228,7 +228,7 @@ def test_one_of_four_joins_without_a_new_choice(before: int, asked: bool, monkey
     policy.plan([candidate(n) for n in range(before)])
     choose, made = policy._policy, list[Observation]()
 
-    def spy(observation: Observation, state: State) -> tuple[Choice, State]:
+    def spy(observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         made.append(observation)
         return choose(observation, state)
 
@@ -257,7 +257,7 @@ def test_what_was_chosen_for_a_guess_is_not_used_for_a_models_drafts(monkeypatch
     policy.plan([candidate(source="lookup", gap=0, offered=8)])
     choose, made = policy._policy, list[Observation]()
 
-    def spy(observation: Observation, state: State) -> tuple[Choice, State]:
+    def spy(observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
         made.append(observation)
         return choose(observation, state)
 

@@ -11,11 +11,11 @@ from numpy.random import Generator
 
 from policies import planner
 from policies.observation import Floats, Ints, Observation, RoundCost
-from policies.planner import TIE, Plan, evaluate, even_plan, expected_tokens, lone_ks, plan, seconds
+from policies.planner import TIE, Allocation, evaluate, even_plan, expected_tokens, lone_ks, plan, seconds
 from tests.policies.observing import DEPTH, machine, observe
 
 SMALL = 3  # K of random instances
-Planner = Callable[[Observation], Plan]
+Planner = Callable[[Observation], Allocation]
 
 
 def passes(random: Generator, size: int) -> Floats:
@@ -112,7 +112,7 @@ def test_equals_brute_force_in_batches_too_large_for_a_block(monkeypatch: pytest
     assert mixed_regrets(plan, seed=1).mean() <= 0.0001
 
 
-def greedy(observation: Observation) -> Plan:
+def greedy(observation: Observation) -> Allocation:
     """The next draft that gains most, as long as one gains."""
     best = evaluate(observation, np.maximum(observation.fixed, 0))
     while True:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lab import analysis
 from policies.config import PolicyConfig, PolicyName
-from policies.observation import Choice, Observation, State
+from policies.observation import Choice, Observation, PolicyState
 from policies.planner import evaluate, plan, seconds
 from policies.reasons import REASONS
 from policies.spec_length import ADVANCE, EDGE, PROBE_EVERY, STANDS, make_policy
@@ -20,8 +20,8 @@ from tests.policies.observing import DEPTH, machine, observe
 NAMES = get_args(PolicyName)
 
 
-def choose(name: PolicyName, observation: Observation, state: State | None = None, **fields: Any) -> Choice:
-    return make_policy(PolicyConfig(name, **fields))(observation, state or State())[0]
+def choose(name: PolicyName, observation: Observation, state: PolicyState | None = None, **fields: Any) -> Choice:
+    return make_policy(PolicyConfig(name, **fields))(observation, state or PolicyState())[0]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_heuristic_is_two_more_or_one_less(last: tuple[int, int] | None, k: int)
 
 def test_heuristic_forgets_nothing_in_rounds_without_drafts() -> None:
     """A last outcome that was acted upon already is not acted upon twice."""
-    policy, state = make_policy(PolicyConfig("heuristic")), State()
+    policy, state = make_policy(PolicyConfig("heuristic")), PolicyState()
     for limit in (DEPTH, 0, 0, DEPTH):
         choice, state = policy(observe([0.5], last={0: (4, 4)}, limits=np.array([limit])), state)
     assert choice.ks.tolist() == [6]
@@ -129,7 +129,7 @@ def test_what_more_drafts_would_need(name: PolicyName) -> None:
     many = machine(32, per_token_s=2e-4, step_s=3e-3)
     loaded = choose(name, observe([0.75] * 32, many))
     assert set(loaded.reasons) == {"load"}
-    rejected = choose(name, observe([0.05] * 2), State(rounds=1))
+    rejected = choose(name, observe([0.05] * 2), PolicyState(rounds=1))
     assert rejected.ks.tolist() == [0, 0]
     assert rejected.reasons == ("acceptance", "acceptance")
     mixed = choose(name, observe([0.999, 0.5, 0.05]))
@@ -139,7 +139,7 @@ def test_what_more_drafts_would_need(name: PolicyName) -> None:
 def rounds_that_changed(hysteresis: float) -> int:
     """Of 300 whose chances are noisy estimates of the same ones."""
     random, policy = np.random.default_rng(0), make_policy(PolicyConfig(hysteresis=hysteresis))
-    state, last, changed = State(), None, 0
+    state, last, changed = PolicyState(), None, 0
     for _ in range(300):
         choice, state = policy(observe((np.array([0.7, 0.6, 0.5]) + random.normal(0, 0.05, 3)).tolist()), state)
         changed += last is not None and choice.ks.tolist() != last
@@ -180,7 +180,7 @@ def test_the_same_k_for_everybody_where_uneven_passes_cost_more() -> None:
 
 def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
     """The default policy's ks, where the last plan's were these."""
-    return choose("goodput", observation, State(ks=ks), **fields).ks.tolist()
+    return choose("goodput", observation, PolicyState(ks=ks), **fields).ks.tolist()
 
 
 def test_the_last_plan_stands_until_another_gains_enough() -> None:
@@ -215,7 +215,7 @@ class Idle:
         self.policy = make_policy(PolicyConfig(**fields))
         self.cost = machine(batch, token_s=token_s)
         self.observation = observe([0.05] * batch, self.cost, alone=self.cost, round_s=0.0)
-        self.state = State()
+        self.state = PolicyState()
         self.total_s = self.probes_s = 0.0
         self.probes: list[tuple[int, Choice]] = []
 
@@ -262,7 +262,7 @@ def test_what_a_probe_reads_is_part_of_its_cost() -> None:
 def test_a_probe_is_a_few_drafts_at_once_where_the_least_is_to_read() -> None:
     gaps = np.array([500, 3, 900, 2, 700, 800])
     observation = observe([0.05] * 6, gaps=gaps, limits=np.array([DEPTH, DEPTH, DEPTH, 1, DEPTH, 0]))
-    choice = choose("goodput", observation, State(credit_s=1.0, rounds=PROBE_EVERY))
+    choice = choose("goodput", observation, PolicyState(credit_s=1.0, rounds=PROBE_EVERY))
     assert set(np.flatnonzero(choice.ks)) <= {1, 3}
     assert 1 <= choice.ks.sum() <= 4
     assert [reason == "probe" for reason in choice.reasons] == (choice.ks > 0).tolist()
@@ -271,7 +271,7 @@ def test_a_probe_is_a_few_drafts_at_once_where_the_least_is_to_read() -> None:
 def test_a_probe_is_not_the_plan() -> None:
     """What hysteresis keeps is what was planned."""
     policy = make_policy(PolicyConfig())
-    choice, state = policy(observe([0.05, 0.05]), State(credit_s=1.0, rounds=PROBE_EVERY))
+    choice, state = policy(observe([0.05, 0.05]), PolicyState(credit_s=1.0, rounds=PROBE_EVERY))
     assert "probe" in choice.reasons
     assert set(state.ks.values()) == {0}
     choice, state = policy(observe([0.05, 0.05]), state)
@@ -286,16 +286,16 @@ def test_probes_keep_a_distance() -> None:
 
 @pytest.mark.parametrize(("rounds", "probed"), [(PROBE_EVERY - 1, False), (PROBE_EVERY, True)])
 def test_a_probe_waits_for_so_many_rounds(rounds: int, probed: bool) -> None:
-    choice = choose("goodput", observe([0.05, 0.05], rounds=0), State(credit_s=1.0, rounds=rounds))
+    choice = choose("goodput", observe([0.05, 0.05], rounds=0), PolicyState(credit_s=1.0, rounds=rounds))
     assert ("probe" in choice.reasons) == probed
-    choice = choose("goodput", observe([0.05, 0.05], rounds=1), State(credit_s=1.0, rounds=rounds - 1))
+    choice = choose("goodput", observe([0.05, 0.05], rounds=1), PolicyState(credit_s=1.0, rounds=rounds - 1))
     assert ("probe" in choice.reasons) == probed
 
 
 def test_rounds_with_drafts_put_off_the_next_probe() -> None:
     """A probe soon after the last drafts would learn what is known."""
     policy = make_policy(PolicyConfig(probe_share=0.5))
-    choice, state = policy(observe([0.9, 0.9]), State(credit_s=1.0, rounds=10 * PROBE_EVERY))
+    choice, state = policy(observe([0.9, 0.9]), PolicyState(credit_s=1.0, rounds=10 * PROBE_EVERY))
     assert choice.ks.any()
     waited = 0
     while "probe" not in choice.reasons:
@@ -308,7 +308,7 @@ def test_rounds_with_drafts_put_off_the_next_probe() -> None:
 def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, stands: int) -> None:
     """One whose result is looked at again at once; a little more than half is not."""
     observation = observe([0.95, 0.95], limits=np.full(2, limit))
-    choice = choose("goodput", observation, State(ks={0: DEPTH, 1: DEPTH}))
+    choice = choose("goodput", observation, PolicyState(ks={0: DEPTH, 1: DEPTH}))
     assert choice.ks.tolist() == [limit, limit]
     assert choice.stands == stands
 
@@ -324,12 +324,12 @@ def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, stands: int) -
     ],
 )
 def test_probes_only_where_there_is_something_to_learn(changes: dict[str, Any], probed: bool) -> None:
-    choice = choose("goodput", observe([0.02, 0.02], **changes), State(credit_s=1.0, rounds=PROBE_EVERY))
+    choice = choose("goodput", observe([0.02, 0.02], **changes), PolicyState(credit_s=1.0, rounds=PROBE_EVERY))
     assert ("probe" in choice.reasons) == probed
 
 
 def test_what_is_saved_up_is_bounded() -> None:
-    policy, state = make_policy(PolicyConfig(probe_share=0.5)), State()
+    policy, state = make_policy(PolicyConfig(probe_share=0.5)), PolicyState()
     for _ in range(100):
         _, state = policy(observe([0.9], round_s=1e-3), state)
     assert state.credit_s == pytest.approx(1e-2)
@@ -339,7 +339,7 @@ def test_what_is_saved_up_for_cheap_probes_is_bounded_by_the_rounds() -> None:
     """Ten of them, though ten probes would cost less: the next one may have more to read."""
     policy = make_policy(PolicyConfig(probe_share=0.5))
     hopeless = observe([0.02, 0.02], machine(2, step_s=5e-3), round_s=1.0)
-    _, state = policy(hopeless, State(credit_s=20.0, rounds=PROBE_EVERY))
+    _, state = policy(hopeless, PolicyState(credit_s=20.0, rounds=PROBE_EVERY))
     assert state.credit_s == pytest.approx(10.0)
 
 
@@ -347,7 +347,7 @@ def test_what_was_saved_while_drafts_paid_finds_out_when_they_pay_again() -> Non
     """Even where reading a token takes as long as the share of a round, and nothing can be saved any more. What is
     advanced does for a few probes."""
     saved, advanced = Idle(1, token_s=2e-5), Idle(1, token_s=2e-5)
-    saved.state = State(credit_s=1e-2)
+    saved.state = PolicyState(credit_s=1e-2)
     assert len(saved.run(400).probes) >= len(advanced.run(400).probes) + 5
     assert [number < 200 for number, _ in advanced.probes].count(True) >= 2
     assert len(advanced.run(2_000).probes) < 8
@@ -393,7 +393,7 @@ def check(name: PolicyName, observation: Observation, choice: Choice) -> None:
 @given(st.lists(st.tuples(st.sampled_from(NAMES), observations()), min_size=1, max_size=8))
 @settings(max_examples=300, deadline=None)
 def test_every_policy_goes_on_from_any_others_state(rounds: list[tuple[PolicyName, Observation]]) -> None:
-    state = State()
+    state = PolicyState()
     for name, observation in rounds:
         before = repr(state)
         policy = make_policy(PolicyConfig(name))

@@ -14,7 +14,7 @@ from app.client import FakeEngineClient
 from app.main import create_app
 from app.page.live import Live
 from policies.reasons import REASONS
-from scripts.trace import WHY, Look, Round, main, report, rounds_of, strip
+from scripts.trace import WHY, Look, RoundRow, main, report, rounds_of, strip
 from tests.app.harness import PROMPT, call
 
 Answer = tuple[int, Any]
@@ -269,7 +269,7 @@ def test_nothing_of_the_servers_reaches_the_terminal_as_a_command(
     assert "?[2Jdemo" in shown
 
 
-def a_round(**values: Any) -> Round:
+def a_round(**values: Any) -> RoundRow:
     return rounds_of({"rounds": {name: column[:1] for name, column in ROUNDS.items()}})[0]._replace(**values)
 
 
@@ -304,8 +304,8 @@ def test_a_tall_strip_is_drawn_to_scale() -> None:
     assert "a row is 2 drafts" in "\n".join(report(TOLD | {"choices": [CHOICE | columns_of(rounds)]}, PLAIN))
 
 
-def columns_of(rounds: list[Round]) -> dict[str, Any]:
-    return {"rounds": {name: [getattr(r, name) for r in rounds] for name in Round._fields}}
+def columns_of(rounds: list[RoundRow]) -> dict[str, Any]:
+    return {"rounds": {name: [getattr(r, name) for r in rounds] for name in RoundRow._fields}}
 
 
 def test_reasons_that_this_script_does_not_know_are_shown_too() -> None:
@@ -321,7 +321,7 @@ def test_it_knows_every_reason() -> None:
 def test_choices_and_requests_without_rounds() -> None:
     off = CHOICE | {"index": 1, "drafter": None, "k_max": 0, "fixed_k": 0, "finish_reason": None}
     off |= columns_of([a_round(), a_round()])
-    none = {"rounds": {name: [] for name in Round._fields}, "index": 2, "fixed_k": 3}
+    none = {"rounds": {name: [] for name in RoundRow._fields}, "index": 2, "fixed_k": 3}
     shown = "\n".join(report(TOLD | {"choices": [CHOICE, off, CHOICE | none]}, PLAIN))
     assert "choice 1: not finished; speculation off" in shown
     assert "2 tokens in 2 rounds, 0 of them with drafts: 1.00 tokens per round; 0 of 0 drafts accepted (-)" in shown

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.eval_pair import main as evaluate
 from scripts.pair_data import corpus, held_out, held_out_tokens, train_tokenizer, training_tokens, windows
-from scripts.train_demo_pair import Budget, draft_loss, learning_rate_scale, load_weights, main, new_model
+from scripts.train_demo_pair import TrainingBudget, draft_loss, learning_rate_scale, load_weights, main, new_model
 
 TEXT = "def f{i}(x):\n    return [x * {i} for _ in range({i})]  # a comment, so that the file is long enough to count\n"
 
@@ -111,9 +111,9 @@ def test_a_step_down_the_draft_loss_raises_the_acceptance() -> None:
 
 
 def test_the_budget_ends_by_steps_or_by_minutes() -> None:
-    by_steps = Budget(minutes=1e9, steps=4, start=0.0)
+    by_steps = TrainingBudget(minutes=1e9, steps=4, start=0.0)
     assert [by_steps.used(step) >= 1 for step in (0, 3, 4)] == [False, False, True]
-    assert Budget(minutes=1e-9, steps=None, start=0.0).used(0) >= 1
+    assert TrainingBudget(minutes=1e-9, steps=None, start=0.0).used(0) >= 1
 
 
 def test_the_learning_rate_warms_up_holds_and_falls_to_two_percent() -> None:

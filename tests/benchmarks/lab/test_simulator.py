@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.lab.clairvoyant import Clairvoyant
 from benchmarks.lab.scenarios import RAMP, cpu, drawn, drifting, gpu, mixed, profile, recovery
-from benchmarks.lab.simulator import Controller, Job, Report, Round, World, make_job, simulate
+from benchmarks.lab.simulator import Controller, Job, Report, SimRound, World, make_job, simulate
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision
@@ -56,7 +56,7 @@ def forever(k: int) -> Iterable[int]:
     return iter(lambda: k, None)
 
 
-def rounds(world: World, control: Controller) -> list[Round]:
+def rounds(world: World, control: Controller) -> list[SimRound]:
     done = []
     while not world.over:
         done.append(world.step(control))

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.drafters.confidence import Confidence
+from engine.drafters.confidence import ConfidenceLimit
 
 CPU = torch.device("cpu")
 
 
 def lengths(laws: Tensor, limits: list[float]) -> list[int]:
     """Drafts of each sequence, given the largest probabilities [B, K] of its positions; two-token laws."""
-    confidence = Confidence.of(limits, CPU)
+    confidence = ConfidenceLimit.of(limits, CPU)
     assert confidence is not None
     active, counts = list(range(len(limits))), [0] * len(limits)
     for column in laws.t():
@@ -39,18 +39,18 @@ def test_a_draft_ends_before_its_joint_confidence_falls_below_the_limit() -> Non
 
 
 def test_no_limit() -> None:
-    assert Confidence.of([], CPU) is None
-    assert Confidence.of([0.0, 0.0], CPU) is None
+    assert ConfidenceLimit.of([], CPU) is None
+    assert ConfidenceLimit.of([0.0, 0.0], CPU) is None
     assert lengths(torch.full((2, 5), 0.5, dtype=torch.float64), [0.0, 0.3]) == [5, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_it_is_computed_in_enough_digits(dtype: torch.dtype) -> None:
     """Equal logits of 1000 tokens, whose sum would be rounded in bfloat16."""
-    confidence = Confidence([1.01e-3, 0.99e-3], CPU)
+    confidence = ConfidenceLimit([1.01e-3, 0.99e-3], CPU)
     assert confidence.sure(torch.zeros(2, 1000, dtype=dtype), torch.tensor([0, 1])) == [1]
 
 
 def test_a_broken_model_ends_nothing() -> None:
-    confidence = Confidence([0.5], CPU)
+    confidence = ConfidenceLimit([0.5], CPU)
     assert confidence.sure(torch.full((1, 3), torch.nan), torch.tensor([0])) == [0]

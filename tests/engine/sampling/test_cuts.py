@@ -150,7 +150,9 @@ def test_a_cut_that_trusts_its_rounding_shows(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("every_row_is_long")
 def test_a_cut_that_takes_scores_for_logits_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that are equal stay together, though their logits differ."""
-    monkeypatch.setattr(cuts.Row, "last_below", lambda self, threshold: self._best + threshold * self._temperature)
+    monkeypatch.setattr(
+        cuts.LogitsRow, "last_below", lambda self, threshold: self._best + threshold * self._temperature
+    )
     assert wrong_rows(close_to_zero, torch.float64) > 0
 
 
