@@ -28,14 +28,6 @@ TILT = 1e-9  # of the longest pass, over all its tokens
 UNSEEN = 1e-3  # weight in the isotonic fit of what was not visited, against one per round
 
 
-class CostErrors(NamedTuple):
-    """Mean absolute relative errors of the predictions, exponentially weighted over some 32 rounds; 0: no round yet."""
-
-    draft: float
-    score: float
-    round: float
-
-
 class CostModel:
     """Predicts the cost of rounds of any batch, and learns from each round that was measured."""
 
@@ -49,11 +41,6 @@ class CostModel:
         self._rounds = 0  # looked at
         self._offered = 0
         self._drafted = False  # whether anything was in the last round that was offered
-        self._errors = [(0.0, 0)] * 3  # mean and count of draft, score and round
-
-    @property
-    def errors(self) -> CostErrors:
-        return CostErrors(*(mean for mean, _ in self._errors))
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """Of rounds in which `batch` ≥ 1 sequences emit, beside `prefill` tokens of prompts."""
@@ -64,7 +51,7 @@ class CostModel:
         return cost
 
     def observe(self, timing: Timing) -> None:
-        """Take in a round of the engine. What it was predicted to take is compared first.
+        """Take in a round of the engine.
 
         Once there are enough, one in EVERY is looked at: that follows a machine that changes, and costs a round less.
         """
@@ -73,7 +60,6 @@ class CostModel:
         alike = drafted == self._drafted
         if timing.batch < 1 or (self._rounds >= 4 * WINDOW and alike and self._offered % EVERY):
             return
-        self._compare(timing)
         self._correct(timing)
         self._host.observe(timing)
         self._rounds += 1
@@ -123,25 +109,6 @@ class CostModel:
             np.array([learned.factor(key) for key in keys]),
             np.array([UNSEEN, *(max(learned.count(key), UNSEEN) for key in buckets), UNSEEN]),
         )
-
-    def _compare(self, timing: Timing) -> None:
-        cost = self.round_cost(timing.batch, timing.prefill)
-        drafts, depth = min(timing.drafts, len(cost.verify_s) - 1), min(timing.depth, self._depth)
-        score = float(cost.verify_s[drafts] + cost.padding_s[depth])
-        draft = cost.model_s + timing.forwards * cost.step_s + timing.read * cost.token_s if timing.forwards else 0.0
-        whole = cost.seconds(drafts, depth, timing.forwards, timing.read)
-        if not timing.rest_s:  # unknown
-            whole = draft + score
-        pairs = (
-            (draft, timing.draft_s),
-            (score, timing.score_s),
-            (whole, timing.draft_s + timing.score_s + timing.rest_s),
-        )
-        for i, (predicted, realised) in enumerate(pairs):
-            if realised > 0 and (timing.forwards or i):
-                mean, count = self._errors[i]
-                error = abs(predicted - realised) / realised
-                self._errors[i] = mean + (error - mean) / min(count + 1, WINDOW), count + 1
 
     def _correct(self, timing: Timing) -> None:
         batch = _bucket(timing.batch)

@@ -310,19 +310,6 @@ def test_prompts_beside_a_round_teach_nothing_about_rounds_without() -> None:
     assert score(model.round_cost(4, 100), 8, 2) == pytest.approx(1.5e-3, rel=0.05)
 
 
-def test_errors_are_those_of_predictions_made_before_the_round() -> None:
-    model = CostModel(DEPTH, Machine().profile())
-    assert max(model.errors) == 0
-    slow = Machine(slow=2.0).round((4,) * 8)
-    model.observe(slow)
-    assert model.errors.draft == pytest.approx(0.5, abs=0.05)
-    assert model.errors.score == pytest.approx(0.5, abs=0.01)
-    assert model.errors.round == pytest.approx(0.52, abs=0.05)  # nothing is known of the host's work yet
-    for _ in range(300):
-        model.observe(slow)
-    assert max(model.errors) < 0.01
-
-
 def test_without_a_profile_drafts_are_not_free_and_rounds_teach() -> None:
     model = CostModel(DEPTH)
     cost = model.round_cost(8, 0)
@@ -381,6 +368,6 @@ def test_whatever_was_measured_more_tokens_never_cost_less(
     assert (np.diff(cost.verify_s) >= -1e-12).all()
     assert cost.padding_s[0] == 0
     assert (np.diff(cost.padding_s) >= -1e-12).all()
-    scalars = (cost.base_s, cost.drafting_s, cost.model_s, cost.step_s, cost.token_s, *model.errors)
+    scalars = (cost.base_s, cost.drafting_s, cost.model_s, cost.step_s, cost.token_s)
     assert np.isfinite(scalars).all()
     assert min(scalars) >= 0
