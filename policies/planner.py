@@ -84,16 +84,6 @@ def plan(observation: Observation) -> Allocation:
     return best if best.goodput > nothing.goodput * (1 + TIE) else nothing
 
 
-def even_plan(observation: Observation) -> Allocation:
-    """The best plan that gives every sequence the same k, as far as the limits and fixed k allow."""
-    free = observation.fixed < 0
-    plans = [
-        evaluate(observation, np.where(free, np.minimum(k, observation.limits), np.maximum(observation.fixed, 0)))
-        for k in range(observation.survival.shape[1] + 1)
-    ]
-    return max(plans, key=lambda plan: plan.goodput)
-
-
 def lone_ks(observation: Observation) -> Ints:
     """[B] the k that each sequence would get in a round of its own, by the same objective."""
     cost, survival = observation.alone, observation.survival

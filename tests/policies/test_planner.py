@@ -11,8 +11,8 @@ from numpy.random import Generator
 
 from policies import planner
 from policies.observation import Floats, Ints, Observation, RoundCost
-from policies.planner import TIE, Allocation, evaluate, even_plan, expected_tokens, lone_ks, plan, seconds
-from tests.policies.observing import DEPTH, machine, observe
+from policies.planner import TIE, Allocation, evaluate, expected_tokens, lone_ks, plan, seconds
+from tests.policies.observing import machine, observe
 
 SMALL = 3  # K of random instances
 Planner = Callable[[Observation], Allocation]
@@ -239,21 +239,3 @@ def test_lone_ks_are_the_plans_of_rounds_of_one() -> None:
             one = {name: getattr(observation, name)[place : place + 1] for name in arrays}
             alone = observe([0.0], observation.alone, **(one | {"fixed": np.array([-1])}))
             assert evaluate(alone, np.array([k])).goodput >= plan(alone).goodput * (1 - TIE)
-
-
-def test_the_even_plan_is_the_best_of_the_even_ones() -> None:
-    random = np.random.default_rng(5)
-    for _ in range(200):
-        batch = int(random.integers(1, 6))
-        limits = random.integers(0, DEPTH + 1, batch)
-        fixed = np.where(random.random(batch) < 0.3, np.minimum(2, limits), -1)
-        observation = observe(
-            random.random(batch).tolist(),
-            machine(batch, per_token_s=float(random.choice([1e-5, 3e-4]))),
-            limits=limits,
-            fixed=fixed,
-            gaps=random.choice([0, 1, 2, 30], batch),
-        )
-        even = [np.where(fixed < 0, np.minimum(k, limits), fixed) for k in range(DEPTH + 1)]
-        best = max(evaluate(observation, ks).goodput for ks in even)
-        assert even_plan(observation).goodput == pytest.approx(best, rel=1e-9)
