@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.corrections import FEW, Corrections, HostWork, isotonic
-from policies.draft_cost import Drafts
+from policies.draft_cost import TOKEN_SHARE, Drafts
 from policies.observation import Floats, RoundCost, Timing
 
-PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over one token
-TOKEN_SHARE = 0.02  # of that, what every further token costs, where there is no second measurement
+PASS_S = 0.01  # seconds of the target's pass over one token on an unmeasured machine
 REFRESH = 16  # rounds after which what they taught is used: predicting anew takes about 0.3 ms
 CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
 

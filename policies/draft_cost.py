@@ -7,10 +7,9 @@ import numpy as np
 
 from policies.observation import Floats, Timing
 
-STEP_SHARE = 0.1  # what a forward costs on a machine that nothing is known of, of the target's pass over one token
-READ_SHARE = 0.005  # and each token that it reads in it
-FITS = 8
-CLOSE = 0.03  # relative error below which a smaller one is no better
+STEP_SHARE = 0.1  # a forward of an unmeasured draft model takes this share of the target's pass over one token
+TOKEN_SHARE = 0.02  # a further token takes this share of a pass over one token, where no second pass was measured
+CLOSE = 0.03  # relative error of a fit: a smaller one is no better
 
 
 class Drafts:
@@ -25,7 +24,7 @@ class Drafts:
         self._batches = sorted({t.batch for t in rounds}) or [1]
         self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])  # [P, 3]
         if not rounds:
-            self._costs = np.array([[0.0, STEP_SHARE, READ_SHARE]]) * pass_s
+            self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s
         self._known: dict[int, Floats] = {}
 
     def cost(self, batch: int) -> Floats:
@@ -45,7 +44,7 @@ def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
     design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
     near = 10.0 ** -np.minimum(np.abs(distance), 6.0)
     weights = np.sqrt(near)
-    for _ in range(FITS):  # iteratively reweighted least squares
+    for _ in range(8):  # iteratively reweighted least squares, which settles within 8 steps
         costs = _non_negative(design * weights[:, None], weights)
         weights = np.sqrt(near / np.maximum(np.abs(design @ costs - 1), CLOSE))
     return costs
