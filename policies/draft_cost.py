@@ -1,4 +1,4 @@
-"""What the draft model costs, fitted to the rounds that were profiled. See cost.py, which corrects it while serving."""
+"""Seconds of the draft model, fitted to the profiled rounds. cost.py corrects them while serving."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -12,11 +12,11 @@ TOKEN_SHARE = 0.02  # a further token takes this share of a pass over one token,
 CLOSE = 0.03  # relative error of a fit: a smaller one is no better
 
 
-class Drafts:
-    """What the draft model costs as profiled: (once, per forward, per token that it reads), by batch.
+class DraftCost:
+    """Seconds of the draft model as profiled: (once, per forward, per token that it reads), by batch.
 
-    Its cost is not affine in the batch, so that each profiled batch is fitted on its own; neighbours only tell a
-    forward from a token, where the batch's own rounds do not.
+    The cost is not affine in the batch, so each profiled batch has its own fit. Rounds of other batches only separate
+    the cost of a forward from that of a token where the batch's own rounds do not.
     """
 
     def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
@@ -28,15 +28,17 @@ class Drafts:
         self._known: dict[int, Floats] = {}
 
     def cost(self, batch: int) -> Floats:
-        """[3] seconds; to be read only."""
+        """[3] seconds; do not write to it."""
         if batch not in self._known:
             self._known[batch] = np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
         return self._known[batch]
 
 
 def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
-    """[3], none negative, by least absolute relative errors, so that a few interrupted rounds change little; a batch
-    twice or half as large counts for a tenth."""
+    """[3] non-negative costs with the least absolute relative errors, so that a few interrupted rounds change little.
+
+    A round of twice or half the batch has a tenth of the weight.
+    """
     if not rounds:
         return np.zeros(3)
     seconds = np.array([t.draft_s for t in rounds])
@@ -51,8 +53,10 @@ def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
 
 
 def _non_negative(design: Floats, wanted: Floats) -> Floats:
-    """x ≥ 0 that minimises |design · x − wanted|: the best of the least squares over each subset of the columns, which
-    is the optimum (its own support is one of them)."""
+    """x ≥ 0 that minimises |design · x − wanted|.
+
+    It is the best of the least squares over each subset of the columns: the optimum's own support is one of them.
+    """
     best, least = np.zeros(design.shape[1]), float(wanted @ wanted)
     for size in range(1, design.shape[1] + 1):
         for support in combinations(range(design.shape[1]), size):
