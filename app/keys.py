@@ -15,7 +15,7 @@ OPEN = frozenset({"/health"})  # paths that anybody may GET
 READS = ("GET", "HEAD")
 
 
-class Keys:
+class ApiKeys:
     """Holds SHA-256 digests, never a key."""
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
@@ -25,11 +25,11 @@ class Keys:
             raise ValueError("there is no API key")
 
     @classmethod
-    def of(cls, keys: Iterable[str]) -> "Keys":
+    def from_strings(cls, keys: Iterable[str]) -> "ApiKeys":
         return cls(_digest(key.encode()) for key in keys)
 
     @classmethod
-    def read(cls, path: Path) -> "Keys":
+    def read(cls, path: Path) -> "ApiKeys":
         """One key per line; empty lines and those that begin with # are left out.
 
         Raises ValueError, naming the line and not the key, for one that no header can carry; OSError if there is no
@@ -45,7 +45,7 @@ class Keys:
             keys.append(key)
         if not keys:
             raise ValueError(f"{path} holds no API key")
-        return cls.of(keys)
+        return cls.from_strings(keys)
 
     def accept(self, authorization: str | None) -> bool:
         """Whether the header is `Bearer KEY` (RFC 6750, section 2.1). Takes as long whichever key it is, or none."""
@@ -63,7 +63,7 @@ class RequireKey:
     """Refuses by the path as the server hands it on, not by a URL made of headers that the client writes: what is not
     listed as open is closed, also where no route is."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = ()) -> None:
         """`open_paths`: that anybody may GET, besides OPEN."""
         self.app = app
         self._keys = keys

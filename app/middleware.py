@@ -107,7 +107,7 @@ class BodyLimit:
         return BodyTooLarge(f"the request body exceeds {self.max_bytes} bytes")
 
 
-class Departures:
+class DisconnectErrors:
     """Makes ClientDisconnect of what the server's own `receive` raises: then nobody is left to hear.
 
     Ray Serve's raises TaskCancelledError when a client leaves while its body is on its way (Ray 2.60).
@@ -146,7 +146,7 @@ class _Body:
             self.waiting.reschedule(self.due)
 
 
-class BodyTime:
+class BodyDeadline:
     """Raises BodyTimeout at the reader unless the whole body comes within `timeout_s` of the request.
 
     At most `max_unfinished` bodies are waited for at once. One more, and the one that has been unfinished longest gives

@@ -17,7 +17,7 @@ from app.openai.choices import ReplyChoice, engine_requests, merged
 from app.openai.fields import Prompt
 from app.openai.replies import JSON, Envelope, encode_choice
 from app.openai.request import CompletionRequest, check_prompt_tokens, parse
-from app.openai.stream import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
+from app.openai.stream import HEADERS, completion_events, oserror_to_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
 from app.tenants import cache_salt
 from engine import types
@@ -78,15 +78,15 @@ class Completions:
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         posted = Request(scope, receive)
-        exchange.asked = asked = parse(await posted.body(), self.client.model)
-        require_model(asked.model, self.client.model)
-        salt = cache_salt(posted.headers.get("authorization"), asked.cache_salt)
-        requests = await self._requests(asked, scope["state"]["request_id"], salt)
+        exchange.request_body = body = parse(await posted.body(), self.client.model)
+        require_model(body.model, self.client.model)
+        salt = cache_salt(posted.headers.get("authorization"), body.cache_salt)
+        requests = await self._requests(body, scope["state"]["request_id"], salt)
         try:
             streams = self.client.submit(requests)
             self.telemetry.submitted(exchange, requests)
-            outputs = merged(streams) if exchange.texts is None else exchange.overheard(merged(streams))
-            reply = self._reply(exchange, asked, requests, outputs, leaving_is_disconnect(send))
+            outputs = merged(streams) if exchange.texts is None else exchange.keep_texts(merged(streams))
+            reply = self._reply(exchange, body, requests, outputs, oserror_to_disconnect(send))
             await unless_disconnected(receive, reply)
         except ClientDisconnect as left:
             exchange.fail(left)
@@ -98,33 +98,33 @@ class Completions:
     def _reply(
         self,
         exchange: Exchange,
-        asked: CompletionRequest,
+        body: CompletionRequest,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
         send: Send,
     ) -> Coroutine[Any, Any, None]:
-        envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, asked.n, asked.tell_steps)
-        echoes = [cache(partial(self._echo, prompt)) if asked.echo else None for prompt in asked.prompts]
+        envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, body.n, body.tell_steps)
+        echoes = [cache(partial(self._echo, prompt)) if body.echo else None for prompt in body.prompts]
         choices = [
-            ReplyChoice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
+            ReplyChoice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=body.tell_tokens)
             for index, request in enumerate(requests)
         ]
-        if asked.stream:
-            events = completion_events(outputs, choices, envelope, asked.include_usage, exchange.fail)
+        if body.stream:
+            events = completion_events(outputs, choices, envelope, body.include_usage, exchange.fail)
             return send_stream(events, send)
         return send_whole(outputs, choices, envelope, send)
 
-    async def _requests(self, asked: CompletionRequest, request_id: str, salt: str) -> list[types.Request]:
+    async def _requests(self, body: CompletionRequest, request_id: str, salt: str) -> list[types.Request]:
         """The engine requests. Raises InvalidRequest for what does not fit the model's context, or one request."""
         prompts: list[tuple[int, ...]] = []
-        for index, prompt in enumerate(asked.prompts):
-            prompts.append(await self._prompt_ids(prompt, asked.params.max_tokens))
-            check_prompt_tokens([*prompts, *asked.prompts[index + 1 :]], self.client.model)
-        prediction = await self._prediction_ids(asked.drafting.prediction)
-        return engine_requests(asked, request_id, prompts, prediction, salt)
+        for index, prompt in enumerate(body.prompts):
+            prompts.append(await self._prompt_ids(prompt, body.params.max_tokens))
+            check_prompt_tokens([*prompts, *body.prompts[index + 1 :]], self.client.model)
+        prediction = await self._prediction_ids(body.drafting.prediction)
+        return engine_requests(body, request_id, prompts, prediction, salt)
 
     async def _prompt_ids(self, prompt: Prompt, room: int) -> tuple[int, ...]:
-        """Raises InvalidRequest unless the prompt and the tokens asked for fit the model's context."""
+        """Raises InvalidRequest unless the prompt and the tokens body for fit the model's context."""
         ids = await self.client.tokenize(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidRequest("prompt must hold at least one token", "prompt")

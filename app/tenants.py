@@ -8,13 +8,13 @@ import hashlib
 import json
 
 
-def cache_salt(authorization: str | None, asked: str | None) -> str:
+def cache_salt(authorization: str | None, requested_salt: str | None) -> str:
     """The engine's salt for a request: a SHA-256 in hexadecimal, from which nobody reads the key; "" without both."""
     token = _token(authorization or "")
-    if not token and asked is None:
+    if not token and requested_salt is None:
         return ""
     # As JSON, since "ab" + "c" and "a" + "bc" must not be the same tenant.
-    return hashlib.sha256(json.dumps([token, asked]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([token, requested_salt]).encode()).hexdigest()
 
 
 def _token(authorization: str) -> str:

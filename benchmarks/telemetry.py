@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Message
 from app.main import create_app
 from app.openai.request import parse
 from app.telemetry.exchange import Exchange, Listener
-from app.telemetry.export import Dropped, Outbox
+from app.telemetry.export import BoundedSpanProcessor, DroppedSpans
 from app.telemetry.otlp import Exporter, encode
 from app.telemetry.tracer import TraceConfig, Tracer
 from benchmarks import common
@@ -202,9 +202,9 @@ def exported_bytes(client: LocalClient, record: RequestRecord) -> int:
     tracer = Tracer(client, provider, TraceConfig("packed"))
     request = Request(record.request_id, (0,) * record.prompt_tokens)
     asked = parse(b'{"model": "demo", "prompt": "a"}', client.model)
-    exchange = Exchange(f"cmpl-{record.request_id}", Headers(), asked=asked, requests=[request])
+    exchange = Exchange(f"cmpl-{record.request_id}", Headers(), request_body=asked, requests=[request])
     tracer.began(exchange)
-    exchange.ended = {request.id: Output(request.id, (), "", "length", record=record)}
+    exchange.last_outputs = {request.id: Output(request.id, (), "", "length", record=record)}
     exchange.finished = time.monotonic()
     tracer.ended(exchange)
     return len(encode(exporter.get_finished_spans()).SerializeToString())
@@ -220,9 +220,9 @@ def meters(client: LocalClient) -> list[Listener]:
 async def measure(bench: BurstBench, args: argparse.Namespace, url: str) -> tuple[list[tuple[Burst, Burst]], bool, int]:
     """(pairs of bursts without and with telemetry, whether the metrics were among it, spans lost)."""
     spent: Counter[str] = Counter()
-    dropped = Dropped()
+    dropped = DroppedSpans()
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(Outbox(TimedExporter(Exporter(url), spent), dropped))
+    provider.add_span_processor(BoundedSpanProcessor(TimedExporter(Exporter(url), spent), dropped))
     told = [Tracer(bench.client, provider, TraceConfig("packed")), *meters(bench.client)]
     pairs = []
     for repeat in range(-1, args.repeats):

@@ -21,9 +21,9 @@ class GatheredStorage(Blocks):
         super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)
 
     def prepare(self, handles: Sequence[int]) -> None:
-        self.settle()
+        self.copy_shared_blocks()
 
-    def places(self, slot: int, start: int, end: int) -> list[int]:
+    def row_numbers(self, slot: int, start: int, end: int) -> list[int]:
         """Raises ValueError beyond the slot's table."""
         size, table = self._block_size, self._cache.slot_table(slot)
         if end > len(table) * size:
@@ -36,7 +36,7 @@ class GatheredStorage(Blocks):
             start = stop
         return rows
 
-    def window(self, first_slot: int, slots: int, length: int) -> KVView:
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
         count = -(-length // self._block_size)
         tables = [self._cache.slot_table(s)[:count] for s in range(first_slot, first_slot + slots)]
         padded = [table + [self._zeros] * (count - len(table)) for table in tables]

@@ -79,18 +79,18 @@ class MappedStorage(Contiguous, Blocks):
         self._file = -1  # the number may be another file's by now
 
     def prepare(self, handles: Sequence[int]) -> None:
-        self.settle()
+        self.copy_shared_blocks()
         for handle in handles:
             slot, table = self._cache.slot(handle), self._cache.table(handle)
             if self._tables[slot] != table:
                 self._remap(slot, table)
 
-    def places(self, slot: int, start: int, end: int) -> range:
+    def row_numbers(self, slot: int, start: int, end: int) -> range:
         """Raises ValueError beyond what is mapped."""
         backed = len(self._tables[slot]) * self._block_size
         if end > backed:
             raise ValueError(f"slot {slot} has memory for {backed} positions, not for {end}")
-        return super().places(slot, start, end)
+        return super().row_numbers(slot, start, end)
 
     def _remap(self, slot: int, table: list[int]) -> None:
         """Map what differs, from the first difference on. What was mapped beyond the table's end becomes zeros again:

@@ -61,11 +61,11 @@ class Storage(Protocol):
         reserved its positions, and before `places` and `window` are asked. Raises OSError; it may be tried again."""
         ...
 
-    def places(self, slot: int, start: int, end: int) -> Iterable[int]:
+    def row_numbers(self, slot: int, start: int, end: int) -> Iterable[int]:
         """Row numbers of positions start … end − 1 of a slot that was prepared."""
         ...
 
-    def window(self, first_slot: int, slots: int, length: int) -> KVView:
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
         """The first `length` positions of neighbouring slots. Positions that a prepared sequence has no memory for read
         as zeros; a slot that was not prepared reads anything."""
         ...
@@ -80,7 +80,7 @@ class Storage(Protocol):
         """Zero what the cache withholds, which is restored."""
         ...
 
-    def finite(self, handle: int) -> bool:
+    def is_finite(self, handle: int) -> bool:
         """Whether the memory that only this sequence holds is. Reads all of it, in pieces, and waits for the device."""
         ...
 
@@ -101,10 +101,10 @@ class Contiguous:
         by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
         self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
 
-    def places(self, slot: int, start: int, end: int) -> range:
+    def row_numbers(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)
 
-    def window(self, first_slot: int, slots: int, length: int) -> KVView:
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
         chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
         return tuple(zip(self._keys[chosen].unbind(0), self._values[chosen].unbind(0), strict=True))
 
@@ -130,12 +130,12 @@ class SlottedStorage(Contiguous):
         self._cache.restore()
 
     def _zero(self, slot: int, start: int) -> None:
-        rows = self.places(slot, start, self._stride)
+        rows = self.row_numbers(slot, start, self._stride)
         for layer in self.rows:
             layer[rows.start : rows.stop].zero_()
 
-    def finite(self, handle: int) -> bool:
-        rows = self.places(self._cache.slot(handle), 0, self._cache.reached(handle))
+    def is_finite(self, handle: int) -> bool:
+        rows = self.row_numbers(self._cache.slot(handle), 0, self._cache.reached(handle))
         return _all_finite(piece for layer in self.rows if rows for piece in layer[rows.start : rows.stop].split(PIECE))
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
@@ -154,14 +154,14 @@ class Blocks:
         self._cache = cache
         self._kv_heads = kv_heads
 
-    def settle(self) -> None:
+    def copy_shared_blocks(self) -> None:
         """Copy the shared blocks that a sequence is about to write into; in order, for one's source may be another's
         copy. What fails is still to be copied, and the next call begins with it."""
         for source, copy in self._cache.take_copies():
             self.pool[:, copy] = self.pool[:, source]
 
     def clear(self, handle: int, start: int = 0) -> None:
-        self.settle()  # a copy that is still to come would bring back what is zeroed here
+        self.copy_shared_blocks()  # a copy that is still to come would bring back what is zeroed here
         own, size = set(self._cache.owned(handle)), self.pool.shape[2]
         for i, block in enumerate(self._cache.table(handle)):
             if block in own:
@@ -169,16 +169,16 @@ class Blocks:
         self.clear_withheld()
 
     def clear_withheld(self) -> None:
-        self.settle()  # a copy that is still to come may be one of what is zeroed here
+        self.copy_shared_blocks()  # a copy that is still to come may be one of what is zeroed here
         for block in self._cache.withheld:
             self.pool[:, block].zero_()
         self._cache.restore()
 
-    def finite(self, handle: int) -> bool:
+    def is_finite(self, handle: int) -> bool:
         return _all_finite(self.pool[:, block] for block in self._cache.owned(handle))
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
-        self.settle()
+        self.copy_shared_blocks()
         table = torch.tensor(self._cache.table(handle), dtype=torch.int64, device=self.pool.device)
         rows = self.pool[layer, table].flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
         return rows[: self._kv_heads], rows[self._kv_heads :]

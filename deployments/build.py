@@ -25,7 +25,7 @@ def build(settings: Settings) -> Application:
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,
-        user_config=settings.live().model_dump(include={"policy", "k"}),
+        user_config=settings.policy_settings().model_dump(include={"policy", "k"}),
         max_ongoing_requests=settings.max_running + settings.max_waiting + MAX_UNFINISHED_BODIES + REPLIES,
         max_queued_requests=-1,
         graceful_shutdown_timeout_s=120,  # at least the longest generation

@@ -34,15 +34,15 @@ ENVIRONMENT = {
 POLL_S = 0.2  # between looks at what still starts or runs
 
 
-class Hurry(BaseException):
+class SecondSignal(BaseException):
     """Raised in the main thread by the second signal."""
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM: the first one is noted, the second raises Hurry."""
+    """Counts SIGINT and SIGTERM: the first one is noted, the second raises SecondSignal."""
 
     def __init__(self) -> None:
-        self.noted = threading.Event()
+        self.stop_requested = threading.Event()
 
     def listen(self) -> None:
         """Take the signals. Call it again after ray.init, which takes SIGTERM for itself."""
@@ -54,9 +54,9 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.noted.is_set():
-            raise Hurry
-        self.noted.set()
+        if self.stop_requested.is_set():
+            raise SecondSignal
+        self.stop_requested.set()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"{path}: {error}")
             return 1
         return run(cluster, signals)
-    except (Hurry, SystemExit):  # a SIGTERM while Ray starts is SystemExit: ray.init takes it for itself
+    except (SecondSignal, SystemExit):  # a SIGTERM while Ray starts is SystemExit: ray.init takes it for itself
         signals.ignore()
         say("ending at once")
         return 0
@@ -89,18 +89,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(cluster: "Cluster", signals: Signals) -> int:
-    """From the cluster's start to its orderly end; the exit status. Raises Hurry."""
+    """From the cluster's start to its orderly end; the exit status. Raises SecondSignal."""
     cluster.start()
     signals.listen()
-    while not (signals.noted.is_set() or cluster.settled):
+    while not (signals.stop_requested.is_set() or cluster.settled):
         time.sleep(POLL_S)
-    if not signals.noted.is_set():
+    if not signals.stop_requested.is_set():
         failures = cluster.failures()
         if failures:
             say("\n".join(failures))
             return 1
         say(f"ready at {cluster.url}")
-    signals.noted.wait()
+    signals.stop_requested.wait()
     drain(cluster)
     cluster.stop()
     return 0

@@ -12,9 +12,9 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
-from app.keys import Keys
+from app.keys import ApiKeys
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 from app.telemetry import export, names
 from app.telemetry.tracer import Tracer
 from deployments.bridge import LocalClient
@@ -38,7 +38,7 @@ class Replica:
         _show_logs()
         _keep_to_loopback()
         self._edge = edge
-        self._keys = None if edge.api_key_file is None else Keys.read(Path(edge.api_key_file))
+        self._keys = None if edge.api_key_file is None else ApiKeys.read(Path(edge.api_key_file))
         self._spans = export.provider(_resource()) if edge.traces.level != "off" else None
         self._text = self._spans is not None and export.captures_text()
         log.info("traces: %s", "none" if self._spans is None else edge.traces)
@@ -57,7 +57,7 @@ class Replica:
         return create_app(
             self.client,
             [*tracers, self.meter],
-            live=Live(self.client),
+            live_page=LivePage(self.client),
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
         )

@@ -139,7 +139,7 @@ class Settings(BaseModel):
         target = Path(os.path.abspath(_resolve(self.target)))  # without following links: their names are chosen
         return self.model_name or ("demo" if target == ROOT / DEMO_TARGET else target.name)
 
-    def live(self) -> PolicySettings:
+    def policy_settings(self) -> PolicySettings:
         """The part that may change while a replica serves."""
         return PolicySettings(policy="off" if self.drafter == "off" else self.policy, k=self.spec_length)
 
@@ -161,7 +161,7 @@ class Settings(BaseModel):
             verifier=self.verifier,
             device=device,
             dtype=by_device[device] if self.dtype == "auto" else self.dtype,
-            policy=self.live().freeze(),
+            policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,
             max_waiting=self.max_waiting,

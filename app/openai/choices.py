@@ -9,8 +9,8 @@ from typing import Any
 
 from app.client import Token
 from app.errors import DeadlineExceeded, EngineFailure
-from app.openai.logprobs import Transcript
-from app.openai.origins import Provenance
+from app.openai.logprobs import LogprobColumns
+from app.openai.origins import TokenOrigins
 from app.openai.request import CompletionRequest
 from engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
@@ -18,35 +18,35 @@ Ids = tuple[int, ...]
 
 
 def engine_requests(
-    asked: CompletionRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
+    body: CompletionRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
 ) -> list[Request]:
     """One request per choice, those of one prompt next to each other.
 
     They share one seed, so that the reply can name it: their indices keep their noise apart.
     """
-    several = len(prompts) * asked.n > 1
-    params = asked.params
+    several = len(prompts) * body.n > 1
+    params = body.params
     if several and params.seed is None:
         params = replace(params, seed=secrets.randbelow(SEED_RANGE))
     return [
         Request(
-            id=f"{request_id}-{prompt_index * asked.n + choice_index}" if several else request_id,
+            id=f"{request_id}-{prompt_index * body.n + choice_index}" if several else request_id,
             prompt_ids=ids,
             params=params,
-            k=asked.drafting.k,
-            max_k=asked.drafting.max_k,
+            k=body.drafting.k,
+            max_k=body.drafting.max_k,
             prompt_index=prompt_index,
             choice_index=choice_index,
-            verifier=asked.drafting.verifier,
-            drafter=asked.drafting.drafter,
+            verifier=body.drafting.verifier,
+            drafter=body.drafting.drafter,
             prediction_ids=prediction,
-            lenience=asked.drafting.lenience,
+            lenience=body.drafting.lenience,
             cache_salt=salt,
-            deadline_s=asked.deadline_s,
+            deadline_s=body.deadline_s,
             group=request_id,
         )
         for prompt_index, ids in enumerate(prompts)
-        for choice_index in range(asked.n)
+        for choice_index in range(body.n)
     ]
 
 
@@ -67,9 +67,9 @@ class ReplyChoice:
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
         self._prompt_ids = request.prompt_ids
         self._echo = echo  # until it is written
-        self._transcript = None if request.params.logprobs is None else Transcript(token)
+        self._transcript = None if request.params.logprobs is None else LogprobColumns(token)
         keeps_end = request.params.include_stop_str_in_output
-        self._provenance = Provenance(token, keeps_end=keeps_end) if tell_tokens else None
+        self._provenance = TokenOrigins(token, keeps_end=keeps_end) if tell_tokens else None
         self._text = ""
         self._reason: FinishReason | None = None
 

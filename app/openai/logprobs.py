@@ -11,7 +11,7 @@ from engine.types import TokenLogprob
 LEAST = -9999.0  # said for a probability of 0, whose logarithm JSON cannot say (as vLLM does)
 
 
-class Transcript:
+class LogprobColumns:
     """Writes one choice's tokens down as they come. Parts that are taken one after another join to the whole.
 
     A token's text_offset is that of the character which its first byte begins or goes on with, so the tokens that share

@@ -20,7 +20,7 @@ class _Round:
     tokens: list[tuple[Source, int]]  # the int: characters of the choice's text up to the end of this token's own
 
 
-class Provenance:
+class TokenOrigins:
     """One choice's rounds. Outputs go in; a round comes out once all of its text has been shown.
 
     A token's text is the part of the choice's text that begins with it: a character of several tokens is the first

@@ -105,7 +105,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def leaving_is_disconnect(send: Send) -> Send:
+def oserror_to_disconnect(send: Send) -> Send:
     """A server may report at the next send, as an OSError, that nobody is left: make that ClientDisconnect."""
 
     async def guarded(message: Message) -> None:

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from app.openai import stream
-from app.page.live import Live
+from app.page.live import LivePage
 from engine.types import Overloaded
 
 EVENT_EVERY_S = 0.25
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class EventFeed:
     """One task that makes events for all viewers, and runs only while there are some."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: LivePage) -> None:
         self._live = live
         self._following = 0
         self._ticking: asyncio.Task[None] | None = None
@@ -72,7 +72,7 @@ class EventFeed:
 class Events:
     """GET /ui/events, as a bare ASGI app: its viewer's leaving ends it at once."""
 
-    def __init__(self, live: Live, headers: Mapping[str, str]) -> None:
+    def __init__(self, live: LivePage, headers: Mapping[str, str]) -> None:
         """`headers`: of the reply, besides those of every event stream."""
         self.viewers = 0  # also those whose request is still being read
         self._feed = EventFeed(live)
@@ -88,7 +88,7 @@ class Events:
             with suppress(ClientDisconnect, TimeoutError):
                 async with asyncio.timeout(FEED_S + PATIENCE_S):
                     await Request(scope, receive).body()
-                    await stream.unless_disconnected(receive, self._send(stream.leaving_is_disconnect(send)))
+                    await stream.unless_disconnected(receive, self._send(stream.oserror_to_disconnect(send)))
         finally:
             self.viewers -= 1
 

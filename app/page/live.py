@@ -30,14 +30,14 @@ WHY = {
 }
 
 
-class Live:
+class LivePage:
     """A Listener. `version` grows with everything that it was told."""
 
     def __init__(self, client: EngineClient, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: monotonic seconds, as the engine's steps tell them."""
         self.client = client
         self.version = 0
-        self.ring = Ring()
+        self.recent = Ring()
         self.open: set[str] = set()  # ids of exchanges that began and have not ended
         self._window = StepWindow()
         self._clock = clock
@@ -50,7 +50,7 @@ class Live:
     def ended(self, exchange: Exchange) -> None:
         self.version += 1
         self.open.discard(exchange.id)
-        self.ring.add(exchange, self.client.model.name)
+        self.recent.add(exchange, self.client.model.name)
 
     def stepped(self, steps: Sequence[StepStats]) -> None:
         self.version += 1
@@ -90,7 +90,7 @@ class Live:
         return {
             "t": round(now + self._epoch, 2),
             **_load(stats),
-            "requests": self.ring.taken,
+            "requests": self.recent.taken,
             "tokens_per_s": self._sum(now, RATE_S)["emitted", 0] / RATE_S,
             "acceptance": _share(totals["accepted", 0], totals["drafted", 0]),
             "accepted_per_round": _share(totals["accepted", 0], totals["drafting", 0]),
@@ -113,12 +113,12 @@ class Live:
 
     def _percentiles(self) -> dict[str, Any]:
         """Of the exchanges that are kept; worked out again only once there is another."""
-        if self._latencies[0] != self.ring.taken:
-            kept = list(self.ring.latest())
+        if self._latencies[0] != self.recent.taken:
+            kept = list(self.recent.latest())
             ttfts = [entry.row["ttft_ms"] for entry in kept if entry.row["ttft_ms"] is not None]
             tpots = [tpot for entry in kept for tpot in entry.tpot_ms]
             found = {"ttft_ms": percentiles(ttfts), "tpot_ms": percentiles(tpots)}
-            self._latencies = (self.ring.taken, found)
+            self._latencies = (self.recent.taken, found)
         return self._latencies[1]
 
     def _speculation(self, totals: Counts, lately: Counts) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from app.errors import error_object
 from app.openai.replies import JSON
 from app.page.feed import Events
-from app.page.live import Live
+from app.page.live import LivePage
 from app.page.recent_requests import KEPT
 
 FOLDER = Path(__file__).parent / "ui"
@@ -61,7 +61,7 @@ class File(NamedTuple):
     etag: str
 
 
-def page_routes(live: Live) -> list[Route]:
+def page_routes(live: LivePage) -> list[Route]:
     files = {path: _load(FOLDER / name, media) for path, (name, media) in FILES.items()}
     return [
         Route("/ui", partial(file, files)),
@@ -91,24 +91,24 @@ async def file(files: dict[str, File], request: Request) -> Response:
     return Response(found.data, headers=headers, media_type=found.type)
 
 
-async def state(live: Live, request: Request) -> Response:
+async def state(live: LivePage, request: Request) -> Response:
     return JSON(live.state(), headers=HEADERS)
 
 
-async def list_requests(live: Live, request: Request) -> Response:
+async def list_requests(live: LivePage, request: Request) -> Response:
     """Newest first; `?limit=N`: the latest N."""
     asked = request.query_params.get("limit", "")
     limit = int(asked) if asked.isdecimal() and len(asked) <= len(str(KEPT)) else KEPT
-    return JSON({"requests": [kept.summary() for kept in islice(live.ring.latest(), limit)]}, headers=HEADERS)
+    return JSON({"requests": [kept.summary() for kept in islice(live.recent.latest(), limit)]}, headers=HEADERS)
 
 
-async def get_request(live: Live, request: Request) -> Response:
+async def get_request(live: LivePage, request: Request) -> Response:
     """Waits a moment for one that runs: its client may have read the last byte before the server is done with it."""
     name = request.path_params["id"]
     deadline = time.monotonic() + LAST_MOMENT_S
     while {name, f"cmpl-{name}"} & live.open and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing to wait on
         await asyncio.sleep(LOOK_EVERY_S)
-    kept = live.ring.get(name)
+    kept = live.recent.get(name)
     if kept is None:
         return _absent("this server keeps no request of that id: it still runs, or others have taken its place")
     return JSON(kept.whole(), headers=HEADERS)

@@ -32,9 +32,9 @@ class Exchange:
     id: str  # of the reply
     headers: Headers  # of the request
     began: float = field(default_factory=time.monotonic)
-    asked: CompletionRequest | None = None  # None: the body was refused
+    request_body: CompletionRequest | None = None  # None: the body was refused
     requests: Sequence[Request] = ()  # that the engine took, one per choice; (): it took none
-    ended: dict[str, Output] = field(default_factory=dict)  # last output of each, by the engine request's id
+    last_outputs: dict[str, Output] = field(default_factory=dict)  # last output of each, by the engine request's id
     error: Exception | None = None  # that ended it; ClientDisconnect: the client left
     finished: float | None = None  # monotonic seconds: the last byte, or the disconnect
     trace_id: str | None = None  # 32 hexadecimal digits; None: it is not traced
@@ -42,7 +42,7 @@ class Exchange:
 
     @property
     def complete(self) -> bool:
-        return self.finished is not None and len(self.ended) == len(self.requests)
+        return self.finished is not None and len(self.last_outputs) == len(self.requests)
 
     def fail(self, error: Exception) -> None:
         """Of a reply that had begun, too: its status was sent before."""
@@ -60,7 +60,7 @@ class Exchange:
         let_go = not self.requests or any(output.finish_reason == "cancelled" for output in self.outputs)
         return CANCELLED if let_go else None
 
-    async def overheard(self, outputs: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[tuple[int, Output]]:
+    async def keep_texts(self, outputs: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[tuple[int, Output]]:
         """The same (choice, output), with their texts kept where a listener asked for that."""
         async with aclosing(outputs) as live:
             async for index, output in live:
@@ -71,7 +71,7 @@ class Exchange:
     @property
     def outputs(self) -> list[Output]:
         """The last output of every choice, in the order of the choices; of a complete exchange."""
-        return [self.ended[request.id] for request in self.requests]
+        return [self.last_outputs[request.id] for request in self.requests]
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -125,7 +125,9 @@ class Telemetry:
     def _ended(self, output: Output) -> None:
         exchange = self._open.pop(output.request_id, None)
         if exchange is not None:
-            exchange.ended[output.request_id] = replace(output, logprobs=(), prompt_logprobs=())  # they may be millions
+            exchange.last_outputs[output.request_id] = replace(
+                output, logprobs=(), prompt_logprobs=()
+            )  # they may be millions
             self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:

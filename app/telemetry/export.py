@@ -37,7 +37,7 @@ Loss = Literal["queue_full", "export_failed", "shutdown"]
 log = logging.getLogger(__name__)
 
 
-class Dropped:
+class DroppedSpans:
     """Spans that ended and reached no collector, by why. Any thread may count."""
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Dropped:
         return sum(self.counts().values())
 
 
-DROPPED = Dropped()  # of this process: Serve makes its exporters where no object of ours is at hand
+DROPPED_SPANS = DroppedSpans()  # of this process: Serve makes its exporters where no object of ours is at hand
 
 
-class Outbox(BatchSpanProcessor):
+class BoundedSpanProcessor(BatchSpanProcessor):
     """The SDK's processor, which exports from a thread of its own; with losses counted, and an end that is near.
 
     The SDK tells of a full queue and of a failed export in its log only, and waits half a minute for a slow collector
@@ -72,7 +72,7 @@ class Outbox(BatchSpanProcessor):
     def __init__(
         self,
         exporter: SpanExporter,
-        dropped: Dropped = DROPPED,
+        dropped: DroppedSpans = DROPPED_SPANS,
         *,
         queue: int | None = None,
         queue_bytes: int = QUEUE_BYTES,
@@ -136,7 +136,7 @@ class _Counted(SpanExporter):
     """Exports by another, and counts what that could not deliver."""
 
     def __init__(
-        self, exporter: SpanExporter, dropped: Dropped, exporting: Callable[[int], AbstractContextManager[None]]
+        self, exporter: SpanExporter, dropped: DroppedSpans, exporting: Callable[[int], AbstractContextManager[None]]
     ) -> None:
         """exporting: entered while so many spans are exported."""
         self._exporter = exporter
@@ -177,7 +177,7 @@ def processors(unless_said: str | None = None) -> list[SpanProcessor]:
 
     Raises ValueError for an exporter or a protocol that we do not have.
     """
-    return [Outbox(_exporter(kind)) for kind in _exporters(unless_said)]
+    return [BoundedSpanProcessor(_exporter(kind)) for kind in _exporters(unless_said)]
 
 
 def provider(attributes: Mapping[str, str]) -> TracerProvider | None:

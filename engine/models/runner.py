@@ -104,7 +104,7 @@ class Runner:
 
     def _finite(self, handle: int) -> bool:
         try:
-            return self.storage.finite(handle)
+            return self.storage.is_finite(handle)
         except Exception:
             log.exception("whether memory is finite could not be found out; it counts as not finite")
             return False

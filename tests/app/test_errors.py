@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import routes
 from app.client import FakeEngineClient
-from app.keys import Keys
+from app.keys import ApiKeys
 from app.main import create_app
 from app.middleware import RequestId
 from app.openai.replies import encode_json
@@ -245,7 +245,7 @@ def test_headers_of_any_bytes_are_read(name: str, value: bytes) -> None:
     client = FakeEngineClient()
     tracer = Tracer(client, TracerProvider())
     assert call(create_app(client, [tracer]), PROMPT, headers={name: value}).status == 200
-    keys = Keys.of(["secret"])
+    keys = ApiKeys.from_strings(["secret"])
     assert call(create_app(client, [tracer], keys=keys), PROMPT, headers={name: value}).status == 401
 
 

@@ -38,7 +38,7 @@ def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, val
     start = cache.length(handle)
     cache.reserve(handle, count)
     storage.prepare([handle])
-    places = storage.places(cache.slot(handle), start, start + count)
+    places = storage.row_numbers(cache.slot(handle), start, start + count)
     for rows in storage.rows:
         rows[places.start : places.stop] = value
     cache.extend(handle, count)
@@ -47,7 +47,7 @@ def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, val
 def keys_of(cache: PagedCache, storage: MappedStorage, handle: int, length: int = MAX_LEN) -> torch.Tensor:
     """The last layer's [length, head_dim], after a preparation of this sequence."""
     storage.prepare([handle])
-    return storage.window(cache.slot(handle), 1, length)[1][0][0, 0]
+    return storage.view(cache.slot(handle), 1, length)[1][0][0, 0]
 
 
 def mappings() -> int:
@@ -65,8 +65,8 @@ def test_a_window_is_a_view_of_what_is_written(dtype: torch.dtype) -> None:
     for handle in (0, 1, 0, 1):  # in turns, so that neither's blocks are neighbours
         grow(cache, storage, handle, block)
     rows = torch.randn(block, 2, 64).to(dtype)
-    window = storage.window(0, 2, 2 * block)
-    storage.rows[1].index_copy_(0, torch.tensor(storage.places(1, block - 2, 2 * block - 2)), rows)
+    window = storage.view(0, 2, 2 * block)
+    storage.rows[1].index_copy_(0, torch.tensor(storage.row_numbers(1, block - 2, 2 * block - 2)), rows)
     keys, values = window[1]
     assert torch.equal(keys[1, :, block - 2 : -2], rows[:, :1].transpose(0, 1))
     assert torch.equal(values[1, :, block - 2 : -2], rows[:, 1:].transpose(0, 1))
@@ -136,7 +136,7 @@ def test_a_copy_that_is_due_comes_before_what_is_read_or_cleared(monkeypatch: py
     assert (read == 1).all()
     assert not cleared.any()
 
-    monkeypatch.setattr(MappedStorage, "settle", lambda _: None)
+    monkeypatch.setattr(MappedStorage, "copy_shared_blocks", lambda _: None)
     monkeypatch.setattr(MappedStorage, "prepare", _settles_itself)
     read, cleared = after_clear_and_read()  # negative control: copies only before a pass
     assert not read.any()
@@ -144,7 +144,7 @@ def test_a_copy_that_is_due_comes_before_what_is_read_or_cleared(monkeypatch: py
 
 
 def _settles_itself(storage: MappedStorage, handles: Sequence[int], real: Any = MappedStorage.prepare) -> None:
-    Blocks.settle(storage)
+    Blocks.copy_shared_blocks(storage)
     real(storage, handles)
 
 
@@ -175,11 +175,11 @@ def test_positions_that_are_not_mapped_have_no_place() -> None:
     cache.allocate(0)
     cache.reserve(0, 1)
     with pytest.raises(ValueError, match=f"slot 0 has memory for 0 positions, not for {BLOCK}"):
-        storage.places(0, 0, BLOCK)  # not prepared yet
+        storage.row_numbers(0, 0, BLOCK)  # not prepared yet
     storage.prepare([0])
-    assert list(storage.places(0, 0, BLOCK)) == list(range(BLOCK))
+    assert list(storage.row_numbers(0, 0, BLOCK)) == list(range(BLOCK))
     with pytest.raises(ValueError, match=f"not for {BLOCK + 1}"):
-        storage.places(0, 0, BLOCK + 1)
+        storage.row_numbers(0, 0, BLOCK + 1)
 
 
 class FullKernel:
@@ -246,10 +246,10 @@ def test_a_table_that_comes_back_after_a_failure_is_mapped_again(monkeypatch: py
         patch.setattr(mapped, "_libc", FullKernel(errno.ENOMEM, 1))  # the first layer is mapped, the second is not
         with pytest.raises(OSError, match="cannot map"):
             storage.prepare([0])
-    assert (storage.window(0, 1, BLOCK)[0][0] == 2).all()
+    assert (storage.view(0, 1, BLOCK)[0][0] == 2).all()
     storage.prepare([0])
     for layer in range(2):
-        assert (storage.window(0, 1, BLOCK)[layer][0] == 1).all()
+        assert (storage.view(0, 1, BLOCK)[layer][0] == 1).all()
 
 
 def test_scattered_blocks_are_mapped_at_once() -> None:

@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.cache.reserve(handle, len(more))
         self.storage.prepare([handle])
-        places = torch.tensor(list(self.storage.places(self.cache.slot(handle), start, start + len(more))))
+        places = torch.tensor(list(self.storage.row_numbers(self.cache.slot(handle), start, start + len(more))))
         tokens = self.tokens[handle] + more
         for layer, rows in enumerate(self.storage.rows):
             rows.index_copy_(0, places, written(tokens, start, layer) * (torch.nan if poison else 1))
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, handles: Sequence[int]) -> None:
         self.storage.prepare(handles)
-        whole = self.storage.window(0, SLOTS, MAX_LEN)
+        whole = self.storage.view(0, SLOTS, MAX_LEN)
         for handle in handles:
             slot, tokens = self.cache.slot(handle), self.tokens[handle]
             backed = len(self.cache.table(handle)) * BLOCK if isinstance(self.cache, PagedCache) else MAX_LEN
@@ -123,7 +123,7 @@ class Machine(RuleBasedStateMachine):
                 assert not seen[:, backed:].any()
                 assert seen.isfinite().all()
                 assert torch.equal(torch.cat(self.storage.read(layer, handle, len(tokens))), expected)
-                alone = self.storage.window(slot, 1, len(tokens))
+                alone = self.storage.view(slot, 1, len(tokens))
                 assert torch.equal(torch.cat([part[0] for part in alone[layer]]), expected)
 
 
@@ -162,7 +162,7 @@ class ComparesLengths(MappedStorage):
 
 
 class ForgetsCopies(MappedStorage):
-    def settle(self) -> None:
+    def copy_shared_blocks(self) -> None:
         list(self._cache.take_copies())
 
 
@@ -212,7 +212,7 @@ def slotted(dtype: torch.dtype = torch.float64) -> tuple[SlottedCache, SlottedSt
 def test_rows_written_are_keys_and_values_read(dtype: torch.dtype) -> None:
     _, storage = slotted(dtype)
     rows = torch.randn(3, 4, 4).to(dtype)  # [positions, 2 kv heads of keys then of values, head_dim]
-    storage.rows[1].index_copy_(0, torch.tensor(storage.places(1, 0, 3)), rows)
+    storage.rows[1].index_copy_(0, torch.tensor(storage.row_numbers(1, 0, 3)), rows)
     keys, values = storage.read(1, 11, 3)
     assert torch.equal(keys, rows[:, :2].transpose(0, 1))
     assert torch.equal(values, rows[:, 2:].transpose(0, 1))
@@ -263,7 +263,7 @@ def filled(layout: Layout, kind: type[Storage]) -> tuple[KVCache, Storage, list[
         cache.reserve(handle, 390)
         cache.extend(handle, 390)
     storage.prepare([0, 1])
-    return cache, storage, list(storage.places(cache.slot(1), 0, 390))
+    return cache, storage, list(storage.row_numbers(cache.slot(1), 0, 390))
 
 
 @STORAGES
@@ -271,15 +271,15 @@ def filled(layout: Layout, kind: type[Storage]) -> tuple[KVCache, Storage, list[
 def test_whatever_position_is_not_finite_is_found(layout: Layout, kind: type[Storage], value: float) -> None:
     """Also one beyond the sequence's end that a pass wrote before it failed."""
     cache, storage, rows = filled(layout, kind)
-    assert storage.finite(1)
+    assert storage.is_finite(1)
     for n in (0, 63, 64, 200, 389):
         storage.rows[1][rows[n], -1, -1] = value
-        assert (storage.finite(0), storage.finite(1)) == (True, False)
+        assert (storage.is_finite(0), storage.is_finite(1)) == (True, False)
         storage.rows[1][rows[n]] = 0
     if isinstance(cache, SlottedCache):
         cache.truncate_to(1, 3)
         storage.rows[1][rows[389]] = value
-        assert not storage.finite(1)
+        assert not storage.is_finite(1)
 
 
 @STORAGES
@@ -300,7 +300,7 @@ def test_looking_for_what_is_not_finite_takes_little_memory(layout: Layout, kind
     row = 2 * SHAPE.kv_heads * SHAPE.head_dim
     piece = SHAPE.num_layers * layout.block_size if layout.paged else PIECE
     with Largest() as largest:
-        assert storage.finite(1)
+        assert storage.is_finite(1)
     assert 0 < largest.elements <= piece * row
 
 
@@ -345,7 +345,7 @@ def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, nu
         cache.reserve(parent, 2)
         storage.prepare([parent])
         for layer in storage.rows:
-            layer[list(storage.places(cache.slot(parent), 0, 2))] = parent + 1.0
+            layer[list(storage.row_numbers(cache.slot(parent), 0, 2))] = parent + 1.0
         cache.extend(parent, 2)
         cache.allocate(child)
         cache.fork(parent, child, 2)
@@ -367,7 +367,7 @@ def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:
     _, storage = slotted()
     for layer, rows in enumerate(storage.rows):
         rows.copy_(torch.arange(rows.numel(), dtype=torch.float64).view(rows.shape) + 1000 * layer)
-    window = storage.window(1, 2, 3)
+    window = storage.view(1, 2, 3)
     for layer in range(2):
         keys, values = window[layer]
         assert keys.shape == values.shape == (2, 2, 3, 4)

@@ -12,7 +12,7 @@ import pytest
 from app.client import FakeEngineClient, Script, spell
 from app.main import create_app
 from app.telemetry.exchange import Exchange as Followed
-from app.telemetry.export import Dropped
+from app.telemetry.export import DroppedSpans
 from deployments import metric_families, metrics
 from deployments.metrics import OUTCOMES, Meter
 from engine.types import DRAFTERS, EngineStats, Output, Part, Request, StepStats
@@ -260,7 +260,7 @@ def test_the_identities_between_families(told: Told, seed: int) -> None:
 
 def test_series_that_can_be_foreseen_begin_at_nothing_and_leave_no_trace(told: Told) -> None:
     """Ray's counters refuse 0; without a beginning, `increase` does not see the first growth."""
-    meter = Meter(FakeEngineClient(), "demo", dropped=Dropped())
+    meter = Meter(FakeEngineClient(), "demo", dropped=DroppedSpans())
     empty = {name for name in COUNTERS if not Instrument.made[name].told}
     assert empty == {f"specdec_{name}_total" for name in ("decode_seconds", "decode_tokens", "plain_seconds")}
     assert all(told.total(name) == 0 for name in COUNTERS)
@@ -306,7 +306,7 @@ def test_times_are_the_record_s(told: Told) -> None:
         "finished": 103.0,
         "output_tokens": 6,
     }
-    exchange.ended = {"r": replace(output, record=replace(output.record, **times))}
+    exchange.last_outputs = {"r": replace(output, record=replace(output.record, **times))}
     exchange.finished = 104.0
     meter.ended(exchange)
     assert told.values("specdec_request_queue_seconds") == {"": [0.5]}
@@ -403,7 +403,7 @@ def test_while_the_engine_works_counters_are_told_without_a_beat(told: Told, mon
 
 
 def test_telemetry_that_is_lost_is_counted_once(told: Told) -> None:
-    lost = Dropped()
+    lost = DroppedSpans()
     lost.add("queue_full", 3)
     meter = Meter(FakeEngineClient(), "demo", dropped=lost)
     assert told["specdec_telemetry_dropped_total"] == {"queue_full": 3}

@@ -38,7 +38,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Keys at any level that Serve has no field for, and would drop without a word."""
+    """ApiKeys at any level that Serve has no field for, and would drop without a word."""
     found = _unknown("", config, ServeDeploySchema)
     found += _unknown("http_options.", config.get("http_options", {}), HTTPOptionsSchema)
     for application in config.get("applications", []):

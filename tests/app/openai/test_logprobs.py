@@ -13,7 +13,7 @@ from app import routes
 from app.client import FakeEngineClient, Token
 from app.main import create_app
 from app.openai import replies
-from app.openai.logprobs import LEAST, Transcript
+from app.openai.logprobs import LEAST, LogprobColumns
 from engine.types import Output, Request, TokenLogprob
 from tests.app.harness import PROMPT, Exchange, call, events
 from tests.app.openai.test_completions import record
@@ -160,7 +160,7 @@ def words(token_id: int) -> Token:
 
 
 def offsets(ids: list[int], text: str) -> list[int]:
-    transcript = Transcript(words)
+    transcript = LogprobColumns(words)
     asyncio.run(transcript.prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text))
     transcript.add([TokenLogprob(3, -1.0)])
     return list(transcript.take()["text_offset"])
@@ -180,7 +180,7 @@ def test_the_output_goes_on_after_the_text_whatever_the_prompts_tokens_add_up_to
 
 
 def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
-    transcript = Transcript(words)
+    transcript = LogprobColumns(words)
     transcript.add([TokenLogprob(2, -3.0, ((1, -0.1), (3, -1.0)))])
     told = transcript.take()
     assert told["top_logprobs"] == [{" the": -0.1, " cat": -1.0}]
@@ -188,7 +188,7 @@ def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
 
 
 def test_a_probability_of_0_can_be_said() -> None:
-    transcript = Transcript(words)
+    transcript = LogprobColumns(words)
     transcript.add([TokenLogprob(3, float("-inf"), ((1, float("-inf")),))])
     told = transcript.take()
     assert (told["token_logprobs"], told["top_logprobs"]) == ([LEAST], [{" the": LEAST, " cat": LEAST}])
@@ -226,10 +226,10 @@ def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.Monke
     """Between two turns of another task no more than a piece's tokens are written down or encoded."""
     monkeypatch.setattr("app.openai.logprobs.PIECE", 10)
     monkeypatch.setattr("app.openai.replies.PIECE", 10)
-    written, encoded = Transcript._write, replies.encode_json
+    written, encoded = LogprobColumns._write, replies.encode_json
     work: list[int] = [0]
 
-    def write(self: Transcript, token_id: int, logprob: TokenLogprob | None) -> None:
+    def write(self: LogprobColumns, token_id: int, logprob: TokenLogprob | None) -> None:
         work[-1] += 1
         written(self, token_id, logprob)
 
@@ -237,7 +237,7 @@ def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.Monke
         work[-1] += len(value) if isinstance(value, list) else 0
         return encoded(value)
 
-    monkeypatch.setattr(Transcript, "_write", write)
+    monkeypatch.setattr(LogprobColumns, "_write", write)
     monkeypatch.setattr(replies, "encode_json", encode)
 
     async def other() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.client import FakeEngineClient, Script, Token, spell
 from app.main import create_app
-from app.openai.origins import Provenance
+from app.openai.origins import TokenOrigins
 from engine.detokenize import Detokenizer, TextStream
 from engine.types import FinishReason, Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events
@@ -222,7 +222,7 @@ def words(token_id: int) -> Token:
 
 
 def told_of(ids: tuple[int, ...], text: str, reason: FinishReason, *, keeps_end: bool = False) -> list[str]:
-    provenance = Provenance(words, keeps_end=keeps_end)
+    provenance = TokenOrigins(words, keeps_end=keeps_end)
     provenance.add(Output("r", ids, text, reason))
     return [token["text"] for told in provenance.take() for token in told["tokens"]]
 
@@ -250,7 +250,7 @@ def test_the_text_counts_where_a_vocabulary_spells_another() -> None:
 
 
 def test_all_tokens_of_a_character_that_a_stop_string_removed_are_removed() -> None:
-    provenance = Provenance(lambda byte: Token.of(bytes([byte])), keeps_end=False)
+    provenance = TokenOrigins(lambda byte: Token.of(bytes([byte])), keeps_end=False)
     provenance.add(Output("r", tuple("a€".encode()), "a", "stop"))
     (told,) = provenance.take()
     assert told["tokens"] == [{"text": "a", "source": "plain"}]
@@ -294,7 +294,7 @@ def test_token_texts_join_to_the_text_whatever_is_cut_or_held_back(
         return b"".join(spelt[i] for i in ids).decode("utf-8", "replace")
 
     stream = TextStream(Detokenizer(decode), stop, include=keeps_end)
-    provenance = Provenance(lambda i: Token.of(spelt[i]), keeps_end=keeps_end)
+    provenance = TokenOrigins(lambda i: Token.of(spelt[i]), keeps_end=keeps_end)
     text, told, used, stopped = "", [], 0, False
     while used < len(spelt) and not stopped:
         added, piece = [], ""

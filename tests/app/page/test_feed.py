@@ -10,7 +10,7 @@ import pytest
 from app.client import FakeEngineClient
 from app.main import create_app
 from app.page import feed, routes
-from app.page.live import Live
+from app.page.live import LivePage
 from engine.types import Output
 from tests.app.harness import PROMPT, Exchange
 from tests.app.page.test_live import part, step
@@ -18,7 +18,7 @@ from tests.app.page.test_live import part, step
 
 def test_one_that_is_about_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient(lambda request: [Output(request.id, (97,), "a")])
-    app = create_app(client, live=Live(client))
+    app = create_app(client, live_page=LivePage(client))
 
     async def scenario() -> None:
         running = Exchange(app, json.dumps(PROMPT | {"stream": True}).encode())
@@ -60,8 +60,8 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(feed, "EVENT_EVERY_S", 0.005)
         self.client = FakeEngineClient()
-        self.live = Live(self.client)
-        self.app = create_app(self.client, live=self.live)
+        self.live = LivePage(self.client)
+        self.app = create_app(self.client, live_page=self.live)
         self.made = 0
         event = self.live.event
 

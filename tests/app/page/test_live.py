@@ -10,7 +10,7 @@ import pytest
 from app.client import FakeEngineClient
 from app.main import create_app
 from app.page import step_window
-from app.page.live import WHY, Live
+from app.page.live import WHY, LivePage
 from engine.types import EngineStats, Part, StepStats
 from policies.reasons import REASONS
 
@@ -29,13 +29,13 @@ def step(began: float, parts: Iterable[Part], step_us: int = 1000, **more: Any) 
 
 
 class Played:
-    """A Live whose clock is set by hand, in a server of its own."""
+    """A LivePage whose clock is set by hand, in a server of its own."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.client = FakeEngineClient()
-        self.live = Live(self.client, clock=lambda: self.now)
-        self.app = create_app(self.client, live=self.live)
+        self.live = LivePage(self.client, clock=lambda: self.now)
+        self.app = create_app(self.client, live_page=self.live)
 
     def step(self, *steps: StepStats) -> None:
         self.client.stepped(steps)

@@ -61,8 +61,8 @@ def test_a_whole_exchange(stream: bool) -> None:
     reply = call(app, PROMPT | {"n": 3, "stream": stream, "max_tokens": 4})
     exchange = the_one(recorder)
     assert exchange.id in reply.reply.decode()
-    assert exchange.asked is not None
-    assert exchange.asked.n == 3
+    assert exchange.request_body is not None
+    assert exchange.request_body.n == 3
     assert list(exchange.requests) == client.submitted
     assert [record.request_id for record in exchange.records] == [request.id for request in client.submitted]
     assert [output.finish_reason for output in exchange.outputs] == ["length"] * 3
@@ -87,7 +87,7 @@ def test_a_refused_body_ends_an_exchange_too() -> None:
     assert call(app, PROMPT | {"temperature": 9}).status == 400
     exchange = the_one(recorder)
     assert isinstance(exchange.error, InvalidRequest)
-    assert exchange.asked is None
+    assert exchange.request_body is None
     assert exchange.requests == ()
     assert exchange.records == []
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.util.types import AttributeValue
 
 from app.telemetry import export
-from app.telemetry.export import Dropped, Outbox, captures_text, processors, provider
+from app.telemetry.export import BoundedSpanProcessor, DroppedSpans, captures_text, processors, provider
 from app.telemetry.otlp import Exporter
 from deployments.tracing import exporters
 
@@ -42,7 +42,7 @@ class Collector(SpanExporter):
         pass
 
 
-Opened = tuple[TracerProvider, Outbox]
+Opened = tuple[TracerProvider, BoundedSpanProcessor]
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]:
     monkeypatch.setattr(export, "SHUTDOWN_MS", 200)
     made: list[TracerProvider] = []
 
-    def open_(collector: SpanExporter, dropped: Dropped, **options: float) -> Opened:
-        outbox = Outbox(collector, dropped, **options)  # type: ignore[arg-type]
+    def open_(collector: SpanExporter, dropped: DroppedSpans, **options: float) -> Opened:
+        outbox = BoundedSpanProcessor(collector, dropped, **options)  # type: ignore[arg-type]
         made.append(TracerProvider(shutdown_on_exit=False))
         made[-1].add_span_processor(outbox)
         return made[-1], outbox
@@ -68,7 +68,7 @@ def write(provider: TracerProvider, *names: str) -> None:
 
 
 def test_what_is_exported_is_not_dropped(opened: Callable[..., Opened]) -> None:
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
     provider, _ = opened(collector, dropped)
     write(provider, "a", "b")
@@ -79,7 +79,7 @@ def test_what_is_exported_is_not_dropped(opened: Callable[..., Opened]) -> None:
 
 def test_a_full_queue_drops_what_comes_and_counts_it(opened: Callable[..., Opened]) -> None:
     """While the collector holds one batch, three spans wait; it never delays whoever ends a span."""
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     provider, _ = opened(collector, dropped, queue=3, schedule_ms=1)
     write(provider, "held")
     assert collector.busy.wait(30)
@@ -103,7 +103,7 @@ def long_span(provider: TracerProvider, name: str, rounds: int) -> None:
 def test_the_queue_is_bounded_by_bytes_too(opened: Callable[..., Opened]) -> None:
     """Long spans fill it though there is room for their number. The batch that the collector holds counts until it is
     let go: its spans are as large in memory as before."""
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     provider, _ = opened(collector, dropped, queue_bytes=1_000_000, schedule_ms=1)
     long_span(provider, "held", 1000)
     assert collector.busy.wait(30)
@@ -124,7 +124,7 @@ def test_the_queue_is_bounded_by_bytes_too(opened: Callable[..., Opened]) -> Non
 def test_what_a_failed_export_held_is_room_again(
     opened: Callable[..., Opened], result: SpanExportResult | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector, dropped = Collector(result), Dropped()
+    collector, dropped = Collector(result), DroppedSpans()
     collector.let.set()
     provider, _ = opened(collector, dropped, queue_bytes=1_000_000)
     for _ in range(5):
@@ -169,7 +169,7 @@ def own_values(attributes: dict[str, AttributeValue]) -> dict[str, AttributeValu
 def test_a_failed_export_is_counted(
     opened: Callable[..., Opened], result: SpanExportResult | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector, dropped = Collector(result), Dropped()
+    collector, dropped = Collector(result), DroppedSpans()
     collector.let.set()
     provider, _ = opened(collector, dropped)
     write(provider, *"abc")
@@ -179,7 +179,7 @@ def test_a_failed_export_is_counted(
 
 def test_the_end_does_not_wait_for_a_collector_that_hangs(opened: Callable[..., Opened]) -> None:
     """It still hangs when `shutdown` has returned, and what waited behind it is counted; so is what comes later."""
-    collector, dropped = Collector(patience_s=10), Dropped()  # less than the SDK would wait for
+    collector, dropped = Collector(patience_s=10), DroppedSpans()  # less than the SDK would wait for
     provider, outbox = opened(collector, dropped, schedule_ms=1)
     write(provider, "held")
     assert collector.busy.wait(30)
@@ -194,7 +194,7 @@ def test_the_end_does_not_wait_for_a_collector_that_hangs(opened: Callable[..., 
 
 
 def test_the_end_exports_what_is_left(opened: Callable[..., Opened]) -> None:
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
     provider, outbox = opened(collector, dropped, schedule_ms=60_000)
     write(provider, *"abc")
@@ -204,10 +204,10 @@ def test_the_end_exports_what_is_left(opened: Callable[..., Opened]) -> None:
 
 
 def test_what_is_not_sampled_is_no_loss() -> None:
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
     provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
-    provider.add_span_processor(Outbox(collector, dropped))
+    provider.add_span_processor(BoundedSpanProcessor(collector, dropped))
     write(provider, "a")
     provider.shutdown()
     assert collector.taken == []
@@ -252,12 +252,12 @@ def test_which_exporters_the_variables_ask_for(
     said(variables)
     made: list[SpanExporter] = []
 
-    class Kept(Outbox):
+    class Kept(BoundedSpanProcessor):
         def __init__(self, exporter: SpanExporter) -> None:
             made.append(exporter)
             super().__init__(exporter)
 
-    monkeypatch.setattr(export, "Outbox", Kept)
+    monkeypatch.setattr(export, "BoundedSpanProcessor", Kept)
     found = provider({})
     assert [type(exporter) for exporter in made] == kinds
     assert (found is None) == (not kinds)
@@ -334,7 +334,7 @@ def test_serves_own_spans_go_where_ours_go(said: Say, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OTEL_SERVICE_NAME", "")  # put back afterwards
     monkeypatch.delenv("OTEL_SERVICE_NAME")
     made = exporters()
-    assert [type(each) for each in made] == [Outbox]
+    assert [type(each) for each in made] == [BoundedSpanProcessor]
     assert TracerProvider(shutdown_on_exit=False).resource.attributes["service.name"] == "foretoken"
     for each in made:
         each.shutdown()

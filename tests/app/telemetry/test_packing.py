@@ -36,7 +36,7 @@ def test_identities_of_the_totals(seed: int) -> None:
     request = Request("r", (1, 2, 3))
     record = record_of(request, noise(rng, rng.randint(1, 40)))
     exchange = Exchange("cmpl-r", Headers(), requests=[request], finished=1.0)
-    exchange.ended = {"r": Output("r", (), "", "stop", record=record)}
+    exchange.last_outputs = {"r": Output("r", (), "", "stop", record=record)}
     said: Any = request_attributes(exchange, "m")
     column: Any = columns(record)
     total = {name.removeprefix("specdec.tokens."): n for name, n in said.items() if name.startswith("specdec.tokens.")}
