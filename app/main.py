@@ -31,10 +31,10 @@ def create_app(
     body_timeout_s: float = BODY_TIMEOUT_S,
     max_unfinished_bodies: int = MAX_UNFINISHED_BODIES,
 ) -> Starlette:
-    """The application over any engine: a replica's own, a remote one, or the fake.
+    """Build the application over any EngineClient: a replica's own, a remote one, or the fake.
 
-    listeners: see app/telemetry/exchange.py. live: what /ui shows; it listens too. keys: the API keys, of which every
-    client must have one.
+    listeners: see app/telemetry/exchange.py. live_page: the data of /ui; it is a listener too. keys: every client must
+    send one of them; None: no key is needed.
     """
     telemetry = Telemetry(client, (*listeners, live_page) if live_page is not None else listeners)
     app = Starlette(
@@ -56,5 +56,5 @@ def create_app(
         ],
         exception_handlers=HANDLERS,
     )
-    app.router.redirect_slashes = False  # a redirect would be built from the Host header, which is the client's word
+    app.router.redirect_slashes = False  # Starlette builds a redirect from the Host header, which any client can forge
     return app

@@ -36,7 +36,7 @@ from app.main import create_app
 from app.openai.request import parse
 from app.telemetry.exchange import Exchange, Listener
 from app.telemetry.export import BoundedSpanProcessor, DroppedSpans
-from app.telemetry.otlp import Exporter, encode
+from app.telemetry.otlp import OtlpExporter, encode
 from app.telemetry.tracer import TraceConfig, Tracer
 from benchmarks import common
 from benchmarks.stats import median_ratio
@@ -222,7 +222,7 @@ async def measure(bench: BurstBench, args: argparse.Namespace, url: str) -> tupl
     spent: Counter[str] = Counter()
     dropped = DroppedSpans()
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(BoundedSpanProcessor(TimedExporter(Exporter(url), spent), dropped))
+    provider.add_span_processor(BoundedSpanProcessor(TimedExporter(OtlpExporter(url), spent), dropped))
     told = [Tracer(bench.client, provider, TraceConfig("packed")), *meters(bench.client)]
     pairs = []
     for repeat in range(-1, args.repeats):

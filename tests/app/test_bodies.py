@@ -146,7 +146,7 @@ def test_of_too_many_unfinished_bodies_the_oldest_gives_way(grace_s: float, monk
         await asyncio.gather(*tasks[:2])
         assert clock() - began >= grace_s
         for exchange in exchanges[:2]:
-            assert_timed_out(exchange, "gave way to 2 newer")
+            assert_timed_out(exchange, "while 2 newer ones arrived")
         assert not any(task.done() for task in tasks[2:])
         for exchange in exchanges[2:]:
             exchange.go_on()

@@ -13,7 +13,7 @@ from app import routes
 from app.client import FakeEngineClient, Token
 from app.main import create_app
 from app.openai import replies
-from app.openai.logprobs import LEAST, LogprobColumns
+from app.openai.logprobs import MIN_LOGPROB, LogprobColumns
 from engine.types import Output, Request, TokenLogprob
 from tests.app.harness import PROMPT, Exchange, call, events
 from tests.app.openai.test_completions import record
@@ -161,7 +161,7 @@ def words(token_id: int) -> Token:
 
 def offsets(ids: list[int], text: str) -> list[int]:
     transcript = LogprobColumns(words)
-    asyncio.run(transcript.prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text))
+    asyncio.run(transcript.add_prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text))
     transcript.add([TokenLogprob(3, -1.0)])
     return list(transcript.take()["text_offset"])
 
@@ -191,7 +191,10 @@ def test_a_probability_of_0_can_be_said() -> None:
     transcript = LogprobColumns(words)
     transcript.add([TokenLogprob(3, float("-inf"), ((1, float("-inf")),))])
     told = transcript.take()
-    assert (told["token_logprobs"], told["top_logprobs"]) == ([LEAST], [{" the": LEAST, " cat": LEAST}])
+    assert (told["token_logprobs"], told["top_logprobs"]) == (
+        [MIN_LOGPROB],
+        [{" the": MIN_LOGPROB, " cat": MIN_LOGPROB}],
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,8 +215,8 @@ def test_a_long_prompts_columns_are_whole(monkeypatch: pytest.MonkeyPatch, strea
     fields = {"prompt": [ascii_ids(90), ascii_ids(35)], "max_tokens": 3, "logprobs": 3, "echo": True, "seed": 1}
     told: list[list[tuple[str, dict[str, list[Any]]]]] = []
     for piece in (7, 10**6):
-        monkeypatch.setattr("app.openai.logprobs.PIECE", piece)
-        monkeypatch.setattr("app.openai.replies.PIECE", piece)
+        monkeypatch.setattr("app.openai.logprobs.PIECE_TOKENS", piece)
+        monkeypatch.setattr("app.openai.replies.PIECE_TOKENS", piece)
         done = post(FakeEngineClient(), stream=stream, **fields)
         whole = [] if stream else json.loads(done.reply)["choices"]
         told.append([assembled(done, i) for i in (0, 1)] if stream else [(c["text"], c["logprobs"]) for c in whole])
@@ -224,8 +227,8 @@ def test_a_long_prompts_columns_are_whole(monkeypatch: pytest.MonkeyPatch, strea
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """Between two turns of another task no more than a piece's tokens are written down or encoded."""
-    monkeypatch.setattr("app.openai.logprobs.PIECE", 10)
-    monkeypatch.setattr("app.openai.replies.PIECE", 10)
+    monkeypatch.setattr("app.openai.logprobs.PIECE_TOKENS", 10)
+    monkeypatch.setattr("app.openai.replies.PIECE_TOKENS", 10)
     written, encoded = LogprobColumns._write, replies.encode_json
     work: list[int] = [0]
 
@@ -260,7 +263,7 @@ def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.Monke
 
 def test_a_long_body_says_its_length() -> None:
     done = post(FakeEngineClient(), prompt=[ascii_ids(200)] * 8, max_tokens=0, logprobs=20, echo=True)
-    assert len(done.reply) > routes.LONG_BODY
+    assert len(done.reply) > routes.MAX_JOINED_BYTES
     assert int(done.reply_headers["content-length"]) == len(done.reply)
     assert len(json.loads(done.reply)["choices"]) == 8
     assert len(done.sent) == 1 + 8 + 2  # the start, a part for each choice, what is before and behind them

@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "surrogate",
     ),
     ({"prediction": {"type": "content", "content": ""}}, "prediction", "at least one token"),
-    ({"prediction": {"type": "content", "content": "a" * 257}}, "prediction", "can never come true"),
+    ({"prediction": {"type": "content", "content": "a" * 257}}, "prediction", "the prediction has 257: shorten it"),
     ({"prediction": GUESS, "speculation": {"mode": "off"}}, "prediction", "no effect"),
     ({"prediction": GUESS, "speculation": {"k": 0}}, "prediction", "no effect"),
     ({"prediction": GUESS, "speculation": {"drafter": "lookup"}}, "prediction", "would not look at"),

@@ -34,7 +34,7 @@ def test_one_that_is_about_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         assert json.loads(asked.reply)["status"] == "disconnected"
 
     play(scenario)
-    monkeypatch.setattr(routes, "LAST_MOMENT_S", 0.0)
+    monkeypatch.setattr(routes, "WAIT_FOR_RECORD_S", 0.0)
 
     async def impatient() -> None:
         running = Exchange(app, json.dumps(PROMPT | {"stream": True}).encode())
@@ -209,7 +209,7 @@ def test_the_limit_holds_for_those_who_come_at_once(monkeypatch: pytest.MonkeyPa
 def test_a_viewer_that_neither_reads_nor_leaves_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
     monkeypatch.setattr(feed, "FEED_S", 0.01)
-    monkeypatch.setattr(feed, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(feed, "SLOW_VIEWER_S", 0.01)
     watched = Watched(monkeypatch)
 
     async def full(message: Any) -> None:

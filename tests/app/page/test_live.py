@@ -10,7 +10,7 @@ import pytest
 from app.client import FakeEngineClient
 from app.main import create_app
 from app.page import step_window
-from app.page.live import WHY, LivePage
+from app.page.live import REASON_TEXTS, LivePage
 from engine.types import EngineStats, Part, StepStats
 from policies.reasons import REASONS
 
@@ -266,7 +266,7 @@ def test_a_server_that_cannot_draft_by_itself_says_why(card: dict[str, Any], sta
 
 
 def test_every_reason_has_words() -> None:
-    assert tuple(WHY) == REASONS
+    assert tuple(REASON_TEXTS) == REASONS
 
 
 def test_load_and_health_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

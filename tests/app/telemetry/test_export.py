@@ -15,7 +15,7 @@ from opentelemetry.util.types import AttributeValue
 
 from app.telemetry import export
 from app.telemetry.export import BoundedSpanProcessor, DroppedSpans, captures_text, processors, provider
-from app.telemetry.otlp import Exporter
+from app.telemetry.otlp import OtlpExporter
 from deployments.tracing import exporters
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
@@ -236,14 +236,14 @@ Say = Callable[[dict[str, str]], None]
     ("variables", "kinds"),
     [
         ({}, []),
-        (ENDPOINT, [Exporter]),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9/v1/traces"}, [Exporter]),
-        ({"OTEL_TRACES_EXPORTER": "otlp"}, [Exporter]),
-        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, [ConsoleSpanExporter, Exporter]),
+        (ENDPOINT, [OtlpExporter]),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9/v1/traces"}, [OtlpExporter]),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, [OtlpExporter]),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, [ConsoleSpanExporter, OtlpExporter]),
         (ENDPOINT | {"OTEL_TRACES_EXPORTER": "console"}, [ConsoleSpanExporter]),
         (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, []),
         (ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, []),
-        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, [Exporter]),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, [OtlpExporter]),
     ],
 )
 def test_which_exporters_the_variables_ask_for(

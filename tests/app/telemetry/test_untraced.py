@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from app.main import create_app
 from app.telemetry import tracer
 from app.telemetry.exchange import Exchange
-from app.telemetry.tracer import parent
+from app.telemetry.tracer import parent_context
 from tests.app.harness import PROMPT, call
 from tests.app.telemetry.tracing import Traced, step
 
@@ -45,7 +45,7 @@ def test_a_client_that_says_not_to_trace_is_not_traced(within: bool) -> None:
 )
 def test_of_several_contexts_any_may_say_no(said: list[str], traced: bool) -> None:
     headers = Headers(raw=[(b"traceparent", value.encode()) for value in said])
-    assert (parent(Exchange("cmpl-r", headers)) is not None) is traced
+    assert (parent_context(Exchange("cmpl-r", headers)) is not None) is traced
 
 
 class Kept:
@@ -76,7 +76,7 @@ def test_what_a_sampler_leaves_out_has_no_trace_and_no_text(sampled: bool) -> No
 
 
 def test_requests_that_ended_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracer, "REMEMBERED", 2)
+    monkeypatch.setattr(tracer, "MAX_ENDED_EXCHANGES", 2)
     traced = Traced()
     for _ in range(3):
         call(traced.app, PROMPT)
