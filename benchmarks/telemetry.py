@@ -40,12 +40,12 @@ from app.telemetry.otlp import OtlpExporter, encode
 from app.telemetry.tracer import TraceConfig, Tracer
 from benchmarks import common
 from benchmarks.stats import median_ratio
-from deployments.bridge import TELL_EVERY_S, LocalClient
+from deployments.bridge import REPORT_EVERY_S, LocalClient
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import Output, Request, RequestRecord, StepStats
 
-QUIET_S = 3 * TELL_EVERY_S  # after which everybody was told of the last step
+QUIET_S = 3 * REPORT_EVERY_S  # after which everybody was told of the last step
 TOKENS_PER_ROUND = 5  # to ask for: a round seldom emits more
 
 

@@ -158,10 +158,10 @@ class TrustsOthersAfterDiscard(PagedCache):
 
     def discard(self, handle: int) -> None:
         table = self.table(handle)
-        sharing = [h for h in self._held.values() if table and h.table[:1] == table[:1] and h.due != NEVER]
+        sharing = [h for h in self._held.values() if table and h.table[:1] == table[:1] and h.next_index_at != NEVER]
         super().discard(handle)
         for held in sharing:
-            held.due = self.block_size
+            held.next_index_at = self.block_size
 
 
 class GivesAwayWhatWasQuarantined(PagedCache):

@@ -197,7 +197,7 @@ class FullKernel:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(errno.ENOMEM, "more mappings than vm.max_map_count allows"), (errno.EINVAL, "Invalid argument")]
+    ("code", "says"), [(errno.ENOMEM, "raise vm.max_map_count or lower kv_tokens"), (errno.EINVAL, "Invalid argument")]
 )
 def test_a_failed_mapping_names_its_reason(monkeypatch: pytest.MonkeyPatch, code: int, says: str) -> None:
     monkeypatch.setattr(mapped, "_libc", FullKernel(code, 0))

@@ -104,9 +104,9 @@ def test_failed_operations_change_nothing() -> None:
     cache.reserve(0, 7)
     cache.extend(0, 7)
     assert cache.room(0) == 3
-    with pytest.raises(CacheFull, match="needs 11 positions, its slot has 10"):
+    with pytest.raises(CacheFull, match="needs 11 positions, but its slot has 10"):
         cache.reserve(0, 4)
-    with pytest.raises(ValueError, match="to 11, its slot has 10"):
+    with pytest.raises(ValueError, match="to 11: its slot has 10"):
         cache.extend(0, 4)
     with pytest.raises(CacheFull, match="all 1 slots"):
         cache.allocate(1)

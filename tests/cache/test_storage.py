@@ -19,7 +19,7 @@ from cache.memory import make_storage
 from cache.paged import PagedCache
 from cache.protocol import KVCache
 from cache.slotted import SlottedCache
-from cache.storage import PIECE, KVShape, SlottedStorage, Storage
+from cache.storage import PIECE_POSITIONS, KVShape, SlottedStorage, Storage
 
 SLOTS, MAX_LEN, BLOCK, BLOCKS = 3, 15, 4, 9
 SHAPE = KVShape(2, 1, mmap.PAGESIZE // (BLOCK * 2 * 8), torch.float64, torch.device("cpu"))  # a block is a page
@@ -182,7 +182,7 @@ class ClearsNothing(MappedStorage):
 class PadsWithBlock0(GatheredStorage):
     def __init__(self, cache: PagedCache, shape: KVShape) -> None:
         super().__init__(cache, shape)
-        self._zeros = 0
+        self._zero_block = 0
 
 
 # The same programs every time, and no search for the shortest one that fails.
@@ -298,7 +298,7 @@ def test_what_is_cleared_begins_where_it_is_told(layout: Layout, kind: type[Stor
 def test_looking_for_what_is_not_finite_takes_little_memory(layout: Layout, kind: type[Storage]) -> None:
     _, storage, _ = filled(layout, kind)
     row = 2 * SHAPE.kv_heads * SHAPE.head_dim
-    piece = SHAPE.num_layers * layout.block_size if layout.paged else PIECE
+    piece = SHAPE.num_layers * layout.block_size if layout.paged else PIECE_POSITIONS
     with Largest() as largest:
         assert storage.is_finite(1)
     assert 0 < largest.elements <= piece * row

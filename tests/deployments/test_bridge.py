@@ -69,7 +69,7 @@ def test_who_watches_is_told_of_every_end_and_of_all_steps(
         calls.append(len(new))
         steps.extend(new)
 
-    monkeypatch.setattr("deployments.bridge.TELL_EVERY_S", 0.02)
+    monkeypatch.setattr("deployments.bridge.REPORT_EVERY_S", 0.02)
     client.watch(stepped, ended.append)
 
     async def scenario() -> None:

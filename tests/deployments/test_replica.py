@@ -60,7 +60,7 @@ def replica() -> Any:
     ours = Replica.func_or_class.__mro__[1]  # type: ignore[attr-defined]  # below what Serve's decorators made of it
     assert ours.__module__ == "deployments.replica"
     bare = ours.__new__(ours)
-    bare.client, bare.meter, bare._serving = Client(), Heart(), False
+    bare.client, bare.meter, bare._started = Client(), Heart(), False
     return bare
 
 

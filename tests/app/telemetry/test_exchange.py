@@ -178,7 +178,7 @@ def test_a_listener_that_fails_costs_nobody_anything(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.ERROR):
         assert call(app, PROMPT).status == 200
     the_one(recorder)
-    assert [record.message for record in caplog.records] == ["Broken failed to take what it was told"] * 2
+    assert [record.message for record in caplog.records] == ["the listener Broken failed"] * 2
 
 
 def test_steps_are_passed_on() -> None:
