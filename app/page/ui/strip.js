@@ -1,13 +1,15 @@
-// One request, round by round: a column as high as k, filled as far as drafts were accepted, its time below.
+// The rounds of one request. Each round is a column: its height is k, its filled part the accepted drafts, with the
+// round's time below.
 
 import { byId, copyButton, el, millis, number, percent, plural, stepping, svg } from "./dom.js";
 import { REASONS, roundFacts } from "./tokens.js";
 
-const NARROWEST = 12; // of a column
+// All in px.
+const NARROWEST = 12; // width of a column
 const WIDEST = 26;
 const CELL = 11; // height of one draft
 const TIMES = 56; // height of the longest round's time
-const GAP = 22; // between the drafts and their times: the reasons stand there
+const GAP = 22; // between drafts and times; it holds the marks of the reasons
 
 const TIME = { draft: "draft_us", verify: "verify_us", other: "overhead_us" };
 const MARKS = { policy: "P", user: "U", cap: "C", cache: "M", acceptance: "A", load: "L", probe: "?" };
@@ -39,7 +41,7 @@ function facts(record) {
   return el("dl", { class: "record" }, ...pairs);
 }
 
-const named = (id, what) => el("span", { class: "named" }, el("code", {}, id), copyButton(id, what));
+const named = (id, label) => el("span", { class: "named" }, el("code", {}, id), copyButton(id, label));
 
 function drawing(choice, several) {
   const columns = choice.rounds;
