@@ -91,7 +91,7 @@ def test_a_feed_that_says_nothing_is_given_up_and_tried_again(browser: Browser) 
     gate.acts["/ui/events"] = mute
     with serving(FakeEngineClient(), around=gate) as url:
         browser.open(f"{url}/ui")
-        assert browser.wait(TROUBLE).startswith("The server is gone (no word for 6 s). Trying again in ")
+        assert browser.wait(TROUBLE).startswith("The server is gone (no event for 6 s). Trying again in ")
         gate.acts.clear()
         browser.wait(LIVE)
         browser.open("about:blank")

@@ -57,9 +57,9 @@ export function take(change) {
   draw();
 }
 
-// Returns columns [t, ...values] with one entry per interval; the shown span has 60 intervals. Each function of `ratios`
-// computes a value from the sums of an interval, or null if it would divide by 0. Starts with the first step and leaves
-// out the interval that has not ended.
+// Returns columns [t, ...values] with one entry per interval; the shown span has 60 intervals. Each function of
+// `ratios` computes a value from the sums of an interval, or null if it would divide by 0. Starts with the first step
+// and leaves out the interval that has not ended.
 function series(...ratios) {
   const length = span / 60; // s
   const sums = new Map();
