@@ -1,4 +1,4 @@
-"""Where API keys are set, nothing but health and the page's bare files is open."""
+"""With API keys set, only /health and the live page's static files need no key."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The block pool: which block is given when, and what its audit finds."""
+"""The block pool: the order in which blocks are given out, and the defects that its audit finds."""
 
 from collections.abc import Callable
 

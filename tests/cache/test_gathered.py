@@ -1,4 +1,4 @@
-"""What GatheredStorage does of its own; its law is in test_storage.py."""
+"""GatheredStorage's own behaviour. test_storage.py tests what all storages have in common."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What MappedStorage asks of the operating system, and what becomes of it; its law is in test_storage.py."""
+"""MappedStorage's calls of the operating system. test_storage.py tests what all storages have in common."""
 
 import ctypes
 import errno
@@ -32,7 +32,7 @@ def make(dtype: torch.dtype = torch.float64, block: int = BLOCK) -> tuple[PagedC
 
 
 def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, value: float = 1.0) -> None:
-    """Let the sequence, which may be new, write `value` at its next positions."""
+    """Write `value` at the sequence's next positions. The sequence may be new."""
     if not cache.holds(handle):
         cache.allocate(handle)
     start = cache.length(handle)
@@ -45,7 +45,7 @@ def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, val
 
 
 def keys_of(cache: PagedCache, storage: MappedStorage, handle: int, length: int = MAX_LEN) -> torch.Tensor:
-    """The last layer's [length, head_dim], after a preparation of this sequence."""
+    """Return the last layer's keys [length, head_dim] of this sequence, after `prepare`."""
     storage.prepare([handle])
     return storage.view(cache.slot(handle), 1, length)[1][0][0, 0]
 
@@ -183,7 +183,7 @@ def test_positions_that_are_not_mapped_have_no_place() -> None:
 
 
 class FullKernel:
-    """Stands for libc: mmap fails with this error once `left` calls have gone through."""
+    """Stands in for libc: mmap fails with this error after `left` calls."""
 
     def __init__(self, code: int, left: int) -> None:
         self.code, self.left, self.real = code, left, mapped._libc.mmap
@@ -211,7 +211,7 @@ def test_a_failed_mapping_names_its_reason(monkeypatch: pytest.MonkeyPatch, code
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_a_preparation_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Two layers: it fails before the first block, between the layers of one, and before the zeros of the tail."""
+    """With two layers, mmap fails before the first block, between a block's layers, and before the zeros at the end."""
 
     def attempt() -> tuple[PagedCache, MappedStorage]:
         cache, storage = make()
@@ -307,7 +307,7 @@ def test_memory_is_used_for_the_blocks_that_were_needed() -> None:
 
 
 def test_map_count_is_what_scattered_blocks_need() -> None:
-    """Two sequences that grow in turns from a pool of every block: nothing can be merged."""
+    """Two sequences that grow in turns use every block, and no two neighbouring blocks can share a mapping."""
     cache, storage = make()
     layout = Layout(SLOTS, MAX_LEN, BLOCK, BLOCKS)
     for _ in range(4):

@@ -271,7 +271,7 @@ def test_of_two_who_computed_the_same_the_second_gives_its_blocks_back() -> None
 
 
 def test_a_block_that_others_share_is_not_given_back() -> None:
-    """What they hold below it would be indexed below a block that they do not hold."""
+    """The other sequences would later index blocks below one that they do not hold."""
     cache = paged()
     for handle in (0, 1, 2):
         cache.allocate(handle, TEXT[:9])

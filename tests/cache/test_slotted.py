@@ -48,7 +48,7 @@ class OverlongCache(SlottedCache):
 
 
 class SharingCache(SlottedCache):
-    """Pretends that the child has what its parent has."""
+    """Claims that the child has its parent's positions."""
 
     def fork(self, parent: int, child: int, length: int) -> int:
         self._lengths[child] = max(super().fork(parent, child, length), length)
@@ -56,7 +56,7 @@ class SharingCache(SlottedCache):
 
 
 class TrustingCache(SlottedCache):
-    """Gives away what was quarantined."""
+    """Gives out quarantined slots."""
 
     def quarantine(self, handle: int) -> None:
         self.release(handle)

@@ -1,4 +1,4 @@
-"""Every storage reads, for every sequence, what was written for its tokens, whatever its cache did meanwhile."""
+"""Every storage reads for every sequence what was written for its tokens, whatever its cache did in between."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def written(tokens: Sequence[int], start: int, layer: int) -> Tensor:
 
 
 class Machine(RuleBasedStateMachine):
-    """A cache, its storage, and what each sequence's valid positions ought to hold: its `tokens`."""
+    """A cache, its storage, and the `tokens` that each sequence's valid positions must hold."""
 
     layout = PAGED
     make: Any = make_storage
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), more=st.lists(BITS, min_size=1, max_size=4), poison=st.sampled_from([False] * 4 + [True]))
     def feed(self, data: st.DataObject, more: list[int], poison: bool) -> None:
-        """A pass; what is not finite is cleared and nobody's any more, as the engine does it."""
+        """A pass. As in the engine, memory that is not finite is cleared and released."""
         handle = data.draw(st.sampled_from(sorted(self.tokens)))
         start = len(self.tokens[handle])
         if self.cache.room(handle) < len(more):
@@ -146,7 +146,7 @@ def test_every_sequence_reads_what_was_written_for_its_tokens(layout: Layout, ma
 
 
 class KeepsTails(MappedStorage):
-    """Leaves mapped what the sequence no longer has."""
+    """Leaves blocks mapped that the sequence has given up."""
 
     def _map(self, slot: int, start: int, end: int, block: int | None) -> None:
         if block is not None:
@@ -269,7 +269,7 @@ def filled(layout: Layout, kind: type[Storage]) -> tuple[KVCache, Storage, list[
 @STORAGES
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_whatever_position_is_not_finite_is_found(layout: Layout, kind: type[Storage], value: float) -> None:
-    """Also one beyond the sequence's end that a pass wrote before it failed."""
+    """Also for a value beyond the sequence's end, which a pass wrote before it failed."""
     cache, storage, rows = filled(layout, kind)
     assert storage.is_finite(1)
     for n in (0, 63, 64, 200, 389):
@@ -337,7 +337,7 @@ class Fails(TorchDispatchMode):
 @pytest.mark.parametrize("block", [4, 5], ids=["mapped", "gathered"])
 @pytest.mark.parametrize("number", range(3))
 def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, number: int) -> None:
-    """Each sequence goes on from a copy of what it shared; the first one's source is the second one's copy."""
+    """Each sequence goes on from a copy of a shared block. The first copy's source is the second copy's destination."""
     cache = PagedCache(6, 20, block, 20, prefixes=False)
     storage = make_storage(Layout(6, 20, block, 20), cache, SHAPE)
     for parent, child in ((0, 3), (1, 4), (2, 5)):

@@ -25,7 +25,7 @@ applications: [{import_path: deployments.build:build, args: {drain_s: 7}}]
 
 
 class FakeCluster:
-    """Becomes settled at once; `loads` are the requests that run at each look during the drain."""
+    """A cluster that is settled at once. `loads`: the running requests at each poll of the drain."""
 
     url = "http://127.0.0.1:1"
     settled = True
@@ -122,7 +122,7 @@ def test_an_application_that_fails_is_told_and_is_status_1(
 def test_signals_while_it_starts_end_it_with_status_0(
     signals: Signals, raised: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray makes SystemExit of a SIGTERM during ray.init; a second signal is SecondSignal, wherever it comes."""
+    """During ray.init Ray turns SIGTERM into SystemExit. A second signal raises SecondSignal at any time."""
     cluster = FakeCluster([])
     monkeypatch.setattr(cluster, "start", Mock(side_effect=raised))
     monkeypatch.setattr("deployments.cluster.Cluster", lambda *_: cluster)

@@ -1,4 +1,4 @@
-"""What reaches the metrics: every family, its exact values for a played engine, and the laws between them."""
+"""The metrics: every family, its exact values for a scripted engine, and the identities between them."""
 
 import asyncio
 import random
@@ -150,7 +150,7 @@ def test_what_rounds_add(told: Told) -> None:
 
 
 def test_the_policy_s_view_leaves_out_what_requests_fixed(told: Told) -> None:
-    """A sequence that got no drafts is one of the server's own drafter, and lowers its mean."""
+    """A sequence without drafts counts for the server's default drafter and lowers its mean."""
     play(Meter(FakeEngineClient(), "demo"), STEPS)
     assert told["specdec_k_current"] == approx(model=(4 + 2 + 1 + 1 + 0) / 5)
     assert told["specdec_alpha_estimate"] == approx(model=(0.6 * 3 + 0.8 + 0.2) / 5)
@@ -259,7 +259,7 @@ def test_the_identities_between_families(told: Told, seed: int) -> None:
 
 
 def test_series_that_can_be_foreseen_begin_at_nothing_and_leave_no_trace(told: Told) -> None:
-    """Ray's counters refuse 0; without a beginning, `increase` does not see the first growth."""
+    """Ray's counters refuse 0. Without a first sample, Prometheus' `increase` misses the first growth."""
     meter = Meter(FakeEngineClient(), "demo", dropped=DroppedSpans())
     empty = {name for name in COUNTERS if not Instrument.made[name].told}
     assert empty == {f"specdec_{name}_total" for name in ("decode_seconds", "decode_tokens", "plain_seconds")}
@@ -343,7 +343,7 @@ def broken(code: Any) -> Script:
     ],
 )
 def test_how_requests_end(told: Told, outcome: str, client: FakeEngineClient, fields: Any, stream: bool) -> None:
-    """In a stream that has begun, what ends it is no status any more."""
+    """An error within a stream cannot change the status any more."""
     call(create_app(client, [meter := Meter(client, "demo")]), PROMPT | fields | {"stream": stream})
     meter.beat()
     served = outcome not in ("refused", "overloaded")
@@ -391,7 +391,7 @@ def test_gauges_tell_of_an_engine_that_stands_still(told: Told, monkeypatch: pyt
 
 
 def test_while_the_engine_works_counters_are_told_without_a_beat(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most once a second: telling costs more than counting."""
+    """Values go to Ray at most once a second, because a report costs more than counting."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     meter = Meter(FakeEngineClient(), "demo")

@@ -211,7 +211,7 @@ def ascii_ids(count: int) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_long_prompts_columns_are_whole(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """Written and encoded in many pieces, they are what they are in one."""
+    """Log-probabilities in many pieces equal those in one piece."""
     fields = {"prompt": [ascii_ids(90), ascii_ids(35)], "max_tokens": 3, "logprobs": 3, "echo": True, "seed": 1}
     told: list[list[tuple[str, dict[str, list[Any]]]]] = []
     for piece in (7, 10**6):

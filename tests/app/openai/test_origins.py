@@ -1,4 +1,4 @@
-"""Where tokens came from: sources by the round's facts, texts that join to the text, every round told exactly once."""
+"""Origins of tokens: sources follow the round's outcome, texts join to the whole text, each round appears once."""
 
 import json
 import logging
@@ -131,7 +131,7 @@ def test_no_tokens_are_no_rounds() -> None:
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("prompt", ["abc", "aé€🙂z"])
 def test_streams_and_whole_replies_tell_the_same_of_every_choice(prompt: str, logprobs: int | None, echo: bool) -> None:
-    """Characters are cut by rounds, and the echoed prompt has no provenance."""
+    """Rounds cut characters, and the echoed prompt has no origins."""
     size = len(prompt.encode())
     fields: dict[str, Any] = {
         "prompt": [prompt, "xy"],
@@ -183,7 +183,7 @@ STOPPED = [("a", "a", 0), ("xyb", "xy", 2), ("cd", "", 1)]  # "bcd" is a stop st
 
 @pytest.mark.parametrize("tell", [whole, streamed])
 def test_what_a_stop_string_removed_is_not_told(tell: Any) -> None:
-    """Its round is: what was drafted in it counts in the metrics."""
+    """The round without tokens still appears, because its drafts count in the metrics."""
     ((text, rounds),) = tell(lambda request: said(request, STOPPED, "stop"), stop="bcd")
     assert text == joined(rounds) == "axy"
     assert tokens(rounds) == [("a", "plain"), ("x", "draft"), ("y", "draft")]

@@ -335,6 +335,6 @@ def test_texts_are_tokenized_only_until_they_are_too_many() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_choices_of_one_prompt_share_its_reading(n: int) -> None:
-    """So that n does not count."""
+    """The limit counts each prompt once, whatever n is."""
     done = call(create_app(FakeEngineClient(max_prompt_tokens=60)), PROMPT | {"prompt": ["a" * 40, "b" * 20], "n": n})
     assert done.status == 200

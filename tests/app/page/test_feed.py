@@ -55,7 +55,7 @@ def data(viewer: Exchange) -> list[Any]:
 
 
 class Watched:
-    """A server, and how often its feed worked something out."""
+    """A server that counts how often its feed computes something."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(feed, "EVENT_EVERY_S", 0.005)
@@ -161,7 +161,7 @@ def test_viewers_share_the_work_and_the_last_one_ends_it(monkeypatch: pytest.Mon
 
 
 def test_a_viewer_whose_connection_breaks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some servers say so only at the next send."""
+    """Some servers report a disconnect only at the next send."""
     watched = Watched(monkeypatch)
 
     async def broken(message: Any) -> None:
@@ -249,7 +249,7 @@ def test_an_event_that_cannot_be_made_costs_only_itself(
 
 
 def test_a_viewer_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is to end waits for its clients."""
+    """A server that shuts down waits for its clients."""
     watched = Watched(monkeypatch)
     monkeypatch.setattr(feed, "FEED_S", 0.03)
 

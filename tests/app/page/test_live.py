@@ -1,4 +1,4 @@
-"""What the live page is told of the engine's steps: sums over the last minutes, in bounded memory."""
+"""The live page's figures of engine steps: sums over the last minutes, in bounded memory."""
 
 import json
 from collections.abc import Iterable
@@ -80,7 +80,7 @@ def test_steps_become_a_series_of_quarter_seconds() -> None:
 
 
 def test_steps_that_take_long_are_counted_when_they_end() -> None:
-    """Told of one as it ends, a page has forgotten the moment at which it began."""
+    """The page hears of a step only when it ends; the quarter of a second in which it began is over by then."""
     played = Played()
     for second in range(1000, 1010):
         played.now = second + 1.0
@@ -190,7 +190,7 @@ def test_plain_rounds_that_left_the_window_are_remembered() -> None:
 
 
 def test_remembered_rounds_weigh_less_with_time() -> None:
-    """Else a server that became slower, or faster, would be measured by its youth."""
+    """Otherwise a server that became slower or faster would be compared with its first minutes."""
     played = Played()
     for i in range(4):
         played.step(*(plain(1000 + 400 * i, 1, 1000 if i == 0 else 3000) for _ in range(step_window.REMEMBERED)))

@@ -18,7 +18,7 @@ from tests.app.harness import PROMPT, Exchange, call
 
 
 class Kept:
-    """A server, and what its page is told of requests."""
+    """A server with its live page's data on requests."""
 
     def __init__(self, script: Any = spell) -> None:
         self.client = FakeEngineClient(script)
@@ -94,7 +94,7 @@ def test_an_exchange_is_kept_round_by_round() -> None:
 
 
 class Tracer:
-    """As one that names traces does, it hears of an exchange before the page does."""
+    """This listener hears of an exchange before the page does, as the Tracer does."""
 
     def began(self, exchange: Any) -> None:
         exchange.trace_id = "ab" * 16

@@ -1,4 +1,4 @@
-"""Every exchange is followed to its end, whatever its end is, and what listeners do costs no request anything."""
+"""Every exchange is followed to its end, however it ends, and no listener can harm a request."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.app.harness import PROMPT, Exchange, call
 
 
 class Recorder:
-    """A listener that keeps what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.started: list[Followed] = []
@@ -154,7 +154,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_an_exchange_is_told_of_once_the_engine_let_go_of_it() -> None:
-    """The client is gone at once; what its requests did is known a round later."""
+    """The client leaves at once; the outcome of its requests is known a round later."""
     app, recorder, client = serve(lambda request: iter(()))
     told: list[Output] = []
     tell, client._ended = client._ended, told.append

@@ -1,4 +1,4 @@
-"""What is posted is what the SDK would post, and a collector reads it."""
+"""The posted bytes mean the same as the SDK's, and a collector reads them."""
 
 import random
 import threading
@@ -50,7 +50,7 @@ def test_it_is_what_the_sdk_encodes(traced: Traced) -> None:
 
 
 def test_what_the_sdk_dropped_is_told() -> None:
-    """Of a span that has columns: attributes, events and links beyond the limits."""
+    """A span with columns counts the attributes, events and links that its limits dropped, too."""
     limits = SpanLimits(max_span_attributes=2, max_events=1, max_links=1)
     exporter, provider = InMemorySpanExporter(), TracerProvider(span_limits=limits, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -138,7 +138,7 @@ def test_columns_that_are_none_of_ours_are_encoded_by_the_sdk(traced: Traced, co
 
 
 def test_what_cannot_be_encoded_is_a_failure(traced: Traced, collector: Server) -> None:
-    """And no exception in the thread that exports."""
+    """The exporting thread raises no exception either."""
     exporter = OtlpExporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
     broken: Any = [*traced.exporter.get_finished_spans(), object()]
     assert exporter.export(broken) is SpanExportResult.FAILURE
