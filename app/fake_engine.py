@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 
-from engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, TokenLogprob
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, DrafterName, Output, Request, RequestRecord, RoundRecord, TokenLogprob
 
 Script = Callable[[Request], Iterable[Output]]
 
@@ -77,20 +76,22 @@ def blank(request: Request, ids: Sequence[int] = ()) -> RequestRecord:
 
 def note(record: RequestRecord, k: int, accepted: int, emitted: int) -> None:
     """Add a round with k drafts, which ran alone."""
-    record.steps.append(len(record.steps))
-    record.planned.append(k)
-    record.reasons.append(REASONS.index("policy" if record.fixed_k is None else "user"))
-    record.alphas.append(750)
-    record.drafted.append(k)
-    record.accepted.append(accepted)
-    record.emitted.append(emitted)
-    record.proposer.append(DRAFTERS.index(_proposer(record)) if k else -1)
-    record.batch.append(1)
-    record.began_us.append(sum(record.step_us))
-    record.draft_us.append(k * DRAFT_US)
-    record.score_us.append(SCORE_US)
-    record.step_us.append(k * DRAFT_US + SCORE_US + REST_US)
-    record.output_tokens += emitted
+    part = RoundRecord(
+        k=k,
+        reason=REASONS.index("policy" if record.fixed_k is None else "user"),
+        alpha=750,
+        drafted=k,
+        accepted=accepted,
+        emitted=emitted,
+        proposer=DRAFTERS.index(_proposer(record)) if k else -1,
+        step=len(record.rounds),
+        batch=1,
+        began_us=sum(record.column("step_us")),
+        draft_us=k * DRAFT_US,
+        score_us=SCORE_US,
+        step_us=k * DRAFT_US + SCORE_US + REST_US,
+    )
+    record.add(part)
     if record.first_token is None and emitted:
         record.first_token = time.monotonic()
 

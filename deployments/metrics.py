@@ -12,9 +12,8 @@ from app.telemetry.exchange import CANCELLED, CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED, Dropped, Loss
 from deployments.baseline import PlainTime, faulty
 from deployments.metric_families import Count, Level, Maker, ReplicaMetrics, Requests, Rounds, StepMetrics
-from engine.types import DRAFTERS, Part, RequestRecord, StepStats
+from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats, acceptance_of
 from policies.observation import Timing
-from policies.reasons import REASONS
 
 OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected", "cancelled")
 BEAT_S = 1.0
@@ -120,10 +119,10 @@ class Meter:
             rounds.decisions.add(0, self._client.stats().policy, reason)
 
     def _choice(self, record: RequestRecord) -> None:
-        drafted, accepted, rounds = sum(record.drafted), sum(record.accepted), record.rounds
-        if rounds:
-            self.requests.rate.observe(accepted / drafted)
-            self.requests.length.observe(1 + accepted / rounds)
+        acceptance = acceptance_of(record)
+        if acceptance.rate is not None and acceptance.mean_length is not None:
+            self.requests.rate.observe(acceptance.rate)
+            self.requests.length.observe(acceptance.mean_length)
         if record.prediction_tokens:
             self.requests.prediction.add(record.prediction_accepted, "accepted")
             self.requests.prediction.add(record.prediction_tokens - record.prediction_accepted, "rejected")
@@ -140,7 +139,7 @@ class Meter:
                 seconds = record.finished - record.first_token
                 self.requests.per_token.observe(seconds / (record.output_tokens - 1))
 
-    def _add_rounds(self, parts: Sequence[Part]) -> None:
+    def _add_rounds(self, parts: Sequence[RoundRecord]) -> None:
         rounds = self.rounds
         alike = Counter((part.proposer, part.drafted, part.accepted, part.emitted) for part in parts)
         for (proposer, drafted, accepted, emitted), count in alike.items():
@@ -158,7 +157,7 @@ class Meter:
             if code >= 0:
                 rounds.decisions.add(count, policy, REASONS[code])
 
-    def _set_choices(self, parts: Sequence[Part]) -> None:
+    def _set_choices(self, parts: Sequence[RoundRecord]) -> None:
         """A sequence without drafts counts as one of the server's own drafter: who would have drafted is not told."""
         default = self._client.model.drafter or NOBODY
         free = [part for part in parts if part.reason >= 0 and part.reason != USER]

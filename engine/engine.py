@@ -241,7 +241,7 @@ class Engine:
             self._finish(sequence, "error", "the output of this request could not be processed")
             return None
         self.target.cache.publish(sequence.handle, sequence.tokens)
-        prompt_logprobs = () if record.emitted else tuple(sequence.prompt_logprobs)
+        prompt_logprobs = () if record.rounds else tuple(sequence.prompt_logprobs)
         self._ledger.note(part, outcome, i, len(committed.tokens))
         if record.first_token is None and committed.tokens:
             record.first_token = time.monotonic()
@@ -295,7 +295,6 @@ class Engine:
         self._gone.append(sequence.handle)
         record = sequence.record
         record.finished = time.monotonic()
-        record.output_tokens = sum(record.emitted)  # what reached the client, also when its last round failed
         last = last or Output(sequence.request_id, (), "")
         self._finished.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
         self.scheduler.remove(sequence)

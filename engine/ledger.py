@@ -1,11 +1,10 @@
-"""What a step leaves behind: columns of the records of its requests, and the statistics of the step (R10)."""
+"""What a step leaves behind: a round in the record of each of its requests, and its own statistics (R10)."""
 
 import time
 
 from engine.round import Outcome
 from engine.scheduler import Plan, Slice
-from engine.types import DRAFTERS, Part, RequestRecord, StepStats
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
 
 
 class Ledger:
@@ -14,7 +13,7 @@ class Ledger:
     def __init__(self) -> None:
         self.steps = 0  # that are over
         self.draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
-        self._noted: list[tuple[RequestRecord, Part]] = []  # in this step
+        self._noted: list[tuple[RequestRecord, RoundRecord]] = []  # of this step, without step_us
         self._began_ns = time.monotonic_ns()
 
     def begin(self) -> None:
@@ -27,8 +26,9 @@ class Ledger:
         return (time.monotonic_ns() - self._began_ns) // 1000
 
     def note(self, part: Slice, outcome: Outcome, i: int, emitted: int) -> None:
-        """Add the round, in which this was the i-th sequence, to its request's record; `close` adds its step's time."""
-        noted = Part(
+        """Note the round, in which this was the i-th sequence, for its request's record, which it joins in `settle`."""
+        record = part.sequence.record
+        noted = RoundRecord(
             k=part.k,
             reason=-1 if part.reason is None else REASONS.index(part.reason),
             alpha=round(1000 * part.alpha),
@@ -36,35 +36,27 @@ class Ledger:
             accepted=outcome.verdict.accepted[i],
             emitted=emitted,
             proposer=_proposer(outcome, i, part),
+            step=self.steps + 1,
+            batch=len(outcome.slices),
+            began_us=self._began_ns // 1000 - round(1e6 * record.arrived),
+            draft_us=outcome.draft_us,
+            score_us=outcome.score_us,
         )
-        record = part.sequence.record
-        record.steps.append(self.steps + 1)
-        record.planned.append(noted.k)
-        record.reasons.append(noted.reason)
-        record.alphas.append(noted.alpha)
-        record.drafted.append(noted.drafted)
-        record.accepted.append(noted.accepted)
-        record.emitted.append(emitted)
-        record.proposer.append(noted.proposer)
-        record.batch.append(len(outcome.slices))
-        record.began_us.append(self._began_ns // 1000 - round(1e6 * record.arrived))
-        record.draft_us.append(outcome.draft_us)
-        record.score_us.append(outcome.score_us)
         self._noted.append((record, noted))
 
     def drop(self) -> None:
-        """The step broke down, if one runs: what it emitted reaches nobody but those whom it finished."""
-        for record, _ in self._noted:
-            if record.finished is None:
-                record.emitted[-1] = 0
+        """The step broke down, if one runs: what it emitted reaches nobody but the requests that it finished."""
+        noted = self._noted
+        self._noted = [(r, part if r.finished is not None else part._replace(emitted=0)) for r, part in noted]
         self.settle()
 
-    def settle(self) -> tuple[int, tuple[Part, ...]]:
+    def settle(self) -> tuple[int, tuple[RoundRecord, ...]]:
         """The step ends now: (its microseconds, the rounds noted in it). Records are whole after this."""
         (noted, self._noted), step_us = (self._noted, []), self.spent_us
-        for record, _ in noted:
-            record.step_us.append(step_us)
-        return step_us, tuple(part for _, part in noted)
+        parts = tuple(RoundRecord(*part[:-1], step_us) for _, part in noted)  # step_us is their last field
+        for (record, _), part in zip(noted, parts, strict=True):
+            record.add(part)
+        return step_us, parts
 
     def close(
         self, plan: Plan, outcome: Outcome | None, *, emitted: int, running: int, waiting: int, policy_us: int

@@ -183,7 +183,7 @@ class Scheduler:
 
     def _scored(self, sequence: Sequence, chunk: int) -> int:
         """Rows of a chunk that precede another token of the prompt, where their log-probabilities were asked for."""
-        if sequence.params.prompt_logprobs is None or sequence.record.emitted:
+        if sequence.params.prompt_logprobs is None or sequence.record.rounds:
             return 0
         start = len(sequence.tokens) - self._target.uncached(sequence)
         return max(0, min(chunk, sequence.num_prompt - 1 - start))
@@ -269,7 +269,7 @@ def _arrival(sequence: Sequence) -> int:
 
 def _findable(sequence: Sequence) -> list[int]:
     """The tokens that need not be fed again where the cache has them: none while the prompt's own logits are wanted."""
-    if sequence.params.prompt_logprobs is not None and not sequence.record.emitted:
+    if sequence.params.prompt_logprobs is not None and not sequence.record.rounds:
         return []
     return sequence.tokens
 

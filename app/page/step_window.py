@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.types import Part, StepStats
-from policies.reasons import REASONS
+from engine.types import REASONS, RoundRecord, StepStats
 
 BINS_PER_S = 4
 BINS = 300 * BINS_PER_S  # that are kept: five minutes
@@ -198,7 +197,7 @@ def _count_round(step: StepStats, counts: Counts) -> None:
         _count_part(part, batch, counts)
 
 
-def _count_part(part: Part, batch: int, counts: Counts) -> None:
+def _count_part(part: RoundRecord, batch: int, counts: Counts) -> None:
     if part.drafted:
         counts["drafting", 0] += 1
         counts["drafted_n", part.drafted] += 1

@@ -15,8 +15,7 @@ from app.telemetry.exchange import Exchange as Followed
 from app.telemetry.export import Dropped
 from deployments import metric_families, metrics
 from deployments.metrics import OUTCOMES, Meter
-from engine.types import DRAFTERS, EngineStats, Output, Part, Request, StepStats
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, EngineStats, Output, Request, RoundRecord, StepStats
 from tests.app.harness import PROMPT, Exchange, call
 from tests.deployments import recording
 from tests.deployments.recording import Instrument, Told
@@ -83,7 +82,7 @@ def play(meter: Meter, steps: Sequence[StepStats]) -> None:
     meter.beat()
 
 
-def step(*parts: Part, **fields: Any) -> StepStats:
+def step(*parts: RoundRecord, **fields: Any) -> StepStats:
     """A step over these sequences, 10 ms long: 2 proposing, 7 in the target's pass."""
     plain = StepStats(
         step=1,
@@ -109,12 +108,12 @@ def step(*parts: Part, **fields: Any) -> StepStats:
 
 def part(
     drafted: int, accepted: int, proposer: int = MODEL, *, reason: int = LOAD, alpha: int = 600, k: int | None = None
-) -> Part:
+) -> RoundRecord:
     who = proposer if drafted else -1
-    return Part(drafted if k is None else k, reason, alpha, drafted, accepted, accepted + 1, who)
+    return RoundRecord(drafted if k is None else k, reason, alpha, drafted, accepted, accepted + 1, who)
 
 
-FIRST = Part(0, -1, 0, 0, 0, 1, -1)  # the pass that ended a prompt
+FIRST = RoundRecord(0, -1, 0, 0, 0, 1, -1)  # the pass that ended a prompt
 STEPS = (
     step(FIRST, prefill_tokens=20, cached_tokens=32, draft_us=0),
     step(part(4, 2), part(2, 2), part(3, 0, NGRAM, reason=BY_USER)),

@@ -341,15 +341,15 @@ def check_resolved(engine: Engine, cases: list[tuple[dict[str, Any], Resolved]])
     for changes, (drafter, k_max, verifier) in cases:
         record = record_of(engine, replace(BASE, **changes))
         assert (record.drafter, record.k_max, record.verifier) == (drafter, k_max, verifier), changes
-        assert max(record.drafted) <= k_max
-        assert all((p == -1) == (n == 0) for p, n in zip(record.proposer, record.drafted, strict=True))
+        assert max(record.column("drafted")) <= k_max
+        assert all((part.proposer == -1) == (part.drafted == 0) for part in record.rounds)
         if drafter in ("model", "lookup", "ngram"):
-            assert {p for p in record.proposer if p >= 0} <= {DRAFTERS.index(drafter)}
+            assert {p for p in record.column("proposer") if p >= 0} <= {DRAFTERS.index(drafter)}
         by_itself = record.fixed_k is None and engine.policy.name == "off"
         if (drafter == "model" or "prediction_ids" in changes) and not by_itself:
-            assert any(record.drafted), changes
+            assert any(record.column("drafted")), changes
         if by_itself:
-            assert not any(record.drafted), changes
+            assert not any(record.column("drafted")), changes
         assert record.prediction_tokens == len(changes.get("prediction_ids", ()))
 
 

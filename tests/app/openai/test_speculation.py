@@ -11,8 +11,7 @@ from app.client import FakeEngineClient
 from app.main import create_app
 from app.openai.request import parse
 from app.openai.speculation import Drafting
-from engine.types import InvalidRequest
-from policies.reasons import REASONS
+from engine.types import REASONS, InvalidRequest
 from tests.app.harness import PROMPT, call, events
 
 CARD = FakeEngineClient().model

@@ -11,18 +11,17 @@ from app.client import FakeEngineClient
 from app.main import create_app
 from app.page import step_window
 from app.page.live import WHY, Live
-from engine.types import EngineStats, Part, StepStats
-from policies.reasons import REASONS
+from engine.types import REASONS, EngineStats, RoundRecord, StepStats
 
 BASE = StepStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def part(k: int, accepted: int, *, drafted: int | None = None, reason: str = "policy") -> Part:
+def part(k: int, accepted: int, *, drafted: int | None = None, reason: str = "policy") -> RoundRecord:
     made = k if drafted is None else drafted
-    return Part(k, REASONS.index(reason), 500, made, accepted, accepted + 1, 0 if made else -1)
+    return RoundRecord(k, REASONS.index(reason), 500, made, accepted, accepted + 1, 0 if made else -1)
 
 
-def step(began: float, parts: Iterable[Part], step_us: int = 1000, **more: Any) -> StepStats:
+def step(began: float, parts: Iterable[RoundRecord], step_us: int = 1000, **more: Any) -> StepStats:
     had = tuple(parts)
     sums = {name: sum(getattr(p, name) for p in had) for name in ("drafted", "accepted", "emitted")}
     return replace(BASE, sequences=len(had), began=began, parts=had, step_us=step_us, **sums, **more)
@@ -115,7 +114,7 @@ def test_acceptance_is_counted_by_position() -> None:
 
 def test_k_and_reasons_are_told_by_batch_size() -> None:
     played = Played()
-    nobody = Part(0, -1, 500, 0, 0, 1, -1)
+    nobody = RoundRecord(0, -1, 500, 0, 0, 1, -1)
     played.step(step(1000, [part(4, 0)]), step(1000, [part(1, 0), part(2, 0, reason="load"), nobody]))
     now = played.told
     assert (now["batches"]["batch"], now["batches"]["k"]) == ([1, 3], [4, 1.5])
@@ -239,7 +238,7 @@ def test_steps_without_a_time_are_counted_when_they_are_told() -> None:
         ([part(4, 0, reason="probe"), part(0, 0, reason="acceptance")], "paused", "rejected too often"),
     ],
 )
-def test_speculation_says_why_it_is_off(parts: list[Part], state: str, why: str) -> None:
+def test_speculation_says_why_it_is_off(parts: list[RoundRecord], state: str, why: str) -> None:
     played = Played()
     played.step(step(1000, [part(4, 0)]), step(1020, parts))
     played.now = 1021

@@ -235,7 +235,7 @@ def test_a_piece_within_another() -> None:
 
 def test_a_first_round_never_begins_before_the_request_came() -> None:
     record = record_of(Request("r", (1,)))
-    record.began_us[0] = -4_000
+    record.rounds[0] = record.rounds[0]._replace(began_us=-4_000)
     queue, prefill, _ = choice_pieces(0, record, rounds=False)
     assert queue.began == queue.ended == prefill.began == record.arrived
 
