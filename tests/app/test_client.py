@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.client import EngineClient, FakeEngineClient, spell
+from app.client import EngineClient
+from app.fake_engine import FakeEngineClient, spell
 from engine.types import (
     DRAFTERS,
     InvalidRequest,

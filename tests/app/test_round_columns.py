@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app import round_columns
-from app.client import FakeEngineClient, Script, spell
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
 from engine.types import DRAFTERS, REASONS, Output, Request, RequestRecord, RoundRecord
 from tests.app.harness import PROMPT, call, events

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, Script, spell
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
 from app.telemetry.exchange import Exchange as Followed
 from app.telemetry.export import Dropped

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, spell
 from app.errors import EngineFailure
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.openai.choices import merged
 from app.openai.replies import metrics, usage

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import Body
 from engine.types import REASONS, Output, Request, RequestRecord, RoundRecord, SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import parse
 from app.openai.speculation import Drafting

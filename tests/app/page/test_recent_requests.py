@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.page import recent_requests
 from app.page.live import Live, percentiles

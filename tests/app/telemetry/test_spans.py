@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.client import Script
+from app.fake_engine import Script
 from app.telemetry.spans import Piece, choice_pieces
 from engine.types import Output, Request
 from tests.app.harness import PROMPT, call

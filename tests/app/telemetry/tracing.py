@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import Sampler
 from starlette.types import ASGIApp
 
-from app.client import FakeEngineClient, Script
+from app.fake_engine import FakeEngineClient, Script
 from app.main import create_app
 from app.telemetry.exchange import Exchange
 from app.telemetry.tracer import Level, TraceConfig, Tracer
