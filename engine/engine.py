@@ -76,7 +76,7 @@ class Engine:
         self._handles = itertools.count()
         self._finished: list[Output] = []  # of this step, filled by _finish
         self._gone: list[int] = []  # handles of sequences that ended since the last step's end
-        self._ledger = Ledger()
+        self._ledger = Ledger(control.cost)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":

@@ -2,15 +2,19 @@
 
 import time
 
+from engine.baseline import plain_seconds
 from engine.round import Outcome
 from engine.scheduler import Plan, Slice
 from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
+from policies.cost import CostModel
 
 
 class Ledger:
     """Counts steps and their faults, and times the one that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: CostModel) -> None:
+        """cost: the model that the policy learns, for the estimate of what plain decoding would take."""
+        self._cost = cost
         self.steps = 0  # that are over
         self.draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
         self._noted: list[tuple[RequestRecord, RoundRecord]] = []  # of this step, without step_us
@@ -64,6 +68,7 @@ class Ledger:
         """The step is over. outcome: None for a step without a round."""
         self.steps += 1
         faults, self.draft_faults = self.draft_faults, 0
+        faults += outcome.draft.failed + outcome.verdict.illegal if outcome else 0
         (step_us, parts), expected = self.settle(), plan.expected
         return StepStats(
             step=self.steps,
@@ -81,7 +86,7 @@ class Ledger:
             step_us=step_us,
             running=running,
             waiting=waiting,
-            draft_faults=faults + (outcome.draft.failed + outcome.verdict.illegal if outcome else 0),
+            draft_faults=faults,
             failed=bool(plan.slices) and outcome is None,
             preempted=len(plan.preempted),
             cached_tokens=sum(cached for _, cached in plan.started),
@@ -89,10 +94,30 @@ class Ledger:
             predicted_us=round(expected.seconds * 1e6) if expected else 0,
             predicted_tokens=expected.tokens if expected else 0.0,
             policy_us=policy_us,
+            plain_us=(
+                self._plain_us(outcome, emitted / len(parts), step_us, policy_us, faults)
+                if outcome and parts and not plan.prefill_tokens
+                else 0
+            ),
             began=self._began_ns / 1e9,
             parts=parts,
             requests=tuple(part.sequence.request_id for part in plan.slices),
         )
+
+    def _plain_us(self, outcome: Outcome, emitted: float, step_us: int, policy_us: int, faults: int) -> int:
+        """emitted: tokens per sequence."""
+        plain_s = plain_seconds(
+            self._cost,
+            batch=len(outcome.slices),
+            ks=outcome.draft.ks,
+            forwards=outcome.draft.steps,
+            read=outcome.draft.read,
+            emitted=emitted,
+            step_s=step_us / 1e6,
+            policy_s=policy_us / 1e6,
+            faulty=faults > 0,
+        )
+        return round(1e6 * plain_s)
 
 
 def _proposer(outcome: Outcome, i: int, part: Slice) -> int:

@@ -302,9 +302,15 @@ class StepStats:
     predicted_us: int = 0  # what the cost model expected of the step; 0: it was not asked, others ran than before
     predicted_tokens: float = 0.0  # what the estimator expected those sequences to emit
     policy_us: int = 0  # of step_us: choosing k, and learning from the round
+    plain_us: int = 0  # what its tokens would have taken without drafts, see baseline.py; 0: it does not `decode_only`
     began: float = 0.0  # monotonic seconds
     parts: tuple[RoundRecord, ...] = ()  # of the sequences that emitted
     requests: tuple[str, ...] = ()  # whose sequences were in the round
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether it emitted tokens and read no prompts: the speed-up is estimated over these steps."""
+        return bool(self.parts) and not self.prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
