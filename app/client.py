@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from engine.speculation import Capabilities
 from engine.types import DrafterName, EngineStats, Output, Request, StepStats, Verifier
 
 
@@ -22,6 +23,11 @@ class ModelCard:
     max_prompt_tokens: int  # of one request, all its prompts together
     longest_token: int  # characters: a text of c characters has at least c / longest_token tokens
     created: int  # Unix seconds
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As `resolve` wants them."""
+        return Capabilities(self.drafters, self.drafter, self.verifier, self.max_spec_length, self.policy != "off")
 
 
 @dataclass(frozen=True, slots=True)

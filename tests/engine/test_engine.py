@@ -149,11 +149,11 @@ def test_records_of_rounds(engine: Engine) -> None:
     assert b.column("emitted") == [1] * 20
     assert (acceptance_of(b).rounds, acceptance_of(b).histogram) == (0, (0,))
     assert acceptance_of(a).rounds == sum(1 for k in a.column("drafted") if k)
-    assert all(e == acc + 1 for e, acc in zip(a.emitted, a.accepted, strict=True))
+    assert all(e == acc + 1 for e, acc in zip(a.column("emitted"), a.column("accepted"), strict=True))
     assert None not in (a.admitted, a.first_token, a.finished)
     assert a.arrived <= (a.admitted or 0) <= (a.first_token or 0) <= (a.finished or 0)
-    assert sum(a.drafted) + sum(b.drafted) == run.drafted
-    assert sum(a.accepted) + sum(b.accepted) == run.accepted
+    assert sum(a.column("drafted")) + sum(b.column("drafted")) == run.drafted
+    assert sum(a.column("accepted")) + sum(b.column("accepted")) == run.accepted
     assert sum(s.emitted for s in run.steps) == 40
 
 
