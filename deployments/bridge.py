@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from app.client import ModelCard, Token
+from engine.config import PolicyConfig
 from engine.engine import Engine
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker
-from policies.config import PolicyConfig
 
 TELL_EVERY_S = 0.25  # of steps, at most: as often as the live page shows them
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
