@@ -89,7 +89,7 @@ class Ledger:
             step_us=step_us,
             running=running,
             waiting=waiting,
-            draft_faults=faults + (outcome.draft.failed + outcome.verdict.illegal if outcome else 0),
+            draft_faults=faults + (outcome.draft.failed + outcome.verdict.num_illegal if outcome else 0),
             failed=bool(plan.slices) and outcome is None,
             preempted=len(plan.preempted),
             cached_tokens=sum(cached for _, cached in plan.started),

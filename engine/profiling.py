@@ -20,7 +20,7 @@ import torch
 from cache.protocol import CacheFull
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.models.runner import Feed, Runner
 from engine.round import Outcome, run_round
@@ -53,7 +53,7 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
     models = [part for part in _parts(drafter) if isinstance(part, ModelDrafter)]
     deadline = perf_counter() + budget_s
     with torch.inference_mode():
-        bench = ProfileBench(target, drafter if models else Constant(target.device), [m.runner for m in models])
+        bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), [m.runner for m in models])
         try:
             bench.fill(max_running, depth, deadline)
             kinds = [
@@ -159,7 +159,7 @@ class ProfileBench:
         self.sequences.clear()
 
 
-class Constant:
+class ConstantDrafter:
     """Drafts one token over and over, at no cost: for an engine without a draft model."""
 
     needs_hidden: ClassVar[tuple[int, ...]] = ()
@@ -228,7 +228,7 @@ def _quartile(values: Seq[float]) -> float:
 
 
 def _parts(drafter: Drafter) -> Seq[Drafter]:
-    return drafter.parts if isinstance(drafter, Drafters) else (drafter,)
+    return drafter.drafters if isinstance(drafter, ChainedDrafter) else (drafter,)
 
 
 def _hold(runner: Runner, sequence: Sequence, depth: int) -> bool:
@@ -252,7 +252,7 @@ def _let_go(runners: Seq[Runner], sequence: Sequence) -> None:
     for runner in runners:
         if runner.cache.holds(sequence.handle):
             runner.cache.discard(sequence.handle)
-        runner.let_go(sequence)  # its memory is cleared first if what it holds is not finite
+        runner.release(sequence)  # its memory is cleared first if what it holds is not finite
 
 
 def _sequence(handle: int, tokens: list[int], *, modelled: bool) -> Sequence:

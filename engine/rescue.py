@@ -15,26 +15,26 @@ from typing import NamedTuple
 from engine.drafters.base import Draft, Drafter
 from engine.host_memory import out_of_memory
 from engine.models.runner import Runner
-from engine.round import Failures, Outcome, run_round
+from engine.round import FailedRequests, Outcome, run_round
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan
 
 log = logging.getLogger(__name__)
 
 
-class Rescued(NamedTuple):
+class RescuedRound(NamedTuple):
     outcome: Outcome | None  # of the slices whose passes succeeded; None: of none
-    failures: Failures  # the others'
+    failures: FailedRequests  # the others'
 
 
-def run_or_rescue(plan: Plan, target: Runner, drafter: Drafter) -> Rescued:
+def run_or_rescue(plan: Plan, target: Runner, drafter: Drafter) -> RescuedRound:
     """The plan's round, or what can be saved of it."""
-    attempts = Attempts(target, drafter)
+    attempts = RoundAttempts(target, drafter)
     outcome = attempts.run(plan, last=False)
-    return Rescued(outcome, {}) if outcome is not None else attempts.halve(plan.without_drafts())
+    return RescuedRound(outcome, {}) if outcome is not None else attempts.retry_in_halves(plan.without_drafts())
 
 
-class Attempts:
+class RoundAttempts:
     """At one plan's round."""
 
     def __init__(self, target: Runner, drafter: Drafter) -> None:
@@ -55,13 +55,13 @@ class Attempts:
             self._reason = _reason(error)
         if not last:
             for sequence, length in zip(sequences, lengths, strict=True):
-                self._target.take_back(sequence, length)
+                self._target.undo_failed_pass(sequence, length)
         return None
 
-    def halve(self, plan: Plan) -> Rescued:
+    def retry_in_halves(self, plan: Plan) -> RescuedRound:
         """Try the plan, the halves of what fails, the larger parts first, and so on."""
         saved: list[tuple[int, Outcome]] = []
-        failures: Failures = {}
+        failures: FailedRequests = {}
         patience = 4 * len(plan.slices).bit_length()  # failures before the first success
         failed = 0
         parts = deque([range(len(plan.slices))])
@@ -79,7 +79,7 @@ class Attempts:
             else:
                 failures |= {s.sequence.handle: self._reason for s in slices}
         outcomes = [outcome for _, outcome in sorted(saved, key=lambda pair: pair[0])]
-        return Rescued(_joined(outcomes) if outcomes else None, failures)
+        return RescuedRound(_joined(outcomes) if outcomes else None, failures)
 
 
 def _reason(error: Exception) -> str:
@@ -98,9 +98,9 @@ def _joined(outcomes: Seq[Outcome]) -> Outcome:
         Verdict(
             accepted=list(chain.from_iterable(v.accepted for v in verdicts)),
             emitted=list(chain.from_iterable(v.emitted for v in verdicts)),
-            bad=list(chain.from_iterable(v.bad for v in verdicts)),
+            non_finite=list(chain.from_iterable(v.non_finite for v in verdicts)),
             overlaps=list(chain.from_iterable(v.overlaps for v in verdicts)),
-            illegal=0,
+            num_illegal=0,
             drafts=list(chain.from_iterable(v.drafts for v in verdicts)),
         ),
         tuple(chain.from_iterable(outcome.logprobs for outcome in outcomes)),

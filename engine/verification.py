@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import acceptance
-from engine.sampling.acceptance import PARTS, DeviceVerdict, Verdict
+from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
 from engine.types import Verifier
 
 
@@ -142,9 +142,9 @@ def on_host(decision: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdict:
     return Verdict(
         accepted=[row[0] for row in rows],
         emitted=[[*tokens[: row[0]], row[1]] for row, tokens in zip(rows, drafts, strict=True)],
-        bad=[not row[2] for row in rows],
+        non_finite=[not row[2] for row in rows],
         overlaps=_overlaps(rows, 3 + depth, draft.ks) if told else [()] * len(rows),
-        illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
+        num_illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
         drafts=drafts,
     )
 
@@ -152,6 +152,6 @@ def on_host(decision: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdict:
 def _overlaps(rows: Seq[Seq[int]], first: int, ks: Seq[int]) -> list[tuple[float, ...]]:
     """From column `first` on, of the drafts that were looked at; () for a sequence that has none there."""
     return [
-        tuple(part / PARTS for part in row[first : first + min(row[0] + 1, k)] if part >= 0)
+        tuple(part / OVERLAP_SCALE for part in row[first : first + min(row[0] + 1, k)] if part >= 0)
         for row, k in zip(rows, ks, strict=True)
     ]

@@ -35,7 +35,7 @@ Deliver = Callable[[list[Output], StepStats | None], None]  # outputs, of a step
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     """A request that was submitted and has not finished."""
 
     group: str
@@ -61,7 +61,7 @@ class EngineWorker:
         self._stalled_after_s = stalled_after_s
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()  # guards _open, _open_tokens, _admission and _stopping
-        self._open: dict[str, _Open] = {}  # submitted and not yet finished, by id
+        self._open: dict[str, _OpenRequest] = {}  # submitted and not yet finished, by id
         self._open_tokens = 0  # that they may need
         self._work = Work.of(engine.speculator.control.timings, engine.config.max_running)
         config = engine.config
@@ -116,10 +116,10 @@ class EngineWorker:
         for request in requests:
             self._inbox.put(partial(self._start, request, arrived))
 
-    def _opened(self, request: Request) -> _Open:
+    def _opened(self, request: Request) -> _OpenRequest:
         asked_s = self._work.seconds(len(request.prompt_ids), request.params.max_tokens)
         output_s = self._work.seconds(0, request.params.max_tokens)
-        return _Open(request.group or request.id, _demand(request), asked_s, output_s)
+        return _OpenRequest(request.group or request.id, _demand(request), asked_s, output_s)
 
     def _retry_after(self) -> int:
         """Seconds until a request of a new group would run. One choice of each group that has no slot goes before it.

@@ -38,7 +38,7 @@ class Stage:
     names: Mapping[DrafterName | None, DrafterName]  # chain that it is part of → its own name there
 
 
-class Drafters:
+class ChainedDrafter:
     """A sequence's `drafter` names its chain, the drafters that are asked for it one after the other until one offers
     something; without a chain nothing is ever drafted for it.
 
@@ -53,7 +53,7 @@ class Drafters:
         self._device = device
         self.names = tuple(chains)
         self._stages = _stages(chains)
-        self.parts = tuple(stage.drafter for stage in self._stages)
+        self.drafters = tuple(stage.drafter for stage in self._stages)
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
         """That of the first in its chain who has any; one that fails is passed over (R9)."""
@@ -61,7 +61,7 @@ class Drafters:
             name = stage.names.get(sequence.drafter)
             if name is not None:
                 offer = _try_offer(stage.drafter, sequence, k)
-                if offer.most > 0:
+                if offer.max_k > 0:
                     return offer._replace(source=name)
         return NO_OFFER
 

@@ -33,7 +33,7 @@ G = TypeVar("G", bound=Guesser)
 
 
 @dataclass(slots=True)
-class _Held(Generic[G]):
+class _GuesserState(Generic[G]):
     guesser: G
     seen: int = 0  # of the sequence's tokens, those pushed or beyond the guesser's reach
     pause: int = 0  # rounds to sit out after a draft of which nothing is accepted; doubles from 1
@@ -70,7 +70,7 @@ class GuessDrafter(Generic[G]):
         self._device = device
         self._reach = reach
         self._max_pause = max_pause
-        self._held: dict[int, _Held[G]] = {}  # by handle
+        self._states: dict[int, _GuesserState[G]] = {}  # by handle
         self._asked: DraftBatch | None = None  # the round that was proposed for and not yet observed
         self._offered: list[int] = []  # its sequences with an offer
 
@@ -97,18 +97,18 @@ class GuessDrafter(Generic[G]):
         if asked is not batch:
             return  # nothing was offered, or the pass with the offers failed and this is the one without
         for i in self._offered:
-            held = self._held[batch.sequences[i].handle]
+            held = self._states[batch.sequences[i].handle]
             held.pause = 0 if verdict.accepted[i] else min(max(1, 2 * held.pause), self._max_pause)
             held.left = held.pause
 
     def forget(self, sequence: Sequence) -> None:
-        self._held.pop(sequence.handle, None)
+        self._states.pop(sequence.handle, None)
 
     def audit(self, live: Set[int]) -> None:
-        leaked = self._held.keys() - live
+        leaked = self._states.keys() - live
         assert not leaked, f"guesses are held for sequences that are gone: {sorted(leaked)}"
 
-    def caught_up(self, sequence: Sequence) -> G:
+    def catch_up(self, sequence: Sequence) -> G:
         """Its guesser, made if there is none, with every committed token pushed that is within its reach."""
         held, length = self._hold(sequence), len(sequence.tokens)
         for token in sequence.tokens[max(held.seen, 0 if self._reach is None else length - self._reach) :]:
@@ -127,10 +127,10 @@ class GuessDrafter(Generic[G]):
         if held.left:
             held.left -= 1
             return []
-        return self.caught_up(sequence).guess(k)
+        return self.catch_up(sequence).guess(k)
 
-    def _hold(self, sequence: Sequence) -> _Held[G]:
-        held = self._held.get(sequence.handle)
+    def _hold(self, sequence: Sequence) -> _GuesserState[G]:
+        held = self._states.get(sequence.handle)
         if held is None:
-            held = self._held[sequence.handle] = _Held(self._make(sequence))
+            held = self._states[sequence.handle] = _GuesserState(self._make(sequence))
         return held

@@ -48,7 +48,7 @@ class ModelDrafter:
         the gap of a sequence that holds nothing yet is not looked up: the gap is then its whole text."""
         if sequence.handle in self._given_up:
             return NO_OFFER
-        self.runner.reclaim()
+        self.runner.restore_withheld()
         cache, gap = self.runner.cache, self.runner.uncached(sequence)
         if cache.holds(sequence.handle):
             k = min(k, 1 + cache.room(sequence.handle) - gap)  # the last draft is not fed
@@ -94,14 +94,14 @@ class ModelDrafter:
             if told and NO_TOKEN in drafts:
                 self._give_up(sequence)
             elif told:
-                self.runner.vouch(sequence)
+                self.runner.mark_finite(sequence)
             if cache.holds(sequence.handle):
                 agreed = len(sequence.tokens) + accepted
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), agreed))
 
     def forget(self, sequence: Sequence) -> None:
         self._given_up.discard(sequence.handle)
-        self.runner.let_go(sequence)
+        self.runner.release(sequence)
 
     def audit(self, live: Set[int]) -> None:
         self.runner.cache.audit(live)
@@ -112,8 +112,8 @@ class ModelDrafter:
             "the draft model gave no valid distribution for request %s; it gets no more drafts of it",
             sequence.request_id,
         )
-        self.runner.spoil(sequence)
-        self.runner.let_go(sequence)
+        self.runner.clear_non_finite(sequence)
+        self.runner.release(sequence)
         self._given_up.add(sequence.handle)
 
     def _hold(self, sequence: Sequence, k: int) -> int:

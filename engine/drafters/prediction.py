@@ -12,7 +12,7 @@ MAX_MATCH = 8  # tokens; matches as long as this count as equally long
 CANDIDATES = 32  # places looked at on either side
 
 
-class Follower:
+class PredictionFollower:
     """A place in the guess that moves along with the output.
 
     At the first token that differs it assumes that the output left one of the guess's tokens out, if that fits, else
@@ -73,18 +73,18 @@ class Follower:
         return length
 
 
-class PredictionDrafter(GuessDrafter[Follower]):
+class PredictionDrafter(GuessDrafter[PredictionFollower]):
     """Offers the rest of the prediction while its place is known. A place that is lost offers nothing, so there is no
     pause on top of that. Tells the sequence's record how much of the prediction came true, when the sequence ends."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(lambda s: Follower(s.prediction, s.num_prompt), device, max_pause=0)
+        super().__init__(lambda s: PredictionFollower(s.prediction, s.num_prompt), device, max_pause=0)
 
     def forget(self, sequence: Sequence) -> None:
         """What the record says follows from the tokens alone: the same however often and for whomever it drafted."""
         try:
             if sequence.prediction:
                 sequence.record.prediction_tokens = len(sequence.prediction)
-                sequence.record.prediction_accepted = self.caught_up(sequence).accepted
+                sequence.record.prediction_accepted = self.catch_up(sequence).accepted
         finally:
             super().forget(sequence)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PLAIN_LIMIT = 450_000  # rows · weights; below it the packed product's fixed cost (about 9 µs) exceeds what it saves
+UNPACKED_LIMIT = 450_000  # rows · weights; below it the packed product's fixed cost (about 9 µs) exceeds what it saves
 
 
 class Linear:
@@ -23,17 +23,19 @@ class Linear:
         self.bias = bias
         self.packed = _can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
-        self.plain_rows = PLAIN_LIMIT // weight.numel() if self.packed else 0  # up to this many go through `plain`
-        self.plain = weight.t().contiguous() if self.plain_rows else None
+        self.unpacked_rows = (
+            UNPACKED_LIMIT // weight.numel() if self.packed else 0
+        )  # up to this many go through `plain`
+        self.unpacked = weight.t().contiguous() if self.unpacked_rows else None
 
     @property
     def num_bytes(self) -> int:
-        kept = (self.weight, self.plain, self.bias)
+        kept = (self.weight, self.unpacked, self.bias)
         return sum(t.numel() * t.element_size() for t in kept if t is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.plain is not None and x.shape[0] <= self.plain_rows:
-            return torch.mm(x, self.plain) if self.bias is None else torch.addmm(self.bias, x, self.plain)
+        if self.unpacked is not None and x.shape[0] <= self.unpacked_rows:
+            return torch.mm(x, self.unpacked) if self.bias is None else torch.addmm(self.bias, x, self.unpacked)
         if self.packed:
             return _linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PARTS = 1_000_000  # of one, in which overlaps are told
+OVERLAP_SCALE = 1_000_000  # of one, in which overlaps are told
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Verdict:
 
     accepted: list[int]
     emitted: list[list[int]]  # accepted drafts, then the recovered or bonus token
-    bad: list[bool]  # the emitted tokens come from scores that are not finite: the sequence cannot go on
+    non_finite: list[bool]  # the emitted tokens come from scores that are not finite: the sequence cannot go on
     # Σ min(p, q) at the drafts that were looked at: the accepted ones and the first that was not. () without drafts and
     # where acceptance is equality.
     overlaps: list[tuple[float, ...]]
-    illegal: int  # sequences whose draft held an id outside the vocabulary
+    num_illegal: int  # sequences whose draft holds an id outside the vocabulary
     drafts: list[list[int]]  # ids that were proposed
 
 
@@ -115,7 +115,7 @@ def overlaps(logp: Tensor, logq: Tensor, lenience: Tensor | None = None) -> Tens
     """
     scaled = logp[:, :-1] if lenience is None else logp[:, :-1] - lenience.to(logp.dtype).log()[:, None, None]
     shares = torch.minimum(scaled, logq).exp_().sum(-1).nan_to_num(0.0).clamp(0, 1)
-    return (shares * PARTS).round().long()
+    return (shares * OVERLAP_SCALE).round().long()
 
 
 def first_failure(chances: Tensor, coins: Tensor) -> Tensor:

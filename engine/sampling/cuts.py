@@ -1,6 +1,6 @@
 """Where top-k, top-p and min-p cut one row of logits on the CPU, found without sorting the row.
 
-A logit's score is (logit − best) / temperature in fp64, as filters.heated has it. The result is exact: where rounding
+A logit's score is (logit − best) / temperature in fp64, as filters.apply_temperature has it. The result is exact: where rounding
 could decide, it is left to the definition in filters.py. No pass is shared among threads, for they are many and short:
 where other processes keep the cores busy, each would wait for the slowest thread.
 """
@@ -12,10 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SAMPLED = 37  # one logit in so many tells where top-p cuts; odd, since tables of tokens are padded to even numbers
-SORTED = 4096  # logits that are sorted without a sample
-SERIAL = 16_384  # numbers: torch shares passes over more than twice as many among threads
-DOUBT = 2.0**-50  # per token: sums of masses, in the definition's order or in any other, are exact to less than this
+SAMPLE_STRIDE = (
+    37  # one logit in so many tells where top-p cuts; odd, since tables of tokens are padded to even numbers
+)
+SORT_LIMIT = 4096  # logits that are sorted without a sample
+SERIAL_LIMIT = 16_384  # numbers: torch shares passes over more than twice as many among threads
+ROUNDING_PER_TOKEN = (
+    2.0**-50
+)  # per token: sums of masses, in the definition's order or in any other, are exact to less than this
 
 Logits = NDArray[np.floating]
 Scores = NDArray[np.float64]
@@ -43,7 +47,7 @@ class LogitsRow:
                 held = torch.from_numpy(held.numpy()[held.numpy() > self.last_below(kth)])
         if top_p == 1:
             return floor
-        first_kept = self._first_kept(held, top_p, vocab * DOUBT, masses[: len(held)])
+        first_kept = self._first_kept(held, top_p, vocab * ROUNDING_PER_TOKEN, masses[: len(held)])
         return None if first_kept is None else max(floor, first_kept)
 
     def last_below(self, threshold: float) -> float:
@@ -92,10 +96,10 @@ class LogitsRow:
 
     def _bracket(self, logits: Logits, outside: float) -> tuple[float, float]:
         """[low, high) that should hold the logit up to which the masses, from the least on, sum to `outside`."""
-        if len(logits) <= SORTED:
+        if len(logits) <= SORT_LIMIT:
             return -inf, inf
-        sample = np.sort(logits[::SAMPLED])
-        place = int(np.searchsorted(np.exp(self._scores(sample)).cumsum(), outside / SAMPLED))
+        sample = np.sort(logits[::SAMPLE_STRIDE])
+        place = int(np.searchsorted(np.exp(self._scores(sample)).cumsum(), outside / SAMPLE_STRIDE))
         spread = isqrt(len(sample))  # two to three standard deviations of a place in the middle, more at the ends
         low = float(sample[place - spread]) if place >= spread else -inf
         return low, float(sample[place + spread]) if place + spread < len(sample) else inf

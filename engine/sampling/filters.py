@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.cuts import SERIAL, SORTED, LogitsRow
+from engine.sampling.cuts import SERIAL_LIMIT, SORT_LIMIT, LogitsRow
 from engine.types import SamplingParams
 
 
@@ -51,7 +51,7 @@ def truncated(logits: Tensor, filters: Filters) -> Tensor:
     removes the largest set of least likely tokens whose mass is at most 1 − p; min-p removes what is less likely than
     min_p times the likeliest. Each comes to a threshold, so equals stay or go together, and the likeliest always stay.
     """
-    if logits.device.type == "cpu" and logits.shape[-1] > SORTED:
+    if logits.device.type == "cpu" and logits.shape[-1] > SORT_LIMIT:
         return _cut(logits, filters)
     return logits.masked_fill(removed(logits, filters), -torch.inf)
 
@@ -72,7 +72,7 @@ def _cut(logits: Tensor, filters: Filters) -> Tensor:
             result[i] = logits[i].masked_fill(gone[0], -torch.inf)
         else:
             last_removed = row.last_below(threshold)
-            for part, kept in zip(logits[i].split(SERIAL), result[i].split(SERIAL), strict=True):
+            for part, kept in zip(logits[i].split(SERIAL_LIMIT), result[i].split(SERIAL_LIMIT), strict=True):
                 torch.threshold(part, last_removed, -torch.inf, out=kept)
     return result
 
@@ -80,7 +80,7 @@ def _cut(logits: Tensor, filters: Filters) -> Tensor:
 def removed(logits: Tensor, filters: Filters) -> Tensor:
     """Which tokens go, bool [F, vocab], by the definition: each row is sorted."""
     vocab = logits.shape[-1]
-    scores = heated(logits.double(), filters.temperature)
+    scores = apply_temperature(logits.double(), filters.temperature)
     ascending = _sorted(scores)
     kth = ascending.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
     floor = ascending[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
@@ -93,7 +93,7 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
     return scores < threshold
 
 
-def heated(scores: Tensor, temperatures: Tensor) -> Tensor:
+def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
     """Scores [R, vocab] over temperatures [R], the best at 0, where it is finite however low the temperature."""
     least = torch.finfo(scores.dtype).tiny
     best = scores.amax(-1, keepdim=True)

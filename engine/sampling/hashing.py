@@ -11,7 +11,7 @@ STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, 
 
 BLOCK = 32  # neighbouring token ids whose two earliest clocks have hashes of their own
 # What turns a row's key, then a block's, into others: digits of √2, √3 and √5.
-FIRST, SECOND, WHICH = 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B
+FIRST_CLOCK_SALT, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT = 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B
 
 
 def signed(x: int) -> int:

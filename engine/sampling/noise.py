@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_int, mix_tensor, signed
+from engine.sampling.hashing import (
+    BLOCK,
+    FIRST_CLOCK_SALT,
+    GOLDEN,
+    SECOND_CLOCK_SALT,
+    SECOND_TOKEN_SALT,
+    mix_int,
+    mix_tensor,
+    signed,
+)
 from engine.sampling.race import BlockNoise
 
 # Streams of a sequence's randomness (architecture R5). Stream 0 is keyed by absolute position and token alone: draft
@@ -20,7 +29,9 @@ DRAFT_STREAM = 1
 COIN_STREAM = 2  # whether a draft is accepted
 RESIDUAL_STREAM = 3  # the recovered or bonus token
 
-PLAIN = 16_384  # tokens up to which every one's noise is made: for larger vocabularies most of it is left out
+DENSE_NOISE_LIMIT = (
+    16_384  # tokens up to which every one's noise is made: for larger vocabularies most of it is left out
+)
 
 
 def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
@@ -43,7 +54,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 
-class Race:
+class GumbelRace:
     """Gumbel noise for R rows, keys and positions [R] int64, temperatures [R] fp64 and positive.
 
     The noise is made once, and raced over as often as there are scores: a draft's and the target's for the same row.
@@ -51,7 +62,7 @@ class Race:
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         self._blocks: BlockNoise | None = None
-        if keys.device.type == "cpu" and vocab_size > PLAIN:
+        if keys.device.type == "cpu" and vocab_size > DENSE_NOISE_LIMIT:
             self._blocks = BlockNoise(keys, positions, temperatures, vocab_size)
         else:
             self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
@@ -78,23 +89,25 @@ def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     the two depends on the vocabulary's size, a token's noise does not.
     """
     rows = _row_keys(keys, positions)[:, None]
-    if vocab_size > PLAIN:
+    if vocab_size > DENSE_NOISE_LIMIT:
         return _log_(_block_clocks(rows, vocab_size)).neg_()
     ids = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GOLDEN)
     return _log_(_clocks(mix_tensor(rows + ids))).neg_()
 
 
 def _block_clocks(rows: Tensor, vocab_size: int) -> Tensor:
-    """Clocks [R, vocab_size] of rows [R, 1]: the earliest of a block of 32 is exponential with rate 32 and any token's
+    """BlockClocks [R, vocab_size] of rows [R, 1]: the earliest of a block of 32 is exponential with rate 32 and any token's
     with equal chances, the second exceeds it by an exponential with rate 31 and is any other's, the rest exceed that by
     exponentials of their own. The exponential law has no memory, so they are 32 independent ones all the same."""
     ids = torch.arange(vocab_size, device=rows.device)
     numbers = torch.arange(1, -(-vocab_size // BLOCK) + 1, device=rows.device) * signed(GOLDEN)
-    bits = mix_tensor(mix_tensor(rows ^ signed(FIRST)) + numbers)  # [R, blocks]
+    bits = mix_tensor(mix_tensor(rows ^ signed(FIRST_CLOCK_SALT)) + numbers)  # [R, blocks]
     first = _clocks(bits.clone()).div_(BLOCK)
-    second = first + _clocks(mix_tensor(bits + signed(SECOND))).div_(BLOCK - 1)
+    second = first + _clocks(mix_tensor(bits + signed(SECOND_CLOCK_SALT))).div_(BLOCK - 1)
     first_place = bits % BLOCK
-    second_place = (first_place + 1 + _unsigned_remainder(mix_tensor(bits + signed(WHICH)), BLOCK - 1)) % BLOCK
+    second_place = (
+        first_place + 1 + _unsigned_remainder(mix_tensor(bits + signed(SECOND_TOKEN_SALT)), BLOCK - 1)
+    ) % BLOCK
     block, place = ids // BLOCK, ids % BLOCK
     clocks = _clocks(mix_tensor(rows + (ids + 1) * signed(GOLDEN)))
     clocks.masked_fill_(place == second_place[:, block], 0.0).add_(second[:, block])

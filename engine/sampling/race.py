@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_array
+from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
 
 SLACK = 1e-6  # of a bound, for rounding
-LEAST = np.finfo(np.float64).min  # finite: the bound of a block without a token that may be drawn lies below it
+LOWEST_FINITE = np.finfo(np.float64).min  # finite: the bound of a block without a token that may be drawn lies below it
 
 Floats = NDArray[np.float64]
 Bits = NDArray[np.uint64]
@@ -24,7 +24,7 @@ _WITHIN = np.arange(BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
-class Clocks:
+class BlockClocks:
     """The two earliest clocks of blocks of tokens, and which of the block's tokens have them."""
 
     first: Floats
@@ -33,14 +33,14 @@ class Clocks:
     second_id: Ids
 
     @classmethod
-    def of(cls, rows: Bits, blocks: int) -> "Clocks":
+    def of(cls, rows: Bits, blocks: int) -> "BlockClocks":
         """Of every block of rows [R, 1]; [R, blocks] each."""
         numbers = np.arange(1, blocks + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-        bits = mix_array(mix_array(rows ^ np.uint64(FIRST)) + numbers)
-        others = mix_array(bits + np.uint64(SECOND))
+        bits = mix_array(mix_array(rows ^ np.uint64(FIRST_CLOCK_SALT)) + numbers)
+        others = mix_array(bits + np.uint64(SECOND_CLOCK_SALT))
         first, start = _clocks(bits) / BLOCK, np.arange(blocks) * BLOCK
         first_place = (bits % np.uint64(BLOCK)).view(np.int64)
-        turn = (mix_array(bits + np.uint64(WHICH)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
+        turn = (mix_array(bits + np.uint64(SECOND_TOKEN_SALT)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
         second = first + _clocks(others) / (BLOCK - 1)
         return cls(first, second, start + first_place, start + (first_place + turn) % BLOCK)
 
@@ -52,7 +52,7 @@ class BlockNoise:
         bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
         self._rows = mix_array(bits)[:, None]
         self._temperatures = temperatures.numpy()[:, None]
-        self._clocks = Clocks.of(self._rows, -(-vocab_size // BLOCK))
+        self._clocks = BlockClocks.of(self._rows, -(-vocab_size // BLOCK))
         self._first_noise = -np.log(self._clocks.first) * self._temperatures
         bounds = -np.log(self._clocks.second) * self._temperatures
         self._bounds = bounds + SLACK * (1 + np.abs(bounds))
@@ -67,7 +67,7 @@ class BlockNoise:
         finals = leaders[every, best]
         ids = np.where(finals == -np.inf, 0, firsts[every, best])  # the lowest id, where every token is forbidden
         # A forbidden block never runs, even if all leaders are forbidden. A block with a NaN does, and the NaN wins.
-        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < np.maximum(finals, LEAST)[:, None]))
+        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < np.maximum(finals, LOWEST_FINITE)[:, None]))
         rivals = self._run(known, at[row], row, block)
         for r, final, token in zip(row.tolist(), *(part.tolist() for part in rivals), strict=True):
             held = finals[r]

@@ -14,13 +14,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.sampling.filters import Filters, heated, truncated, truncates
+from engine.sampling.filters import Filters, apply_temperature, truncated, truncates
 from engine.sampling.noise import (
     COIN_STREAM,
     DRAFT_STREAM,
     RESIDUAL_STREAM,
     TARGET_STREAM,
-    Race,
+    GumbelRace,
     argmax,
     stream_key,
     uniforms,
@@ -45,7 +45,7 @@ class Sampler:
         self._params = params = [sequences[i].params for i, _ in self._rows]
         self._noisy = [row for row, (i, _) in enumerate(self._rows) if params[row].temperature and sequences[i].coupled]
         self._places = {row: place for place, row in enumerate(self._noisy)}
-        self._race: Race | None = None  # of all noisy rows, once a draft draws
+        self._race: GumbelRace | None = None  # of all noisy rows, once a draft draws
         narrow = {i for i, s in enumerate(sequences) if truncates(s.params)}
         truncated = [row for row, (i, _) in enumerate(self._rows) if i in narrow] if narrow else []
         self._truncated = {row: place for place, row in enumerate(truncated)}
@@ -97,7 +97,7 @@ class Sampler:
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """The log of the law [R, vocab] that these rows' tokens follow, in fp32 or fp64. They need a temperature."""
-        return heated(scores, self._temperatures(rows)).log_softmax(-1)
+        return apply_temperature(scores, self._temperatures(rows)).log_softmax(-1)
 
     def propose(self, laws: Tensor, rows: Seq[int]) -> Tensor:
         """Token ids [R] drawn from these rows' log-laws [R, vocab] for a draft (stream 1)."""
@@ -111,7 +111,7 @@ class Sampler:
 
     def _draw(self, weights: Tensor, stream: int, which: Seq[int], ahead: Tensor) -> Tensor:
         ones = torch.ones(len(which), dtype=torch.float64, device=self.device)
-        race = Race(self._keys(stream, which), self._ends(which) + ahead, ones, weights.shape[1])
+        race = GumbelRace(self._keys(stream, which), self._ends(which) + ahead, ones, weights.shape[1])
         return race.run(weights, range(len(which)))
 
     def coins(self, which: Seq[int], depth: int) -> Tensor:
@@ -125,10 +125,10 @@ class Sampler:
         keys = {i: _key(self._sequences[i], stream, own) for i in set(which)}
         return self._index([keys[i] for i in which])
 
-    def _make_race(self, rows: Seq[int]) -> Race:
+    def _make_race(self, rows: Seq[int]) -> GumbelRace:
         keys = self._keys(TARGET_STREAM, [self._rows[row][0] for row in rows])
         positions = [len(self._sequences[i].tokens) + j for i, j in (self._rows[row] for row in rows)]
-        return Race(keys, self._index(positions), self._temperatures(rows), self._vocab_size)
+        return GumbelRace(keys, self._index(positions), self._temperatures(rows), self._vocab_size)
 
     def _ends(self, which: Seq[int]) -> Tensor:
         return self._index([len(self._sequences[i].tokens) for i in which])
