@@ -68,7 +68,7 @@ class Ledger:
         """The step is over. outcome: None for a step without a round."""
         self.steps += 1
         faults, self.draft_faults = self.draft_faults, 0
-        faults += outcome.draft.failed + outcome.verdict.illegal if outcome else 0
+        faults += outcome.draft.failed + outcome.verdict.num_illegal if outcome else 0
         (step_us, parts), expected = self.settle(), plan.expected
         return StepStats(
             step=self.steps,

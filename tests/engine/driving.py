@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.detokenize import Detokenizer, TextStream
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.sequence import Sequence
@@ -40,8 +40,8 @@ def load(pair: Pair, **config: Any) -> Engine:
 
 def model_drafter(engine: Engine) -> ModelDrafter:
     """The draft model's, of all that the engine has."""
-    assert isinstance(engine.drafter, Drafters)
-    (drafter,) = (part for part in engine.drafter.parts if isinstance(part, ModelDrafter))
+    assert isinstance(engine.drafter, ChainedDrafter)
+    (drafter,) = (part for part in engine.drafter.drafters if isinstance(part, ModelDrafter))
     return drafter
 
 
@@ -137,7 +137,7 @@ def drive(
         step += 1
     engine.audit()
     assert engine.target.cache.free_slots == engine.config.max_running
-    if isinstance(engine.drafter, Drafters):
+    if isinstance(engine.drafter, ChainedDrafter):
         assert model_drafter(engine).runner.cache.free_slots == engine.config.max_running
     for request_id, told in run.told.items():
         check_finished(request_id, told)

@@ -229,7 +229,7 @@ def test_audit_sees_a_sequence_without_a_slot(engine: Engine) -> None:
     engine.submit(request("a"))
     engine.step()
     engine.target.cache.release(engine.scheduler.running[0].handle)
-    with pytest.raises(AssertionError, match="1 sequences run without a slot"):
+    with pytest.raises(AssertionError, match="1 running sequences hold no cache slot"):
         engine.audit()
 
 

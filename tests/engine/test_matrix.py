@@ -21,7 +21,7 @@ from torch import Tensor
 
 import engine.sampling.sampler as sampling_module
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.engine import Engine
 from engine.sampling import acceptance
 from engine.sampling.acceptance import DeviceVerdict, Verdict
@@ -423,11 +423,11 @@ class Spoiler:
         self.hits = 0
         self._offered = 0
         self._places: dict[str, int] = {}  # by request, of the round that is under way
-        self._propose, self._observe = Drafters.propose, Drafters.observe
-        monkeypatch.setattr(Drafters, "propose", lambda own, batch, ks: self.propose(own, batch, ks))
-        monkeypatch.setattr(Drafters, "observe", lambda own, batch, verdict: self.observe(own, batch, verdict))
+        self._propose, self._observe = ChainedDrafter.propose, ChainedDrafter.observe
+        monkeypatch.setattr(ChainedDrafter, "propose", lambda own, batch, ks: self.propose(own, batch, ks))
+        monkeypatch.setattr(ChainedDrafter, "observe", lambda own, batch, verdict: self.observe(own, batch, verdict))
 
-    def propose(self, drafters: Drafters, batch: DraftBatch, ks: Seq[int]) -> Draft:
+    def propose(self, drafters: ChainedDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
         draft, self._places = self._propose(drafters, batch, ks), {}
         for i, (sequence, k) in enumerate(zip(batch.sequences, draft.ks, strict=True)):
             self._offered += k > 0
@@ -438,7 +438,7 @@ class Spoiler:
                 self.hits += 1
         return draft
 
-    def observe(self, drafters: Drafters, batch: DraftBatch, verdict: Verdict) -> None:
+    def observe(self, drafters: ChainedDrafter, batch: DraftBatch, verdict: Verdict) -> None:
         for sequence, accepted in zip(batch.sequences, verdict.accepted, strict=True):
             assert accepted <= self._places.get(sequence.request_id, accepted)
         self._observe(drafters, batch, verdict)
