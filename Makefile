@@ -10,6 +10,9 @@ TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
 # A worker for each core that may be used; the tests of a group (tests/conftest.py) stay together, long groups first.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
+# What depends most on how the KV memory is kept: roll-back, sharing, preemption, failed passes, and the law.
+KV_TESTS := $(addprefix tests/engine/test_, identity.py rollback.py caches.py sharing.py preemption.py rescue.py \
+    spoiled_memory.py engine.py) tests/engine/law/test_law.py::test_a_law_that_is_off_by_a_few_percent_is_refused
 POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
 export RAY_USAGE_STATS_ENABLED = 0
@@ -39,10 +42,10 @@ serve: $(READY)
 test: $(READY)
 	$(PYTEST) --durations 10 $(ARGS)
 
-# `test` runs the engine over the KV memory that this machine chooses; this, the tests marked kv over the other kinds.
+# `test` runs the engine over the KV memory that this machine chooses; `test-kv` runs a selection over the other kinds.
 test-kv: $(READY)
-	$(PYTEST) --kv slotted -m kv tests/engine $(ARGS)
-	$(PYTEST) --kv gathered -m kv tests/engine $(ARGS)
+	$(PYTEST) --kv slotted $(KV_TESTS) $(ARGS)
+	$(PYTEST) --kv gathered $(KV_TESTS) $(ARGS)
 
 # Tests that need a browser or Prometheus: installed on Debian if they can be, else listed as skipped, with the reason.
 test-external: $(READY)
