@@ -74,7 +74,7 @@ class Speculator:
             left=left,
             room=max(0, self._cache.room(sequence.handle) - 1),
             source=offer.source,
-            offered=offer.most,
+            offered=offer.max_k,
             gap=offer.gap,
             heat=heat_of(sequence.params.temperature),
         )
@@ -86,7 +86,7 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     A drafter that failed to make those that were asked of it is as good as one whose drafts are rejected.
     """
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
-    if verdict.bad[i] or sequence.drafter is None:
+    if verdict.non_finite[i] or sequence.drafter is None:
         return None
     heat = heat_of(sequence.params.temperature)
     if not draft.ks[i]:

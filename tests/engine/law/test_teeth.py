@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import Laws, ModelDrafter
+from engine.drafters.model import DraftLaws, ModelDrafter
 from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
@@ -68,12 +68,12 @@ def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patc
 @EXACT
 def test_the_draft_models_raw_law_returned(verifier: Verifier, monkeypatch: Patch) -> None:
     """transformers #47932: q before the temperature."""
-    keep = Laws._keep
+    keep = DraftLaws._keep
 
-    def raw(self: Laws, sequences: Seq[int], column: int, laws: Tensor) -> None:
+    def raw(self: DraftLaws, sequences: Seq[int], column: int, laws: Tensor) -> None:
         keep(self, sequences, column, (laws * COLD).log_softmax(-1))
 
-    monkeypatch.setattr(Laws, "_keep", raw)
+    monkeypatch.setattr(DraftLaws, "_keep", raw)
     assert p_value(ask(verifier, "temperature")) < REFUSED
 
 
