@@ -212,6 +212,7 @@ def profiled(engine: Engine) -> Seq[Timing]:
     return engine.speculator.control.timings
 
 
+@pytest.mark.usefixtures("full_profile")
 def test_costs_are_measured_at_the_start(pair: Pair) -> None:
     timings = profiled(load(pair, max_running=4, max_spec_length=4))
     assert {t.batch for t in timings} >= {1, 2, 4}
