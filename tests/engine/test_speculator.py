@@ -171,7 +171,7 @@ def test_the_policy_sees_what_there_is(pair: Pair, monkeypatch: pytest.MonkeyPat
     asked = [Request("a", (5, 6, 7), short, max_k=2), Request("b", (5, 6), PARAMS, k=0), Request("c", (5,), short, k=1)]
     drive(engine, asked)
     a, b, c = seen[0]
-    assert (a.fixed, a.max_k, a.left, a.source, a.offered, a.gap, a.heat) == (None, 2, 1, "model", 1, 4, 0)
+    assert (a.fixed, a.max_k, a.left, a.source, a.offered, a.gap) == (None, 2, 1, "model", 1, 4)
     assert (b.fixed, b.source, b.gap) == (0, None, 0)
     assert (c.fixed, c.source, c.offered, c.gap) == (1, "model", 1, 2)
     assert all(len(handles) == len(set(handles)) for handles in ([s.handle for s in batch] for batch in seen))
