@@ -20,7 +20,7 @@ from benchmarks import common
 from benchmarks.interference import percentile
 from benchmarks.stepping import Driver, Text, block_size, greedy, make_engine
 from engine.config import CacheKind
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.runner import Runner
@@ -79,7 +79,7 @@ class TimeLedger:
 
 def runners(engine: Engine) -> list[Runner]:
     """The target's and the draft model's."""
-    parts = engine.drafter.parts if isinstance(engine.drafter, Drafters) else ()
+    parts = engine.drafter.drafters if isinstance(engine.drafter, ChainedDrafter) else ()
     return [engine.target, *(part.runner for part in parts if isinstance(part, ModelDrafter))]
 
 
@@ -92,7 +92,7 @@ def timed_methods(engine: Engine) -> Iterator[TimeLedger]:
         owners |= {type(runner.cache): METHODS["cache"], type(runner.storage): METHODS["storage"]}
     scheduler = engine.scheduler
     with ExitStack() as stack:
-        stack.enter_context(patch.object(scheduler, "_choose", ledger.leave_out(scheduler._choose)))
+        stack.enter_context(patch.object(scheduler, "_choose_k", ledger.leave_out(scheduler._choose_k)))
         for owner, names in owners.items():
             for name in names:
                 stack.enter_context(patch.object(owner, name, ledger.wrap(name, getattr(owner, name))))

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import common
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import Laws
+from engine.drafters.model import DraftLaws
 from engine.llm import LLM
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -110,7 +110,7 @@ def run_round(case: SamplingCase, target: Tensor, draft: Tensor, k: int, times: 
 def draw_drafts(batch: DraftBatch, logits: Tensor, k: int) -> Draft:
     """What the model drafter does with its logits, column by column."""
     active = range(len(batch.sequences))
-    laws = Laws([i for i in active if not batch.sequences[i].coupled], k)
+    laws = DraftLaws([i for i in active if not batch.sequences[i].coupled], k)
     columns = torch.zeros(k, len(active), dtype=torch.int64)
     for j in range(k):
         columns[j] = laws.draw(batch, active, logits[j :: k + 1], columns[:j].t())

@@ -47,7 +47,7 @@ class Replica:
         log.info("loading %s on %s (GPUs from Ray: %s)", config.target, config.device, gpus or "none")
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name)
-        self.meter = Meter(self.client, edge.model_name, timings=engine.speculator.control.timings)
+        self.meter = Meter(self.client, edge.model_name)
         self._started = False  # whether Serve has started the replica and sent the first user_config
         gc.collect()
         gc.freeze()  # loaded objects stay for good; a full collection that visits them takes 0.1 s

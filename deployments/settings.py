@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig
-from policies.config import PolicyConfig, PolicyName
+from engine.config import CacheKind, EngineConfig, PolicyConfig, PolicyName
+from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"
@@ -100,10 +100,8 @@ class Settings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
-    drafter: Annotated[
-        Literal["auto", "off", "model", "ngram", "lookup", "prediction", "cascade"], BeforeValidator(_off)
-    ] = "auto"
-    verifier: Literal["match", "rejection", "block"] = "match"  # for requests that name no verifier
+    drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
+    verifier: Verifier = "match"  # for requests that name no verifier
     policy: Policy = "goodput"  # chooses k in every round; the deployment's user_config overrides it
     spec_length: Count = 5  # k of policy fixed, and the first k of policy heuristic
     max_spec_length: Count = 16  # the largest k of any policy or request

@@ -287,7 +287,7 @@ def test_what_is_left_out_is_no_part_of_who_calls_it(monkeypatch: pytest.MonkeyP
 
 def test_choosing_k_is_left_out_of_the_plan(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(make_engine(args, "paged", 2, block_size=8))
-    choose = driver.engine.scheduler._choose
+    choose = driver.engine.scheduler._choose_k
 
     def slow(*args: Any) -> Any:
         clock[0] += 1
@@ -295,13 +295,13 @@ def test_choosing_k_is_left_out_of_the_plan(args: argparse.Namespace, monkeypatc
 
     clock = [0]  # stands still but for `slow`
     monkeypatch.setattr(bookkeeping, "perf_counter_ns", lambda: clock[0])
-    monkeypatch.setattr(driver.engine.scheduler, "_choose", slow)
+    monkeypatch.setattr(driver.engine.scheduler, "_choose_k", slow)
     with bookkeeping.timed_methods(driver.engine) as ledger:
         driver.submit(text().take(12), greedy(8), 0)
         driver.run()
         assert ledger.take()[0]["plan"] == 0
     assert clock[0] > 1
-    assert driver.engine.scheduler._choose is slow
+    assert driver.engine.scheduler._choose_k is slow
 
 
 def test_a_timed_call_that_raises_is_timed_and_over() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cache.layout import Layout
 from cache.paged import PagedCache
 from engine import engine as engine_module
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.guess import GuessDrafter
 from engine.engine import Engine
 from engine.models.runner import Runner
@@ -54,7 +54,7 @@ def total_preempted(run: Drive) -> int:
 def force(engine: Engine, when: Callable[[Sequence], bool]) -> list[tuple[int, int]]:
     """Take back the youngest's memory whenever `when` says so, as if there were none; returns what is filled with
     (positions cached, tokens emitted) at these moments."""
-    scheduler, secure = engine.scheduler, engine.scheduler._secure
+    scheduler, secure = engine.scheduler, engine.scheduler._reserve_next_tokens
     done: list[tuple[int, int]] = []
 
     def forced() -> list[Sequence]:
@@ -65,7 +65,7 @@ def force(engine: Engine, when: Callable[[Sequence], bool]) -> list[tuple[int, i
             preempted.append(scheduler._preempt())
         return preempted
 
-    scheduler._secure = forced  # type: ignore[method-assign]
+    scheduler._reserve_next_tokens = forced  # type: ignore[method-assign]
     return done
 
 
@@ -321,8 +321,8 @@ def test_negative_control_an_overdue_request_keeps_its_memory(
 
 def guessing(engine: Engine, handle: int) -> bool:
     """Whether any drafter without a model knows something of the sequence."""
-    assert isinstance(engine.drafter, Drafters)
-    return any(isinstance(part, GuessDrafter) and handle in part._held for part in engine.drafter.parts)
+    assert isinstance(engine.drafter, ChainedDrafter)
+    return any(isinstance(part, GuessDrafter) and handle in part._states for part in engine.drafter.drafters)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "lookup", "prediction", "cascade"])
@@ -355,7 +355,7 @@ def test_drafters_begin_anew(pair: Pair, kind: str, drafter: DrafterName) -> Non
     assert told.record.prediction_tokens == len(guess)
     if guess:
         assert told.record.prediction_accepted >= 30
-        late = sum(told.record.accepted[-5:])
+        late = sum(told.record.column("accepted")[-5:])
         assert late > 0  # it caught up
 
 
@@ -377,7 +377,7 @@ def test_a_draft_without_memory_costs_the_drafts_of_its_sequence(pair: Pair, kin
     assert run.tokens == expected.tokens
     assert sum(s.draft_faults for s in run.steps) == 0
     assert 0 < run.drafted < expected.drafted
-    starved = [told.record.drafted.count(0) for told in run.told.values() if told.record is not None]
+    starved = [told.record.column("drafted").count(0) for told in run.told.values() if told.record is not None]
     assert max(starved) > 5
 
 

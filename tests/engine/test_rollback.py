@@ -16,7 +16,7 @@ from cache.prefix import Node, PrefixIndex
 from cache.storage import Blocks
 from engine import round as round_module
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import Laws
+from engine.drafters.model import DraftLaws
 from engine.engine import Engine
 from engine.models.runner import Feed
 from engine.sampling.acceptance import Verdict
@@ -115,19 +115,19 @@ class Fuzz:
     def acceptances(self) -> set[int]:
         """Drafts accepted of K that were verified."""
         records = [told.record for told in self.run.told.values() if told.record is not None]
-        return {a for r in records for d, a in zip(r.drafted, r.accepted, strict=True) if d == K}
+        return {a for r in records for d, a in zip(r.column("drafted"), r.column("accepted"), strict=True) if d == K}
 
 
 def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Drafts become other tokens at random before the draft model is fed them: it holds what it proposes."""
-    draw, rng = Laws.draw, random.Random(seed)
+    draw, rng = DraftLaws.draw, random.Random(seed)
 
-    def erring(self: Laws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+    def erring(self: DraftLaws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
         drawn = draw(self, batch, active, logits, drafts)
         wrong = torch.tensor([rng.randrange(1, VOCAB) * (rng.random() < WRONG) for _ in active])
         return (drawn + wrong) % VOCAB
 
-    monkeypatch.setattr(Laws, "draw", erring)
+    monkeypatch.setattr(DraftLaws, "draw", erring)
 
 
 @pytest.mark.parametrize("seed", range(4))

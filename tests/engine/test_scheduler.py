@@ -64,13 +64,13 @@ def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected: list[int] = []
-    choose = engine.scheduler._choose
+    choose = engine.scheduler._choose_k
 
     def spy(decoding: Seq[Sequence], prefill: int) -> Decision:
         expected.append(prefill)
         return choose(decoding, prefill)
 
-    monkeypatch.setattr(engine.scheduler, "_choose", spy)
+    monkeypatch.setattr(engine.scheduler, "_choose_k", spy)
     for name, length in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 4)):
         submit(engine, name, length, k=0)
     for _ in range(3):

@@ -17,7 +17,7 @@ from cache.storage import Blocks
 from engine import scheduler as scheduler_module
 from engine.engine import Engine
 from engine.models.runner import Feed, Runner
-from engine.scheduler import WORTH_SHARING, Scheduler
+from engine.scheduler import MIN_SHARED, Scheduler
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter
@@ -85,7 +85,7 @@ def test_choices_of_one_prompt_read_it_once(pair: Pair, kind: str, length: int, 
     unshared = drive(load_with(pair, kind, prefix_cache=False), requests)
     assert run.tokens == unshared.tokens
     assert len({tuple(ids) for ids in run.tokens.values()}) == len(requests)
-    worth = length > WORTH_SHARING
+    worth = length > MIN_SHARED
     assert sum(s.prefill_tokens for s in run.steps) == (length if worth else 0)
     assert sum(s.prefill_tokens for s in unshared.steps) == (4 * length if worth else 0)
     assert [cached(run, r.id) for r in requests] == [0] + 3 * [length - 1 if worth else 0]
@@ -97,7 +97,7 @@ def test_a_few_tokens_are_not_worth_a_wait(pair: Pair, kind: str, length: int) -
     requests = choices(length)
     run = drive(load_with(pair, kind), requests)
     assert run.tokens == drive(load_with(pair, kind, prefix_cache=False), requests).tokens
-    assert length < sum(s.prefill_tokens for s in run.steps) < length + WORTH_SHARING + 1
+    assert length < sum(s.prefill_tokens for s in run.steps) < length + MIN_SHARED + 1
 
 
 @pytest.mark.parametrize("length", [40, 43])
@@ -251,7 +251,7 @@ def test_a_request_for_prompt_logprobs_reads_its_prompt_and_publishes_it(pair: P
 
 
 def test_negative_control_prompt_logprobs_of_a_hit(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_findable", lambda sequence: sequence.tokens)
+    monkeypatch.setattr(scheduler_module, "_reusable_tokens", lambda sequence: sequence.tokens)
     plain, echo = echoes()
     engine = load_with(pair, kind)
     drive(engine, [plain])
@@ -327,7 +327,7 @@ def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) 
     engine = load_with(pair, kind)
     older = Request("older", TEXT[80:90], replace(PARAMS, max_tokens=60), k=0)
     leader, follower = Request("leader", TEXT[:80], PARAMS), Request("follower", TEXT[:79], PARAMS)
-    secure, done = engine.scheduler._secure, list[int]()
+    secure, done = engine.scheduler._reserve_next_tokens, list[int]()
 
     def forced() -> list[Sequence]:
         preempted = secure()
@@ -337,7 +337,7 @@ def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) 
             preempted.append(engine.scheduler._preempt())
         return preempted
 
-    engine.scheduler._secure = forced  # type: ignore[method-assign]
+    engine.scheduler._reserve_next_tokens = forced  # type: ignore[method-assign]
     run = drive(engine, [older, leader, follower], after_step=engine.audit)
     assert 0 < done[0] < 80
     assert cached(run, "follower") > 48

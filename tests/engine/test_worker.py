@@ -682,7 +682,7 @@ def test_negative_control_demand_that_is_not_given_back(
     kv = {} if kv_kind() == "slotted" else {"kv_tokens": 200}
     worker = EngineWorker(load(pair, max_running=2, max_waiting=60, max_demand=1.5, **kv), desk.deliver)
     worker.start()
-    worker._open_tokens += 1
+    worker._open_kv_tokens += 1
     assert not fills_the_memory(worker, desk)
     worker.stop()
 

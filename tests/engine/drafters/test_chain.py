@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from graphlib import CycleError
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.sequence import Sequence
 from engine.types import DRAFTERS, DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
@@ -25,8 +25,6 @@ VOCAB = 5
 
 class Fake:
     """Offers what its script says, its own tokens and, if `lawful`, its own laws; writes down what it is asked."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, number: int, script: Mapping[int, int], *, lawful: bool = False, wider: int = 0) -> None:
         self.number, self.script, self.lawful, self.wider = number, script, lawful, wider
@@ -80,11 +78,11 @@ class Fake:
             raise RuntimeError(f"drafter {self.number} cannot {what}")
 
 
-def make_chains(fakes: Mapping[DrafterName, Fake]) -> Drafters:
+def make_chains(fakes: Mapping[DrafterName, Fake]) -> ChainedDrafter:
     """A chain of each one alone, and the cascade of all that are no n-grams."""
     chains: dict[DrafterName, tuple[tuple[DrafterName, Drafter], ...]] = {n: ((n, f),) for n, f in fakes.items()}
     chains["cascade"] = tuple((n, fakes[n]) for n in ("prediction", "lookup", "model"))
-    return Drafters(chains, CPU)
+    return ChainedDrafter(chains, CPU)
 
 
 def make_sequences(*drafters: DrafterName | None) -> tuple[Sequence, ...]:
@@ -213,20 +211,20 @@ def test_who_offers_is_who_proposes(
     drafters, (sequence,) = make_chains(fakes), make_sequences(chain)
     offer, draft = drafters.offer(sequence, k), drafters.propose(make_batch(sequence), [k])
     assert (draft.proposers or (None,)) == (offer.source,)
-    assert draft.ks == (offer.most,)
+    assert draft.ks == (offer.max_k,)
 
 
 def test_two_contradicting_chains() -> None:
     a, b = Fake(0, {}), Fake(1, {})
-    Drafters({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b),)}, CPU)
+    ChainedDrafter({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b),)}, CPU)
     with pytest.raises(CycleError):
-        Drafters({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b), ("ngram", a))}, CPU)
+        ChainedDrafter({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b), ("ngram", a))}, CPU)
 
 
 def test_a_drafter_named_differently_in_two_chains() -> None:
     """It is one drafter still, asked once."""
     fake = Fake(0, {0: 2, 1: 2})
-    drafters = Drafters({"cascade": (("lookup", fake),), "ngram": (("ngram", fake),)}, CPU)
+    drafters = ChainedDrafter({"cascade": (("lookup", fake),), "ngram": (("ngram", fake),)}, CPU)
     draft = drafters.propose(make_batch(*make_sequences("cascade", "ngram")), [2, 2])
     assert draft.proposers == ("lookup", "ngram")
     assert fake.asked == [[2, 2]]

@@ -82,7 +82,7 @@ def test_what_lies_beyond_its_reach_is_not_fed() -> None:
     for length, fed in ((40, [*range(35, 40)]), (42, [40, 41]), (42, []), (60, [*range(55, 60)])):
         sequence.tokens[:] = range(length)
         before = len(made[0].fed) if made else 0
-        drafter.caught_up(sequence)
+        drafter.catch_up(sequence)
         assert made[0].fed[before:] == fed
 
 
@@ -173,20 +173,20 @@ def planned(drafter: GuessDrafter[Echo], sequence: Sequence, k: int, accepted: i
     batch, draft = make_batch(sequence), None
     if k:
         draft = drafter.propose(batch, [k])
-        assert offer is None or draft.ks[0] == min(k, offer.most)
+        assert offer is None or draft.ks[0] == min(k, offer.max_k)
     drafter.observe(batch, make_verdict(accepted if draft and draft.ks[0] else 0))
     sequence.tokens.append(7)
     if offer is None:
         return draft.ks[0] if draft else 0
     assert (offer.source, offer.gap) == (sequence.drafter, 0)
-    return offer.most
+    return offer.max_k
 
 
 def test_a_proposal_is_cut_from_what_was_offered() -> None:
     drafter, _ = echoes()
     sequence = make_sequence(0, [1, 2, 3, 4])
-    assert drafter.offer(sequence, 3).most == 3
-    assert drafter.offer(sequence, 1).most == 1  # asked again in the same round
+    assert drafter.offer(sequence, 3).max_k == 3
+    assert drafter.offer(sequence, 1).max_k == 1  # asked again in the same round
     assert rows(drafter.propose(make_batch(sequence), [2])) == [[2, 3]]
 
 
@@ -213,11 +213,11 @@ def test_no_offer_for_who_may_not_have_drafts() -> None:
     """Nor is that a round of a pause."""
     drafter, made = echoes()
     sequence = make_sequence(0, [1, 2])
-    assert drafter.offer(sequence, 0).most == 0
+    assert drafter.offer(sequence, 0).max_k == 0
     assert not made
     planned(drafter, sequence, 2)
     for _ in range(9):
-        assert drafter.offer(sequence, 0).most == 0
+        assert drafter.offer(sequence, 0).max_k == 0
     assert planned(drafter, sequence, 2) == 0  # the pause of one round
 
 

@@ -34,12 +34,12 @@ def test_a_long_prompt_takes_nobody_elses_drafts(pair: Pair) -> None:
     run = drive(engine, arrivals)
     short = run.told["short"].record
     assert short is not None
-    assert short.drafted[0] == 0  # it comes with the prompt
-    assert short.drafted[1:15] == [4] * 14
+    assert short.column("drafted")[0] == 0  # it comes with the prompt
+    assert short.column("drafted")[1:15] == [4] * 14
     long = run.told["long"].record
     assert long is not None
-    assert long.drafted[:6] == [0] * 6  # catching up
-    assert max(long.drafted) == 4  # caught up
+    assert long.column("drafted")[:6] == [0] * 6  # catching up
+    assert max(long.column("drafted")) == 4  # caught up
 
 
 def test_a_gap_is_closed_piece_by_piece(pair: Pair) -> None:
@@ -108,7 +108,7 @@ def test_an_offer_is_what_it_then_drafts_and_reads(pair: Pair) -> None:
     drafter.runner.cache.truncate_to(0, 10)
     sequence.tokens += [5, 6, 7]
     assert drafter.offer(sequence, 2) == ("model", 2, 3)
-    assert drafter.offer(sequence, 0).most == 0
+    assert drafter.offer(sequence, 0).max_k == 0
 
 
 def test_an_offer_is_no_larger_than_the_memory(pair: Pair) -> None:
@@ -116,10 +116,10 @@ def test_an_offer_is_no_larger_than_the_memory(pair: Pair) -> None:
     drafter = model_drafter(engine)
     sequence, other = make_sequence(0, [2] * 10), make_sequence(1, [2] * 10)
     ask(drafter, [sequence], [1])
-    assert drafter.offer(other, 4).most == 0  # no slot is left
+    assert drafter.offer(other, 4).max_k == 0  # no slot is left
     most = drafter.runner.cache.max_len
     sequence.tokens += [2] * (most - 12)
-    assert drafter.offer(sequence, 4).most == 3  # two fit, and the last draft is not fed
+    assert drafter.offer(sequence, 4).max_k == 3  # two fit, and the last draft is not fed
     assert ask(drafter, [sequence], [4]).ks == (3,)
 
 

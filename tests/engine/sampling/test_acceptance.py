@@ -102,4 +102,4 @@ def test_a_score_that_is_not_finite_matters_where_it_was_emitted(row: int) -> No
 
 def test_results_are_plain_python() -> None:
     verdict = run([[1, 2]], [[1]], 10)
-    assert all(type(n) is int for n in (*verdict.accepted, *verdict.emitted[0], verdict.illegal))
+    assert all(type(n) is int for n in (*verdict.accepted, *verdict.emitted[0], verdict.num_illegal))

@@ -252,7 +252,7 @@ def test_verify_decides_by_these_laws() -> None:
                 assert verdict.accepted[i] == count == accepted[i]
                 assert verdict.emitted[i] == [*batch.drafts[i, :count].tolist(), 0]
                 assert torch.allclose(law, laws[i], rtol=0, atol=EXACT)
-                assert not verdict.bad[i]
+                assert not verdict.non_finite[i]
 
 
 # A target that gives NaN
@@ -267,7 +267,7 @@ def with_nan(rows: Seq[int], verifier: Verifier, coins: Seq[float], drafts: Seq[
     sampler = Scripted([sequence], [3], VOCAB, CPU)
     sampler.coin_table, sampler.drawn = torch.tensor([coins], dtype=torch.float64), {}
     verdict = verify(DraftBatch((sequence,), sampler), Draft((3,), torch.tensor([drafts])), logits)
-    return verdict.accepted[0], verdict.bad[0]
+    return verdict.accepted[0], verdict.non_finite[0]
 
 
 @pytest.mark.parametrize("row", range(4))
