@@ -125,7 +125,7 @@ def _columns(record: RequestRecord) -> Columns:
 
 def _prompt_tokens(exchange: Exchange) -> int:
     """Those of a prompt once for all its choices."""
-    n = exchange.asked.n if exchange.asked is not None else 1
+    n = exchange.request_body.n if exchange.request_body is not None else 1
     return sum(len(request.prompt_ids) for request in exchange.requests[::n])
 
 

@@ -142,5 +142,5 @@ def test_the_audit_finds_a_referenced_block_below_an_unreferenced_one() -> None:
     counts[10] = counts[11] = 1
     two_texts().audit(counts)
     counts[10] = 0
-    with pytest.raises(AssertionError, match="block 11 is referenced, and its parent 10 is not"):
+    with pytest.raises(AssertionError, match="block 11 is referenced, but its parent 10 is not"):
         two_texts().audit(counts)
