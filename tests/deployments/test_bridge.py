@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from app.client import Token
 from app.main import create_app
 from deployments.bridge import TOKENIZE_INLINE, LocalClient
 from engine.config import ConfigError, EngineConfig
-from engine.engine import Engine
+from engine.engine import Engine, StepResult
 from engine.types import (
     EngineStopped,
     InvalidRequest,
@@ -71,13 +72,25 @@ def test_who_watches_is_told_of_every_end_and_of_all_steps(
 
     monkeypatch.setattr("deployments.bridge.REPORT_EVERY_S", 0.02)
     client.watch(stepped, ended.append)
+    engine, go_on = client.worker.engine, threading.Event()
+    before, step = engine.steps, engine.step
+
+    def held() -> StepResult:
+        """The fourth step begins after the cancellation, however slow the event loop is."""
+        if engine.steps == before + 3:
+            go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step", held)
 
     async def scenario() -> None:
-        before = client.stats().steps
         whole, cut = client.submit([make_request("whole", 20), make_request("cut", 200)])
+        while client.stats().steps < before + 3:
+            time.sleep(0.001)  # noqa: ASYNC251 - the event loop stands still, so that it is told of several steps at once
         for _ in range(2):
             await anext(cut)
         client.cancel("cut")
+        go_on.set()
         tokens = [t async for output in whole for t in output.token_ids]
         assert len(tokens) == 20
         while len(ended) < 2 or not steps or steps[-1].running:  # noqa: ASYNC110 - told by the clock

@@ -142,21 +142,37 @@ def test_a_quiet_server_repeats_itself_a_quarter_as_often(monkeypatch: pytest.Mo
 
 def test_viewers_share_the_work_and_the_last_one_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
+    tick, sleep = asyncio.Event(), asyncio.sleep
+
+    async def nap(seconds: float) -> None:
+        """The feed's own nap ends when the test says so; others take their time."""
+        if seconds == feed.EVENT_EVERY_S:
+            await tick.wait()
+            tick.clear()
+        else:
+            await sleep(seconds)
 
     async def scenario() -> None:
         assert watched.made == 0
         viewers = [watched.join(str(i)) for i in range(5)]
-        await until(lambda: all(len(data(viewer)) >= 3 for viewer in viewers))
-        assert watched.made <= max(len(data(viewer)) for viewer in viewers) + 1
-        assert data(viewers[0])[:3] == data(viewers[4])[:3]
+        await until(lambda: all(len(data(viewer)) == 2 for viewer in viewers))
+        assert watched.made == 1, "an event is made once, for all"
+        watched.client.stepped([])  # so that the server is not quiet
+        tick.set()
+        await until(lambda: all(len(data(viewer)) == 3 for viewer in viewers))
+        assert watched.made == 2
+        assert all(data(viewer)[1:] == data(viewers[0])[1:] for viewer in viewers)
         await watched.leave(*viewers)
-        made = watched.made
-        await asyncio.sleep(0.05)
-        assert watched.made == made, "nothing is worked out for nobody"
+        watched.client.stepped([])
+        tick.set()
+        for _ in range(20):
+            await sleep(0)
+        assert watched.made == 2, "nothing is worked out for nobody"
         again = watched.join()
         await until(lambda: len(data(again)) >= 2)
         await watched.leave(again)
 
+    monkeypatch.setattr(asyncio, "sleep", nap)
     play(scenario)
 
 
