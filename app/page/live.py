@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from app.client import EngineClient
-from app.page.recent_requests import Ring
+from app.page.recent_requests import RecentRequests
 from app.page.step_window import Counts, StepWindow, batches, decisions, ended, positions, series, speedup, why_none
 from app.telemetry.exchange import Exchange
 from engine.types import EngineStats, StepStats
@@ -38,7 +38,7 @@ class LivePage:
         """clock: returns monotonic seconds, on the same clock as the times of engine steps."""
         self.client = client
         self.version = 0
-        self.recent = Ring()
+        self.recent = RecentRequests()
         self.open: set[str] = set()  # ids of exchanges that have begun and not ended
         self._window = StepWindow()
         self._clock = clock

@@ -235,14 +235,17 @@ def test_no_text_is_kept() -> None:
 def test_the_oldest_exchange_makes_room() -> None:
     server = Kept()
     first = json.loads(call(server.app, PROMPT).reply)["id"]
-    for _ in range(recent_requests.KEPT):
+    for _ in range(recent_requests.MAX_REQUESTS):
         call(server.app, {})
     assert server.live.recent.get(first) is None
-    assert (len(server.requests()), server.told["requests"]) == (recent_requests.KEPT, recent_requests.KEPT + 1)
+    assert (len(server.requests()), server.told["requests"]) == (
+        recent_requests.MAX_REQUESTS,
+        recent_requests.MAX_REQUESTS + 1,
+    )
 
 
 def test_rounds_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_requests, "ROUNDS", 10)
+    monkeypatch.setattr(recent_requests, "MAX_ROUNDS", 10)
     server = Kept()
     for tokens in (12, 9, 9):  # 4, 3 and 3 rounds
         call(server.app, PROMPT | {"max_tokens": tokens})
