@@ -1,11 +1,11 @@
 """Ratios of paired measurements with bootstrap intervals, and the comparison with the best of several.
 
-A turn is one piece of work done by every variant, one right after the other; ratios are taken within turns, which
-cancels what slows a whole turn down. What is resampled are the turns, with replacement, those of even and of odd
-repeats apart; intervals are the middle 95 % of a statistic over the resamples (percentile bootstrap, Efron 1979).
+In a turn every variant does the same work, one right after the other. Ratios are taken within turns, so that whatever
+slows a whole turn down cancels out. Turns are resampled with replacement, even and odd repeats separately. Intervals
+are the middle 95 % of a statistic over the resamples (percentile bootstrap, Efron 1979).
 
-The best of several variants, chosen on the turns that it is then compared on, owes a part of its lead to luck. So the
-turns of even repeats choose the best for those of odd repeats, and the other way round; each resample chooses anew.
+If the best of several variants is chosen on the turns that it is compared on, a part of its lead is luck. So the turns
+of even repeats choose the best variant for odd repeats, and the other way round; each resample chooses again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Estimate:
 
 
 def resample(strata: Sequence[int], seed: int = 0, count: int = RESAMPLES) -> Ints:
-    """[count, n] indices of drawn turns: at each place one of the same stratum, each equally likely."""
+    """[count, n] indices of drawn turns: column i holds turns of the stratum of turn i, each equally likely."""
     rng = np.random.default_rng(seed)
     places = np.array(strata)
     drawn = np.empty((count, len(places)), np.int64)
@@ -52,7 +52,7 @@ def resample(strata: Sequence[int], seed: int = 0, count: int = RESAMPLES) -> In
 
 
 def _with_itself(drawn: Ints) -> Ints:
-    """The turns as they were, before the resamples."""
+    """The original turns as row 0, then the resamples."""
     return np.concatenate([np.arange(drawn.shape[1])[None], drawn])
 
 
@@ -61,7 +61,7 @@ def _estimate(values: Floats) -> Estimate:
 
 
 def ratio(new: Sequence[float], old: Sequence[float], folds: Sequence[int], seed: int = 0) -> Estimate:
-    """Median over turns of new over old."""
+    """Median over turns of new / old."""
     if not len(new) == len(old) == len(folds):
         raise ValueError(f"{len(new)}, {len(old)} and {len(folds)} turns cannot be paired")
     ratios = np.array(new) / np.array(old)
@@ -70,18 +70,18 @@ def ratio(new: Sequence[float], old: Sequence[float], folds: Sequence[int], seed
 
 class AgainstBest(NamedTuple):
     estimate: Estimate
-    best: tuple[str, str]  # what even turns were compared with, and odd ones: each the choice of the others
+    best: tuple[str, str]  # the rival of even and of odd turns, each chosen on the others
 
 
 def ratio_to_best(
     new: Sequence[float], rivals: Mapping[str, Sequence[float]], folds: Sequence[int], seed: int = 0
 ) -> AgainstBest:
-    """Median over turns of new over the rival that did best in the other fold, 0 or 1, of the turns.
+    """Median over turns of new / rival, with the best rival of the other fold (0 or 1).
 
-    Best is the highest median ratio to the first rival. Raises ValueError unless both folds have turns.
+    The best rival has the highest median ratio to the first rival. Raises ValueError unless both folds have turns.
     """
     if set(folds) != {0, 1}:
-        raise ValueError("the best is chosen on other turns than those compared: there must be two folds")
+        raise ValueError("the best is chosen on other turns than those compared: folds must hold 0 and 1")
     drawn = _with_itself(resample(folds, seed))
     speeds = np.array(list(rivals.values()))  # [rivals, turns]
     relative = speeds / speeds[:1]
@@ -98,22 +98,22 @@ def ratio_to_best(
 
 
 def geometric_mean(estimates: Sequence[Estimate]) -> Estimate:
-    """Of cells with as many turns each, resampled together: a resample has the same turns of every cell."""
+    """Over cells with the same number of turns. A resample has the same turns in every cell."""
     value = float(np.exp(np.mean([np.log(e.value) for e in estimates])))
     return Estimate(value, np.exp(np.mean([np.log(e.draws) for e in estimates], axis=0)))
 
 
 def ratio_of_totals(new: Floats, old: Floats, folds: Sequence[int], seed: int = 0) -> Estimate:
-    """Total of `old` over that of `new`, seconds [repeats, stages]: how many times as fast. Repeats are resampled
-    within each stage, so that every resample has every stage as often."""
+    """Total of `old` over total of `new`, seconds [repeats, stages]: how many times as fast `new` is. Repeats are
+    resampled within each stage."""
     totals = [_totals(seconds[None], folds, seed)[0].sum(axis=1) for seconds in (new, old)]
     return _estimate(totals[1] / totals[0])
 
 
 def totals_to_best(new: Floats, rivals: Mapping[str, Floats], folds: Sequence[int], seed: int = 0) -> AgainstBest:
-    """As ratio_of_totals, over the rival with the smallest total in the other fold, 0 or 1, of the repeats."""
+    """As ratio_of_totals, against the rival with the smallest total in the other fold (0 or 1) of the repeats."""
     if set(folds) != {0, 1}:
-        raise ValueError("the best is chosen on other repeats than those compared: there must be two folds")
+        raise ValueError("the best is chosen on other repeats than those compared: folds must hold 0 and 1")
     own = _totals(new[None], folds, seed)[0]  # [resamples, folds]
     theirs = _totals(np.array(list(rivals.values())), folds, seed)
     best = theirs.argmin(axis=0)[:, ::-1]  # [resamples, folds]: the choice of the other fold
@@ -123,7 +123,8 @@ def totals_to_best(new: Floats, rivals: Mapping[str, Floats], folds: Sequence[in
 
 
 def _totals(seconds: Floats, folds: Sequence[int], seed: int) -> Floats:
-    """[variants, 1 + RESAMPLES, folds] of seconds [variants, repeats, stages], drawn alike for every variant."""
+    """Sums over stages, [variants, 1 + RESAMPLES, folds], of seconds [variants, repeats, stages]. Every variant has the
+    same resamples."""
     places = np.array(folds)
     totals = np.zeros((len(seconds), 1 + RESAMPLES, 2))
     for stage in range(seconds.shape[2]):
