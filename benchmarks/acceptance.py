@@ -33,7 +33,7 @@ from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
 from benchmarks.stats import repeated_ngram_share
 from engine.llm import LLM
-from engine.types import DRAFTERS, VERIFIERS, DrafterName, RequestRecord, Verifier
+from engine.types import DRAFTERS, VERIFIERS, DrafterName, RequestRecord, Verifier, acceptance_of
 
 BATCH = 8
 Texts = Sequence[Sequence[int]]
@@ -50,10 +50,10 @@ class LawCase(NamedTuple):
 def reached(record: RequestRecord) -> Iterator[tuple[int, bool]]:
     """(output position, whether accepted) of each draft that was reached, in order."""
     position = 0
-    for drafted, accepted, emitted in zip(record.drafted, record.accepted, record.emitted, strict=True):
-        for j in range(min(accepted + 1, drafted)):
-            yield position + j, j < accepted
-        position += emitted
+    for part in record.rounds:
+        for j in range(min(part.accepted + 1, part.drafted)):
+            yield position + j, j < part.accepted
+        position += part.emitted
 
 
 def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> dict[str, object]:
@@ -76,7 +76,7 @@ def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> 
 
 def predicted(run: Run) -> float | None:
     """Tokens per round by equation 1 of Leviathan et al., at the row's α and each round's number of drafts."""
-    drafts = [d for record in run.records for d in record.drafted if d]
+    drafts = [part.drafted for record in run.records for part in record.rounds if part.drafted]
     if run.alpha is None:
         return None
     return sum(expected_tokens(run.alpha, d) for d in drafts) / len(drafts)
@@ -84,8 +84,8 @@ def predicted(run: Run) -> float | None:
 
 def influence(run: Run) -> Column:
     """[texts] how much each text moves the tokens per round: (emitted − mean · rounds) / all rounds; their sum is 0."""
-    rounds = np.array([record.rounds for record in run.records], np.float64)
-    emitted = np.array([sum(e for d, e in zip(r.drafted, r.emitted, strict=True) if d) for r in run.records])
+    rounds = np.array([acceptance_of(record).rounds for record in run.records], np.float64)
+    emitted = np.array([sum(part.emitted for part in record.rounds if part.drafted) for record in run.records])
     return (emitted - emitted.sum() / rounds.sum() * rounds) / rounds.sum()
 
 
@@ -113,7 +113,7 @@ def run_row(case: LawCase, run: Run, prompts: Texts, read_forced: ForcedReader) 
         "T": case.temperature,
         "drafter": case.drafter,
         "verifier": case.verifier,
-        "rounds": sum(record.rounds for record in run.records),
+        "rounds": acceptance_of(*run.records).rounds,
         "alpha": run.alpha,
         "tok/round": run.tokens_per_round,
         "±": clustered_error(influence(run)) if drafts else None,

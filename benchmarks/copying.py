@@ -143,7 +143,7 @@ def summarise(workload: CopyWork, batch: int, variants: Sequence[CopyVariant]) -
 
 
 def _share_drafted(run: Run) -> float:
-    rounds = [d > 0 for record in run.records for d in record.drafted]
+    rounds = [part.drafted > 0 for record in run.records for part in record.rounds]
     return sum(rounds) / len(rounds)
 
 

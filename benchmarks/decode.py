@@ -40,8 +40,7 @@ from benchmarks.measure import Run, merge, timed_run
 from benchmarks.plot import chart
 from benchmarks.stats import median_ratio, predicted_speedup
 from engine.llm import LLM
-from engine.types import SamplingParams
-from policies.reasons import REASONS
+from engine.types import REASONS, SamplingParams
 
 FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieved/predicted")
 RATES = {"": "busy_tokens_per_s", "decode ": "decode_tokens_per_s"}

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Protocol
 
 from benchmarks.stats import acceptance_rate, decode_steps
-from engine.types import RequestRecord, SamplingParams, StepStats
+from engine.types import RequestRecord, RoundRecord, SamplingParams, StepStats, acceptance_of
 
 
 class Generated(Protocol):
@@ -67,7 +67,7 @@ class Run:
     @property
     def tokens_per_round(self) -> float | None:
         """Tokens emitted per sequence and speculative round; None without drafts."""
-        emitted = [e for r in self.records for d, e in zip(r.drafted, r.emitted, strict=True) if d]
+        emitted = [part.emitted for part in self._rounds if part.drafted]
         return sum(emitted) / len(emitted) if emitted else None
 
     @property
@@ -95,13 +95,13 @@ class Run:
     @property
     def mean_k(self) -> float | None:
         """Drafts per sequence and round, over rounds in which the policy chose k; None if there were none."""
-        rounds = [d for r in self.records for d, reason in zip(r.drafted, r.reasons, strict=True) if reason >= 0]
+        rounds = [part.drafted for part in self._rounds if part.reason >= 0]
         return sum(rounds) / len(rounds) if rounds else None
 
     @property
     def reasons(self) -> Counter[str]:
         """Number of rounds by the reason for k, summed over sequences."""
-        return sum((Counter(record.decisions()) for record in self.records), Counter())
+        return Counter(acceptance_of(*self.records).decisions)
 
     @property
     def predicted_over_real(self) -> tuple[float, float] | None:
@@ -134,8 +134,12 @@ class Run:
         return decode_steps(self.steps)
 
     @property
+    def _rounds(self) -> list[RoundRecord]:
+        return [part for record in self.records for part in record.rounds]
+
+    @property
     def _drafts(self) -> tuple[list[int], list[int]]:
-        return [d for r in self.records for d in r.drafted], [a for r in self.records for a in r.accepted]
+        return [part.drafted for part in self._rounds], [part.accepted for part in self._rounds]
 
 
 def merge(runs: Sequence[Run]) -> Run:

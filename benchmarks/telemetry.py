@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
 from statistics import mean, median
@@ -187,12 +187,11 @@ class BurstBench:
         request["max_tokens"] = min(room, TOKENS_PER_ROUND * rounds)
         await complete(create_app(self.client, [listening]), request)
         (record,) = listening.exchanges[0].records
-        if len(record.drafted) < rounds:
+        if len(record.rounds) < rounds:
             raise RuntimeError(
-                f"{record.output_tokens} tokens took {len(record.drafted)} rounds: lower --rounds, which is {rounds}"
+                f"{record.output_tokens} tokens took {len(record.rounds)} rounds: lower --rounds, which is {rounds}"
             )
-        lists = [field.name for field in fields(record) if isinstance(getattr(record, field.name), list)]
-        return replace(record, **{name: getattr(record, name)[:rounds] for name in lists})
+        return replace(record, rounds=record.rounds[:rounds])
 
 
 def exported_bytes(client: LocalClient, record: RequestRecord) -> int:

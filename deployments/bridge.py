@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from app.client import ModelCard, Token
+from engine.config import PolicyConfig
 from engine.engine import Engine
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker
-from policies.config import PolicyConfig
 
 TELL_EVERY_S = 0.25  # of steps, at most: as often as the live page shows them
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
@@ -21,14 +21,15 @@ class LocalClient:
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         longest_token = max(map(len, engine.tokenizer.vocab))
+        can = engine.intake.capabilities
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
             policy=_name(engine.policy),
-            max_spec_length=engine.max_spec_length,
-            drafters=engine.drafters,
-            drafter=engine.config.drafter or ("model" if "model" in engine.drafters else None),
-            verifier=engine.config.verifier,
+            max_spec_length=can.max_spec_length,
+            drafters=can.drafters,
+            drafter=can.drafter,
+            verifier=can.verifier,
             max_choices=engine.config.max_running + engine.config.max_waiting,
             max_prompt_tokens=engine.config.max_prompt_tokens,
             longest_token=longest_token,

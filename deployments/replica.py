@@ -46,7 +46,7 @@ class Replica:
         log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name)
-        self.meter = Meter(self.client, edge.model_name, timings=engine.speculator.control.timings)
+        self.meter = Meter(self.client, edge.model_name)
         self._serving = False  # whether Serve has started it, with a user_config if there is one
         gc.collect()
         gc.freeze()  # what is loaded by now stays: a full collection that walks over it takes a tenth of a second

@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig
-from policies.config import PolicyConfig, PolicyName
+from engine.config import CacheKind, EngineConfig, PolicyConfig, PolicyName
+from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"
@@ -99,10 +99,10 @@ class Settings(BaseModel):
     model_name: Annotated[str | None, BeforeValidator(_none)] = None  # what clients call it; none: see name
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
-    drafter: Annotated[
-        Literal["auto", "off", "model", "ngram", "lookup", "prediction", "cascade"], BeforeValidator(_off)
-    ] = "auto"  # for requests that do not say; auto: the draft if there is one; off: none, as policy off
-    verifier: Literal["match", "rejection", "block"] = "match"  # for requests that do not say
+    drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = (
+        "auto"  # for requests that do not say; auto: the draft if there is one; off: none, as policy off
+    )
+    verifier: Verifier = "match"  # for requests that do not say
     policy: Policy = "goodput"  # chooses drafts per round; a user_config of the deployment goes before it
     spec_length: Count = 5  # of policy fixed, and where heuristic begins
     max_spec_length: Count = 16  # the longest that any policy or request may have

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
-from policies.config import PolicyConfig
+from policies.config import PolicyConfig as PolicyConfig
+from policies.config import PolicyName as PolicyName
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")

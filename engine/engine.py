@@ -80,7 +80,7 @@ class Engine:
         self._handles = itertools.count()
         self._last_outputs: list[Output] = []  # of requests that ended since the last step; filled by _finish
         self._ended_handles: list[int] = []  # of sequences that ended since the last step
-        self._ledger = Ledger()
+        self._ledger = Ledger(control.cost)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
@@ -164,7 +164,7 @@ class Engine:
             self._finish(sequence, "error", "the output of this request could not be processed")
             return None
         self.target.cache.publish(sequence.handle, sequence.tokens)
-        prompt_logprobs = () if record.emitted else tuple(sequence.prompt_logprobs)
+        prompt_logprobs = () if record.rounds else tuple(sequence.prompt_logprobs)
         self._ledger.note(slice_, outcome, i, len(committed.tokens))
         if record.first_token is None and committed.tokens:
             record.first_token = time.monotonic()
@@ -218,7 +218,6 @@ class Engine:
         self._ended_handles.append(sequence.handle)
         record = sequence.record
         record.finished = time.monotonic()
-        record.output_tokens = sum(record.emitted)  # those that reached the client, also if the last round failed
         last = last or Output(sequence.request_id, (), "")
         self._last_outputs.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
         self.scheduler.remove(sequence)

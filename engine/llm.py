@@ -41,11 +41,11 @@ class Completion:
 
     @property
     def drafted(self) -> list[int]:
-        return self.record.drafted
+        return self.record.column("drafted")
 
     @property
     def accepted(self) -> list[int]:
-        return self.record.accepted
+        return self.record.column("accepted")
 
 
 class LLM:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ClassVar
 
 import torch
 
@@ -165,8 +164,6 @@ class ProfileBench:
 
 class ConstantDrafter:
     """Proposes token 0 at no cost, in place of a draft model."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

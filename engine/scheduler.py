@@ -191,7 +191,7 @@ class Scheduler:
 
     def _count_prompt_rows(self, sequence: Sequence, chunk: int) -> int:
         """Rows of a chunk that are followed by a prompt token, if the request asks for prompt_logprobs; else 0."""
-        if sequence.params.prompt_logprobs is None or sequence.record.emitted:
+        if sequence.params.prompt_logprobs is None or sequence.record.rounds:
             return 0
         start = len(sequence.tokens) - self._target.uncached(sequence)
         return max(0, min(chunk, sequence.num_prompt - 1 - start))
@@ -278,7 +278,7 @@ def _arrival(sequence: Sequence) -> int:
 
 def _reusable_tokens(sequence: Sequence) -> list[int]:
     """Tokens that need not be fed if the cache holds them: none while the prompt's log-probabilities are needed."""
-    if sequence.params.prompt_logprobs is not None and not sequence.record.emitted:
+    if sequence.params.prompt_logprobs is not None and not sequence.record.rounds:
         return []
     return sequence.tokens
 

@@ -77,7 +77,7 @@ class Sequence:
         """Its memory was taken back: it keeps its tokens, and they will be fed again."""
         self._move("preempt")
         self.record.preemptions += 1
-        if not self.record.emitted:
+        if not self.record.rounds:
             self.prompt_logprobs.clear()
 
     def finish(self, reason: FinishReason) -> None:

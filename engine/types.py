@@ -4,11 +4,13 @@ The HTTP edge imports this module, so nothing here may import torch. Token ids a
 `time.monotonic()`, durations in records are integer microseconds.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
-from policies.reasons import REASONS
+from policies.reasons import REASONS as REASONS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["engine_error", "deadline_exceeded"]
@@ -149,12 +151,32 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest (token, logprob), best first; ties by lowest id
 
 
+class RoundRecord(NamedTuple):
+    """What one sequence had of one round, a pass that emitted tokens for it. Times in integer microseconds."""
+
+    k: int  # drafts asked for; the drafter may have offered fewer
+    reason: int  # index in REASONS of why k was that and no more; -1: nobody chose k
+    alpha: int  # chance of the first draft before the round, per mille
+    drafted: int
+    accepted: int  # accepted by the verifier, before a stop cut the text
+    emitted: int  # tokens that reached the client
+    proposer: int  # index in DRAFTERS of who proposed the drafts; -1: no drafts
+    step: int = 0  # the engine's number of the step, see StepStats
+    batch: int = 1  # sequences that emitted in the round
+    began_us: int = 0  # when its step began, after the request's arrival
+    draft_us: int = 0  # as StepStats, like the two below
+    score_us: int = 0
+    step_us: int = 0
+
+    @property
+    def overhead_us(self) -> int:
+        """What the step took beside proposing and the target's pass."""
+        return self.step_us - self.draft_us - self.score_us
+
+
 @dataclass(slots=True)
 class RequestRecord:
-    """Raw facts of one request, appended to while it runs; column i is round i (a pass that emitted tokens for it).
-
-    The first round ends the prompt and emits the first token.
-    """
+    """Raw facts of one request, added to while it runs. Its first round ends the prompt and emits the first token."""
 
     request_id: str
     seed: int
@@ -172,41 +194,68 @@ class RequestRecord:
     output_tokens: int = 0
     policy: str = ""  # the engine's when it was submitted
     fixed_k: int | None = None  # drafts per round that it asked for; None: the policy chose
-    steps: list[int] = field(default_factory=list)  # the engine's number of the step, see StepStats
-    planned: list[int] = field(default_factory=list)  # k; the drafter may have offered less
-    reasons: list[int] = field(default_factory=list)  # index in REASONS of why k was that and no more; -1: no choice
-    alphas: list[int] = field(default_factory=list)  # chance of the first draft before the round, per mille
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
-    emitted: list[int] = field(default_factory=list)  # tokens that reached the client
-    proposer: list[int] = field(default_factory=list)  # index in DRAFTERS of who proposed the drafts; -1: no drafts
-    batch: list[int] = field(default_factory=list)  # sequences that emitted in the round
-    began_us: list[int] = field(default_factory=list)  # when its step began, after the arrival
-    draft_us: list[int] = field(default_factory=list)  # as StepStats
-    score_us: list[int] = field(default_factory=list)
-    step_us: list[int] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
     waiting_ahead: int = 0  # requests that waited when it came
     prefill_passes: int = 0  # passes that read part of its prompt (again, after a preemption) without an end to it
     prediction_tokens: int = 0  # of the client's guess of the output
     prediction_accepted: int = 0  # of these, tokens that the output followed
 
+    def column(self, name: str) -> list[int]:
+        """One field of every round, in their order."""
+        return list(map(attrgetter(name), self.rounds))
+
+    def add(self, part: RoundRecord) -> None:
+        self.rounds.append(part)
+        self.output_tokens += part.emitted
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of the drafts of some rounds. A round counts once for each sequence in it."""
+
+    plain_rounds: int  # without drafts
+    rounds: int  # in which at least one draft was verified (vLLM's num_spec_steps)
+    full_rounds: int  # of these, those that accepted every draft
+    drafted: int
+    accepted: int
+    emitted: int  # tokens that reached the client
+    histogram: tuple[int, ...]  # rounds by accepted drafts. Its sum is `rounds`; Σ j·histogram[j] is `accepted` (I8)
+    decisions: dict[str, int]  # all rounds by why k was no larger, in the order of REASONS; only reasons that occurred
+
     @property
-    def rounds(self) -> int:
-        """Rounds that verified at least one draft; plain rounds are not counted (as vLLM's num_spec_steps)."""
-        return sum(1 for n in self.drafted if n)
+    def rate(self) -> float | None:
+        """The share of drafts that was accepted; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
 
-    def decisions(self) -> dict[str, int]:
-        """Rounds by why k was what it was, for reasons that occurred."""
-        counts = {reason: self.reasons.count(code) for code, reason in enumerate(REASONS)}
-        return {reason: count for reason, count in counts.items() if count}
+    @property
+    def mean_length(self) -> float | None:
+        """Mean of 1 + accepted drafts over the rounds with drafts; None without any."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
 
-    def histogram(self) -> list[int]:
-        """Rounds by number of accepted drafts, length k_max + 1. Σ hist = rounds, Σ j·hist[j] = accepted (I8)."""
-        counts = [0] * (self.k_max + 1)
-        for drafted, accepted in zip(self.drafted, self.accepted, strict=True):
-            if drafted:
-                counts[accepted] += 1
-        return counts
+
+_FATE = attrgetter("drafted", "accepted", "emitted", "reason")
+
+
+def acceptance_of(*records: RequestRecord) -> Acceptance:
+    """Everything that is told of the drafts of these requests, summed up; histogram has 1 + their largest k_max."""
+    fates = Counter(fate for record in records for fate in map(_FATE, record.rounds))
+    histogram = [0] * (1 + max((record.k_max for record in records), default=0))
+    reasons = Counter[int]()
+    for (drafted, accepted, _, reason), count in fates.items():
+        histogram[accepted] += count if drafted else 0
+        reasons[reason] += count
+    verified = [(drafted, accepted, count) for (drafted, accepted, _, _), count in fates.items() if drafted]
+    rounds = sum(histogram)
+    return Acceptance(
+        plain_rounds=fates.total() - rounds,
+        rounds=rounds,
+        full_rounds=sum(count for drafted, accepted, count in verified if accepted == drafted),
+        drafted=sum(drafted * count for drafted, _, count in verified),
+        accepted=sum(accepted * count for _, accepted, count in verified),
+        emitted=sum(emitted * count for (_, _, emitted, _), count in fates.items()),
+        histogram=tuple(histogram),
+        decisions={name: reasons[code] for code, name in enumerate(REASONS) if reasons[code]},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +273,6 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
     drafts: tuple[int, ...] = ()  # ids that were proposed for it in this round, of which
     accepted: int = 0  # so many, the first ones, were accepted: before a stop cut the text
-
-
-class Part(NamedTuple):
-    """What one sequence had of a step's round."""
-
-    k: int
-    reason: int  # index in REASONS; -1: nobody chose k
-    alpha: int  # chance of the first draft before the round, per mille
-    drafted: int
-    accepted: int
-    emitted: int
-    proposer: int  # index in DRAFTERS; -1: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +302,15 @@ class StepStats:
     predicted_us: int = 0  # what the cost model expected of the step; 0: it was not asked, others ran than before
     predicted_tokens: float = 0.0  # what the estimator expected those sequences to emit
     policy_us: int = 0  # of step_us: choosing k, and learning from the round
+    plain_us: int = 0  # what its tokens would have taken without drafts, see baseline.py; 0: it does not `decode_only`
     began: float = 0.0  # monotonic seconds
-    parts: tuple[Part, ...] = ()  # of the sequences that emitted
+    parts: tuple[RoundRecord, ...] = ()  # of the sequences that emitted
     requests: tuple[str, ...] = ()  # whose sequences were in the round
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether it emitted tokens and read no prompts: the speed-up is estimated over these steps."""
+        return bool(self.parts) and not self.prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,15 @@ one sequence can have, are then in `choices`.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from starlette.responses import Response
 
 from app.openai.pauses import PIECE, Pauses
-from app.round_columns import raw_columns, told
-from engine.types import RequestRecord
+from app.round_columns import public_columns, raw_columns
+from engine.types import RequestRecord, acceptance_of
 
 # JSON leaves these raw, and many stream readers take them for ends of lines.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -132,23 +130,20 @@ def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) ->
     (by drafts asked for, 0 too) and decisions (by why they were so many and no more) count every round in which k was
     chosen.
     """
-    rounds = sum(record.rounds for record in records)
-    drafted = sum(sum(record.drafted) for record in records)
-    accepted = sum(sum(record.accepted) for record in records)
-    histograms = [record.histogram() for record in records]
+    acceptance = acceptance_of(*records)
     return {
         "mode": _mode(records[0]),
         "policy": records[0].policy,  # in force when the request came
         "drafter": records[0].drafter,
         "verifier": records[0].verifier,
-        "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+        "mean_acceptance_length": acceptance.mean_length or 1.0,
+        "draft_acceptance_rate": acceptance.rate or 0.0,
+        "acceptance_histogram": list(acceptance.histogram),
         "draft_length_histogram": _lengths(records),
-        "decisions": _decisions(records),
-        "num_spec_steps": rounds,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
+        "decisions": acceptance.decisions,
+        "num_spec_steps": acceptance.rounds,
+        "num_accepted_draft_tokens": acceptance.accepted,
+        "num_draft_tokens": acceptance.drafted,
         "num_spec_tokens": records[0].k_max,  # the choices of a request have it in common
     } | (_steps(records) if tell_steps else {})
 
@@ -164,11 +159,11 @@ def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
     if len(records) > 1:
         return {"choices": [{"index": index} | _steps([record]) for index, record in enumerate(records)]}
     (record,) = records
-    verified = [i for i, drafted in enumerate(record.drafted) if drafted]
+    verified = [part for part in record.rounds if part.drafted]
     return {
-        "per_step_accepted": [record.accepted[i] for i in verified],
-        "per_step_drafted": [record.drafted[i] for i in verified],
-        "rounds": told(raw_columns(record)),
+        "per_step_accepted": [part.accepted for part in verified],
+        "per_step_drafted": [part.drafted for part in verified],
+        "rounds": public_columns(raw_columns(record.rounds)),
     }
 
 
@@ -176,17 +171,10 @@ def _lengths(records: Sequence[RequestRecord]) -> list[int]:
     """Rounds in which k was chosen, by k, length k_max + 1. Their number is that of all decisions."""
     counts = [0] * (records[0].k_max + 1)
     for record in records:
-        for k, reason in zip(record.planned, record.reasons, strict=True):
-            if reason >= 0:
-                counts[k] += 1
+        for part in record.rounds:
+            if part.reason >= 0:
+                counts[part.k] += 1
     return counts
-
-
-def _decisions(records: Sequence[RequestRecord]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for record in records:
-        total.update(record.decisions())
-    return dict(total)
 
 
 def _ms(start: float | None, end: float | None) -> float | None:

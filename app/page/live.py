@@ -11,7 +11,7 @@ from typing import Any
 
 from app.client import EngineClient
 from app.page.recent_requests import Ring
-from app.page.step_window import Counts, StepWindow, decisions, ended, positions, series, why_none
+from app.page.step_window import Counts, StepWindow, batches, decisions, ended, positions, series, speedup, why_none
 from app.telemetry.exchange import Exchange
 from engine.types import EngineStats, StepStats
 
@@ -94,13 +94,13 @@ class Live:
             "tokens_per_s": self._sum(now, RATE_S)["emitted", 0] / RATE_S,
             "acceptance": _share(totals["accepted", 0], totals["drafted", 0]),
             "accepted_per_round": _share(totals["accepted", 0], totals["drafting", 0]),
-            "speedup": self._window.speedup(totals),
+            "speedup": speedup(totals),
             "faults": totals["faults", 0],
             **self._percentiles(),
             "policy": dict(self.client.policy_status()),
             "speculation": self._speculation(totals, self._sum(now, STATE_S)),
             "positions": positions(totals),
-            "batches": self._window.batches(totals),
+            "batches": batches(totals),
             "decisions": decisions(totals),
         }
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from app.round_columns import raw_columns, told
+from app.round_columns import public_columns, raw_columns
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
-from engine.types import Output, RequestRecord
+from engine.types import Output, RequestRecord, acceptance_of
 
 KEPT = 200  # exchanges
 ROUNDS = 100_000  # of all of them together; each takes some 120 bytes
@@ -25,6 +25,7 @@ class Kept:
 
     row: dict[str, Any]
     facts: tuple[dict[str, Any], ...]  # of each choice
+    totals: tuple[dict[str, int], ...]  # of each choice's rounds
     columns: tuple[Columns, ...]  # of each choice
     tpot_ms: tuple[float, ...]
 
@@ -34,15 +35,12 @@ class Kept:
 
     def summary(self) -> dict[str, Any]:
         """With each choice's facts and totals, without its rounds."""
-        choices = [
-            facts | {"rounds": len(columns["step"])} | {name: sum(columns[name]) for name in ("drafted", "accepted")}
-            for facts, columns in zip(self.facts, self.columns, strict=True)
-        ]
+        choices = [facts | totals for facts, totals in zip(self.facts, self.totals, strict=True)]
         return self.row | {"choices": choices}
 
     def whole(self) -> dict[str, Any]:
         choices = zip(self.facts, self.columns, strict=True)
-        return self.row | {"choices": [facts | {"rounds": told(columns)} for facts, columns in choices]}
+        return self.row | {"choices": [facts | {"rounds": public_columns(columns)} for facts, columns in choices]}
 
 
 class Ring:
@@ -92,7 +90,8 @@ def keep(exchange: Exchange, model: str) -> Kept:
     }
     facts = tuple(_facts(index, output, record) for index, output, record in choices)
     tpots = [_tpot_ms(record) for record in records]
-    return Kept(row, facts, tuple(map(_columns, records)), tuple(t for t in tpots if t is not None))
+    columns, totals = tuple(map(_columns, records)), tuple(map(_totals, records))
+    return Kept(row, facts, totals, columns, tuple(t for t in tpots if t is not None))
 
 
 def outcome(exchange: Exchange) -> tuple[str, str | None]:
@@ -115,8 +114,13 @@ def _facts(index: int, output: Output, record: RequestRecord) -> dict[str, Any]:
     }
 
 
+def _totals(record: RequestRecord) -> dict[str, int]:
+    acceptance = acceptance_of(record)
+    return {"rounds": len(record.rounds), "drafted": acceptance.drafted, "accepted": acceptance.accepted}
+
+
 def _columns(record: RequestRecord) -> Columns:
-    return {name: array("q", column) for name, column in raw_columns(record).items()}
+    return {name: array("q", column) for name, column in raw_columns(record.rounds).items()}
 
 
 def _prompt_tokens(exchange: Exchange) -> int:

@@ -1,9 +1,7 @@
-"""What the engine's steps of the last minutes add up to: counted as they come, divided only when somebody looks.
+"""Sums of the engine's steps over the last five minutes. They grow with every step and are divided when a viewer asks.
 
-The estimated speedup is the time that rounds without drafts would have taken for the same tokens, over the time that
-the rounds really took. What a round without drafts takes is the mean of those of the same batch size in the window, or
-of those seen before it; it is unknown, and so is the speedup, where there were fewer than MIN_PLAIN. Steps that also
-read prompts are left out of both times: reading costs the same with drafts and without.
+The estimated speedup is the time that plain decoding would have taken for the same tokens (`StepStats.plain_us`) over
+the time that the steps took. Steps that also read prompts are left out of both: reading costs the same either way.
 """
 
 from collections import Counter, deque
@@ -11,13 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.types import Part, StepStats
-from policies.reasons import REASONS
+from engine.types import REASONS, RoundRecord, StepStats
 
 BINS_PER_S = 4
 BINS = 300 * BINS_PER_S  # that are kept: five minutes
-MIN_PLAIN = 16  # rounds from which the time of a plain round is believed
-REMEMBERED = 1024  # plain rounds of a batch size from which on older ones weigh less
 
 # Columns of the series, and what of a bin's counts each of them is.
 SERIES = {
@@ -49,7 +44,6 @@ class StepWindow:
     def __init__(self) -> None:
         self._bins: deque[Bin] = deque()  # ascending; those without a step are left out
         self._before: Counts = Counter()  # sum of all bins but the last, which still grows
-        self._plain: dict[int, list[int]] = {}  # batch size: [rounds without drafts, their µs], since the start
 
     def add(self, steps: Iterable[StepStats], now: float) -> None:
         """`now`: monotonic seconds, for steps that do not say when they began."""
@@ -59,8 +53,6 @@ class StepWindow:
             if not self._bins or self._bins[-1].index < index:
                 self._open(index)
             _count(step, self._bins[-1].counts)
-            if _pure(step) and not step.drafted:
-                self._remember(len(step.parts), step.step_us)
 
     def _open(self, index: int) -> None:
         if self._bins:
@@ -74,13 +66,6 @@ class StepWindow:
             gone = self._bins.popleft()
             if self._bins:
                 self._before.subtract(gone.counts)
-
-    def _remember(self, batch: int, step_us: int) -> None:
-        seen = self._plain.setdefault(batch, [0, 0])
-        if seen[0] >= REMEMBERED:
-            seen[:] = (part // 2 for part in seen)
-        seen[0] += 1
-        seen[1] += step_us
 
     def totals(self, now: float) -> Counts:
         """Of the whole window."""
@@ -96,41 +81,25 @@ class StepWindow:
             found.append(entry)
         return found[::-1]
 
-    def plain_us(self, batch: int, totals: Counts) -> float | None:
-        """Mean time of a round of this many sequences without drafts; None: too few were seen."""
-        for rounds, micros in (
-            (totals["plain", batch], totals["plain_us", batch]),
-            self._plain.get(batch, (0, 0)),
-        ):
-            if rounds >= MIN_PLAIN:
-                return micros / rounds
-        return None
 
-    def batches(self, totals: Counts) -> dict[str, list[Any]]:
-        """By sequences in a round, ascending: steps, mean k where one was chosen, plain rounds, estimated speedup."""
-        sizes = sorted(batch for what, batch in totals if what == "rounds_of")
-        return {
-            "batch": sizes,
-            "rounds": [totals["rounds_of", size] for size in sizes],
-            "k": [_ratio(totals["k_of", size], totals["chosen_of", size], 2) for size in sizes],
-            "plain_rounds": [totals["plain", size] for size in sizes],
-            "speedup": [_ratio(*self._times([size], totals), 3) for size in sizes],
-        }
+def batches(totals: Counts) -> dict[str, list[Any]]:
+    """By sequences in a round, ascending: steps, mean k where one was chosen, plain rounds, estimated speedup."""
+    sizes = sorted(batch for what, batch in totals if what == "rounds_of")
+    return {
+        "batch": sizes,
+        "rounds": [totals["rounds_of", size] for size in sizes],
+        "k": [_ratio(totals["k_of", size], totals["chosen_of", size], 2) for size in sizes],
+        "plain_rounds": [totals["plain_rounds", size] for size in sizes],
+        "speedup": [_ratio(totals["plain_us", size], totals["decode_us", size], 3) for size in sizes],
+    }
 
-    def speedup(self, totals: Counts) -> float | None:
-        """Over all batch sizes for which it is known."""
-        return _ratio(*self._times([size for what, size in totals if what == "pure_us"], totals), 3)
 
-    def _times(self, sizes: Sequence[int], totals: Counts) -> tuple[float, float]:
-        """(µs that the tokens would have taken without drafts, µs that they took), of the sizes for which both are
-        known."""
-        without = took = 0.0
-        for size in sizes:
-            plain = self.plain_us(size, totals)
-            if plain is not None:
-                without += totals["pure_emitted", size] / size * plain
-                took += totals["pure_us", size]
-        return without, took
+def speedup(totals: Counts) -> float | None:
+    """Estimated, over all batch sizes; None without a step that decoded only."""
+    plain_us, decode_us = (
+        sum(n for (what, _), n in totals.items() if what == name) for name in ("plain_us", "decode_us")
+    )
+    return _ratio(plain_us, decode_us, 3)
 
 
 def ended(bins: Iterable[Bin], now: float) -> list[Bin]:
@@ -188,17 +157,15 @@ def _count(step: StepStats, counts: Counts) -> None:
 def _count_round(step: StepStats, counts: Counts) -> None:
     batch = len(step.parts)
     counts["rounds_of", batch] += 1
-    if _pure(step):
-        counts["pure_us", batch] += step.step_us
-        counts["pure_emitted", batch] += step.emitted
-        if not step.drafted:
-            counts["plain", batch] += 1
-            counts["plain_us", batch] += step.step_us
+    if step.decode_only:
+        counts["decode_us", batch] += step.step_us
+        counts["plain_us", batch] += step.plain_us
+        counts["plain_rounds", batch] += not step.drafted and not step.draft_faults
     for part in step.parts:
         _count_part(part, batch, counts)
 
 
-def _count_part(part: Part, batch: int, counts: Counts) -> None:
+def _count_part(part: RoundRecord, batch: int, counts: Counts) -> None:
     if part.drafted:
         counts["drafting", 0] += 1
         counts["drafted_n", part.drafted] += 1
@@ -210,11 +177,6 @@ def _count_part(part: Part, batch: int, counts: Counts) -> None:
         counts["reason", part.reason] += 1
         if not part.k:
             counts["reason_of_none", part.reason] += 1
-
-
-def _pure(step: StepStats) -> bool:
-    """Whether it did nothing but a round that worked."""
-    return bool(step.parts) and not step.prefill_tokens and not step.draft_faults and not step.failed
 
 
 def _ratio(above: float, below: float, digits: int = 0) -> float | None:

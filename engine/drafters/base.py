@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ class Draft:
     # Index in the batch → row of logq. A sequence that is not in here has a q that is one-hot at each of its drafts.
     logq_rows: Mapping[int, int] = field(default_factory=dict)
     proposers: tuple[DrafterName | None, ...] | None = None  # by sequence; None: the drafter that was asked
-    parents: Tensor | None = None  # [B, max k] for trees; None: a chain
     steps: int = 0  # sequential forwards of the draft model, also those that only read
     read: int = 0  # tokens that these forwards fed
     forward_us: int = 0  # time of these forwards
@@ -68,8 +67,6 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes tokens for sequences. Whatever it raises costs drafts and nothing else (R9)."""
-
-    needs_hidden: ClassVar[tuple[int, ...]]  # layers of the target whose outputs it needs beside the logits
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
         """How many drafts, up to k, it could propose for the sequence in the coming round. Cheap.

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +45,6 @@ class ChainedDrafter:
     all drafters that precede it in any chain. Raises ValueError (graphlib.CycleError) if two chains contradict each
     other. A drafter that raises costs its sequences its own drafts; the rest of their chains is still asked (R9).
     """
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, chains: Mapping[DrafterName, Chain], device: torch.device) -> None:
         self._device = device

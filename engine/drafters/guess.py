@@ -6,7 +6,7 @@ A guess is a function of committed tokens, so its q is one-hot and `Draft.logq` 
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -55,8 +55,6 @@ class GuessDrafter(Generic[G]):
     lookback: the number of latest tokens that the guesses depend on; None: all. Tokens before them are not pushed, so
     that a long prompt costs no more than a short one.
     """
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(
         self,

@@ -3,13 +3,9 @@
 After prompt lookup decoding (Saxena 2023), over prompt and output alike, with the longest match instead of a fixed one.
 """
 
-from typing import Literal
-
 import torch
 
 from engine.drafters.guess import GuessDrafter
-
-Occurrence = Literal["recent", "earliest"]
 
 MIN_MATCH = 3  # tokens that must occur again
 MAX_MATCH = 32  # tokens; matches as long as this count as equally long
@@ -24,13 +20,12 @@ class Lookup:
     """Finds earlier occurrences of the last `min_match` tokens in a dictionary of all runs of that many tokens.
 
     It compares the CANDIDATES latest occurrences and takes the one with the longest match before it, up to MAX_MATCH
-    tokens; among equals the most recent. With occurrence "earliest" it does the same with the earliest ones. A push
-    takes O(1) time. A guess takes at most CANDIDATES comparisons, most of which end at the first token.
+    tokens; among equals the most recent. A push takes O(1) time. A guess takes at most CANDIDATES comparisons, most of
+    which end at the first token.
     """
 
-    def __init__(self, min_match: int = MIN_MATCH, occurrence: Occurrence = "recent") -> None:
+    def __init__(self, min_match: int = MIN_MATCH) -> None:
         self._min_match = min_match
-        self._recent = occurrence == "recent"
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}  # run of min_match tokens → where its occurrences end
 
@@ -57,9 +52,8 @@ class Lookup:
     def _source(self) -> int | None:
         """The index of the token after the match."""
         ends = self._ends.get(tuple(self._tokens[-self._min_match :]), [])
-        earlier = ends[-2 : -2 - CANDIDATES : -1] if self._recent else ends[:-1][:CANDIDATES]
         best, length = None, 0
-        for end in earlier:
+        for end in ends[-2 : -2 - CANDIDATES : -1]:
             # A longer match must agree at the token where the best one stopped. Near the text's beginning this index
             # wraps around; a match that passes by chance is then too short to be the best.
             if best is None or self._tokens[end - 1 - length] == self._tokens[-1 - length]:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ class ModelDrafter:
     If a draft ends in NO_TOKEN, the memory of its sequence holds numbers that are not finite. The memory is cleared,
     and nothing is drafted for the sequence until it is forgotten.
     """
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, runner: Runner, target_vocab: int, max_catch_up: int, chunk: int) -> None:
         self.runner = runner

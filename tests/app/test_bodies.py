@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 
 from app import middleware
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from tests.app.harness import PROMPT, Exchange
 

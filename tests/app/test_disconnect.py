@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from app import routes
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.openai.stream import unless_disconnected
 from engine.types import Output, Request

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app import routes
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.keys import Keys
 from app.main import create_app
 from app.middleware import RequestId

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page.live import Live
 from tests.app.harness import call

@@ -11,7 +11,7 @@ from benchmarks import acceptance, forced
 from benchmarks.acceptance import LawCase
 from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
-from engine.types import RequestRecord
+from engine.types import RequestRecord, RoundRecord
 from tests.engine.pairs import Pair, reference_model, save_pair
 
 PROMPTS, TOKENS = 48, 60
@@ -23,12 +23,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def record(drafted: list[int], accepted: list[int]) -> RequestRecord:
-    emitted = [1 + a for a in accepted]
-    return RequestRecord("r", 0, 3, 4, 0.0, drafted=drafted, accepted=accepted, emitted=emitted)
+    rounds = [RoundRecord(d, -1, 0, d, a, 1 + a, 0) for d, a in zip(drafted, accepted, strict=True)]
+    return RequestRecord("r", 0, 3, 4, 0.0, rounds=rounds)
 
 
 def run(*records: RequestRecord) -> Run:
-    return Run(1.0, [[7] * sum(r.emitted) for r in records], list(records), [])
+    return Run(1.0, [[7] * sum(r.column("emitted")) for r in records], list(records), [])
 
 
 def test_reached_positions_end_at_the_first_rejection() -> None:

@@ -12,10 +12,10 @@ import pytest
 from benchmarks import policy, trace
 from benchmarks.lab.scenarios import cpu, drifting, mixed, profile
 from benchmarks.lab.simulator import World
+from engine.types import REASONS
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.observation import Timing
-from policies.reasons import REASONS
 
 DEPTH = 4
 BATCH = 3

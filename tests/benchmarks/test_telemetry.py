@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from benchmarks import telemetry
 from benchmarks.telemetry import Burst, TimedExporter, TimedListeners, complete, exported_bytes, summarise

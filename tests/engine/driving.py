@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +13,18 @@ from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.sequence import Sequence
-from engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
+from engine.types import (
+    REASONS,
+    FinishReason,
+    Output,
+    Request,
+    RequestRecord,
+    RoundRecord,
+    SamplingParams,
+    StepStats,
+    acceptance_of,
+)
 from policies.config import PolicyConfig
-from policies.reasons import REASONS
 from tests.engine.pairs import Pair
 from tests.kv import kv_config
 
@@ -136,12 +145,6 @@ def drive(
     return run
 
 
-def columns_of(record: RequestRecord) -> list[list[int]]:
-    """One entry per round each."""
-    every = (getattr(record, column.name) for column in fields(record))
-    return [values for values in every if isinstance(values, list)]
-
-
 def check_drafts(output: Output) -> None:
     """What reached the client begins with the accepted drafts, unless a stop cut it before their end."""
     assert 0 <= output.accepted <= len(output.drafts)
@@ -152,13 +155,11 @@ def check_drafts(output: Output) -> None:
 
 def check_steps(run: Drive) -> None:
     """A step's statistics are those of its requests' records."""
-    rounds = defaultdict[int, list[tuple[int, ...]]](list)
+    rounds = defaultdict[int, list[RoundRecord]](list)
     for told in run.told.values():
         if told.record is not None:
-            r = told.record
-            parts = (r.planned, r.reasons, r.alphas, r.drafted, r.accepted, r.emitted, r.proposer)
-            for step, *part in zip(r.steps, *parts, strict=True):
-                rounds[step].append(tuple(part))
+            for part in told.record.rounds:
+                rounds[part.step].append(part)
     for stats in run.steps:
         assert sorted(stats.parts) == sorted(rounds[stats.step])
         assert len(stats.parts) <= len(set(stats.requests)) == stats.sequences
@@ -172,16 +173,13 @@ def check_finished(request_id: str, told: Told) -> None:
     assert record.request_id == request_id
     assert record.finished is not None
     assert (told.error is None) == (told.reason != "error")
-    histogram = record.histogram()
-    assert sum(histogram) == record.rounds
-    assert sum(j * n for j, n in enumerate(histogram)) == sum(record.accepted)
-    assert {len(column) for column in columns_of(record)} == {len(record.emitted)}
-    assert all(
-        a <= d <= k <= record.k_max for a, d, k in zip(record.accepted, record.drafted, record.planned, strict=True)
-    )
-    assert all(before < after for before, after in pairwise(record.steps))
-    assert all(-1 <= reason < len(REASONS) for reason in record.reasons)
-    assert all(0 <= alpha <= 1000 for alpha in record.alphas)
-    assert sum(record.emitted) == len(told.tokens)
+    acceptance = acceptance_of(record)
+    assert sum(acceptance.histogram) == acceptance.rounds == sum(part.drafted > 0 for part in record.rounds)
+    assert sum(j * n for j, n in enumerate(acceptance.histogram)) == sum(record.column("accepted"))
+    assert all(part.accepted <= part.drafted <= part.k <= record.k_max for part in record.rounds)
+    assert all(before < after for before, after in pairwise(record.column("step")))
+    assert all(-1 <= reason < len(REASONS) for reason in record.column("reason"))
+    assert all(0 <= alpha <= 1000 for alpha in record.column("alpha"))
+    assert sum(record.column("emitted")) == len(told.tokens)
     if told.reason != "error":
         assert record.output_tokens == len(told.tokens)

@@ -143,4 +143,4 @@ def test_no_round_makes_the_draft_read_more_than_a_pass(pair: Pair, monkeypatch:
     assert max(read) == 18
     for told in result.told.values():
         assert told.record is not None
-        assert sum(told.record.accepted) > 0
+        assert sum(told.record.column("accepted")) > 0

@@ -41,7 +41,7 @@ def apart(requests: list[Request]) -> list[Request]:
 
 def read_steps(run: Drive) -> dict[str, int]:
     """The step in which each request's prompt had been read."""
-    return {name: told.record.steps[0] for name, told in run.told.items() if told.record is not None}
+    return {name: told.record.column("step")[0] for name, told in run.told.items() if told.record is not None}
 
 
 def read_by_group(engine: Engine) -> Counter[str]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -158,8 +158,6 @@ def test_a_prefill_chunk_before_ragged_drafts(pair: Pair) -> None:
 
 class RandomDrafter:
     """Proposes anything at all, as long as asked for or shorter."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self) -> None:
         self.rng = random.Random(4)

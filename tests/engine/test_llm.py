@@ -83,7 +83,7 @@ def test_without_a_draft_every_round_is_plain(llm: LLM, pair: Pair) -> None:
     (completion,) = plain.generate(["the cat"], GREEDY)
     assert completion.token_ids == llm.generate(["the cat"], GREEDY, k=4)[0].token_ids
     assert sum(completion.drafted) == completion.record.k_max == 0
-    assert completion.record.emitted == [1] * 10
+    assert completion.record.column("emitted") == [1] * 10
     assert plain.generate(["the cat"], GREEDY, k=0)[0].token_ids == completion.token_ids
     with pytest.raises(InvalidRequest, match="no drafter is configured"):
         plain.generate(["the cat"], GREEDY, k=1)

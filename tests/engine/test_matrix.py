@@ -262,10 +262,10 @@ def test_drafts_are_offered_accepted_and_rejected(
 ) -> None:
     """The matrix tests nothing where a drafter is dead, or always right."""
     records = [mixed[j.name].record for j in cells(jobs, drafter, verifier) if j.params.temperature == temperature]
-    drafted, accepted = sum(sum(r.drafted) for r in records), sum(sum(r.accepted) for r in records)
+    drafted, accepted = sum(sum(r.column("drafted")) for r in records), sum(sum(r.column("accepted")) for r in records)
     assert 0.05 * drafted < accepted < 0.95 * drafted
-    assert sum(any(r.drafted) for r in records) >= 5
-    proposers = {DRAFTERS[p] for r in records for p in r.proposer if p >= 0}
+    assert sum(any(r.column("drafted")) for r in records) >= 5
+    proposers = {DRAFTERS[p] for r in records for p in r.column("proposer") if p >= 0}
     assert proposers == ({"prediction", "lookup", "model"} if drafter == "cascade" else {drafter})
     assert all((r.drafter, r.verifier) == (drafter, verifier) for r in records)
 
@@ -296,7 +296,7 @@ def test_alone(
         alone = got(hear(engine, [job.request()]))[job.name]
         if job.exact:
             assert same(alone, expected(job, plain)), job.name
-        assert alone.record.drafted == mixed[job.name].record.drafted
+        assert alone.record.column("drafted") == mixed[job.name].record.column("drafted")
         assert same(alone, mixed[job.name]), job.name
 
 
@@ -497,7 +497,7 @@ def kept_of_the_model(results: Iterable[Got]) -> float:
     """The part of the draft model's drafts that was accepted."""
     drafted = accepted = 0
     for record in (result.record for result in results):
-        for proposer, offered, kept in zip(record.proposer, record.drafted, record.accepted, strict=True):
+        for proposer, offered, kept in ((r.proposer, r.drafted, r.accepted) for r in record.rounds):
             if proposer == DRAFTERS.index("model"):
                 drafted, accepted = drafted + offered, accepted + kept
     return accepted / drafted
@@ -571,8 +571,10 @@ def test_ties_take_the_lowest_id_on_every_path(pair: Pair, tmp_path: Path, spoil
     assert heard.run.accepted
     if spoil is torch.zeros_like:
         drafted = [result.record for name, result in got(heard).items() if name.startswith("model")]
-        assert sum(map(sum, (record.drafted for record in drafted)))
-        assert all(record.accepted == record.drafted for record in drafted)  # the draft takes the lowest too
+        assert sum(map(sum, (record.column("drafted") for record in drafted)))
+        assert all(
+            record.column("accepted") == record.column("drafted") for record in drafted
+        )  # the draft takes the lowest too
 
 
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
@@ -586,6 +588,8 @@ def test_lenience_accepts_more_and_says_so(engine: Engine, plain: Plain, drafter
         results = got(hear(engine, [replace(base, id=f"r{n}", params=replace(params, seed=n)) for n in range(40)]))
         records = [result.record for result in results.values()]
         assert {(r.lenience, r.drafter, r.verifier, r.k_max) for r in records} == {(lenience, drafter, "rejection", 3)}
-        assert all(max(r.drafted) <= 3 for r in records)
-        accepted[lenience] = sum(sum(r.accepted) for r in records) / sum(sum(r.drafted) for r in records)
+        assert all(max(r.column("drafted")) <= 3 for r in records)
+        accepted[lenience] = sum(sum(r.column("accepted")) for r in records) / sum(
+            sum(r.column("drafted")) for r in records
+        )
     assert accepted[None] * 1.1 < accepted[0.5] < accepted[0.05] / 1.1

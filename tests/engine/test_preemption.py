@@ -355,7 +355,7 @@ def test_drafters_begin_anew(pair: Pair, kind: str, drafter: DrafterName) -> Non
     assert told.record.prediction_tokens == len(guess)
     if guess:
         assert told.record.prediction_accepted >= 30
-        late = sum(told.record.accepted[-5:])
+        late = sum(told.record.column("accepted")[-5:])
         assert late > 0  # it caught up
 
 
@@ -377,7 +377,7 @@ def test_a_draft_without_memory_costs_the_drafts_of_its_sequence(pair: Pair, kin
     assert run.tokens == expected.tokens
     assert sum(s.draft_faults for s in run.steps) == 0
     assert 0 < run.drafted < expected.drafted
-    starved = [told.record.drafted.count(0) for told in run.told.values() if told.record is not None]
+    starved = [told.record.column("drafted").count(0) for told in run.told.values() if told.record is not None]
     assert max(starved) > 5
 
 

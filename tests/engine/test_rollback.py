@@ -115,7 +115,7 @@ class Fuzz:
     def acceptances(self) -> set[int]:
         """Drafts accepted of K that were verified."""
         records = [told.record for told in self.run.told.values() if told.record is not None]
-        return {a for r in records for d, a in zip(r.drafted, r.accepted, strict=True) if d == K}
+        return {a for r in records for d, a in zip(r.column("drafted"), r.column("accepted"), strict=True) if d == K}
 
 
 def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

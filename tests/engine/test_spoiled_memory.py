@@ -210,7 +210,7 @@ def test_withheld_memory_of_the_draft_is_had_again(pair: Pair, monkeypatch: pyte
     assert all_finite(runner)
     record = run.told["r7"].record
     assert record is not None
-    assert any(record.drafted)
+    assert any(record.column("drafted"))
 
 
 def test_negative_control_memory_that_is_not_cleared_is_handed_on(
@@ -327,14 +327,14 @@ def test_a_draft_that_is_not_finite_costs_its_own_request_its_drafts(
     assert all_finite(model_drafter(engine).runner)
     record = run.told[name].record
     assert record is not None
-    first = next(i for i in range(len(record.emitted)) if sum(record.emitted[: i + 1]) >= 3)
-    drafted = record.drafted[first + 1 :]
+    first = next(i for i in range(len(record.column("emitted"))) if sum(record.column("emitted")[: i + 1]) >= 3)
+    drafted = record.column("drafted")[first + 1 :]
     assert drafted[0] > 0
     assert not any(drafted[1:])
     assert sum(s.draft_faults for s in run.steps) == 1
     for other, told in run.told.items():
         assert told.record is not None
-        assert other == name or told.record.drafted[-2:] != [0, 0]
+        assert other == name or told.record.column("drafted")[-2:] != [0, 0]
 
 
 def test_a_draft_that_was_not_looked_at_is_cleared_when_it_is_forgotten(pair: Pair) -> None:

@@ -192,7 +192,7 @@ def test_the_text_keeps_the_stop_string(engine: Engine, way: Way) -> None:
         assert (without.tokens, without.text + stop) == (told.tokens, told.text)
         assert told.record is not None
         assert told.record.output_tokens == len(expected)
-        earlier = certain(engine, expected[: len(expected) - told.record.emitted[-1]])
+        earlier = certain(engine, expected[: len(expected) - told.record.column("emitted")[-1]])
         spanning += len(earlier) > len(without.text)
         inside += cut
         places.add(place_in_block(told))

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.keys import Keys
 from deployments.bridge import LocalClient
 from engine.config import EngineConfig

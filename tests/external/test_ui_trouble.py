@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.openai import stream
 from app.page.live import Live
 from engine.types import Output, Request

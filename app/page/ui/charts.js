@@ -1,6 +1,6 @@
 // Live charts: what the feed tells, drawn by uPlot; survival by position as plain bars with their counts.
 
-import { byId, el, number, percent, plural } from "./dom.js";
+import { byId, el, number, percent } from "./dom.js";
 
 const NOTHING = { steps: 0, emitted: 0, rounds: 0, accepted: 0, draft_us: 0, verify_us: 0, step_us: 0 };
 const KEPT_S = 300;
@@ -18,7 +18,7 @@ const FIGURES = [
   ["time", "Time of a step", "Mean, by what it went to."],
   ["survival", "Drafts that hold, by position", "How many were made at each place, and the share accepted."],
   ["k", "k by batch size", "Mean k that was chosen, by sequences in the round."],
-  ["speedup", "Estimated speedup by batch size", "Against rounds without drafts; the dashed line is 1."],
+  ["speedup", "Estimated speedup by batch size", "Against plain decoding; the dashed line is 1."],
 ];
 
 export function buildCharts() {
@@ -128,7 +128,7 @@ function plot() {
     timed("accepted", [line("draft", few)], () => series(accepted), [["", words(2)]]),
     timed("time", stack, () => series(...STACK), parts, bands),
     sized("k", [dots("draft")], () => byBatch("k"), [["", words(2)]]),
-    sized("speedup", [dots("bonus"), line("recovered", { dash: [5, 4] })], withOne, [["", basis]]),
+    sized("speedup", [dots("bonus"), line("recovered", { dash: [5, 4] })], withOne, [["", words(2, " ×")]]),
   ];
   draw();
 }
@@ -138,13 +138,6 @@ function ink(name) {
 }
 
 const tint = (name) => `${ink(name)}38`; // the colour at a fifth of its strength
-
-// An estimated speedup, and on how many rounds without drafts it stands; the padding of withOne comes first.
-function basis(value, index) {
-  const rounds = now.batches.plain_rounds[index - 1];
-  const plain = rounds ? plural(rounds, "round") : "earlier rounds";
-  return `${number(value, 2)} ×, against ${plain} without drafts`;
-}
 
 const words = (digits, unit = "") => (value) => `${number(value, digits)}${unit}`;
 
@@ -209,7 +202,7 @@ function missing(id) {
   if (id === "accepted") return "No rounds with drafts in the last 5 minutes.";
   if (id === "k") return "No k was chosen in the last 5 minutes.";
   if (id !== "speedup" || !now?.batches.batch.length) return "Nothing ran in the last 5 minutes.";
-  return "Unknown: too few rounds without drafts. A comparison runs some.";
+  return "Every step of the last 5 minutes read prompts too.";
 }
 
 function resize() {

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, spell
 from app.errors import EngineFailure
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.openai.choices import merged
 from app.openai.replies import metrics, usage
-from engine.types import SEED_RANGE, Output, Request, RequestRecord
+from engine.types import SEED_RANGE, Output, Request, RequestRecord, RoundRecord
 from tests.app.harness import PROMPT, Exchange, call, events
 from tests.app.test_disconnect import run
 
@@ -170,20 +170,15 @@ def record(arrived: float, first: float | None, finished: float, tokens: int, **
     )
 
 
+def rounds(*facts: tuple[int, int, int, int]) -> list[RoundRecord]:
+    """facts: (k, reason, drafted, accepted)."""
+    return [RoundRecord(k, reason, 0, drafted, accepted, accepted + 1, 0) for k, reason, drafted, accepted in facts]
+
+
 def test_metrics_of_choices_span_and_sum_them() -> None:
     records = [
-        record(1.0, 1.1, 1.4, 4, planned=[3, 0], reasons=[0, 4], drafted=[3, 0], accepted=[2, 0], preemptions=1),
-        record(
-            1.02,
-            1.05,
-            1.45,
-            3,
-            planned=[3, 3, 3],
-            reasons=[0, 0, 2],
-            drafted=[3, 2, 3],
-            accepted=[0, 2, 3],
-            preemptions=2,
-        ),
+        record(1.0, 1.1, 1.4, 4, rounds=rounds((3, 0, 3, 2), (0, 4, 0, 0)), preemptions=1),
+        record(1.02, 1.05, 1.45, 3, rounds=rounds((3, 0, 3, 0), (3, 0, 2, 2), (3, 2, 3, 3)), preemptions=2),
     ]
     told = metrics(records)
     assert told == {

@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from app import routes
-from app.client import FakeEngineClient, Token
+from app.client import Token
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai import replies
 from app.openai.logprobs import LEAST, Transcript

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.client import FakeEngineClient, Script, Token, spell
+from app.client import Token
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
 from app.openai.origins import Provenance
 from engine.detokenize import Detokenizer, TextStream

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import parse
 from app.openai.speculation import Drafting
-from engine.types import InvalidRequest
-from policies.reasons import REASONS
+from engine.types import REASONS, InvalidRequest
 from tests.app.harness import PROMPT, call, events
 
 CARD = FakeEngineClient().model

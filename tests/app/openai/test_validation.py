@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import INERT, NEUTRAL, Body, parse
 from tests.app.harness import PROMPT, call

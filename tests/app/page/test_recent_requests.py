@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.page import recent_requests
 from app.page.live import Live, percentiles
-from engine.types import DRAFTERS, Output, Request
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, Output, Request, RoundRecord
 from tests.app.harness import PROMPT, Exchange, call
 
 
@@ -39,13 +38,24 @@ def with_columns(request: Request) -> Iterator[Output]:
     for output in spell(request):
         record = output.record
         if record is not None:
-            n = len(record.steps)
-            record.steps, record.planned, record.drafted = list(range(7, 7 + n)), [3] * n, [3] * n
-            record.reasons, record.alphas = [-1] + [REASONS.index("load")] * (n - 1), [750] * n
-            record.accepted = [2] * n
-            record.proposer, record.batch = [-1] + [DRAFTERS.index("model")] * (n - 1), [2] * n
-            record.began_us, record.draft_us = [10 * i for i in range(n)], [100] * n
-            record.score_us, record.step_us = [200] * n, [350] * n
+            record.rounds = [
+                RoundRecord(
+                    k=3,
+                    reason=REASONS.index("load") if i else -1,
+                    alpha=750,
+                    drafted=3,
+                    accepted=2,
+                    emitted=part.emitted,
+                    proposer=DRAFTERS.index("model") if i else -1,
+                    step=7 + i,
+                    batch=2,
+                    began_us=10 * i,
+                    draft_us=100,
+                    score_us=200,
+                    step_us=350,
+                )
+                for i, part in enumerate(record.rounds)
+            ]
             record.arrived, record.admitted, record.first_token, record.finished = 50.0, 50.001, 50.01, 50.05
         yield output
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page.live import Live
 from app.page.routes import FILES, FOLDER

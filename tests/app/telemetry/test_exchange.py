@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from app.client import FakeEngineClient, Script, spell
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
 from app.telemetry.exchange import Exchange as Followed
 from engine.types import InvalidRequest, Output, Overloaded, Request, StepStats

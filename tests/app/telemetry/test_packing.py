@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from app.telemetry.exchange import Exchange
 from app.telemetry.request_span import request_attributes
 from app.telemetry.spans import MAX_COLUMN, MAX_ROUND_SPANS, columns, kept, spoken_for, strip
-from engine.types import Output, Request
+from engine.types import Output, Request, RoundRecord
 from tests.app.harness import PROMPT, call
 from tests.app.telemetry.test_spans import COLUMNS
 from tests.app.telemetry.tracing import Traced, record_of
@@ -73,13 +73,14 @@ def test_what_long_columns_hold() -> None:
     said: Any = columns(record)
     index = said["specdec.rounds.index"]
     assert said["specdec.rounds.total"] == 700
-    assert said["specdec.rounds.accepted"] == [record.accepted[i] for i in index]
-    assert said["specdec.rounds.step"] == [record.steps[i] for i in index]
+    assert said["specdec.rounds.accepted"] == [record.rounds[i].accepted for i in index]
+    assert said["specdec.rounds.step"] == [record.rounds[i].step for i in index]
     assert {len(said[name]) for name in COLUMNS} == {MAX_COLUMN} == {len(said["specdec.rounds.strip"])}
 
 
 def test_the_strip_has_a_character_per_round() -> None:
-    assert strip([4, 0, 3, 35, 36, 40], [4, 0, 0, 35, 36, 40]) == "4.0zzz"
+    fates = [(4, 4), (0, 0), (3, 0), (35, 35), (36, 36), (40, 40)]
+    assert strip([RoundRecord(d, 0, 0, d, a, a + 1, 0) for d, a in fates]) == "4.0zzz"
 
 
 def test_which_rounds_have_spans() -> None:

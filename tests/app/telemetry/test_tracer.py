@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from app.client import FakeEngineClient, Script
+from app.fake_engine import FakeEngineClient, Script
 from app.telemetry import names
 from app.telemetry.tracer import Level
 from engine.types import InvalidRequest, Output, Overloaded, Request

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from graphlib import CycleError
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +25,6 @@ VOCAB = 5
 
 class Fake:
     """Offers what its script says, its own tokens and, if `lawful`, its own laws; writes down what it is asked."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, number: int, script: Mapping[int, int], *, lawful: bool = False, wider: int = 0) -> None:
         self.number, self.script, self.lawful, self.wider = number, script, lawful, wider

@@ -34,12 +34,12 @@ def test_a_long_prompt_takes_nobody_elses_drafts(pair: Pair) -> None:
     run = drive(engine, arrivals)
     short = run.told["short"].record
     assert short is not None
-    assert short.drafted[0] == 0  # it comes with the prompt
-    assert short.drafted[1:15] == [4] * 14
+    assert short.column("drafted")[0] == 0  # it comes with the prompt
+    assert short.column("drafted")[1:15] == [4] * 14
     long = run.told["long"].record
     assert long is not None
-    assert long.drafted[:6] == [0] * 6  # catching up
-    assert max(long.drafted) == 4  # caught up
+    assert long.column("drafted")[:6] == [0] * 6  # catching up
+    assert max(long.column("drafted")) == 4  # caught up
 
 
 def test_a_gap_is_closed_piece_by_piece(pair: Pair) -> None:
