@@ -50,10 +50,10 @@ class LawCase(NamedTuple):
 def reached(record: RequestRecord) -> Iterator[tuple[int, bool]]:
     """(output position, whether accepted) of each draft that was reached, in order."""
     position = 0
-    for part in record.rounds:
-        for j in range(min(part.accepted + 1, part.drafted)):
-            yield position + j, j < part.accepted
-        position += part.emitted
+    for round_ in record.rounds:
+        for j in range(min(round_.accepted + 1, round_.drafted)):
+            yield position + j, j < round_.accepted
+        position += round_.emitted
 
 
 def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> dict[str, object]:
@@ -62,7 +62,7 @@ def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> 
     Whether a position is reached does not depend on its coin, so the difference has mean 0 and variance
     Σ c(1 − c) / n², whatever the text.
     """
-    pairs = [(ok, c[at]) for record, c in zip(records, chances, strict=True) for at, ok in reached(record)]
+    pairs = [(ok, c[position]) for record, c in zip(records, chances, strict=True) for position, ok in reached(record)]
     if not pairs:
         return {"expected": None, "points above": None, "points ±": None}
     accepted, chance = np.array(pairs, np.float64).T
@@ -76,7 +76,7 @@ def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> 
 
 def predicted(run: Run) -> float | None:
     """Tokens per round by equation 1 of Leviathan et al., at the row's α and each round's number of drafts."""
-    drafts = [part.drafted for record in run.records for part in record.rounds if part.drafted]
+    drafts = [round_.drafted for record in run.records for round_ in record.rounds if round_.drafted]
     if run.alpha is None:
         return None
     return sum(expected_tokens(run.alpha, d) for d in drafts) / len(drafts)
@@ -85,7 +85,7 @@ def predicted(run: Run) -> float | None:
 def influence(run: Run) -> Column:
     """[texts] how much each text moves the tokens per round: (emitted − mean · rounds) / all rounds; their sum is 0."""
     rounds = np.array([acceptance_of(record).rounds for record in run.records], np.float64)
-    emitted = np.array([sum(part.emitted for part in record.rounds if part.drafted) for record in run.records])
+    emitted = np.array([sum(round_.emitted for round_ in record.rounds if round_.drafted) for record in run.records])
     return (emitted - emitted.sum() / rounds.sum() * rounds) / rounds.sum()
 
 

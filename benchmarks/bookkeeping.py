@@ -79,8 +79,8 @@ class TimeLedger:
 
 def runners(engine: Engine) -> list[Runner]:
     """The target's and the draft model's."""
-    parts = engine.drafter.drafters if isinstance(engine.drafter, ChainedDrafter) else ()
-    return [engine.target, *(part.runner for part in parts if isinstance(part, ModelDrafter))]
+    drafters = engine.drafter.drafters if isinstance(engine.drafter, ChainedDrafter) else ()
+    return [engine.target, *(drafter.runner for drafter in drafters if isinstance(drafter, ModelDrafter))]
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def timed_methods(engine: Engine) -> Iterator[TimeLedger]:
 
 
 def timer_ns(count: int = 10_000) -> float:
-    """Of the timed nanoseconds of a call, those that are the timer's own: what it says of doing nothing."""
+    """Nanoseconds that the timer itself adds to each timed call: measured on a function that does nothing."""
     ledger = TimeLedger()
     nothing = ledger.wrap("nothing", lambda: None)
     for _ in range(count):

@@ -23,7 +23,7 @@ from policies.control import SpecControl
 
 Spec = int | PolicyName  # a fixed k, 0 for plain decoding; or the policy that chooses k
 POLICIES: tuple[PolicyName, ...] = ("heuristic", "optimal", "confidence", "goodput")
-MAX_K = EngineConfig("").max_spec_length  # the most that these may choose, unless a k beside them is larger
+MAX_K = EngineConfig("").max_spec_length  # the largest k of a policy, unless a larger fixed k runs beside it
 STEP_TOKENS = 512  # token budget of a pass; more where one verification of every sequence needs it
 SHAPE_FIELDS = (
     "model_type",

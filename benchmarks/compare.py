@@ -43,10 +43,10 @@ class Estimate:
 def resample(strata: Sequence[int], seed: int = 0, count: int = RESAMPLES) -> Ints:
     """[count, n] indices of drawn turns: column i holds turns of the stratum of turn i, each equally likely."""
     rng = np.random.default_rng(seed)
-    places = np.array(strata)
-    drawn = np.empty((count, len(places)), np.int64)
-    for stratum in np.unique(places):
-        members = np.flatnonzero(places == stratum)
+    strata_array = np.array(strata)
+    drawn = np.empty((count, len(strata_array)), np.int64)
+    for stratum in np.unique(strata_array):
+        members = np.flatnonzero(strata_array == stratum)
         drawn[:, members] = rng.choice(members, (count, len(members)))
     return drawn
 
@@ -86,15 +86,15 @@ def ratio_to_best(
     speeds = np.array(list(rivals.values()))  # [rivals, turns]
     relative = speeds / speeds[:1]
     ratios = np.array(new) / speeds
-    places = np.array(folds)
-    parts: list[Floats] = []
+    fold_of_turn = np.array(folds)
+    of_folds: list[Floats] = []
     names: list[str] = []
     for fold in (0, 1):
-        others, own = drawn[:, places != fold], drawn[:, places == fold]
-        best = np.median(relative[:, others], axis=2).argmax(axis=0)  # [resamples]
-        parts.append(ratios[best[:, None], own])
+        other_turns, turns = drawn[:, fold_of_turn != fold], drawn[:, fold_of_turn == fold]
+        best = np.median(relative[:, other_turns], axis=2).argmax(axis=0)  # [resamples]
+        of_folds.append(ratios[best[:, None], turns])
         names.append(list(rivals)[best[0]])
-    return AgainstBest(_estimate(np.median(np.concatenate(parts, axis=1), axis=1)), (names[0], names[1]))
+    return AgainstBest(_estimate(np.median(np.concatenate(of_folds, axis=1), axis=1)), (names[0], names[1]))
 
 
 def geometric_mean(estimates: Sequence[Estimate]) -> Estimate:
@@ -114,22 +114,22 @@ def totals_to_best(new: Floats, rivals: Mapping[str, Floats], folds: Sequence[in
     """As ratio_of_totals, against the rival with the smallest total in the other fold (0 or 1) of the repeats."""
     if set(folds) != {0, 1}:
         raise ValueError("the best is chosen on other repeats than those compared: folds must hold 0 and 1")
-    own = _totals(new[None], folds, seed)[0]  # [resamples, folds]
-    theirs = _totals(np.array(list(rivals.values())), folds, seed)
-    best = theirs.argmin(axis=0)[:, ::-1]  # [resamples, folds]: the choice of the other fold
-    compared = np.take_along_axis(theirs, best[None], axis=0)[0].sum(axis=1)
+    new_totals = _totals(new[None], folds, seed)[0]  # [resamples, folds]
+    rival_totals = _totals(np.array(list(rivals.values())), folds, seed)
+    best = rival_totals.argmin(axis=0)[:, ::-1]  # [resamples, folds]: the choice of the other fold
+    compared = np.take_along_axis(rival_totals, best[None], axis=0)[0].sum(axis=1)
     even, odd = (list(rivals)[i] for i in best[0])
-    return AgainstBest(_estimate(compared / own.sum(axis=1)), (even, odd))
+    return AgainstBest(_estimate(compared / new_totals.sum(axis=1)), (even, odd))
 
 
 def _totals(seconds: Floats, folds: Sequence[int], seed: int) -> Floats:
     """Sums over stages, [variants, 1 + RESAMPLES, folds], of seconds [variants, repeats, stages]. Every variant has the
     same resamples."""
-    places = np.array(folds)
+    fold_of_turn = np.array(folds)
     totals = np.zeros((len(seconds), 1 + RESAMPLES, 2))
     for stage in range(seconds.shape[2]):
         drawn = _with_itself(resample(folds, seed + stage))
         values = seconds[:, :, stage][:, drawn]  # [variants, 1 + RESAMPLES, repeats]
         for fold in (0, 1):
-            totals[:, :, fold] += values[:, :, places == fold].sum(axis=2)
+            totals[:, :, fold] += values[:, :, fold_of_turn == fold].sum(axis=2)
     return totals

@@ -110,14 +110,14 @@ def measure(llm: LLM, workload: CopyWork, k: int, batch: int, repeats: int) -> l
     guesses = workload.guesses or [[]] * len(prompts)
     groups = list(zip(split(prompts, batch), split(guesses, batch), strict=True))
     for repeat in range(-1, repeats):
-        parts: list[list[Run]] = [[] for _ in variants]
+        runs: list[list[Run]] = [[] for _ in variants]
         for group, group_guesses in groups[:1] if repeat < 0 else groups:
-            for variant, done in zip(variants, parts, strict=True):
+            for variant, done in zip(variants, runs, strict=True):
                 predicted = group_guesses if variant.drafter in ("prediction", "cascade") else None
                 generate = partial(llm.generate, drafter=variant.drafter, predictions=predicted)
                 done.append(timed_run(llm, group, workload.params, k if variant.drafter else 0, generate))
         if repeat >= 0:
-            for variant, done in zip(variants, parts, strict=True):
+            for variant, done in zip(variants, runs, strict=True):
                 variant.runs.append(merge(done))
     return variants
 
@@ -143,7 +143,7 @@ def summarise(workload: CopyWork, batch: int, variants: Sequence[CopyVariant]) -
 
 
 def _share_drafted(run: Run) -> float:
-    rounds = [part.drafted > 0 for record in run.records for part in record.rounds]
+    rounds = [round_.drafted > 0 for record in run.records for round_ in record.rounds]
     return sum(rounds) / len(rounds)
 
 

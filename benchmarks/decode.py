@@ -164,10 +164,10 @@ def speed_rows(cells: Sequence[Cell]) -> Rows:
 def mean_rows(cells: Sequence[Cell]) -> Rows:
     """A row per figure and variant except `off`, over all cells. Only policies are compared with the best fixed k."""
     rows: Rows = []
-    for place, variant in enumerate(cells[0].variants[1:], 1):
+    for index, variant in enumerate(cells[0].variants[1:], 1):
         for label, rate in RATES.items():
-            over_off = [cell.over_off(cell.variants[place], rate) for cell in cells]
-            over_best = [cell.over_best(cell.variants[place], rate)[0] for cell in cells]
+            over_off = [cell.over_off(cell.variants[index], rate) for cell in cells]
+            over_best = [cell.over_best(cell.variants[index], rate)[0] for cell in cells]
             known = [best for best in over_best if best is not None and isinstance(variant.spec, str)]
             rows.append({"spec": variant.name, "figure": f"{label}over off", **_means(over_off)})
             rows += [{"spec": variant.name, "figure": f"{label}over best", **_means(known)}] if known else []
@@ -258,8 +258,8 @@ def draw(cells: Sequence[Cell], title: str) -> str:
     """The plot as SVG: speedup over `off`, with prefill, by batch size."""
     names = [variant.name for variant in cells[0].variants[1:]]
     lines = {
-        name: [cell.over_off(cell.variants[place], "busy_tokens_per_s").interval for cell in cells]
-        for place, name in enumerate(names, 1)
+        name: [cell.over_off(cell.variants[index], "busy_tokens_per_s").interval for cell in cells]
+        for index, name in enumerate(names, 1)
     }
     labels = [str(cell.batch) for cell in cells]
     return chart(lines, labels, title=title, x_title="sequences that run together", y_title="tokens/s over off")

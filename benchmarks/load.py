@@ -130,13 +130,13 @@ def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[Load
         run_variant(driver, chooser, variant, stages[largest], args.stages[largest])
     for repeat in range(args.repeats):
         print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
-        for place, (planned, size) in enumerate(zip(stages, args.stages, strict=True)):
-            shift = (repeat * len(stages) + place) % len(variants)
+        for index, (planned, size) in enumerate(zip(stages, args.stages, strict=True)):
+            shift = (repeat * len(stages) + index) % len(variants)
             for variant in [*variants[shift:], *variants[:shift]]:
                 seconds, requests = run_variant(driver, chooser, variant, planned, size)
                 if any(len(request.token_ids) != args.max_tokens for request in requests):
                     raise RuntimeError(f"{variant.name}: an output does not have {args.max_tokens} tokens")
-                variant.seconds[place].append(seconds)
+                variant.seconds[index].append(seconds)
                 for plan, request in zip(planned, requests, strict=True):
                     variant.requests[plan.copies].append(request)
     return variants, stages
@@ -169,15 +169,15 @@ def stage_rows(
 ) -> Rows:
     return [
         {
-            "stage": place + 1,
+            "stage": index + 1,
             "at once": size,
             "requests": len(planned),
             **{
-                v.name: median(sum(a.params.max_tokens for a in planned) / s for s in v.seconds[place])
+                v.name: median(sum(a.params.max_tokens for a in planned) / s for s in v.seconds[index])
                 for v in variants
             },
         }
-        for place, (planned, size) in enumerate(zip(stages, sizes, strict=True))
+        for index, (planned, size) in enumerate(zip(stages, sizes, strict=True))
     ]
 
 

@@ -67,7 +67,7 @@ class Run:
     @property
     def tokens_per_round(self) -> float | None:
         """Tokens emitted per sequence and speculative round; None without drafts."""
-        emitted = [part.emitted for part in self._rounds if part.drafted]
+        emitted = [round_.emitted for round_ in self._rounds if round_.drafted]
         return sum(emitted) / len(emitted) if emitted else None
 
     @property
@@ -95,7 +95,7 @@ class Run:
     @property
     def mean_k(self) -> float | None:
         """Drafts per sequence and round, over rounds in which the policy chose k; None if there were none."""
-        rounds = [part.drafted for part in self._rounds if part.reason >= 0]
+        rounds = [round_.drafted for round_ in self._rounds if round_.reason >= 0]
         return sum(rounds) / len(rounds) if rounds else None
 
     @property
@@ -135,11 +135,11 @@ class Run:
 
     @property
     def _rounds(self) -> list[RoundRecord]:
-        return [part for record in self.records for part in record.rounds]
+        return [round_ for record in self.records for round_ in record.rounds]
 
     @property
     def _drafts(self) -> tuple[list[int], list[int]]:
-        return [part.drafted for part in self._rounds], [part.accepted for part in self._rounds]
+        return [round_.drafted for round_ in self._rounds], [round_.accepted for round_ in self._rounds]
 
 
 def merge(runs: Sequence[Run]) -> Run:

@@ -119,22 +119,22 @@ def measure_decode(args: argparse.Namespace, text: Text) -> Rows:
 
 def _in_turn(drivers: dict[str, Driver], groups: list[list[Ids]], max_tokens: int, k: int, turn: int) -> dict[str, Run]:
     """Every engine runs a group before the next group's turn; the first engine changes from group to group."""
-    parts: dict[str, list[Run]] = {name: [] for name in drivers}
-    for place, group in enumerate(groups):
+    group_runs: dict[str, list[Run]] = {name: [] for name in drivers}
+    for index, group in enumerate(groups):
         names = list(drivers)
-        shift = (turn + place) % len(names)
+        shift = (turn + index) % len(names)
         for name in names[shift:] + names[:shift]:
-            parts[name].append(timed_run(drivers[name], group, greedy(max_tokens), k))
+            group_runs[name].append(timed_run(drivers[name], group, greedy(max_tokens), k))
         for name in names[1:]:
-            _require_same_text(name, parts[name][-1].outputs, parts[names[0]][-1].outputs)
-    return {name: merge(runs) for name, runs in parts.items()}
+            _require_same_text(name, group_runs[name][-1].outputs, group_runs[names[0]][-1].outputs)
+    return {name: merge(runs) for name, runs in group_runs.items()}
 
 
 def _require_same_text(name: str, outputs: list[Ids], expected: list[Ids]) -> None:
-    for i, (own, other) in enumerate(zip(outputs, expected, strict=True)):
-        place = first_divergence(own, other)
-        if place is not None:
-            raise RuntimeError(f"{name}: sequence {i} differs from the slotted engine's text from token {place} on")
+    for i, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
+        position = first_divergence(output, reference)
+        if position is not None:
+            raise RuntimeError(f"{name}: sequence {i} differs from the slotted engine's text from token {position} on")
 
 
 def _rates(runs: list[Run], slotted: list[Run]) -> dict[str, object]:
