@@ -22,7 +22,7 @@ def ask(copies: bool = True) -> PlannedRequest:
 def test_half_of_every_stage_copies() -> None:
     asks = load._alternate([[1]], [[2], [3]], 8)
     stages = load.make_stages(asks, [1, 4])
-    assert [len(stage) for stage in stages] == [load.LEAST, 8]
+    assert [len(stage) for stage in stages] == [load.MIN_REQUESTS, 8]
     flat = [a for stage in stages for a in stage]
     assert [a.copies for a in flat] == [True, False] * 6
     assert [a.prompt for a in flat[:4]] == [[1], [2], [1], [3]]
