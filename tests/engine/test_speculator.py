@@ -30,7 +30,7 @@ def requests(params: SamplingParams = PARAMS, **changes: object) -> list[Request
 
 
 def records(run: Drive) -> list[RequestRecord]:
-    return [told.record for told in run.told.values() if told.record is not None]
+    return [told.record for told in run.received.values() if told.record is not None]
 
 
 def reasons(record: RequestRecord) -> set[Reason | None]:

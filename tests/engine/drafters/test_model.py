@@ -32,11 +32,11 @@ def test_a_long_prompt_takes_nobody_elses_drafts(pair: Pair) -> None:
     engine = load(pair, max_running=2, max_spec_length=4, max_step_tokens=12, max_model_len=128)
     arrivals = {0: [make_request("long", 80, max_tokens=40)], 2: [make_request("short", 3, max_tokens=100)]}
     run = drive(engine, arrivals)
-    short = run.told["short"].record
+    short = run.received["short"].record
     assert short is not None
     assert short.column("drafted")[0] == 0  # it comes with the prompt
     assert short.column("drafted")[1:15] == [4] * 14
-    long = run.told["long"].record
+    long = run.received["long"].record
     assert long is not None
     assert long.column("drafted")[:6] == [0] * 6  # catching up
     assert max(long.column("drafted")) == 4  # caught up

@@ -200,7 +200,7 @@ def test_residuals_of_what_is_forbidden() -> None:
 
 
 class Scripted(Sampler):
-    """Coins as told; what is emitted is watched, not drawn."""
+    """Coins as claimed; what is emitted is watched, not drawn."""
 
     coin_table: Tensor
     drawn: dict[int, tuple[int, Tensor]]
@@ -299,6 +299,6 @@ def test_scores_behind_an_id_that_is_no_token_do_not_matter(verifier: Verifier, 
 
 
 def test_worst_sees_a_law_that_is_not_p() -> None:
-    """Control of the yardstick: drafts told as if from another law."""
+    """Control of the yardstick: drafts claimed as if from another law."""
     (start,) = starts_of("random", 1)
-    assert worst([replace(start, told=start.p)], "rejection") > 1e-3
+    assert worst([replace(start, claimed=start.p)], "rejection") > 1e-3
