@@ -31,7 +31,7 @@ from engine.types import (
 )
 from engine.worker import IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission
-from policies.token_cost import Work
+from policies.token_cost import TokenCost
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 from tests.kv import kv_kind, without_prefixes
@@ -155,7 +155,7 @@ def test_who_is_refused_is_told_how_long_the_queue_is(
 ) -> None:
     """Two slots, three requests of 8 tokens, half a second each. A newcomer goes before further choices of one that has
     a slot: it takes the second."""
-    monkeypatch.setattr(Work, "of", lambda timings, most: Work(0.0, 0.5))
+    monkeypatch.setattr(TokenCost, "measured", lambda timings, most: TokenCost(0.0, 0.5))
     worker = EngineWorker(engine, desk.deliver)
     worker.start()
     held, gate = threading.Event(), threading.Event()
@@ -184,7 +184,7 @@ class Asks:
     def __init__(
         self, engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch, more: Request, running: int, waiting: int
     ) -> None:
-        monkeypatch.setattr(Work, "of", lambda timings, most: Work(0.0, 0.25))
+        monkeypatch.setattr(TokenCost, "measured", lambda timings, most: TokenCost(0.0, 0.25))
         monkeypatch.setattr(Admission, "worked", lambda self, work_s, took_s: None)
         self.worker, self.more, self.retry_after_s = EngineWorker(engine, desk.deliver), more, list[int]()
         self._scheduler, self._state = engine.scheduler, (running, waiting)

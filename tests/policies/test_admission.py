@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from policies import admission as admission_module
 from policies.admission import Admission, Ratio
 from policies.observation import Timing
-from policies.token_cost import UNKNOWN_S, Work
+from policies.token_cost import UNKNOWN_S, TokenCost
 
 ROOMY = 10**9  # tokens of memory, where the places are what matters
 
@@ -136,13 +136,13 @@ def timing(batch: int, drafts: int, score_s: float) -> Timing:
 
 def test_work_is_that_of_the_largest_batch() -> None:
     timings = [timing(1, 0, 0.002), timing(8, 0, 0.004), timing(8, 32, 0.008), timing(8, 64, 0.012), timing(1, 8, 0.01)]
-    work = Work.of(timings, 8)
+    work = TokenCost.measured(timings, 8)
     assert (work.decode_s, work.read_s) == pytest.approx((0.0005, 0.000125))
     assert work.seconds(1000, 100) == pytest.approx(0.175)
-    assert Work.of(timings[:1], 8) == Work(0.002, 0.002)
-    few = Work.of([timings[0], timings[-1]], 8)  # no larger batch was measured: 1 ms a row more
+    assert TokenCost.measured(timings[:1], 8) == TokenCost(0.002, 0.002)
+    few = TokenCost.measured([timings[0], timings[-1]], 8)  # no larger batch was measured: 1 ms a row more
     assert (few.decode_s, few.read_s) == pytest.approx((0.009 / 8, 0.001))
-    assert Work.of([], 8) == Work(UNKNOWN_S, UNKNOWN_S)
+    assert TokenCost.measured([], 8) == TokenCost(UNKNOWN_S, UNKNOWN_S)
 
 
 # --- against a queue that is simulated -------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ class Queue:
     refused: list[Refused] = field(default_factory=list)
 
     @property
-    def work(self) -> Work:
-        return Work(self.guess * READ_S, self.guess * STEP_S / SLOTS)
+    def work(self) -> TokenCost:
+        return TokenCost(self.guess * READ_S, self.guess * STEP_S / SLOTS)
 
     def arrive(self, job: Job) -> int | None:
         """None: admitted; else the advice."""

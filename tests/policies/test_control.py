@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from policies.config import PolicyConfig
-from policies.control import MOST_WAITING, SpecControl
+from policies.control import SpecControl
+from policies.cost import REFRESH
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
 from policies.spec_length import HOLDS
@@ -297,9 +298,9 @@ def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: 
     policy = control()
     learned: list[Timing] = []
     monkeypatch.setattr(policy.cost, "observe", learned.append)
-    for _ in range(MOST_WAITING):
+    for _ in range(REFRESH):
         policy.observe(Timing(1, 0, 0, 50, 0, 0, 0.0, 2e-3, 0.0), [], [0])
-    assert len(learned) == MOST_WAITING
+    assert len(learned) == REFRESH
 
 
 def test_no_candidates_and_no_drafts_at_all() -> None:
