@@ -77,7 +77,7 @@ def test_what_lies_beyond_its_reach_is_not_fed() -> None:
         made.append(Echo())
         return made[-1]
 
-    drafter = GuessDrafter(make, CPU, reach=5)
+    drafter = GuessDrafter(make, CPU, lookback=5)
     sequence = make_sequence(0, [*range(40)])
     for length, fed in ((40, [*range(35, 40)]), (42, [40, 41]), (42, []), (60, [*range(55, 60)])):
         sequence.tokens[:] = range(length)
