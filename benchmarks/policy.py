@@ -38,7 +38,6 @@ from engine.types import DRAFTERS, RequestRecord, SamplingParams
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.cost import CostModel
-from policies.estimator import heat_of
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Timing
 
@@ -209,7 +208,6 @@ def request_line(record: RequestRecord, params: SamplingParams) -> dict[str, obj
     return {
         "request": record.request_id,
         "source": max(proposers, key=proposers.count) if proposers else record.drafter,
-        "heat": heat_of(params.temperature),
         "prompt_tokens": record.prompt_tokens - record.cached_tokens,
         "max_tokens": params.max_tokens,
         "arrived_s": 0.0,

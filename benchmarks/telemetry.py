@@ -35,17 +35,17 @@ from starlette.types import ASGIApp, Message
 from app.main import create_app
 from app.openai.request import parse
 from app.telemetry.exchange import Exchange, Listener
-from app.telemetry.export import Dropped, Outbox
-from app.telemetry.otlp import Exporter, encode
+from app.telemetry.export import BoundedSpanProcessor, DroppedSpans
+from app.telemetry.otlp import OtlpExporter, encode
 from app.telemetry.tracer import TraceConfig, Tracer
 from benchmarks import common
 from benchmarks.stats import median_ratio
-from deployments.bridge import TELL_EVERY_S, LocalClient
+from deployments.bridge import REPORT_EVERY_S, LocalClient
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import Output, Request, RequestRecord, StepStats
 
-QUIET_S = 3 * TELL_EVERY_S  # until all listeners have the last step
+QUIET_S = 3 * REPORT_EVERY_S  # until all listeners have the last step
 TOKENS_PER_ROUND = 5  # for max_tokens: a round seldom emits more
 
 
@@ -201,9 +201,9 @@ def exported_bytes(client: LocalClient, record: RequestRecord) -> int:
     tracer = Tracer(client, provider, TraceConfig("packed"))
     request = Request(record.request_id, (0,) * record.prompt_tokens)
     asked = parse(b'{"model": "demo", "prompt": "a"}', client.model)
-    exchange = Exchange(f"cmpl-{record.request_id}", Headers(), asked=asked, requests=[request])
+    exchange = Exchange(f"cmpl-{record.request_id}", Headers(), request_body=asked, requests=[request])
     tracer.began(exchange)
-    exchange.ended = {request.id: Output(request.id, (), "", "length", record=record)}
+    exchange.last_outputs = {request.id: Output(request.id, (), "", "length", record=record)}
     exchange.finished = time.monotonic()
     tracer.ended(exchange)
     return len(encode(exporter.get_finished_spans()).SerializeToString())
@@ -219,9 +219,9 @@ def meters(client: LocalClient) -> list[Listener]:
 async def measure(bench: BurstBench, args: argparse.Namespace, url: str) -> tuple[list[tuple[Burst, Burst]], bool, int]:
     """(pairs of bursts without and with telemetry, whether metrics were included, spans lost)."""
     spent: Counter[str] = Counter()
-    dropped = Dropped()
+    dropped = DroppedSpans()
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(Outbox(TimedExporter(Exporter(url), spent), dropped))
+    provider.add_span_processor(BoundedSpanProcessor(TimedExporter(OtlpExporter(url), spent), dropped))
     listeners = [Tracer(bench.client, provider, TraceConfig("packed")), *meters(bench.client)]
     pairs = []
     for repeat in range(-1, args.repeats):

@@ -2,7 +2,7 @@
 
 First line: {"trace": 1, "policy", "verifier", "depth", "max_running", "timings", …}; the timings are what the engine
 measured at its start, rows of policies.observation.Timing. Then, in any order:
-  {"request", "source", "heat", "prompt_tokens", "max_tokens", "arrived_s", "fixed_k", "max_k", "rounds"}, whose rounds
+  {"request", "source", "prompt_tokens", "max_tokens", "arrived_s", "fixed_k", "max_k", "rounds"}, whose rounds
       are rows of TraceRow. The first is the prompt's pass, which emits a token; prompt_tokens are those that it read.
   {"step", "sequences", "prefill_tokens", "emitted", "predicted_us", "predicted_tokens", "draft_us", "score_us",
       "step_us"}: a pass of the engine, and what was expected of it; 0: nothing.
@@ -52,7 +52,6 @@ class Traced:
 
     name: str
     source: str | None
-    heat: int
     prompt_tokens: int
     max_tokens: int
     arrived_s: float
@@ -160,7 +159,6 @@ def _entry(line: dict[str, Any], depth: int) -> Traced | dict[str, float]:
     request = Traced(
         line["request"],
         line["source"],
-        line["heat"],
         line["prompt_tokens"],
         line["max_tokens"],
         float(line["arrived_s"]),
@@ -207,7 +205,6 @@ def _job(request: Traced, trace: Trace, pooled: float, rng: np.random.Generator)
         allowed=request.max_tokens,
         prompt=request.prompt_tokens,
         source=request.source,
-        heat=request.heat,
         fixed=request.fixed_k,
         max_k=request.max_k,
         arrived_s=request.arrived_s,

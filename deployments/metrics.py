@@ -9,7 +9,7 @@ from typing import TypeVar, get_args
 from app.client import EngineClient
 from app.errors import error_body
 from app.telemetry.exchange import CANCELLED, CLIENT_DISCONNECT, Exchange
-from app.telemetry.export import DROPPED, Dropped, Loss
+from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
 from deployments.metric_families import Count, Level, Maker, ReplicaMetrics, Requests, Rounds, StepMetrics
 from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats, acceptance_of
 
@@ -43,7 +43,7 @@ class Meter:
         client: EngineClient,
         model_name: str,
         *,
-        dropped: Dropped = DROPPED,
+        dropped: DroppedSpans = DROPPED_SPANS,
     ) -> None:
         """dropped: counts the spans that were lost."""
         self._maker = make = Maker(model_name)

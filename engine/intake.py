@@ -1,4 +1,4 @@
-"""What the engine takes, and how a request becomes a sequence: every refusal that depends on the model is made here."""
+"""Checks requests against the model and turns them into sequences. Refusals that depend on the model are made here."""
 
 import secrets
 from math import inf
@@ -20,7 +20,7 @@ from engine.types import (
 
 
 class Intake:
-    """Constants and the policy in force, which is replaced as a whole: any thread may ask."""
+    """Holds constants, and the policy in force, which is replaced as a whole. Any thread may call `check`."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Intake:
         max_model_len: int,
         drafters: tuple[DrafterName, ...],
     ) -> None:
-        self.drafters = drafters if config.max_spec_length else ()  # that a request may name
+        self.drafters = drafters if config.max_spec_length else ()  # those that a request may name
         self.max_spec_length = config.max_spec_length if drafters else 0
-        self.policy = config.policy  # in force; the engine replaces it
+        self.policy = config.policy  # the policy in force; Engine.configure replaces it
         self._config = config
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
@@ -42,7 +42,7 @@ class Intake:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Under the policy in force."""
+        """What `resolve` needs to know of this engine under the policy in force."""
         return Capabilities(
             drafters=self.drafters,
             drafter=self._config.drafter or ("model" if "model" in self.drafters else None),
@@ -52,7 +52,7 @@ class Intake:
         )
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest for what can never be served. Reads only constants, so any thread may call it."""
+        """Raise InvalidRequest for a request that can never be served. Any thread may call it."""
         prompt, limit = len(request.prompt_ids), self._max_model_len
         if not prompt:
             raise InvalidRequest("the prompt holds no tokens", "prompt")
@@ -73,7 +73,7 @@ class Intake:
         self._speculation(request)
 
     def _check_tokens(self, request: Request) -> None:
-        """Raise InvalidRequest for parameters that name tokens which the model does not have."""
+        """Raise InvalidRequest for a parameter that names a token outside the vocabulary."""
         params, vocab = request.params, self._vocab_size
         named = {
             "logit_bias": [token for token, _ in params.logit_bias],
@@ -87,7 +87,7 @@ class Intake:
             raise InvalidRequest("every token would end the text, and min_tokens forbids them all", "stop_token_ids")
 
     def _speculation(self, request: Request) -> Speculation:
-        """Raise InvalidRequest for a way to speculate that this engine does not have."""
+        """Return how the request speculates. Raises InvalidRequest for a way that this engine does not have."""
         fields = SpeculationFields(
             k=request.k,
             max_k=request.max_k,
@@ -103,7 +103,7 @@ class Intake:
         return (frozenset() if params.ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids)
 
     def sequence(self, request: Request, handle: int, arrived: float) -> Sequence:
-        """A checked request as a waiting sequence that arrived then; without a seed of its own it gets one."""
+        """Turn a checked request into a waiting sequence. arrived: monotonic seconds. Draws a seed if it has none."""
         params, plan = request.params, self._speculation(request)
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         prompt = list(request.prompt_ids)

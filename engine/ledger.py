@@ -1,4 +1,4 @@
-"""What a step leaves behind: a round in the record of each of its requests, and its own statistics (R10)."""
+"""Writes down what a step did: one round in the record of each of its requests, and the step's statistics (R10)."""
 
 import time
 
@@ -10,14 +10,14 @@ from policies.cost import CostModel
 
 
 class Ledger:
-    """Counts steps and their faults, and times the one that runs."""
+    """Counts the steps and their faults, and times the running step."""
 
     def __init__(self, cost: CostModel) -> None:
-        """cost: the model that the policy learns, for the estimate of what plain decoding would take."""
+        """cost: the policy's cost model, which learns from every round; it estimates the time of plain decoding."""
         self._cost = cost
-        self.steps = 0  # that are over
-        self.draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
-        self._noted: list[tuple[RequestRecord, RoundRecord]] = []  # of this step, without step_us
+        self.steps = 0  # number of steps that have ended
+        self.draft_faults = 0  # faults since the last step's statistics that no Outcome reports
+        self._noted: list[tuple[RequestRecord, RoundRecord]] = []  # rounds of the running step; step_us is still 0
         self._began_ns = time.monotonic_ns()
 
     def begin(self) -> None:
@@ -26,11 +26,11 @@ class Ledger:
 
     @property
     def spent_us(self) -> int:
-        """Since the step began."""
+        """Microseconds since the step began."""
         return (time.monotonic_ns() - self._began_ns) // 1000
 
     def note(self, part: Slice, outcome: Outcome, i: int, emitted: int) -> None:
-        """Note the round, in which this was the i-th sequence, for its request's record, which it joins in `settle`."""
+        """Note the round of the i-th sequence of the outcome. `settle` adds it to the request's record."""
         record = part.sequence.record
         noted = RoundRecord(
             k=part.k,
@@ -49,13 +49,13 @@ class Ledger:
         self._noted.append((record, noted))
 
     def drop(self) -> None:
-        """The step broke down, if one runs: what it emitted reaches nobody but the requests that it finished."""
+        """Settle a step that raised. Its tokens reach only the requests that it finished; the others emitted none."""
         noted = self._noted
         self._noted = [(r, part if r.finished is not None else part._replace(emitted=0)) for r, part in noted]
         self.settle()
 
     def settle(self) -> tuple[int, tuple[RoundRecord, ...]]:
-        """The step ends now: (its microseconds, the rounds noted in it). Records are whole after this."""
+        """End the step: add the noted rounds to their records. Returns (microseconds of the step, its rounds)."""
         (noted, self._noted), step_us = (self._noted, []), self.spent_us
         parts = tuple(RoundRecord(*part[:-1], step_us) for _, part in noted)  # step_us is their last field
         for (record, _), part in zip(noted, parts, strict=True):
@@ -65,7 +65,7 @@ class Ledger:
     def close(
         self, plan: Plan, outcome: Outcome | None, *, emitted: int, running: int, waiting: int, policy_us: int
     ) -> StepStats:
-        """The step is over. outcome: None for a step without a round."""
+        """End the step and return its statistics. outcome: None for a step without a round."""
         self.steps += 1
         faults, self.draft_faults = self.draft_faults, 0
         faults += outcome.draft.failed + outcome.verdict.num_illegal if outcome else 0
@@ -105,7 +105,7 @@ class Ledger:
         )
 
     def _plain_us(self, outcome: Outcome, emitted: float, step_us: int, policy_us: int, faults: int) -> int:
-        """emitted: tokens per sequence."""
+        """emitted: mean tokens per sequence."""
         plain_s = plain_seconds(
             self._cost,
             batch=len(outcome.slices),
@@ -121,7 +121,7 @@ class Ledger:
 
 
 def _proposer(outcome: Outcome, i: int, part: Slice) -> int:
-    """Who proposed, as an index in DRAFTERS; -1: nobody."""
+    """Return the index in DRAFTERS of the drafter that proposed; -1: none did."""
     draft = outcome.draft
     if not draft.ks[i]:
         return -1

@@ -1,4 +1,4 @@
-"""How a request speculates on this server, or why it cannot. The edge and the engine ask the same `resolve`.
+"""Decides how a request speculates on this server, or why it is refused. The edge and the engine both call `resolve`.
 
 Standard library only: the HTTP edge imports this module.
 """
@@ -47,9 +47,10 @@ class Speculation:
 
 
 def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = False) -> Speculation:
-    """Raise InvalidRequest, naming the field in the client's vocabulary, for a wish that this server cannot fulfil.
+    """Return how a request with these fields speculates.
 
-    strict: also refuse a field that would have no effect, as the HTTP API promises.
+    Raises InvalidRequest, with the field's name in the client's vocabulary, for what this server cannot do. strict:
+    also refuses a field that would have no effect, as the HTTP API promises.
     """
     _check_k(fields, can)
     if strict:
@@ -93,7 +94,7 @@ def _check_range(name: str, value: int | None, can: Capabilities) -> None:
 
 
 def _check_effect(fields: SpeculationFields, can: Capabilities) -> None:
-    """Refuse a field that acts on drafts in a request that is sure to get none, and a drafter without its material."""
+    """Refuse fields that act on drafts in a request that gets none, and drafter 'prediction' without a prediction."""
     named = fields.drafter is not None or fields.predicted
     quiet = (not can.policy_drafts and (fields.auto or not named)) or (can.drafter is None and not named)
     if fields.k == 0 or (fields.k is None and quiet):
@@ -136,7 +137,7 @@ def _check_prediction(fields: SpeculationFields, plan: Speculation, can: Capabil
 
 
 def _check_lenience(lenience: float, plan: Speculation, temperature: float) -> None:
-    """Lenience must act wherever it is taken, since the reply is labelled."""
+    """The reply is labelled as lossy, so lenience is refused where it would not act."""
     if not 0 < lenience < 1:
         raise InvalidRequest("lenience must lie between 0 and 1, both excluded", "lossy.lenience")
     if plan.verifier != "rejection":

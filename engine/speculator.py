@@ -9,7 +9,6 @@ from engine.round import Outcome
 from engine.scheduler import Slice
 from engine.sequence import Sequence
 from policies.control import SpecControl
-from policies.estimator import heat_of
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Timing
 
@@ -76,7 +75,6 @@ class Speculator:
             source=offer.source,
             offered=offer.max_k,
             gap=offer.gap,
-            heat=heat_of(sequence.params.temperature),
         )
 
 
@@ -88,10 +86,7 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
     if verdict.non_finite[i] or sequence.drafter is None:
         return None
-    heat = heat_of(sequence.params.temperature)
     if not draft.ks[i]:
-        return Drafted(sequence.handle, sequence.drafter, heat, part.k, 0) if draft.failed and part.k else None
+        return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None
     source = sequence.drafter if draft.proposers is None else draft.proposers[i]
-    return Drafted(
-        sequence.handle, source or sequence.drafter, heat, draft.ks[i], verdict.accepted[i], verdict.overlaps[i]
-    )
+    return Drafted(sequence.handle, source or sequence.drafter, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])

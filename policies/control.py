@@ -1,27 +1,27 @@
-"""What is known of acceptance and of time, and the policy that makes k of it: all that an engine keeps for this."""
+"""All that an engine keeps to choose k: what it learned of acceptance and of time, the policy, and the last choice."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.cost import CostModel
-from policies.estimator import Estimator
-from policies.held_choice import Decision, Limits, Standing
-from policies.observation import Candidate, Drafted, Observation, PolicyState, RoundCost, Timing
+from policies.held_choice import Decision, HeldChoice, Limits
+from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
 
-HORIZON = 64  # rounds, the most over which reading what the draft model has missed is taken to pay off
-MOST_ROUNDS = 16  # that wait to be learned from, where nothing is chosen
+HORIZON = 64  # rounds: reading what the draft model has missed is taken to pay off over no more
+MOST_WAITING = 16  # rounds that wait to be learned from while nothing is chosen
 
 
 class SpecControl:
-    """Choose k before a round, learn from it after. Policies may change at any time: what was learned stays.
+    """Chooses k before a round and learns from it after. The policy may change at any time; what was learned stays.
 
-    What rounds teach is taken in when the next choice is made, some rounds at once. depth: the largest k there is.
-    timings: rounds measured at the start, if any.
+    It learns from several rounds at once, when the next choice is made. depth: the largest k there is. timings: rounds
+    measured at the start, if any.
     """
 
     def __init__(self, config: PolicyConfig, depth: int, timings: Sequence[Timing] = ()) -> None:
@@ -29,25 +29,27 @@ class SpecControl:
         self.cost = CostModel(max(1, depth), timings)
         self.timings = tuple(timings)
         self._depth = depth
-        self._state = PolicyState()
-        self._standing: Standing | None = None
-        self._last: dict[int, tuple[int, int]] = {}
-        self._drafted: list[Drafted] = []  # since the last choice
+        self._budget = ProbeBudget()
+        self._held: HeldChoice | None = None
+        self._last: dict[int, tuple[int, int]] = {}  # as Observation.last
+        # Not learned from so far:
+        self._drafted: list[Drafted] = []
         self._idle: list[int] = []
         self._gone: list[int] = []
         self._timings: list[Timing] = []
-        # Since the last choice: rounds that were learned from, what they took, tokens of prompts in them.
+        # Learned from since the last choice: rounds, their seconds, tokens of prompts in them.
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self.configure(config)
 
     def configure(self, config: PolicyConfig) -> None:
         self.config = config
         self._policy = make_policy(config)
-        self._standing = None
+        if self._held is not None:
+            self._held.rounds_left = 0
 
     @property
     def most(self) -> int:
-        """Drafts that the policy may give a sequence at most."""
+        """The most drafts that the policy may give a sequence."""
         if not self.config.drafts:
             return 0
         return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
@@ -56,23 +58,23 @@ class SpecControl:
         """k for each candidate of a round whose pass reads about `prefill` tokens of prompts as well."""
         if not candidates:
             return Decision([], [], [], 0.0, 0.0, 0.0)
-        if self._standing is not None and self._standing.serves(candidates):
-            return self._standing.decide(candidates, self._limits(candidates))
+        if self._held is not None and self._held.serves(candidates):
+            return self._held.reuse(candidates, self._limits(candidates))
         self._learn()
         observation, prompts_s = self._observation(candidates, prefill)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
-        choice, self._state = self._policy(observation, self._state)
-        expected = replace(observation, survival=self.estimator.survival(candidates))
+        choice, self._budget = self._policy(observation, self._budget)
         decision = Decision(
             choice.ks.tolist(),
             list(choice.reasons),
-            expected.survival[:, 0].tolist(),
+            observation.survival[:, 0].tolist(),
             choice.confidence,
-            prompts_s + seconds(expected, choice.ks, amortised=False),
-            expected_tokens(expected, choice.ks),
+            prompts_s + seconds(observation, choice.ks, amortised=False),
+            expected_tokens(observation, choice.ks),
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
-        self._standing = Standing(decision, choice.stands, choice.joining, places)
+        more = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
+        self._held = HeldChoice(decision, places, more, choice.newcomer_k)
         return decision
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
@@ -80,9 +82,7 @@ class SpecControl:
         self._timings.append(timing)
         self._drafted += drafted
         self._idle += idle
-        if self._standing is not None and self._standing.surprised(sum(o.accepted for o in drafted)):
-            self._standing = None
-        if len(self._timings) >= MOST_ROUNDS:
+        if len(self._timings) >= MOST_WAITING:
             self._learn()
 
     def forget(self, handle: int) -> None:
@@ -90,7 +90,7 @@ class SpecControl:
         self._gone.append(handle)
 
     def _learn(self) -> None:
-        """Take in what has happened since the last time."""
+        """Learn from what happened since the last time."""
         timings, drafted, idle, gone = self._timings, self._drafted, self._idle, self._gone
         self._timings, self._drafted, self._idle, self._gone = [], [], [], []
         if timings:
@@ -109,8 +109,8 @@ class SpecControl:
     def _observation(self, candidates: Sequence[Candidate], prefill: int) -> tuple[Observation, float]:
         """(what the policy sees, seconds that reading prompts adds to the round).
 
-        A choice stands for rounds with prompts and without: what these change of the cost of drafts is taken at the
-        number of tokens that rounds had since the last choice.
+        A choice is used for rounds with and without prompts. Therefore drafts are priced beside as many tokens of
+        prompts as a round had in the mean since the last choice.
         """
         cost, _ = self._beside(len(candidates), round(self._prefill / max(1, self._rounds)))
         _, prompts_s = self._beside(len(candidates), prefill)
@@ -122,11 +122,12 @@ class SpecControl:
             fixed=np.array(limits.fixed),
             limits=np.array(limits.most),
             bounds=tuple(limits.bounds),
-            survival=self.estimator.survival(candidates, hopeful=True),
+            survival=self.estimator.survival(candidates),
             gaps=gaps,
             horizon=np.clip(left // 2, 1, HORIZON),  # a round emits some two tokens
             cost=cost,
             alone=self.cost.round_cost(1, 0),
+            held=self._held.planned if self._held is not None else {},
             last=self._last,
             rounds=self._rounds,
             round_s=self._spent_s / max(1, self._rounds),
@@ -134,10 +135,10 @@ class SpecControl:
         return observation, prompts_s
 
     def _beside(self, batch: int, prefill: int) -> tuple[RoundCost, float]:
-        """(cost of rounds with that many tokens of prompts, less the seconds that these take by themselves; those).
+        """(cost of rounds with `prefill` tokens of prompts, less the prompts' own seconds; these seconds).
 
-        Prompts have to be read whatever is drafted beside them. Counted among a round's seconds, they would make it
-        look slow, and drafts in it cheap.
+        Prompts are read whatever is drafted beside them. Counted in, they would make the round look slow and drafts
+        in it cheap.
         """
         cost = self.cost.round_cost(batch, prefill)
         if not prefill:
@@ -146,7 +147,7 @@ class SpecControl:
         return replace(cost, verify_s=cost.verify_s - prompts_s), prompts_s
 
     def _limits(self, candidates: Sequence[Candidate]) -> Limits:
-        """A fixed k goes before the policy's own maximum, and is asked for whatever the drafter offers."""
+        """A fixed k may exceed the policy's maximum, and is asked for whatever the drafter offers."""
         depth = self.most
         limits = Limits([], [], [])
         for c in candidates:

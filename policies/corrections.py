@@ -10,70 +10,41 @@ import numpy as np
 
 from policies.observation import Floats, Timing
 
-WINDOW = 32  # rounds that a median is taken of
-COUNTS = 8  # rounds from which on a bucket speaks for itself
-FEW = 4  # rounds from which on all of them together correct what none has visited
-OUTLIER = 3.0  # deviations from the median, in units of the standard deviation that the absolute ones imply
-LEAST_SPREAD = 0.02  # relative: a bucket that was as regular as clockwork must not call every change an outlier
-PERSISTENT = 4  # outliers in a row, to the same side, that are a change and not outliers
+WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
+FEW = 4  # rounds from which on their median is used
 
 Key = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Rounds of one kind: logarithms of realised over profiled seconds."""
+    """Rounds of one kind: logarithms of measured over profiled seconds."""
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     places: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    held: list[tuple[float, float]] = field(default_factory=list)  # the last ones, if they are outliers
-    centre: float = 0.0  # median and spread of the ratios when last looked at
-    spread: float = 0.0
+    centre: float = 0.0  # medians at the last refresh that followed a visit
     place: float = 0.0
-    beside: Mapping[Key, float] = field(default_factory=dict)  # medians of all buckets when this one was last visited
-    drift: float = 0.0  # of those that were visited since
-
-    @property
-    def counts(self) -> bool:
-        return len(self.ratios) >= COUNTS
+    others: Mapping[Key, float] = field(default_factory=dict)  # values of all buckets at that refresh
+    drift: float = 0.0  # median change of the other buckets since then
 
     @property
     def value(self) -> float:
         return self.centre + self.drift
 
-    def resume(self) -> None:
-        """It is visited again: what it knew moves to where the others have gone in the meantime."""
+    def add(self, ratio: float, place: float) -> None:
+        """A round. What is known from before moves to where the other buckets have gone in the meantime."""
         if self.drift:
-            self.ratios = deque((ratio + self.drift for ratio in self.ratios), maxlen=WINDOW)
-            self.centre += self.drift
-            self.drift = 0.0
-
-    def admit(self, ratio: float, place: float) -> list[tuple[float, float]]:
-        """What may be taken in now: this one, nothing yet if it is an outlier, or all that turn out to be a change."""
-        off = ratio - self.centre
-        if not self.counts or not self.spread or abs(off) <= OUTLIER * self.spread:
-            self.held.clear()
-            return [(ratio, place)]
-        if self.held and (self.held[-1][0] > self.centre) != (off > 0):
-            self.held.clear()
-        self.held.append((ratio, place))
-        if len(self.held) < PERSISTENT:
-            return []
-        change, self.held = self.held, []
-        return change
-
-    def look(self) -> None:
-        self.centre = median(self.ratios)
-        self.place = median(self.places)
-        deviations = median(abs(ratio - self.centre) for ratio in self.ratios)
-        self.spread = max(1.4826 * deviations, LEAST_SPREAD)  # 1.4826: for normal noise
+            self.ratios = deque((old + self.drift for old in self.ratios), maxlen=WINDOW)
+            self.centre, self.drift = self.centre + self.drift, 0.0
+        self.ratios.append(ratio)
+        self.places.append(place)
 
 
 class Corrections:
-    """Factors on a profile, by bucket; where too few rounds have been, the one of the last rounds of any kind.
+    """Factors on a profile, by kind of round. A kind with too few rounds gets that of the last rounds of any kind.
 
-    A bucket that is not visited for long moves along with those that are, by as much as these have changed since: a
-    machine that slows down does so for all of them, and what was learned of their differences stays.
+    A machine that slows down does so for all kinds of rounds. So the factor of a kind that is not run for long moves
+    with the factors of the others, and what was learned of their differences stays.
     """
 
     def __init__(self) -> None:
@@ -87,50 +58,46 @@ class Corrections:
         return len(self._recent)
 
     def observe(self, key: Key, realised: float, profiled: float, place: float) -> None:
-        """`place`: where within its bucket the round lies, in any unit."""
-        if not (realised > 0 and profiled > 0):
-            return
-        bucket = self._buckets.setdefault(key, _Bucket())
-        bucket.resume()
-        self._visited.add(key)
-        for ratio, where in bucket.admit(log(realised / profiled), place):
-            bucket.ratios.append(ratio)
-            bucket.places.append(where)
+        """place: where the round lies within its kind, in any unit."""
+        if realised > 0 and profiled > 0:
+            ratio = log(realised / profiled)
+            self._buckets.setdefault(key, _Bucket()).add(ratio, place)
+            self._visited.add(key)
             self._recent.append(ratio)
 
     def refresh(self) -> None:
-        """Take what was observed into account from now on."""
-        visited = {key for key in self._visited if self._buckets[key].counts}
-        self._visited.clear()
+        """Use what was observed from here on."""
         if len(self._recent) >= FEW:
             self._overall = median(self._recent)
+        known = {key: bucket for key, bucket in self._buckets.items() if len(bucket.ratios) >= FEW}
+        visited = self._visited & known.keys()
+        self._visited.clear()
         for key in visited:
-            self._buckets[key].look()
-        counting = {key: bucket for key, bucket in self._buckets.items() if bucket.counts}
-        beside = {key: bucket.value for key, bucket in counting.items()}
-        for key, bucket in counting.items():
+            known[key].centre, known[key].place = median(known[key].ratios), median(known[key].places)
+        values = {key: bucket.value for key, bucket in known.items()}
+        for key, bucket in known.items():
             if key in visited:
-                bucket.beside = beside
-            elif moved := [beside[other] - bucket.beside[other] for other in visited if other in bucket.beside]:
+                bucket.others = values
+            elif moved := [values[other] - bucket.others[other] for other in visited if other in bucket.others]:
                 bucket.drift = median(moved)
 
     def factor(self, key: Key) -> float:
-        bucket = self._counting(key)
+        bucket = self._known(key)
         return exp(bucket.value if bucket else self._overall)
 
     def place(self, key: Key) -> float | None:
-        """Where the rounds of the bucket lie; None: too few have been there."""
-        bucket = self._counting(key)
+        """Where the rounds of this kind lie; None: there were too few."""
+        bucket = self._known(key)
         return bucket.place if bucket else None
 
     def count(self, key: Key) -> int:
-        bucket = self._counting(key)
+        bucket = self._known(key)
         return len(bucket.ratios) if bucket else 0
 
-    def _counting(self, key: Key) -> _Bucket | None:
-        """The bucket, if it has been looked at since it counts."""
+    def _known(self, key: Key) -> _Bucket | None:
+        """The bucket, if a refresh has followed its first FEW rounds."""
         bucket = self._buckets.get(key)
-        return bucket if bucket and bucket.spread else None
+        return bucket if bucket and bucket.others else None
 
 
 class HostWork:

@@ -15,25 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import WINDOW, Corrections, HostWork, isotonic
+from policies.corrections import FEW, Corrections, HostWork, isotonic
 from policies.draft_cost import Drafts
 from policies.observation import Floats, RoundCost, Timing
 
 PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over one token
 TOKEN_SHARE = 0.02  # of that, what every further token costs, where there is no second measurement
-EVERY = 4  # rounds
-REFRESH = 16  # observations between two looks at what was learned
+REFRESH = 16  # rounds after which what they taught is used: predicting anew takes about 0.3 ms
 CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
-TILT = 1e-9  # of the longest pass, over all its tokens
-UNSEEN = 1e-3  # weight in the isotonic fit of what was not visited, against one per round
-
-
-class CostErrors(NamedTuple):
-    """Mean absolute relative errors of the predictions, exponentially weighted over some 32 rounds; 0: no round yet."""
-
-    draft: float
-    score: float
-    round: float
 
 
 class CostModel:
@@ -47,13 +36,6 @@ class CostModel:
         self._host = HostWork()
         self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
         self._rounds = 0  # looked at
-        self._offered = 0
-        self._drafted = False  # whether anything was in the last round that was offered
-        self._errors = [(0.0, 0)] * 3  # mean and count of draft, score and round
-
-    @property
-    def errors(self) -> CostErrors:
-        return CostErrors(*(mean for mean, _ in self._errors))
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """Of rounds in which `batch` ≥ 1 sequences emit, beside `prefill` tokens of prompts."""
@@ -64,20 +46,13 @@ class CostModel:
         return cost
 
     def observe(self, timing: Timing) -> None:
-        """Take in a round of the engine. What it was predicted to take is compared first.
-
-        Once there are enough, one in EVERY is looked at: that follows a machine that changes, and costs a round less.
-        """
-        self._offered += 1
-        drafted, self._drafted = self._drafted, timing.drafts > 0
-        alike = drafted == self._drafted
-        if timing.batch < 1 or (self._rounds >= 4 * WINDOW and alike and self._offered % EVERY):
+        """Learn from a round of the engine."""
+        if timing.batch < 1:
             return
-        self._compare(timing)
         self._correct(timing)
         self._host.observe(timing)
         self._rounds += 1
-        if self._rounds % REFRESH == 0 or self._rounds in (4, 8):
+        if self._rounds % REFRESH == 0 or self._rounds in (FEW, 2 * FEW):
             for learned in (self._score, self._mixed, self._draft, self._host):
                 learned.refresh()
             self._known.clear()
@@ -105,43 +80,19 @@ class CostModel:
         profiled = self._passes.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         learned = self._mixed if prefill and self._mixed.samples else self._score
-        marks, factors, weights = self._marks(learned, batch, tokens)
+        keys = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
+        visited = [(place, key) for key in keys if (place := learned.place(key)) is not None]
+        if not visited:
+            return profiled * learned.factor(keys[0])
+        # The factors at the visited numbers of tokens must not make a longer pass shorter. Between these numbers the
+        # factor is interpolated, so that the profile keeps its shape, steps included.
+        marks = np.clip([2**place for place, _ in visited], tokens[0], tokens[-1])
         at_marks = np.interp(marks, tokens, profiled)
-        # Between two marks the profile keeps its shape, steps included: it is its seconds that are mapped, a little
-        # tilted where it is flat, so that what was learned on either side of a flat part stays apart.
-        tilt = TILT * profiled[-1] / tokens[-1]
-        return np.interp(profiled + tilt * tokens, at_marks + tilt * marks, isotonic(at_marks * factors, weights))
-
-    def _marks(self, learned: Corrections, batch: int, tokens: Floats) -> tuple[Floats, Floats, Floats]:
-        """Ascending numbers of tokens, one for each bucket that `tokens` reach and the two ends; what was learned at
-        each, and how often it was visited."""
-        buckets = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
-        places = [2 ** (learned.place(key) or key[1] / 2) for key in buckets]
-        keys = [buckets[0], *buckets, buckets[-1]]
-        return (
-            np.clip([0, *places, np.inf], tokens[0], tokens[-1]),
-            np.array([learned.factor(key) for key in keys]),
-            np.array([UNSEEN, *(max(learned.count(key), UNSEEN) for key in buckets), UNSEEN]),
+        fitted = isotonic(
+            at_marks * [learned.factor(key) for _, key in visited],
+            np.array([learned.count(key) for _, key in visited], np.float64),
         )
-
-    def _compare(self, timing: Timing) -> None:
-        cost = self.round_cost(timing.batch, timing.prefill)
-        drafts, depth = min(timing.drafts, len(cost.verify_s) - 1), min(timing.depth, self._depth)
-        score = float(cost.verify_s[drafts] + cost.padding_s[depth])
-        draft = cost.model_s + timing.forwards * cost.step_s + timing.read * cost.token_s if timing.forwards else 0.0
-        whole = cost.seconds(drafts, depth, timing.forwards, timing.read)
-        if not timing.rest_s:  # unknown
-            whole = draft + score
-        pairs = (
-            (draft, timing.draft_s),
-            (score, timing.score_s),
-            (whole, timing.draft_s + timing.score_s + timing.rest_s),
-        )
-        for i, (predicted, realised) in enumerate(pairs):
-            if realised > 0 and (timing.forwards or i):
-                mean, count = self._errors[i]
-                error = abs(predicted - realised) / realised
-                self._errors[i] = mean + (error - mean) / min(count + 1, WINDOW), count + 1
+        return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted / at_marks))
 
     def _correct(self, timing: Timing) -> None:
         batch = _bucket(timing.batch)

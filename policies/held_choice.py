@@ -1,4 +1,4 @@
-"""A choice that stands for a few rounds: choosing anew takes a few percent of a round with few sequences."""
+"""A choice that is used for a few rounds: choosing anew takes a few percent of a round with few sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,81 +7,69 @@ from typing import NamedTuple
 from policies.observation import Candidate
 from policies.reasons import Reason
 
-YOUNGEST = 2  # rounds that a choice stands for when sequences join: in large batches one does in every other round
-FEW = 4  # of so many sequences one may join a choice that gives everybody the same, and is not asked about
-ENOUGH = 2.0  # accepted drafts to be expected, before what came of them is a surprise
+PER_NEWCOMER = 4  # sequences per newcomer, from which on newcomers do not make a new choice due
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A round's k, and what is expected of it; one entry per candidate, in their order."""
+    """The k of a round and its expected outcome; lists have one entry per candidate, in their order."""
 
     ks: list[int]
     reasons: list[Reason]
     alphas: list[float]  # chance that the first draft is accepted
     confidence: float  # see Choice
-    seconds: float  # of the whole step; 0: others run than those for whom it was predicted
-    tokens: float  # that the candidates emit together; 0 as seconds
+    seconds: float  # of the whole step; 0 if other sequences run than those that it was predicted for
+    tokens: float  # that the candidates emit together; 0 in the same case
 
 
 class Limits(NamedTuple):
-    """Of a round's candidates, in their order."""
+    """Limits of a round's candidates, in their order."""
 
-    fixed: list[int]  # k that a request fixed, within its limit; −1: the policy's to choose
+    fixed: list[int]  # k that a request fixed, within its limit; −1 if the policy chooses
     most: list[int]  # drafts that each may get
-    bounds: list[Reason]  # what a k at its limit is due to: user, cap or cache
+    bounds: list[Reason]  # reason of a k at its limit: user, cap or cache
 
 
 @dataclass(slots=True)
-class Standing:
-    """A choice, and for whom it was made."""
+class HeldChoice:
+    """The last choice, the sequences that it was made for, and how long it may be used."""
 
     decision: Decision
-    stands: int  # rounds
-    joining: int | None
     places: dict[int, int]  # handle → place in the decision
-    age: int = 1  # rounds that it was used for
-    accepted: int = 0  # drafts in these
-    expected: float = 0.0  # of them
-    same: bool = True  # whether those run for whom it was made
+    rounds_left: int  # rounds that it may still be used for
+    newcomer_k: int  # k of sequences that join
+
+    @property
+    def planned(self) -> dict[int, int]:
+        """handle → k of the plan, without the drafts of a probe."""
+        entries = zip(self.places, self.decision.ks, self.decision.reasons, strict=True)
+        return {handle: 0 if reason == "probe" else k for handle, k, reason in entries}
 
     def serves(self, candidates: Sequence[Candidate]) -> bool:
-        """Not those of whom some have a guess to offer, which differs from round to round."""
-        if self.age >= self.stands or any(c.source is not None and not c.gap and c.fixed is None for c in candidates):
-            return False
-        joined = sum(c.handle not in self.places for c in candidates)
-        if self.joining is None:
-            return not joined or self.age < YOUNGEST
-        return joined * FEW <= len(candidates)
+        """Whether it may be used for one more round.
 
-    def surprised(self, accepted: int) -> bool:
-        """Whether, with so many drafts accepted in one more round, it is out of date: far fewer were than expected, or
-        far more."""
-        if not self.same:
-            return False
-        self.accepted += accepted
-        self.expected += self.decision.tokens - len(self.decision.ks)
-        return self.expected >= ENOUGH and not self.expected / 2 <= self.accepted <= self.expected * 2
+        It may not while a candidate's drafter has its own guess, because the length of that guess changes every round.
+        """
+        newcomers = sum(candidate.handle not in self.places for candidate in candidates)
+        guesses = any(candidate.guessed for candidate in candidates)
+        return self.rounds_left > 0 and not guesses and newcomers * PER_NEWCOMER <= len(candidates)
 
-    def decide(self, candidates: Sequence[Candidate], limits: Limits) -> Decision:
-        """The same again for those that are still there, within today's limits."""
-        self.age += 1
+    def reuse(self, candidates: Sequence[Candidate], limits: Limits) -> Decision:
+        """The decision for those candidates, within their present limits."""
+        self.rounds_left -= 1
+        mean_alpha = sum(self.decision.alphas) / len(self.decision.alphas)
         ks, reasons, alphas = list[int](), list[Reason](), list[float]()
         for n, candidate in enumerate(candidates):
-            k, reason, alpha = self._of(candidate.handle)
-            k = k if limits.fixed[n] < 0 else limits.fixed[n]
-            bound = limits.fixed[n] >= 0 or k > limits.most[n]
+            place = self.places.get(candidate.handle)
+            reason: Reason = "policy"
+            k, alpha = self.newcomer_k, mean_alpha
+            if place is not None:
+                k, reason, alpha = self.decision.ks[place], self.decision.reasons[place], self.decision.alphas[place]
+            fixed = limits.fixed[n] >= 0
+            k = limits.fixed[n] if fixed else k
             ks.append(min(k, limits.most[n]))
-            reasons.append(limits.bounds[n] if bound else reason)
+            reasons.append(limits.bounds[n] if fixed or k > limits.most[n] else reason)
             alphas.append(alpha)
         decision = replace(self.decision, ks=ks, reasons=reasons, alphas=alphas)
-        self.same = len(candidates) == len(self.places) and all(c.handle in self.places for c in candidates)
-        return decision if self.same else replace(decision, seconds=0.0, tokens=0.0)
-
-    def _of(self, handle: int) -> tuple[int, Reason, float]:
-        """(k, reason, chance of the first draft)."""
-        place = self.places.get(handle)
-        if place is not None:
-            return self.decision.ks[place], self.decision.reasons[place], self.decision.alphas[place]
-        usual = sum(self.decision.alphas) / len(self.decision.alphas)
-        return (0, "load", usual) if self.joining is None else (self.joining, "policy", usual)
+        same = self.places.keys() == {candidate.handle for candidate in candidates}
+        return decision if same else replace(decision, seconds=0.0, tokens=0.0)

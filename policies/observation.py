@@ -5,7 +5,7 @@ allows. Times are seconds, lengths tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,11 @@ class Candidate(NamedTuple):
     source: str | None  # who would draft for it in this round; None: nobody
     offered: int  # most drafts that the source has; a draft model's: as many as asked for
     gap: int  # committed tokens that the draft model has not read; 0: the source runs no model
-    heat: int  # see estimator.heat_of
+
+    @property
+    def guessed(self) -> bool:
+        """Whether a drafter without a model offers a guess, and the policy chooses how much of it to take."""
+        return self.source is not None and not self.gap and self.fixed is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,12 @@ class Observation:
     fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy's to choose
     limits: Ints  # [B] most drafts that each may get
     bounds: tuple[Reason, ...]  # [B] what a k at its limit is due to: user, cap or cache
-    survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted, as hoped for of newcomers
+    survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted
     gaps: Ints  # [B] as Candidate.gap
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
+    held: Mapping[int, int]  # handle → k of the last plan
     last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
     rounds: int  # since the last choice
     round_s: float  # mean of what they took; 0: there was none
@@ -84,13 +89,11 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyState:
-    """What a policy remembers from round to round; one kind for all, so that one may follow another."""
+class ProbeBudget:
+    """Time saved up for probes: drafts that are not expected to pay, made to learn whether they would."""
 
-    ks: Mapping[int, int] = field(default_factory=dict)  # handle → k of the last plan
-    credit_s: float = 0.0  # saved up for probes; negative: spent in advance
-    rounds: int = 0  # decided about so far
-    probed: int = 0  # rounds at the last probe
+    saved_s: float = 0.0
+    rounds: int = 0  # since the last drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,8 @@ class Choice:
     ks: Ints  # [B]
     reasons: tuple[Reason, ...]  # [B]
     confidence: float = 0.0  # a model's draft ends before a position at which the drafts' joint confidence is lower
-    stands: int = 1  # rounds that it may be used for while the same sequences run
-    joining: int | None = None  # k of sequences that join them meanwhile; None: that has to be chosen
+    holds: int = 1  # rounds that it may be used for
+    newcomer_k: int = 0  # k of sequences that join in these rounds
 
 
 class Drafted(NamedTuple):
@@ -109,7 +112,6 @@ class Drafted(NamedTuple):
 
     handle: int
     source: str
-    heat: int
     drafted: int
     accepted: int
     overlaps: tuple[float, ...] = ()  # Σ min(p, q) at the positions that were reached; (): only `accepted` is known

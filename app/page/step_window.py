@@ -12,9 +12,9 @@ from typing import Any
 from engine.types import REASONS, RoundRecord, StepStats
 
 BINS_PER_S = 4
-BINS = 300 * BINS_PER_S  # that are kept: five minutes
+BINS = 300 * BINS_PER_S  # kept bins: five minutes
 
-# Columns of the series, and what of a bin's counts each of them is.
+# Column of the series → the count that it shows.
 SERIES = {
     "steps": "steps",
     "emitted": "emitted",
@@ -27,26 +27,26 @@ SERIES = {
 
 PROBE = REASONS.index("probe")
 
-Counts = Counter[tuple[str, int]]  # (what, of which position, batch size or reason); 0 for what is not divided further
+Counts = Counter[tuple[str, int]]  # (name, position, batch size or reason); 0: not divided
 
 
 @dataclass(slots=True)
 class Bin:
-    """A quarter of a second."""
+    """Counts of a quarter of a second."""
 
     index: int  # monotonic time × BINS_PER_S
     counts: Counts = field(default_factory=Counter)
 
 
 class StepWindow:
-    """Memory: at most BINS bins, each with a few integers per batch size, position and reason that occurred in it."""
+    """Holds at most BINS bins, each with a few integers per batch size, position and reason that occurred in it."""
 
     def __init__(self) -> None:
-        self._bins: deque[Bin] = deque()  # ascending; those without a step are left out
-        self._before: Counts = Counter()  # sum of all bins but the last, which still grows
+        self._bins: deque[Bin] = deque()  # ascending; a bin without a step is left out
+        self._before: Counts = Counter()  # sum of all bins but the last one, which still grows
 
     def add(self, steps: Iterable[StepStats], now: float) -> None:
-        """`now`: monotonic seconds, for steps that do not say when they began."""
+        """now: monotonic seconds, used for steps without a start time."""
         for step in steps:
             end = step.began + step.step_us / 1e6 if step.began else now
             index = int(end * BINS_PER_S)
@@ -61,14 +61,14 @@ class StepWindow:
         self._forget(index)
 
     def _forget(self, index: int) -> None:
-        """Drop the bins that are BINS or more older than `index`."""
+        """Drop the bins that are at least BINS older than `index`."""
         while self._bins and self._bins[0].index <= index - BINS:
             gone = self._bins.popleft()
             if self._bins:
                 self._before.subtract(gone.counts)
 
     def totals(self, now: float) -> Counts:
-        """Of the whole window."""
+        """Return the sums over the whole window."""
         self._forget(int(now * BINS_PER_S))
         return self._before + self._bins[-1].counts if self._bins else Counter()
 
@@ -83,7 +83,7 @@ class StepWindow:
 
 
 def batches(totals: Counts) -> dict[str, list[Any]]:
-    """By sequences in a round, ascending: steps, mean k where one was chosen, plain rounds, estimated speedup."""
+    """Return columns by number of sequences in a round, ascending: rounds, mean chosen k, plain rounds, speedup."""
     sizes = sorted(batch for what, batch in totals if what == "rounds_of")
     return {
         "batch": sizes,
@@ -95,7 +95,7 @@ def batches(totals: Counts) -> dict[str, list[Any]]:
 
 
 def speedup(totals: Counts) -> float | None:
-    """Estimated, over all batch sizes; None without a step that decoded only."""
+    """Return the estimated speedup over all batch sizes; None without a step that only decoded."""
     plain_us, decode_us = (
         sum(n for (what, _), n in totals.items() if what == name) for name in ("plain_us", "decode_us")
     )
@@ -107,23 +107,23 @@ def ended(bins: Iterable[Bin], now: float) -> list[Bin]:
 
 
 def series(bins: Sequence[Bin], epoch: float) -> dict[str, list[Any]]:
-    """Columns, one entry per bin: sums, from which a reader makes means over as many bins as it shows together.
+    """Return columns of sums, one entry per bin. The page divides them after it has joined bins.
 
-    t: Unix seconds of the bin's begin, where `epoch` is the Unix time of monotonic zero; rounds: a sequence's, with at
-    least one draft.
+    t: Unix seconds at which the bin begins. epoch: Unix time of monotonic zero. rounds: rounds with at least one draft,
+    per sequence.
     """
     times = [round(entry.index / BINS_PER_S + epoch, 2) for entry in bins]
     return {"t": times} | {name: [entry.counts[what, 0] for entry in bins] for name, what in SERIES.items()}
 
 
 def positions(totals: Counts) -> dict[str, list[int]]:
-    """How many drafts were made, and how many accepted, at position 1, 2, … of their round."""
+    """Return the number of drafts and of accepted drafts at position 1, 2, … of their rounds."""
     most = max((place for what, place in totals if what == "drafted_n"), default=0)
     return {name: _at_least(totals, f"{name}_n", most) for name in ("drafted", "accepted")}
 
 
 def _at_least(totals: Counts, what: str, most: int) -> list[int]:
-    """Rounds with 1 or more, 2 or more, … of it."""
+    """Return the number of rounds whose count is at least 1, at least 2, …"""
     counts = [totals[what, n] for n in range(1, most + 1)]
     return [sum(counts[place:]) for place in range(most)]
 
@@ -133,14 +133,14 @@ def decisions(totals: Counts) -> dict[str, int]:
 
 
 def why_none(counts: Counts) -> str | None:
-    """The commonest reason for k = 0; None where k was never 0."""
+    """Return the most frequent reason for k = 0; None if k was never 0."""
     seen = {name: counts["reason_of_none", code] for code, name in enumerate(REASONS)}
     most = max(seen, key=lambda name: seen[name])
     return most if seen[most] else None
 
 
 def _count(step: StepStats, counts: Counts) -> None:
-    """Every step passes here, looked at or not: additions only."""
+    """Add one step. Runs for every step, also without a viewer, so it only adds."""
     counts["steps", 0] += 1
     counts["sequences", 0] += len(step.parts)
     counts["emitted", 0] += step.emitted

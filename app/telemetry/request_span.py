@@ -29,8 +29,8 @@ def request_attributes(exchange: Exchange, model: str) -> Attributes:
         name.RESPONSE_ID: exchange.id,
         name.REQUEST_ID: exchange.id.removeprefix("cmpl-"),
     }
-    if exchange.asked is not None:
-        attributes |= _asked(exchange.asked)
+    if exchange.request_body is not None:
+        attributes |= _asked(exchange.request_body)
     if exchange.requests:
         attributes |= _used(exchange)
     if exchange.records:
@@ -43,19 +43,19 @@ def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callab
 
     Prompts of ids are told only once the engine took them: before that nobody checked that there are such tokens.
     """
-    if exchange.asked is None:
+    if exchange.request_body is None:
         return {}
     attributes: Attributes = {}
     taken = {request.prompt_index: request.prompt_ids for request in exchange.requests}
     prompts = [
         prompt if isinstance(prompt, str) else detokenize(taken[index])
-        for index, prompt in enumerate(exchange.asked.prompts)
+        for index, prompt in enumerate(exchange.request_body.prompts)
         if isinstance(prompt, str) or index in taken
     ]
     if prompts:
         attributes[name.INPUT_MESSAGES] = _json([_message("user", prompt) for prompt in prompts])
-    if exchange.asked.params.stop:
-        attributes[name.REQUEST_STOPS] = exchange.asked.params.stop
+    if exchange.request_body.params.stop:
+        attributes[name.REQUEST_STOPS] = exchange.request_body.params.stop
     if exchange.requests:
         reasons = [output.finish_reason for output in exchange.outputs]
         said = [
@@ -101,7 +101,7 @@ def _asked(asked: CompletionRequest) -> Attributes:
 def _used(exchange: Exchange) -> Attributes:
     """The tokens of a prompt count once for all its choices, and in the cache are those that its first one found."""
     prompts = {request.prompt_index: len(request.prompt_ids) for request in exchange.requests}
-    firsts = [exchange.ended[request.id].record for request in exchange.requests if request.choice_index == 0]
+    firsts = [exchange.last_outputs[request.id].record for request in exchange.requests if request.choice_index == 0]
     return {
         name.FINISH_REASONS: [str(output.finish_reason) for output in exchange.outputs],
         name.INPUT_TOKENS: sum(prompts.values()),
@@ -133,7 +133,7 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
 
 def _disabled(exchange: Exchange, first: RequestRecord, acceptance: Acceptance) -> str | None:
     """Why there was no chance of a draft; None: there was one."""
-    if exchange.asked is not None and exchange.asked.drafting.k == 0:
+    if exchange.request_body is not None and exchange.request_body.drafting.k == 0:
         return "user"
     if first.k_max == 0:
         return "no_drafter"

@@ -31,24 +31,6 @@ def walltime_factor(alpha: float, k: int, c: float) -> float:
     return expected_tokens(alpha, k) / (1 + k * _ratio("c", c))
 
 
-def operations_factor(alpha: float, k: int, c_hat: float) -> float:
-    """Arithmetic operations over those of plain decoding: (1 − α)(kĉ + k + 1) / (1 − α^(k+1)), Theorem 3.11.
-
-    ĉ is the draft's operations per token over the target's. Raises ValueError as walltime_factor.
-    """
-    return (k * _ratio("c_hat", c_hat) + k + 1) / expected_tokens(alpha, k)
-
-
-def best_spec_length(alpha: float, c: float, maximum: int) -> int:
-    """The k of 0 … maximum with the largest walltime factor, the lowest of equals (§3.5).
-
-    It is positive if and only if α > c (Corollary 3.9), given a positive maximum. Raises ValueError as walltime_factor.
-    """
-    if maximum < 0:
-        raise ValueError(f"maximum must not be negative, not {maximum}")
-    return max(range(maximum + 1), key=lambda k: walltime_factor(alpha, k, c))
-
-
 def rejection_acceptance(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
     """Chance that verifier `rejection` accepts a draft drawn from q: Σ min(p, q) = 1 − TV (§3.2, §3.3, Theorem 3.5).
 

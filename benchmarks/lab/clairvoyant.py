@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.lab.simulator import World
+from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.cost import CostModel
-from policies.estimator import Estimator
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
 from policies.planner import plan
@@ -47,7 +47,7 @@ class _TrueChances(Estimator):
         self._bits = bits
         self._places = np.arange(1, depth + 1)
 
-    def survival(self, candidates: Sequence[Candidate], hopeful: bool = False) -> Floats:
+    def survival(self, candidates: Sequence[Candidate]) -> Floats:
         if self._bits:
             runs = np.array([self._world.run(c.handle) for c in candidates])
             return (runs[:, None] >= self._places).astype(np.float64)

@@ -32,7 +32,6 @@ class Job:
     allowed: int  # tokens that it might emit, for all that is known while it runs
     prompt: int = 1  # tokens
     source: str | None = MODEL
-    heat: int = 0
     fixed: int | None = None  # k that it asks for
     max_k: int | None = None
     arrived_s: float = 0.0
@@ -72,7 +71,7 @@ class Running:
 
     def candidate(self) -> Candidate:
         job, left = self.job, self.job.allowed - self.done - 1
-        return Candidate(self.handle, job.fixed, job.max_k, left, PLENTY, job.source, PLENTY, self.gap, job.heat)
+        return Candidate(self.handle, job.fixed, job.max_k, left, PLENTY, job.source, PLENTY, self.gap)
 
     def advance(self, k: int, broken: bool) -> tuple[int, int]:
         """A round with k drafts: (accepted, emitted)."""
@@ -199,7 +198,7 @@ def _outcomes(
     drafted, idle = [], []
     for running, k, a in zip(decoding, ks, accepted, strict=True):
         if k:
-            drafted.append(Drafted(running.handle, running.job.source or "", running.job.heat, k, a))
+            drafted.append(Drafted(running.handle, running.job.source or "", k, a))
         else:
             idle.append(running.handle)
     return drafted, idle

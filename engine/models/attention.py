@@ -69,7 +69,7 @@ def plan_attention(
     for s in spans:
         index += range(s.start, s.end)
     for s in spans:
-        index += storage.places(s.slot, s.start, s.end)
+        index += storage.row_numbers(s.slot, s.start, s.end)
     positions, cache_rows = torch.tensor(index, device=device).view(2, -1).unbind(0)
     groups, row = [], 0
     for members in _grouped(spans):
@@ -85,7 +85,7 @@ class Attention:
     def __init__(self, plan: AttentionPlan, storage: Storage) -> None:
         self.plan = plan
         self._rows = storage.rows
-        self._windows = [storage.window(g.first_slot, g.slots, g.keys) for g in plan.groups]
+        self._windows = [storage.view(g.first_slot, g.slots, g.keys) for g in plan.groups]
 
     def __call__(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
         """Store kv [N, 2·kv_heads, head_dim], then attend with queries [N, heads, head_dim] → [N, heads·head_dim].

@@ -111,7 +111,7 @@ class Runner:
 
     def _finite(self, handle: int) -> bool:
         try:
-            return self.storage.finite(handle)
+            return self.storage.is_finite(handle)
         except Exception:
             log.exception("the memory of a request could not be examined; it is taken to be not finite")
             return False

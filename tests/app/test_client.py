@@ -94,7 +94,7 @@ def test_the_script_drafts_as_the_request_says() -> None:
 
 
 def last_told(asked: Request, read: int, *, cancel: bool) -> RequestRecord:
-    """The record of a request that is cancelled, or runs out of time, after that many of its outputs were read."""
+    """Return the record of a request that is cancelled, or runs out of time, after `read` of its outputs were read."""
     told: list[Output] = []
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""What a reply's metrics tell of every round, where they are asked to, in vLLM's lists and in columns of our own."""
+"""A reply's metrics list every round if the client asks for it, in vLLM's lists and in our own columns."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def told(script: Script = spell, *, stream: bool = False, **fields: Any) -> Any:
 
 
 def four_rounds(request: Request, **columns: Any) -> RequestRecord:
-    """The prompt's, one with drafts, a plain one, and one with drafts of another drafter."""
+    """Four rounds: the prompt's, one with drafts, a plain one, and one with drafts of another drafter."""
     facts: dict[str, Any] = {
         "k": [0, 4, 0, 4],
         "reason": [-1, *(REASONS.index(reason) for reason in ("cap", "load", "policy"))],
@@ -101,7 +101,7 @@ def test_the_lists_add_up_as_vllms_readers_require() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_have_lists_of_their_own(stream: bool) -> None:
-    """vLLM's lists are one sequence's, so they are not in the place where its readers look."""
+    """vLLM's lists belong to one sequence, so with several choices they are not at the top level."""
 
     def script(request: Request) -> Iterator[Output]:
         first = request.choice_index == 0

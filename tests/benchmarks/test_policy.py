@@ -40,7 +40,6 @@ def run(world: World, config: PolicyConfig) -> tuple[Rows, list[dict[str, Any]]]
             lines[handle] = {
                 "request": f"r{handle}",
                 "source": job.source,
-                "heat": job.heat,
                 "prompt_tokens": job.prompt,
                 "max_tokens": job.allowed,
                 "arrived_s": 0.0,
@@ -146,7 +145,7 @@ def test_a_policy_that_is_worse_is_reported_worse(tmp_path: Path) -> None:
     right = [2, 4, 4, 4, 5, 0, 0]
     rates = {}
     for name, row in (("wrong", wrong), ("right", right)):
-        line = {"request": name, "source": "model", "heat": 0, "prompt_tokens": 5, "max_tokens": 1000}
+        line = {"request": name, "source": "model", "prompt_tokens": 5, "max_tokens": 1000}
         line |= {"arrived_s": 0, "fixed_k": None, "max_k": None, "rounds": [first, *([row] * 100)]}
         trace.save(tmp_path / name, HEAD, TIMINGS, [line])
         rates[name] = {r["policy"]: r["over off"] for r in policy.replay(trace.load(tmp_path / name), 0)[0]}

@@ -385,7 +385,7 @@ def poison(engine: Engine, name: str) -> Callable[[], None]:
                 held = len(cache.table(sequence.handle)) * cache.block_size if isinstance(cache, PagedCache) else 96
                 storage.prepare([sequence.handle])
                 for rows in storage.rows:
-                    rows[list(storage.places(slot, 0, held))] = torch.nan
+                    rows[list(storage.row_numbers(slot, 0, held))] = torch.nan
 
     return after_step
 

@@ -217,7 +217,7 @@ def skips_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_to_fill_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Blocks, "settle", lambda self: list(self._cache.take_copies()))
+    monkeypatch.setattr(Blocks, "copy_shared_blocks", lambda self: list(self._cache.take_copies()))
 
 
 def keeps_the_old_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def test_what_is_not_finite_goes_with_a_request_that_leaves_before_its_first_tok
     assert not sequence.num_output
     storage.pool[:, cache.table(sequence.handle)[1]] = torch.nan
     if not looks:
-        monkeypatch.setattr(type(storage), "finite", lambda *_: True)
+        monkeypatch.setattr(type(storage), "is_finite", lambda *_: True)
     exits: dict[str, Callable[[], object]] = {
         "cancel": lambda: engine.cancel("reads"),
         "preempt": engine.scheduler._preempt,

@@ -66,7 +66,7 @@ def poison(runner: Runner, handle: int) -> None:
     held = len(cache.table(handle)) * cache.block_size if isinstance(cache, PagedCache) else cache.max_len
     runner.storage.prepare([handle])
     for rows in runner.storage.rows:
-        rows[list(runner.storage.places(cache.slot(handle), 0, held))] = torch.nan
+        rows[list(runner.storage.row_numbers(cache.slot(handle), 0, held))] = torch.nan
 
 
 def broken(*args: Any) -> Any:
@@ -107,7 +107,7 @@ def test_a_request_ends_though_its_memory_cannot_be_looked_at(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancels = Cancels(engine, LONG)
-    monkeypatch.setattr(engine.target.storage, "finite", broken)
+    monkeypatch.setattr(engine.target.storage, "is_finite", broken)
     cancels.before = lambda sequence: poison(engine.target, sequence.handle)
     run = drive(engine, make_requests(), after_step=cancels)
     assert not cancels.names
@@ -222,7 +222,7 @@ def test_negative_control_memory_that_is_not_cleared_is_handed_on(
 ) -> None:
     cancels = Cancels(engine, "r3")
     cancels.before = lambda sequence: poison(engine.target, sequence.handle)
-    monkeypatch.setattr(engine.target.storage, "finite", lambda handle: True)
+    monkeypatch.setattr(engine.target.storage, "is_finite", lambda handle: True)
     run = drive(engine, make_requests(), after_step=cancels)
     assert not all_finite(engine.target) or any(told.reason == "error" for told in run.received.values())
 
@@ -265,7 +265,7 @@ def test_what_a_failed_pass_wrote_goes_to_nobody(
         for feed in feeds:
             handle = feed.sequence.handle
             end = cache.length(handle)
-            places = list(storage.places(cache.slot(handle), end - feed.committed - feed.drafts, end))
+            places = list(storage.row_numbers(cache.slot(handle), end - feed.committed - feed.drafts, end))
             for rows in storage.rows:
                 rows[places] = torch.nan
         raise RuntimeError("out of ideas")
@@ -365,15 +365,15 @@ def test_a_draft_whose_memory_is_known_to_be_finite_is_not_looked_at(
     """That would read all of it at the end of every request."""
     looked: list[Storage] = []
     for runner in (engine.target, model_drafter(engine).runner):
-        monkeypatch.setattr(runner.storage, "finite", looking(runner.storage, looked))
+        monkeypatch.setattr(runner.storage, "is_finite", looking(runner.storage, looked))
     run = drive(engine, make_requests())
     assert run.accepted
     assert not looked
 
 
 def looking(storage: Storage, looked: list[Storage]) -> Callable[[int], bool]:
-    def finite(handle: int) -> bool:
+    def is_finite(handle: int) -> bool:
         looked.append(storage)
         return True
 
-    return finite
+    return is_finite

@@ -40,6 +40,7 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "horizon": np.full(batch, 32),
         "cost": cost,
         "alone": machine(),
+        "held": {},
         "last": {},
         "rounds": 1,
         "round_s": 1e-3,

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from policies.config import PolicyConfig
-from policies.control import MOST_ROUNDS, SpecControl
-from policies.held_choice import YOUNGEST, Decision, Standing
-from policies.observation import Candidate, Choice, Drafted, Observation, PolicyState, Timing
-from policies.spec_length import STANDS
+from policies.control import MOST_WAITING, SpecControl
+from policies.held_choice import Decision, HeldChoice
+from policies.observation import Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
+from policies.spec_length import HOLDS
 
 DEPTH = 8
 
@@ -22,7 +22,6 @@ def candidate(handle: int = 0, **changes: object) -> Candidate:
         "source": "model",
         "offered": DEPTH,
         "gap": 1,
-        "heat": 0,
     }
     return Candidate(handle, **(usual | changes))  # type: ignore[arg-type]
 
@@ -45,7 +44,7 @@ def play(policy: SpecControl, good: Sequence[bool], rounds: int) -> list[list[in
     played = []
     for _ in range(rounds):
         ks = policy.plan([candidate(n) for n in range(len(good))]).ks
-        drafted = [Drafted(n, "model", 0, k, k if good[n] else 0) for n, k in enumerate(ks) if k]
+        drafted = [Drafted(n, "model", k, k if good[n] else 0) for n, k in enumerate(ks) if k]
         depth, count = max(ks), sum(ks)
         timing = Timing(len(ks), count, depth, 0, depth, count, 1e-4 * depth, 1e-3 + 2e-5 * (len(ks) + count), 0.0)
         policy.observe(timing, drafted, [n for n, k in enumerate(ks) if not k])
@@ -54,7 +53,7 @@ def play(policy: SpecControl, good: Sequence[bool], rounds: int) -> list[list[in
 
 
 def anew(policy: SpecControl, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
-    """Not by a choice that still stands."""
+    """By a new choice, not by one that is still held."""
     policy.configure(policy.config)
     return policy.plan(candidates, prefill)
 
@@ -132,7 +131,7 @@ def test_choices_go_by_the_prompts_that_rounds_really_had() -> None:
     play(policy, [True], 40)
     assert anew(policy, [candidate()], prefill=400).ks == [DEPTH]
     busy = Timing(1, 4, 4, 400, 4, 4, 4e-5, 1e-3 + 2e-3 * (1 + 4 + 400 - 32), 0.0)
-    policy.observe(busy, [Drafted(0, "model", 0, 4, 4)])
+    policy.observe(busy, [Drafted(0, "model", 4, 4)])
     assert anew(policy, [candidate()]).ks[0] < DEPTH
 
 
@@ -160,43 +159,33 @@ def sure(policy: SpecControl, rounds: int, handles: Sequence[int] = (0, 1), **ch
     return [policy.plan([candidate(n, **changes) for n in handles]).ks for _ in range(rounds)]
 
 
-def test_a_choice_stands_for_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_used_for_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = control(probe_share=0.0)
     play(policy, [True, True], 40)
     made: list[Observation] = []
     choose = policy._policy
     policy.configure(policy.config)
 
-    def spy(observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
+    def spy(observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         made.append(observation)
-        return choose(observation, state)
+        return choose(observation, budget)
 
     monkeypatch.setattr(policy, "_policy", spy)
-    sure(policy, 2 * STANDS)
+    sure(policy, 2 * HOLDS)
     assert len(made) == 2
 
 
 def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
-    """Drafts that all of a sudden are all rejected."""
+    """All drafts are suddenly rejected: the next choice knows it."""
     policy = control(probe_share=0.0)
     play(policy, [True, True], 40)
     anew(policy, [candidate(0), candidate(1)])
-    rejected = play(policy, [False, False], STANDS)
+    rejected = play(policy, [False, False], HOLDS)
     assert min(rejected[0]) == DEPTH
-    assert max(rejected[3]) < DEPTH // 2
+    assert max(rejected[HOLDS - 1]) < DEPTH // 2
 
 
-@pytest.mark.parametrize(
-    ("tokens", "accepted", "surprised"),
-    [(6, 2, False), (6, 1, True), (6, 8, False), (6, 9, True), (4, 1, False), (4, 0, True), (3, 0, False)],
-)
-def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> None:
-    """Half and twice the accepted drafts that were expected are none; nor is anything where fewer than two were."""
-    decision = Decision([4, 4], ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
-    assert Standing(decision, STANDS, None, {0: 0, 1: 1}).surprised(accepted) == surprised
-
-
-def test_a_choice_stands_within_todays_limits() -> None:
+def test_a_choice_is_used_within_todays_limits() -> None:
     policy = control()
     play(policy, [True, False], 40)
     first = anew(policy, [candidate(0), candidate(1)])
@@ -206,20 +195,20 @@ def test_a_choice_stands_within_todays_limits() -> None:
     assert policy.plan([candidate(1), candidate(0, fixed=3)]).ks == [first.ks[1], 3]  # whoever is left, in any order
 
 
-def test_who_joins_waits_for_the_plan_no_longer_than_another_round() -> None:
-    policy = control()
-    play(policy, [True, False], 40)
-    anew(policy, [candidate(0), candidate(1)])
-    joined = sure(policy, YOUNGEST, (0, 1, 7))
-    assert joined[YOUNGEST - 2][2] == 0
-    assert joined[YOUNGEST - 1][2] > 0
+def test_a_probe_is_not_the_plan() -> None:
+    """The next choice is compared with the plan, which gave the probed sequence no drafts."""
+    decision = Decision([4, 0, 3], ["probe", "acceptance", "user"], [0.1] * 3, 0.0, 1e-3, 3.0)
+    assert HeldChoice(decision, {7: 0, 8: 1, 9: 2}, 0, 0).planned == {7: 0, 8: 0, 9: 3}
 
 
-def test_who_joins_a_plan_that_gives_everybody_the_same_gets_it_too() -> None:
-    policy = control()
-    play(policy, [True, True], 40)
-    anew(policy, [candidate(0), candidate(1)])
-    assert sure(policy, 1, (0, 1, 7)) == [[DEPTH] * 3]
+def test_newcomers_get_the_middle_k_of_the_plan() -> None:
+    """Of few sequences a newcomer makes a new choice due. In a larger batch it waits for the next one."""
+    policy = control(probe_share=0.0)
+    last = play(policy, [True, True, True, False], 40)[-1]
+    anew(policy, [candidate(n) for n in range(4)])
+    assert last[3] == 0
+    (joined,) = sure(policy, 1, (0, 1, 2, 3, 7))
+    assert joined[4] == DEPTH
 
 
 @pytest.mark.parametrize(("before", "asked"), [(2, True), (3, False), (4, False)])
@@ -228,9 +217,9 @@ def test_one_of_four_joins_without_a_new_choice(before: int, asked: bool, monkey
     policy.plan([candidate(n) for n in range(before)])
     choose, made = policy._policy, list[Observation]()
 
-    def spy(observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
+    def spy(observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         made.append(observation)
-        return choose(observation, state)
+        return choose(observation, budget)
 
     monkeypatch.setattr(policy, "_policy", spy)
     assert policy.plan([candidate(n) for n in range(before + 1)]).ks == [3] * (before + 1)
@@ -257,9 +246,9 @@ def test_what_was_chosen_for_a_guess_is_not_used_for_a_models_drafts(monkeypatch
     policy.plan([candidate(source="lookup", gap=0, offered=8)])
     choose, made = policy._policy, list[Observation]()
 
-    def spy(observation: Observation, state: PolicyState) -> tuple[Choice, PolicyState]:
+    def spy(observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         made.append(observation)
-        return choose(observation, state)
+        return choose(observation, budget)
 
     monkeypatch.setattr(policy, "_policy", spy)
     policy.plan([candidate(gap=300)])
@@ -276,7 +265,7 @@ def test_a_request_that_fixes_its_k_does_not_end_probes() -> None:
             decision = policy.plan([candidate(0), candidate(1, **companion)])
             found += "probe" in decision.reasons
             k = decision.ks[0]
-            drafted = [Drafted(0, "model", 0, k, 0)] if k else []
+            drafted = [Drafted(0, "model", k, 0)] if k else []
             policy.observe(Timing(2, k, k, 0, k, k, 1e-4 * k, 1e-3 + 2e-5 * (2 + k), 0.0), drafted, [0, 1])
         return found
 
@@ -308,9 +297,9 @@ def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: 
     policy = control()
     learned: list[Timing] = []
     monkeypatch.setattr(policy.cost, "observe", learned.append)
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MOST_WAITING):
         policy.observe(Timing(1, 0, 0, 50, 0, 0, 0.0, 2e-3, 0.0), [], [0])
-    assert len(learned) == MOST_ROUNDS
+    assert len(learned) == MOST_WAITING
 
 
 def test_no_candidates_and_no_drafts_at_all() -> None:

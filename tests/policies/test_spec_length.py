@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from benchmarks.lab import analysis
 from policies.config import PolicyConfig, PolicyName
-from policies.observation import Choice, Observation, PolicyState
+from policies.observation import Choice, Observation, ProbeBudget
 from policies.planner import evaluate, plan, seconds
 from policies.reasons import REASONS
-from policies.spec_length import ADVANCE, EDGE, PROBE_EVERY, STANDS, make_policy
+from policies.spec_length import MOST_SAVED, PROBE_EVERY, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
 
 
-def choose(name: PolicyName, observation: Observation, state: PolicyState | None = None, **fields: Any) -> Choice:
-    return make_policy(PolicyConfig(name, **fields))(observation, state or PolicyState())[0]
+def choose(name: PolicyName, observation: Observation, budget: ProbeBudget | None = None, **fields: Any) -> Choice:
+    return make_policy(PolicyConfig(name, **fields))(observation, budget or ProbeBudget())[0]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_heuristic_is_two_more_or_one_less(last: tuple[int, int] | None, k: int)
 
 def test_heuristic_forgets_nothing_in_rounds_without_drafts() -> None:
     """A last outcome that was acted upon already is not acted upon twice."""
-    policy, state = make_policy(PolicyConfig("heuristic")), PolicyState()
+    policy, budget = make_policy(PolicyConfig("heuristic")), ProbeBudget()
     for limit in (DEPTH, 0, 0, DEPTH):
-        choice, state = policy(observe([0.5], last={0: (4, 4)}, limits=np.array([limit])), state)
+        choice, budget = policy(observe([0.5], last={0: (4, 4)}, limits=np.array([limit])), budget)
     assert choice.ks.tolist() == [6]
 
 
@@ -108,9 +108,8 @@ def test_optimal_is_the_best_of_the_theorem(alphas: list[float], limit: int, ste
     observation = observe(alphas, cost, limits=np.full(len(alphas), limit))
     ratio = (cost.step_s + len(alphas) * cost.token_s) / cost.verify_s[0]
     for alpha, k in zip(alphas, choose("optimal", observation).ks.tolist(), strict=True):
-        best = analysis.best_spec_length(alpha, ratio, limit)
-        factors = [analysis.walltime_factor(alpha, length, ratio) for length in (best, k)]
-        assert factors[1] == pytest.approx(factors[0], rel=1e-12)
+        factors = [analysis.walltime_factor(alpha, length, ratio) for length in range(limit + 1)]
+        assert factors[k] == pytest.approx(max(factors), rel=1e-12)
 
 
 def test_optimal_takes_drafts_without_a_model_for_free() -> None:
@@ -129,7 +128,7 @@ def test_what_more_drafts_would_need(name: PolicyName) -> None:
     many = machine(32, per_token_s=2e-4, step_s=3e-3)
     loaded = choose(name, observe([0.75] * 32, many))
     assert set(loaded.reasons) == {"load"}
-    rejected = choose(name, observe([0.05] * 2), PolicyState(rounds=1))
+    rejected = choose(name, observe([0.05] * 2), ProbeBudget(rounds=1))
     assert rejected.ks.tolist() == [0, 0]
     assert rejected.reasons == ("acceptance", "acceptance")
     mixed = choose(name, observe([0.999, 0.5, 0.05]))
@@ -139,9 +138,12 @@ def test_what_more_drafts_would_need(name: PolicyName) -> None:
 def rounds_that_changed(hysteresis: float) -> int:
     """Of 300 whose chances are noisy estimates of the same ones."""
     random, policy = np.random.default_rng(0), make_policy(PolicyConfig(hysteresis=hysteresis))
-    state, last, changed = PolicyState(), None, 0
+    budget, changed = ProbeBudget(), 0
+    last: list[int] | None = None
     for _ in range(300):
-        choice, state = policy(observe((np.array([0.7, 0.6, 0.5]) + random.normal(0, 0.05, 3)).tolist()), state)
+        held = dict(enumerate(last or []))
+        noisy = (np.array([0.7, 0.6, 0.5]) + random.normal(0, 0.05, 3)).tolist()
+        choice, budget = policy(observe(noisy, held=held), budget)
         changed += last is not None and choice.ks.tolist() != last
         last = choice.ks.tolist()
     return changed
@@ -160,27 +162,14 @@ def test_drafts_that_hardly_pay_are_left_alone() -> None:
         observation = observe([alpha], cost)
         if plan(observation).ks.any():
             gains[alpha] = plan(observation).goodput / evaluate(observation, np.zeros(1, np.int64)).goodput
-    assert min(gains.values()) < 1 + EDGE
+    assert min(gains.values()) < 1.02
     for alpha, gain in gains.items():
-        assert choose("goodput", observe([alpha], cost)).ks.any() == (gain >= 1 + EDGE)
-
-
-def test_the_same_k_for_everybody_where_uneven_passes_cost_more() -> None:
-    """Unless different ones pay clearly; and where they cost no more, each gets its own."""
-    alike, apart = [0.85, 0.75, 0.6, 0.5], [0.98, 0.9, 0.2, 0.05]
-    padded = machine(4, padding_s=np.arange(DEPTH + 1) * 1e-5)
-    assert len(set(plan(observe(alike, padded)).ks.tolist())) > 1
-    assert len(set(choose("goodput", observe(alike, padded)).ks.tolist())) == 1
-    assert choose("goodput", observe(alike, padded)).joining == choose("goodput", observe(alike, padded)).ks[0]
-    assert len(set(choose("goodput", observe(apart, padded)).ks.tolist())) > 1
-    assert choose("goodput", observe(apart, padded)).joining is None
-    assert choose("goodput", observe([0.05] * 4, padded)).joining is None
-    assert choose("goodput", observe(alike)).ks.tolist() == plan(observe(alike)).ks.tolist()
+        assert choose("goodput", observe([alpha], cost), hysteresis=0.02).ks.any() == (gain >= 1.02)
 
 
 def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
     """The default policy's ks, where the last plan's were these."""
-    return choose("goodput", observation, PolicyState(ks=ks), **fields).ks.tolist()
+    return choose("goodput", replace(observation, held=ks), **fields).ks.tolist()
 
 
 def test_the_last_plan_stands_until_another_gains_enough() -> None:
@@ -215,18 +204,13 @@ class Idle:
         self.policy = make_policy(PolicyConfig(**fields))
         self.cost = machine(batch, token_s=token_s)
         self.observation = observe([0.05] * batch, self.cost, alone=self.cost, round_s=0.0)
-        self.state = PolicyState()
+        self.budget = ProbeBudget()
         self.total_s = self.probes_s = 0.0
         self.probes: list[tuple[int, Choice]] = []
 
-    @property
-    def allowed_s(self) -> float:
-        """Of which the share is taken: with the rounds whose share is advanced."""
-        return self.total_s + ADVANCE * seconds(self.observation, 0 * self.observation.limits)
-
     def run(self, rounds: int) -> "Idle":
         for number in range(rounds):
-            choice, self.state = self.policy(self.observation, self.state)
+            choice, self.budget = self.policy(self.observation, self.budget)
             round_s = seconds(self.observation, choice.ks, amortised=False)
             self.total_s += round_s
             self.probes_s += round_s - seconds(self.observation, 0 * choice.ks, amortised=False)
@@ -241,14 +225,14 @@ class Idle:
 def test_probes_take_their_share_of_the_time(batch: int) -> None:
     run = Idle(batch).run(5_000)
     assert len(run.probes) >= 5_000 / 200
-    assert 0.005 * run.total_s <= run.probes_s <= 0.01 * run.allowed_s
+    assert 0.005 * run.total_s <= run.probes_s <= 0.01 * run.total_s
     assert all("probe" in choice.reasons for _, choice in run.probes)
 
 
 def test_the_share_is_what_was_configured() -> None:
     assert not Idle(4, probe_share=0.0).run(1_000).probes
     more = Idle(4, probe_share=0.05).run(4_000)
-    assert 0.01 * more.allowed_s < more.probes_s <= 0.05 * more.allowed_s  # negative control of the share
+    assert 0.01 * more.total_s < more.probes_s <= 0.05 * more.total_s  # negative control of the share
 
 
 def test_what_a_probe_reads_is_part_of_its_cost() -> None:
@@ -256,25 +240,25 @@ def test_what_a_probe_reads_is_part_of_its_cost() -> None:
     round can hardly be kept up with the text."""
     fast, slow, never = (Idle(1, token_s).run(2_000) for token_s in (2e-6, 8e-6, 2e-5))
     assert len(fast.probes) > 1.5 * len(slow.probes) > len(never.probes)
-    assert all(run.probes_s <= 0.01 * run.allowed_s for run in (fast, slow, never))
+    assert all(run.probes_s <= 0.01 * run.total_s for run in (fast, slow, never))
 
 
 def test_a_probe_is_a_few_drafts_at_once_where_the_least_is_to_read() -> None:
     gaps = np.array([500, 3, 900, 2, 700, 800])
     observation = observe([0.05] * 6, gaps=gaps, limits=np.array([DEPTH, DEPTH, DEPTH, 1, DEPTH, 0]))
-    choice = choose("goodput", observation, PolicyState(credit_s=1.0, rounds=PROBE_EVERY))
+    choice = choose("goodput", observation, ProbeBudget(saved_s=1.0, rounds=PROBE_EVERY))
     assert set(np.flatnonzero(choice.ks)) <= {1, 3}
     assert 1 <= choice.ks.sum() <= 4
     assert [reason == "probe" for reason in choice.reasons] == (choice.ks > 0).tolist()
 
 
 def test_a_probe_is_not_the_plan() -> None:
-    """What hysteresis keeps is what was planned."""
+    """The next choice is without drafts again."""
     policy = make_policy(PolicyConfig())
-    choice, state = policy(observe([0.05, 0.05]), PolicyState(credit_s=1.0, rounds=PROBE_EVERY))
+    choice, budget = policy(observe([0.05, 0.05]), ProbeBudget(saved_s=1.0, rounds=PROBE_EVERY))
     assert "probe" in choice.reasons
-    assert set(state.ks.values()) == {0}
-    choice, state = policy(observe([0.05, 0.05]), state)
+    assert choice.holds == 1
+    choice, _ = policy(observe([0.05, 0.05]), budget)
     assert choice.reasons == ("acceptance", "acceptance")
 
 
@@ -286,31 +270,22 @@ def test_probes_keep_a_distance() -> None:
 
 @pytest.mark.parametrize(("rounds", "probed"), [(PROBE_EVERY - 1, False), (PROBE_EVERY, True)])
 def test_a_probe_waits_for_so_many_rounds(rounds: int, probed: bool) -> None:
-    choice = choose("goodput", observe([0.05, 0.05], rounds=0), PolicyState(credit_s=1.0, rounds=rounds))
+    choice = choose("goodput", observe([0.05, 0.05], rounds=0), ProbeBudget(saved_s=1.0, rounds=rounds))
     assert ("probe" in choice.reasons) == probed
-    choice = choose("goodput", observe([0.05, 0.05], rounds=1), PolicyState(credit_s=1.0, rounds=rounds - 1))
+    choice = choose("goodput", observe([0.05, 0.05], rounds=1), ProbeBudget(saved_s=1.0, rounds=rounds - 1))
     assert ("probe" in choice.reasons) == probed
 
 
 def test_rounds_with_drafts_put_off_the_next_probe() -> None:
     """A probe soon after the last drafts would learn what is known."""
     policy = make_policy(PolicyConfig(probe_share=0.5))
-    choice, state = policy(observe([0.9, 0.9]), PolicyState(credit_s=1.0, rounds=10 * PROBE_EVERY))
+    choice, budget = policy(observe([0.9, 0.9]), ProbeBudget(saved_s=1.0, rounds=10 * PROBE_EVERY))
     assert choice.ks.any()
     waited = 0
     while "probe" not in choice.reasons:
-        choice, state = policy(observe([0.05, 0.05]), state)
+        choice, budget = policy(observe([0.05, 0.05]), budget)
         waited += 1
     assert waited == PROBE_EVERY
-
-
-@pytest.mark.parametrize(("limit", "stands"), [(4, 1), (5, STANDS)])
-def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, stands: int) -> None:
-    """One whose result is looked at again at once; a little more than half is not."""
-    observation = observe([0.95, 0.95], limits=np.full(2, limit))
-    choice = choose("goodput", observation, PolicyState(ks={0: DEPTH, 1: DEPTH}))
-    assert choice.ks.tolist() == [limit, limit]
-    assert choice.stands == stands
 
 
 @pytest.mark.parametrize(
@@ -320,37 +295,26 @@ def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, stands: int) -
         ({"fixed": np.array([-1, 2])}, True),  # who knows who drafts those
         ({"limits": np.zeros(2, np.int64)}, False),
         ({"fixed": np.zeros(2, np.int64)}, False),
-        ({"cost": machine(2, step_s=5e-3)}, False),  # not even certain drafts would pay
+        ({"cost": machine(2, step_s=5e-2)}, False),  # a probe takes more than was saved up
     ],
 )
 def test_probes_only_where_there_is_something_to_learn(changes: dict[str, Any], probed: bool) -> None:
-    choice = choose("goodput", observe([0.02, 0.02], **changes), PolicyState(credit_s=1.0, rounds=PROBE_EVERY))
+    choice = choose("goodput", observe([0.02, 0.02], **changes), ProbeBudget(saved_s=1.0, rounds=PROBE_EVERY))
     assert ("probe" in choice.reasons) == probed
 
 
 def test_what_is_saved_up_is_bounded() -> None:
-    policy, state = make_policy(PolicyConfig(probe_share=0.5)), PolicyState()
-    for _ in range(100):
-        _, state = policy(observe([0.9], round_s=1e-3), state)
-    assert state.credit_s == pytest.approx(1e-2)
-
-
-def test_what_is_saved_up_for_cheap_probes_is_bounded_by_the_rounds() -> None:
-    """Ten of them, though ten probes would cost less: the next one may have more to read."""
-    policy = make_policy(PolicyConfig(probe_share=0.5))
-    hopeless = observe([0.02, 0.02], machine(2, step_s=5e-3), round_s=1.0)
-    _, state = policy(hopeless, PolicyState(credit_s=20.0, rounds=PROBE_EVERY))
-    assert state.credit_s == pytest.approx(10.0)
+    policy, budget = make_policy(PolicyConfig(probe_share=0.5)), ProbeBudget()
+    for _ in range(4 * MOST_SAVED):
+        _, budget = policy(observe([0.9], round_s=1e-3), budget)
+    assert budget.saved_s == pytest.approx(MOST_SAVED * 1e-3)
 
 
 def test_what_was_saved_while_drafts_paid_finds_out_when_they_pay_again() -> None:
-    """Even where reading a token takes as long as the share of a round, and nothing can be saved any more. What is
-    advanced does for a few probes."""
-    saved, advanced = Idle(1, token_s=2e-5), Idle(1, token_s=2e-5)
-    saved.state = PolicyState(credit_s=1e-2)
-    assert len(saved.run(400).probes) >= len(advanced.run(400).probes) + 5
-    assert [number < 200 for number, _ in advanced.probes].count(True) >= 2
-    assert len(advanced.run(2_000).probes) < 8
+    """Even where reading a token takes longer than the share of a round, so that nothing more can be saved."""
+    saved, nothing = Idle(1, token_s=2e-5), Idle(1, token_s=2e-5)
+    saved.budget = ProbeBudget(saved_s=1e-2)
+    assert len(saved.run(400).probes) >= len(nothing.run(400).probes) + 5
 
 
 @st.composite
@@ -392,20 +356,17 @@ def check(name: PolicyName, observation: Observation, choice: Choice) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), observations()), min_size=1, max_size=8))
 @settings(max_examples=300, deadline=None)
-def test_every_policy_goes_on_from_any_others_state(rounds: list[tuple[PolicyName, Observation]]) -> None:
-    state = PolicyState()
+def test_every_policy_goes_on_from_what_another_one_left(rounds: list[tuple[PolicyName, Observation]]) -> None:
+    budget, held = ProbeBudget(), dict[int, int]()
     for name, observation in rounds:
-        before = repr(state)
+        observation = replace(observation, held=held)
         policy = make_policy(PolicyConfig(name))
-        choice, following = policy(observation, state)
+        choice, following = policy(observation, budget)
         check(name, observation, choice)
-        again, _ = policy(observation, state)
+        again, _ = policy(observation, budget)
         assert (again.ks == choice.ks).all()
-        assert repr(state) == before  # which is replaced, never changed
-        assert following.ks.keys() == set(observation.handles)
-        assert following.rounds == state.rounds + 1
-        assert following.credit_s >= 0.0
-        state = following
+        assert following.saved_s >= 0.0
+        budget, held = following, dict(enumerate(choice.ks.tolist()))
 
 
 @pytest.mark.parametrize(

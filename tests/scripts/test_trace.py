@@ -12,7 +12,7 @@ import pytest
 
 from app.fake_engine import FakeEngineClient
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 from app.round_columns import COLUMNS
 from engine.types import REASONS
 from scripts.trace import WHY, Look, RoundRow, main, report, rounds_of, strip
@@ -344,7 +344,7 @@ def test_choices_and_requests_without_rounds() -> None:
 
 def test_it_reads_what_the_live_page_is_told(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     client = FakeEngineClient()
-    app = create_app(client, live=Live(client))
+    app = create_app(client, live_page=LivePage(client))
     name = json.loads(call(app, PROMPT | {"n": 2, "max_tokens": 7}).reply)["id"]
     paths = ["/ui/api/requests", f"/ui/api/requests/{name}"]
     server = serve({path: (200, call(app, method="GET", path=path).reply) for path in paths})

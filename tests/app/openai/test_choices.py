@@ -74,7 +74,7 @@ def test_all_choices_are_submitted_or_none(free: int, status: int, stream: bool)
 
 
 def test_no_choice_waits_for_another() -> None:
-    """Each goes on only once the other has: read one after the other, they would never end."""
+    """Each stream goes on only once the other has gone on: read one after the other, they would never end."""
     client = FakeEngineClient()
     said = [0, 0]
 
@@ -218,7 +218,7 @@ def test_usage_counts_a_prompt_once_for_all_its_choices() -> None:
 
 
 def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
-    """The others find what the first has read: counted too, they could exceed the prompt's tokens."""
+    """Only the first choice's cached tokens count: the others find what it has computed."""
     records = [record(1.0, 1.1, 1.2, 1, cached_tokens=cached) for cached in (1, 4, 2, 4)]
     assert usage(records, 1)["prompt_tokens_details"] == {"cached_tokens": 11}
     assert usage(records, 2)["prompt_tokens_details"] == {"cached_tokens": 3}
@@ -226,7 +226,7 @@ def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cached_tokens_and_preemptions_are_told_once_for_all_choices(stream: bool) -> None:
-    """The choices finish in the reverse of their order; it is their order that counts."""
+    """The choices finish in reverse order. The reply still lists them in their own order."""
 
     def script(request: Request) -> Iterator[Output]:
         *outputs, last = spell(request)

@@ -1,4 +1,4 @@
-"""POST /v1/completions on the happy path: shapes, chunks, usage, metrics, and what reaches the engine."""
+"""POST /v1/completions without errors: shapes, chunks, usage, metrics, and the engine's requests."""
 
 import asyncio
 import json
@@ -173,7 +173,7 @@ def test_a_stream_and_a_whole_reply_say_the_same() -> None:
 
 
 def test_no_raw_line_end_but_the_events_own_reaches_the_wire() -> None:
-    """U+2028 inside JSON is legal, and ends a line for many readers of streams."""
+    """U+2028 is legal in JSON, but many readers of streams take it for the end of a line."""
     done = post(FakeEngineClient(three_rounds), stream=True)
     assert len(done.reply.decode().splitlines()) == done.reply.count(b"\n")
 
@@ -272,7 +272,7 @@ def test_a_finished_request_is_not_cancelled() -> None:
 
 
 def test_requests_run_side_by_side() -> None:
-    """With one at a time, neither of two requests that wait for each other would end."""
+    """If the server ran one request at a time, two requests that wait for each other would never end."""
     client = FakeEngineClient()
 
     def both_open(request: Request) -> Iterator[Output]:

@@ -1,4 +1,4 @@
-"""What the live page is told of the engine's steps: sums over the last minutes, in bounded memory."""
+"""The live page's figures of engine steps: sums over the last minutes, in bounded memory."""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import pytest
 from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page import step_window
-from app.page.live import WHY, Live
+from app.page.live import REASON_TEXTS, LivePage
 from engine.types import REASONS, EngineStats, RoundRecord, StepStats
 
 BASE = StepStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -28,13 +28,13 @@ def step(began: float, parts: Iterable[RoundRecord], step_us: int = 1000, **more
 
 
 class Played:
-    """A Live whose clock is set by hand, in a server of its own."""
+    """A LivePage whose clock is set by hand, in a server of its own."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.client = FakeEngineClient()
-        self.live = Live(self.client, clock=lambda: self.now)
-        self.app = create_app(self.client, live=self.live)
+        self.live = LivePage(self.client, clock=lambda: self.now)
+        self.app = create_app(self.client, live_page=self.live)
 
     def step(self, *steps: StepStats) -> None:
         self.client.stepped(steps)
@@ -79,7 +79,7 @@ def test_steps_become_a_series_of_quarter_seconds() -> None:
 
 
 def test_steps_that_take_long_are_counted_when_they_end() -> None:
-    """Told of one as it ends, a page has forgotten the moment at which it began."""
+    """The page hears of a step only when it ends; the quarter of a second in which it began is over by then."""
     played = Played()
     for second in range(1000, 1010):
         played.now = second + 1.0
@@ -229,7 +229,7 @@ def test_a_server_that_cannot_draft_by_itself_says_why(card: dict[str, Any], sta
 
 
 def test_every_reason_has_words() -> None:
-    assert tuple(WHY) == REASONS
+    assert tuple(REASON_TEXTS) == REASONS
 
 
 def test_load_and_health_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the spans of a finished exchange say, word by word: a name that goes missing here turns a test red."""
+"""All attributes of a finished exchange's spans. A test fails if a name goes missing."""
 
 import json
 import time

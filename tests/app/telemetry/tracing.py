@@ -38,7 +38,7 @@ def round_of(step: int, *facts: Any) -> RoundRecord:
 
 
 def record_of(request: Request, rounds: list[Any] | None = None) -> RequestRecord:
-    """Of a request that waited 10 ms, read its prompt for 20 ms and decoded for 70 ms."""
+    """The record of a request that waited 10 ms, read its prompt for 20 ms and decoded for 70 ms."""
     now = time.monotonic()
     rounds = ROUNDS if rounds is None else rounds
     parts = [round_of(step, *facts) for step, facts in zip(chain(STEPS, count(100)), rounds, strict=False)]
@@ -73,7 +73,7 @@ def recorded(request: Request) -> Iterator[Output]:
 
 
 class Patient:
-    """Lets an exchange last as long as its records say: the fake engine answers at once."""
+    """Makes an exchange as long as its records say, because the fake engine answers at once."""
 
     def began(self, exchange: Exchange) -> None:
         pass
@@ -107,7 +107,7 @@ class Traced:
         self.app: ASGIApp = create_app(self.client, [Patient(), self.tracer])
 
     def spans(self, name: str | None = None) -> list[ReadableSpan]:
-        """Those of this name, oldest first; None: of the requests."""
+        """Return the spans of this name, oldest first; None: the request spans."""
         spans = sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
         return [span for span in spans if (span.name == name if name else span.name.startswith("text_completion "))]
 
@@ -120,7 +120,7 @@ class Traced:
 
 
 def sticking_out(spans: Sequence[ReadableSpan]) -> list[str]:
-    """Names of the spans that begin before their parent, or end after it, of those whose parent is among them."""
+    """Return the names of the spans that begin before their parent or end after it."""
     by_id = {span.context.span_id: span for span in spans if span.context is not None}
     pairs = [(span, by_id.get(span.parent.span_id)) for span in spans if span.parent is not None]
     return [

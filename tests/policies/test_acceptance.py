@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.estimator import MIN_ROWS, SETTLE, TRIALS, Estimator, heat_of
+from policies.acceptance import BASE_RATE, Estimator
 from policies.observation import Candidate, Drafted, Floats
-from policies.population import BASE_RATE
 
 RECORDING = Path(__file__).parent / "data" / "demo_rounds.json"
 DEPTH = 8
@@ -27,17 +26,17 @@ class Predictor(Protocol):
     def forget(self, handle: int) -> None: ...
 
 
-def candidate(handle: int, source: str | None = "model", heat: int = 0) -> Candidate:
-    return Candidate(handle, None, 99, 99, 99, source, 99, 0, heat)
+def candidate(handle: int, source: str | None = "model") -> Candidate:
+    return Candidate(handle, None, 99, 99, 99, source, 99, 0)
 
 
-def drafted(handle: int, k: int, n: int, source: str = "model", heat: int = 0) -> Drafted:
-    return Drafted(handle, source, heat, k, n)
+def drafted(handle: int, k: int, n: int, source: str = "model") -> Drafted:
+    return Drafted(handle, source, k, n)
 
 
-def first(estimator: Predictor, handle: int, source: str = "model", heat: int = 0) -> float:
+def first(estimator: Predictor, handle: int, source: str = "model") -> float:
     """Predicted chance that the first draft is accepted."""
-    return float(estimator.survival([candidate(handle, source, heat)])[0, 0])
+    return float(estimator.survival([candidate(handle, source)])[0, 0])
 
 
 # --- against recorded rounds -----------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ def first(estimator: Predictor, handle: int, source: str = "model", heat: int = 
 def recorded(slots: int) -> Iterator[Round]:
     """The rounds of an engine that runs `slots` requests at once, greedy and sampled ones by turns."""
     requests = json.loads(RECORDING.read_text("utf-8"))["requests"]
-    kinds = [[(int(heat), *rounds) for rounds in of_heat] for heat, of_heat in requests.items()]
+    kinds = list(requests.values())
     waiting = [request for both in zip(*kinds, strict=True) for request in both]
     handles = iter(range(len(waiting)))
     running: list[Iterator[Drafted]] = []
@@ -59,8 +58,8 @@ def recorded(slots: int) -> Iterator[Round]:
         yield [outcome for _, outcome in outcomes if outcome]
 
 
-def rounds_of(handle: int, heat: int, ks: str, accepted: str) -> Iterator[Drafted]:
-    return (drafted(handle, int(k), int(n), heat=heat) for k, n in zip(ks, accepted, strict=True) if int(k))
+def rounds_of(handle: int, ks: str, accepted: str) -> Iterator[Drafted]:
+    return (drafted(handle, int(k), int(n)) for k, n in zip(ks, accepted, strict=True) if int(k))
 
 
 def replay(estimator: Predictor, slots: int = 8, seen: Callable[[Round], Round] = lambda outcomes: outcomes) -> Pairs:
@@ -68,7 +67,7 @@ def replay(estimator: Predictor, slots: int = 8, seen: Callable[[Round], Round] 
     predicted, realised = [], []
     for outcomes in recorded(slots):
         told = seen(outcomes)
-        survival = estimator.survival([candidate(outcome.handle, heat=outcome.heat) for outcome in told])
+        survival = estimator.survival([candidate(outcome.handle) for outcome in told])
         chances = survival / np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
         for row, outcome in zip(chances, outcomes, strict=True):
             reached = min(outcome.accepted + 1, outcome.drafted)
@@ -222,8 +221,6 @@ def test_rounds_without_drafts_do_not_make_hopeful_but_ready_to_be_convinced() -
     def after_probes(estimator: Estimator) -> float:
         for handle in (100, 101, 102):
             estimator.observe([drafted(handle, 4, 3)])
-        for _ in range(SETTLE):
-            estimator.observe([])
         return first(estimator, 200)
 
     fresh, waited = broken(), broken()
@@ -255,7 +252,7 @@ def histories(draw: st.DrawFn) -> list[Round]:
         overlaps = draw(st.lists(st.floats(-0.1, 1.1), min_size=min(n + 1, k), max_size=min(n + 1, k)))
         known = tuple(overlaps) if draw(st.booleans()) else ()
         source = draw(st.sampled_from(("model", "ngram")))
-        return Drafted(draw(st.integers(0, 5)), source, draw(st.integers(0, 3)), k, n, known)
+        return Drafted(draw(st.integers(0, 5)), source, k, n, known)
 
     return [[outcome() for _ in range(draw(st.integers(0, 4)))] for _ in range(draw(st.integers(0, 12)))]
 
@@ -267,9 +264,7 @@ def test_survival_is_a_chance_and_never_rises_with_depth(history: list[Round], r
     for _ in range(repeat):
         for outcomes in history:
             estimator.observe(outcomes, idle=range(4, 8))
-    everyone = [
-        candidate(h, source, heat) for h in range(7) for source in ("model", "ngram", None) for heat in range(4)
-    ]
+    everyone = [candidate(h, source) for h in range(7) for source in ("model", "ngram", None)]
     survival = estimator.survival(everyone)
     assert survival.shape == (len(everyone), DEPTH)
     assert np.isfinite(survival).all()
@@ -307,7 +302,7 @@ def test_positions_behind_the_first_rejection_say_nothing() -> None:
 
 
 def test_overlaps_take_the_place_of_outcomes() -> None:
-    accepted_two = Drafted(0, "model", 0, 8, 2)
+    accepted_two = Drafted(0, "model", 8, 2)
     assert after([accepted_two._replace(overlaps=(1.0, 1.0, 0.0))]) == pytest.approx(after([accepted_two]))
     likely, unlikely = (after([accepted_two._replace(overlaps=(b, b, b))]) for b in (0.95, 0.3))
     assert likely[0, 0] > after([accepted_two])[0, 0] > unlikely[0, 0]
@@ -324,7 +319,7 @@ def test_overlaps_give_the_mean_with_less_variance() -> None:
             estimator = Estimator(1)
             for beta in random.uniform(0.4, 0.8, 20):
                 overlaps = (float(beta),) if told else ()
-                estimator.observe([Drafted(0, "model", 0, 1, int(random.random() < beta), overlaps)])
+                estimator.observe([Drafted(0, "model", 1, int(random.random() < beta), overlaps)])
             ends.append(first(estimator, 0))
         return float(np.mean(ends)), float(np.std(ends))
 
@@ -350,32 +345,6 @@ def test_requests_are_told_apart_and_strangers_are_like_all() -> None:
     assert 0.3 < first(estimator, 2) < 0.7
 
 
-def worse_with_depth() -> Estimator:
-    """It knows a drafter whose first drafts are accepted 8 times in 10, and further ones 3 times."""
-    estimator = Estimator(DEPTH)
-    random = np.random.default_rng(0)
-    chances = np.array([0.8, 0.3, 0.3, 0.3])
-    for _ in range(1000):
-        accepted = (random.random((8, 4)) < chances).cumprod(1).sum(1)
-        estimator.observe([drafted(handle, 4, int(n)) for handle, n in enumerate(accepted)])
-    return estimator
-
-
-def test_depth_counts_where_a_drafter_gets_worse_with_it() -> None:
-    survival = worse_with_depth().survival([candidate(handle) for handle in range(8)]).mean(0)
-    assert survival[0] == pytest.approx(0.8, abs=0.05)
-    assert survival[1] / survival[0] == pytest.approx(0.3, abs=0.06)
-
-
-def test_what_is_known_of_the_first_draft_does_not_depend_on_how_many_follow_it() -> None:
-    """From k = 4 to k = 1: the likelihood must know that second drafts are worse, or first ones now seem too good."""
-    estimator, random, predicted = worse_with_depth(), np.random.default_rng(1), []
-    for _ in range(60):
-        predicted.append(np.mean([first(estimator, handle) for handle in range(8)]))
-        estimator.observe([drafted(handle, 1, int(random.random() < 0.8)) for handle in range(8)])
-    assert predicted[-20:] == pytest.approx([0.8] * 20, abs=0.04)
-
-
 def test_further_drafts_are_likelier_once_the_first_was_accepted() -> None:
     """Requests of two kinds: for a stranger, an accepted draft is a sign of the better kind."""
     estimator = Estimator(DEPTH)
@@ -398,17 +367,6 @@ def test_who_gets_no_drafts_becomes_like_all() -> None:
     assert first(estimator, 0) == pytest.approx(first(estimator, 9), abs=0.05)
 
 
-def test_what_one_heat_shows_is_the_first_guess_for_another_until_it_has_its_own() -> None:
-    estimator = Estimator(DEPTH)
-    for n in range(100):
-        estimator.observe([drafted(10 + n // 5, 4, 0, heat=0)])
-    assert first(estimator, 9, heat=2) < 0.2
-    for n in range(100):
-        estimator.observe([drafted(30 + n // 5, 4, 0, heat=0), drafted(60 + n // 5, 4, 4, heat=2)])
-    assert first(estimator, 9, heat=0) < 0.2
-    assert first(estimator, 9, heat=2) > 0.75
-
-
 def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> None:
     """But for the leak between them."""
     random = np.random.default_rng(1)
@@ -425,20 +383,6 @@ def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> N
         assert differences.max() < 0.2
 
 
-def test_newcomers_are_hoped_to_be_of_the_better_half() -> None:
-    estimator = Estimator(DEPTH)
-    for n in range(60):
-        estimator.observe([drafted(10 + n, 4, 4 * (n % 2))])
-    asked = [candidate(9)]
-    mean, hope = estimator.survival(asked)[0, 0], estimator.survival(asked, hopeful=True)[0, 0]
-    assert mean < 0.75
-    assert hope > 0.8
-    for _ in range(TRIALS):
-        assert estimator.survival(asked, hopeful=True)[0, 0] > estimator.survival(asked)[0, 0]
-        estimator.observe([drafted(9, 4, 0)])
-    assert estimator.survival(asked, hopeful=True)[0, 0] == estimator.survival(asked)[0, 0] < 0.5
-
-
 def test_sources_are_told_apart() -> None:
     estimator = Estimator(DEPTH)
     for _ in range(50):
@@ -447,10 +391,10 @@ def test_sources_are_told_apart() -> None:
     assert first(estimator, 0, source="ngram") < 0.1
 
 
-def test_who_is_forgotten_is_a_stranger_and_leaves_no_room_behind() -> None:
+def test_a_forgotten_sequence_is_a_stranger_and_leaves_nothing_behind() -> None:
     estimator = Estimator(DEPTH)
-    for start in range(0, 4096, MIN_ROWS):
-        handles = range(start, start + MIN_ROWS)
+    for start in range(0, 1024, 64):
+        handles = range(start, start + 64)
         for _ in range(3):
             estimator.observe([drafted(handle, 4, 4 * (handle % 2)) for handle in handles])
         assert first(estimator, start) < first(estimator, start + 1)
@@ -458,21 +402,14 @@ def test_who_is_forgotten_is_a_stranger_and_leaves_no_room_behind() -> None:
             estimator.forget(handle)
         assert first(estimator, start) == first(estimator, start + 1) == first(estimator, -1)
     estimator.forget(12345)
-    assert len(estimator._beliefs) == MIN_ROWS
+    assert not any(population.beliefs for population in estimator._populations.values())
 
 
-def test_more_sequences_than_there_were_rows_keep_what_is_known_of_each() -> None:
+def test_what_is_known_of_each_of_many_sequences_is_kept() -> None:
     estimator = Estimator(DEPTH)
-    for batch in (MIN_ROWS, 5 * MIN_ROWS):
+    for batch in (64, 320):
         for _ in range(10):
             estimator.observe([drafted(handle, 4, 4 * (handle % 2)) for handle in range(batch)])
-    survival = estimator.survival([candidate(handle) for handle in range(5 * MIN_ROWS)])[:, 0]
+    survival = estimator.survival([candidate(handle) for handle in range(320)])[:, 0]
     assert survival[::2].max() < 0.3
     assert survival[1::2].min() > 0.7
-
-
-@pytest.mark.parametrize(
-    ("temperature", "heat"), [(0.0, 0), (1e-6, 1), (0.5, 1), (0.8, 2), (1.0, 2), (1.01, 3), (2.0, 3)]
-)
-def test_heats(temperature: float, heat: int) -> None:
-    assert heat_of(temperature) == heat

@@ -1,0 +1,150 @@
+"""How likely drafts are to be accepted, per sequence, learned from rounds that show only part of it.
+
+With k drafts and n of them accepted, a round shows n successes, and one failure if n < k. The positions behind the
+failure were not reached: unobserved is not failed (a discrete-time hazard, as in Kaplan and Meier 1958). Where the
+overlap β = Σ min(p, q) of a reached position is known, β and 1 − β replace the outcome: the same mean, less variance.
+
+A sequence has a hazard h: a draft that is reached is accepted with chance exp(−h). What is known of h is a belief, a
+distribution over LEVELS. Each round multiplies it by the likelihood of what was seen and moves it a little towards the
+population's distribution, because text changes: the filter of a hidden Markov model. The population of a drafter's
+sequences is learned from their beliefs (empirical Bayes). A sequence starts with its distribution, and returns to it
+without drafts.
+
+Discounted counts of successes and failures are simpler, but they lose where requests differ: acceptance has a heavy
+tail (most requests are alike, some repeat themselves for long), so a small surprise is noise, and a large one must be
+believed at once. The chance of a further draft also rises with the drafts that were accepted, because these are
+evidence on h: the survival Σ_h belief(h)·exp(−h·j) contains this.
+
+The constants were chosen by the log-likelihood of recorded rounds of the demo pair (greedy and at temperature 0.8) on
+other prompts than those of tests/policies/data; the optima are flat. The weights were chosen by how soon a drafter that
+fails and is repaired is dropped and found again.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp
+
+import numpy as np
+
+from policies.observation import Candidate, Drafted, Floats
+
+BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
+BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
+BASE_TAIL = 0.2  # share of requests that may have any hazard
+BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first, and the weight that ageing leaves
+DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
+MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
+AGEING = 0.98  # share of that evidence which remains after a round without drafts
+SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
+
+OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # hazard relative to BASE_RATE's: acceptance from 0.997 down to 0.008
+LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES
+LOG_ACCEPT, LOG_REJECT = -LEVELS, np.log(-np.expm1(-LEVELS))
+
+
+def _base_law() -> Floats:
+    near = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
+    law: Floats = (1 - BASE_TAIL) * near / near.sum() + BASE_TAIL / len(LEVELS)
+    return law
+
+
+BASE_LAW = _base_law()
+
+
+class Population:
+    """The sequences for which one drafter drafts."""
+
+    def __init__(self) -> None:
+        self.law = BASE_LAW  # [levels]
+        self.beliefs: dict[int, Floats] = {}  # handle → [levels]
+        self._evidence: Floats = BASE_LAW * BASE_WEIGHT  # [levels], sums to its weight in rounds
+
+    def believed(self, handles: Iterable[int]) -> Floats:
+        """[N, levels] beliefs; a sequence without drafts so far is like the population."""
+        return np.array([self.beliefs.get(handle, self.law) for handle in handles])
+
+    def learn(self, outcomes: Mapping[int, tuple[float, float, int]]) -> None:
+        """handle → accepted drafts, rejected drafts, and the rounds that showed them."""
+        if not outcomes:
+            return
+        accepted, rejected, rounds = np.array(list(outcomes.values())).T
+        likelihood = np.outer(accepted, LOG_ACCEPT) + np.outer(rejected, LOG_REJECT)
+        beliefs = self.believed(outcomes) * np.exp(likelihood - likelihood.max(1, keepdims=True))
+        beliefs /= beliefs.sum(1, keepdims=True)
+        self.beliefs.update(zip(outcomes, beliefs, strict=True))
+        evidence = rounds @ beliefs
+        self._evidence = self._evidence * exp(-evidence.sum() / MOST_WEIGHT) + evidence
+
+    def age(self, rounds: int) -> None:
+        """Take weight off the evidence after rounds without drafts. Its mean stays."""
+        self._evidence = self._evidence * max(AGEING**rounds, min(1.0, BASE_WEIGHT / self._evidence.sum()))
+
+    def settle(self, rounds: Mapping[int, int]) -> None:
+        """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""
+        self.law = (1 - DOUBT) * self._evidence / self._evidence.sum() + DOUBT * BASE_LAW
+        known = [handle for handle in rounds if handle in self.beliefs]
+        if known:
+            shares = 1 - (1 - SWITCH) ** np.array([rounds[handle] for handle in known])
+            beliefs = self.believed(known)
+            beliefs += shares[:, None] * (self.law - beliefs)
+            self.beliefs.update(zip(known, beliefs, strict=True))
+
+
+class Estimator:
+    """Predicts acceptance for sequences, known by their handles, up to `depth` drafts ahead.
+
+    Raises ValueError for a depth below 1.
+    """
+
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self.depth = depth
+        self._populations: defaultdict[str, Population] = defaultdict(Population)  # by drafter
+        self._survival: Floats = np.exp(-np.outer(LEVELS, np.arange(1, depth + 1)))  # [levels, depth]
+
+    def survival(self, candidates: Sequence[Candidate]) -> Floats:
+        """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nothing would draft."""
+        result = np.zeros((len(candidates), self.depth))
+        places: defaultdict[str, list[int]] = defaultdict(list)
+        for place, candidate in enumerate(candidates):
+            if candidate.source is not None:
+                places[candidate.source].append(place)
+        for source, of_source in places.items():
+            beliefs = self._populations[source].believed(candidates[place].handle for place in of_source)
+            result[of_source] = beliefs @ self._survival
+        return result
+
+    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = (), rounds: int = 1) -> None:
+        """Learn from one or more rounds at once.
+
+        idle: handles of sequences that decoded without drafts, one entry per round. Report every round, also one
+        without any draft: what is known ages in rounds.
+        """
+        seen: defaultdict[str, dict[int, tuple[float, float, int]]] = defaultdict(dict)
+        for outcome in outcomes:
+            if outcome.drafted > 0:
+                accepted, rejected = _evidence(outcome, self.depth)
+                before = seen[outcome.source].get(outcome.handle, (0.0, 0.0, 0))
+                seen[outcome.source][outcome.handle] = (before[0] + accepted, before[1] + rejected, before[2] + 1)
+        took_part = Counter([*(outcome.handle for outcome in outcomes), *idle])
+        for source in seen.keys() | self._populations.keys():
+            population = self._populations[source]
+            if source in seen:
+                population.learn(seen[source])
+            else:
+                population.age(rounds)
+            population.settle(took_part)
+
+    def forget(self, handle: int) -> None:
+        """The sequence is over. An unknown handle is ignored."""
+        for population in self._populations.values():
+            population.beliefs.pop(handle, None)
+
+
+def _evidence(outcome: Drafted, depth: int) -> tuple[float, float]:
+    """(accepted, rejected) drafts among the positions up to `depth` that the round reached."""
+    if outcome.overlaps:
+        overlaps = np.clip(np.nan_to_num(outcome.overlaps[:depth]), 0.0, 1.0)
+        return float(overlaps.sum()), float((1 - overlaps).sum())
+    return float(min(outcome.accepted, depth)), float(outcome.accepted < min(outcome.drafted, depth))
