@@ -96,7 +96,7 @@ def test_the_choice_is_part_of_what_is_resampled() -> None:
     assert low < high
 
 
-def test_one_fold_has_nobody_to_choose_for_it() -> None:
+def test_one_fold_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="folds must hold 0 and 1"):
         compare.ratio_to_best([1.0], {"a": [1.0]}, [0])
     with pytest.raises(ValueError, match="folds must hold 0 and 1"):

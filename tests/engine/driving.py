@@ -32,14 +32,14 @@ DEFAULT = SamplingParams()
 
 
 def load(pair: Pair, **config: Any) -> Engine:
-    """An engine over a tiny pair, in fp64 and with as many drafts as there may be, at most 5, unless told otherwise."""
+    """An engine over a tiny pair. Defaults: fp64, and a fixed k of 5, or max_spec_length if that is smaller."""
     policy = PolicyConfig("fixed", k=min(5, config.get("max_spec_length", 5)))
     settings = {"dtype": "float64", "max_model_len": 96, "policy": policy, **kv_config(), **config}
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 
 def model_drafter(engine: Engine) -> ModelDrafter:
-    """The draft model's, of all that the engine has."""
+    """The engine's draft-model drafter."""
     assert isinstance(engine.drafter, ChainedDrafter)
     (drafter,) = (part for part in engine.drafter.drafters if isinstance(part, ModelDrafter))
     return drafter

@@ -178,8 +178,8 @@ def test_accepted_counts_what_the_verifier_kept_not_what_a_stop_left(twins: Pair
         (Request("r", (1, -1)), "prompt", "id -1 is outside"),
         (Request("r", (5,) * 90, PARAMS), "max_tokens", "90 tokens and max_tokens 20 exceed the context of 96"),
         (Request("r", (5,) * 96, replace(PARAMS, max_tokens=1)), "prompt", "exceed the context"),
-        (Request("r", (5,), PARAMS, k=5), "speculation.k", "between 0 and 4"),
-        (Request("r", (5,), PARAMS, k=-1), "speculation.k", "between 0 and 4"),
+        (Request("r", (5,), PARAMS, k=5), "speculation.k", "between 0 and this server's maximum, 4"),
+        (Request("r", (5,), PARAMS, k=-1), "speculation.k", "between 0 and this server's maximum, 4"),
     ],
 )
 def test_requests_that_can_never_be_served(engine: Engine, bad: Request, param: str, message: str) -> None:
