@@ -8,6 +8,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
+# A worker for each core that may be used; the tests of a group (tests/conftest.py) stay together, long groups first.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
+# What depends most on how the KV memory is kept: roll-back, sharing, preemption, failed passes, and the law.
+KV_TESTS := $(addprefix tests/engine/test_, identity.py rollback.py caches.py sharing.py preemption.py rescue.py \
+    spoiled_memory.py engine.py) tests/engine/law/test_law.py::test_a_law_that_is_off_by_a_few_percent_is_refused
 POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
 export RAY_USAGE_STATS_ENABLED = 0
@@ -17,7 +22,7 @@ export PYTHONPATH = $(CURDIR)
 .PHONY: help setup serve test proofs check format bench clean test-kv test-external
 
 help:
-	@echo "make serve | test | test-external | proofs | check | format | bench | clean"
+	@echo "make serve | test | test-kv | test-external | proofs | check | format | bench | clean"
 
 setup: $(READY)
 
@@ -35,21 +40,24 @@ serve: $(READY)
 	$(BIN)/python -m deployments.launch serve_config.yaml
 
 test: $(READY)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) --durations 10 $(ARGS)
 
-# The engine's tests again, over the other kinds of KV memory: `test` runs them over the one that this machine chooses.
+# `test` runs the engine over the KV memory that this machine chooses; `test-kv` runs a selection over the other kinds.
 test-kv: $(READY)
-	$(BIN)/python -m pytest -q --kv slotted tests/engine $(ARGS)
-	$(BIN)/python -m pytest -q --kv gathered tests/engine --ignore tests/engine/law $(ARGS)
+	$(PYTEST) --kv slotted $(KV_TESTS) $(ARGS)
+	$(PYTEST) --kv gathered $(KV_TESTS) $(ARGS)
 
 # Tests that need a browser or Prometheus: installed on Debian if they can be, else listed as skipped, with the reason.
 test-external: $(READY)
 	scripts/setup_external.sh
 	$(BIN)/python -m pytest -q -rs -m external tests/external $(ARGS)
 
-# What `test` leaves out: the law of every combination of settings, drafters and verifiers (about an hour on one core).
+# What `test` leaves out: long searches, the law of every combination of settings, drafters and verifiers (about an hour
+# on one core), and all of the engine's tests over the other kinds of KV memory.
 proofs: $(READY)
-	$(BIN)/python -m pytest -q -m proofs $(ARGS)
+	$(PYTEST) -m proofs $(ARGS)
+	$(PYTEST) --kv slotted tests/engine $(ARGS)
+	$(PYTEST) --kv gathered tests/engine --ignore tests/engine/law $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check -q .

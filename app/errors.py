@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as OpenAI's error object: one table from exceptions to status, type and code."""
+"""Turns exceptions into OpenAI's error object. One table maps each exception to its status, type and code."""
 
 import logging
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ log = logging.getLogger(__name__)
 
 
 class ModelNotFound(Exception):
-    """The request names a model that this server does not have."""
+    """The request names a model that this server does not serve."""
 
     param = "model"
 
 
 class BodyTooLarge(Exception):
-    """The request's body is longer than the limit."""
+    """The request body is longer than the limit."""
 
 
 class BodyTimeout(Exception):
-    """The request's body did not come to its end in time."""
+    """The request body did not arrive completely in time."""
 
 
 class EngineFailure(Exception):
-    """The engine could not finish the request; the message is safe to show."""
+    """The engine could not finish the request. Clients may read the message."""
 
 
 class DeadlineExceeded(Exception):
-    """The request was not finished by its deadline, or within the longest time that this server gives to any."""
+    """The request did not finish before its own deadline or the server's request_timeout_s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,10 @@ INTERNAL = ErrorKind(500, "server_error", "internal_error")
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error. One that is not in the table may say anything, so its own words stay inside."""
+    """Return the status and the body for an error.
+
+    An exception outside the table gets a fixed message, because its own text may reveal internals.
+    """
     kind = next((KINDS[cls] for cls in type(error).__mro__ if cls in KINDS), INTERNAL)
     message = "the server failed; its log has the details" if kind is INTERNAL else str(error)
     code = getattr(error, "code", None) or kind.code
@@ -66,7 +69,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_object(message: str, type: str, code: str | None, param: str | None = None) -> dict[str, Any]:
-    """The body of an error reply, and of an error event in a stream."""
+    """Return the body of an error reply or of an error event in a stream."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -79,10 +82,10 @@ def _headers(error: Exception) -> dict[str, str] | None:
     if isinstance(error, Overloaded):
         return {"retry-after": str(error.retry_after)}
     if isinstance(error, BodyTimeout):
-        return {"connection": "close"}  # the rest of the body, should it come, is nobody's
+        return {"connection": "close"}  # nobody will read the rest of the body
     if isinstance(error, DeadlineExceeded):
-        # OpenAI's clients repeat what ended with a status from 500 on, unless told not to: the answer would then come
-        # after three deadlines.
+        # OpenAI's clients retry every status from 500 on unless this header forbids it. The error would then reach the
+        # caller only after three deadlines.
         return {"x-should-retry": "false"}
     return None
 
@@ -92,19 +95,19 @@ async def on_known_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such route, or not with this method."""
+    """Answer what Starlette itself refuses: an unknown path, or a method that the path does not accept."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 404:
-        message, code = f"{path} is not served here; GET / lists what is", "not_found"
+        message, code = f"the path {path} does not exist; GET / lists the paths of this server", "not_found"
     else:
-        message, code = f"{path} does not take {request.method}", "method_not_allowed"
+        message, code = f"{path} does not accept {request.method}; GET / lists the methods", "method_not_allowed"
     return JSON(error_object(message, "invalid_request_error", code), error.status_code, error.headers)
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
-    """The client left while its body was being read; nobody will see this reply (499 is what logs call it)."""
-    log.debug("request %s: the client left before its body was whole; %r", request.state.request_id, error.__cause__)
+    """The client left while the server read its body. Nobody sees this reply; access logs show the status 499."""
+    log.debug("request %s: the client left before its body was complete: %r", request.state.request_id, error.__cause__)
     return Response(status_code=499)
 
 

@@ -1,12 +1,28 @@
-"""What the fake engine says by itself, with the records of it: made-up figures, the same every time."""
+"""An engine without a model, to test and show the edge: it replays a script, with records of made-up figures."""
 
+import asyncio
 import codecs
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from typing import Any, Literal
 
-from engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, TokenLogprob
-from policies.reasons import REASONS
+from app.client import ModelCard, Token
+from engine.types import (
+    DRAFTERS,
+    REASONS,
+    DrafterName,
+    EngineStats,
+    InvalidRequest,
+    Output,
+    Overloaded,
+    Request,
+    RequestRecord,
+    RoundRecord,
+    StepStats,
+    TokenLogprob,
+)
 
 Script = Callable[[Request], Iterable[Output]]
 
@@ -77,20 +93,22 @@ def blank(request: Request, ids: Sequence[int] = ()) -> RequestRecord:
 
 def note(record: RequestRecord, k: int, accepted: int, emitted: int) -> None:
     """Add a round with k drafts, which ran alone."""
-    record.steps.append(len(record.steps))
-    record.planned.append(k)
-    record.reasons.append(REASONS.index("policy" if record.fixed_k is None else "user"))
-    record.alphas.append(750)
-    record.drafted.append(k)
-    record.accepted.append(accepted)
-    record.emitted.append(emitted)
-    record.proposer.append(DRAFTERS.index(_proposer(record)) if k else -1)
-    record.batch.append(1)
-    record.began_us.append(sum(record.step_us))
-    record.draft_us.append(k * DRAFT_US)
-    record.score_us.append(SCORE_US)
-    record.step_us.append(k * DRAFT_US + SCORE_US + REST_US)
-    record.output_tokens += emitted
+    part = RoundRecord(
+        k=k,
+        reason=REASONS.index("policy" if record.fixed_k is None else "user"),
+        alpha=750,
+        drafted=k,
+        accepted=accepted,
+        emitted=emitted,
+        proposer=DRAFTERS.index(_proposer(record)) if k else -1,
+        step=len(record.rounds),
+        batch=1,
+        began_us=sum(record.column("step_us")),
+        draft_us=k * DRAFT_US,
+        score_us=SCORE_US,
+        step_us=k * DRAFT_US + SCORE_US + REST_US,
+    )
+    record.add(part)
     if record.first_token is None and emitted:
         record.first_token = time.monotonic()
 
@@ -104,3 +122,134 @@ def _logprob(token: int, count: int | None) -> TokenLogprob:
     """Every second token is the likeliest of all, the others are none of the likeliest."""
     top = tuple(((token + rank + token % 2) % 256, -0.5 * (rank + 1)) for rank in range(count or 0))
     return TokenLogprob(token, -9.5 if token % 2 else -0.5, top)
+
+
+def _nobody(told: object) -> None:
+    pass
+
+
+class FakeEngineClient:
+    """An engine that replays a script: each request's outputs come from `script(request)`, one per event-loop turn.
+
+    Shipped with the protocol so that the edge can be tested, and shown, without a model. Its tokens are bytes. A
+    request whose script ends without a finish_reason stays open, as one that still runs, until it is cancelled or its
+    deadline has passed; its last output then carries a record of the outputs that were read.
+    """
+
+    def __init__(
+        self,
+        script: Script = spell,
+        *,
+        name: str = "fake",
+        max_model_len: int = 256,
+        max_open: int = 64,
+        max_choices: int = 64,
+        max_prompt_tokens: int = 131_072,
+    ) -> None:
+        self.model = ModelCard(
+            name=name,
+            max_model_len=max_model_len,
+            policy=POLICY,
+            max_spec_length=MAX_K,
+            drafters=DRAFTERS,
+            drafter="model",
+            verifier="match",
+            max_choices=max_choices,
+            max_prompt_tokens=max_prompt_tokens,
+            longest_token=1,
+            created=1_700_000_000,
+        )
+        self.script = script
+        self.max_open = max_open
+        self.unhealthy = ""  # set it to the reason to be unhealthy for
+        self.refused: str | None = None  # set it to why a policy was not taken
+        self.submitted: list[Request] = []
+        self.tokenized: list[tuple[str, str]] = []  # (field, text)
+        self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
+        self.cancelled: list[str] = []  # those cancelled while they ran
+        self._records: dict[str, RequestRecord] = {}  # of running requests
+        self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to play the engine's steps
+        self._ended: Callable[[Output], None] = _nobody
+
+    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
+        await asyncio.sleep(0)
+        self.tokenized.append((field, text))
+        return list(text.encode())
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    def token(self, token_id: int) -> Token:
+        return Token.of(bytes([token_id]))
+
+    def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
+        if any(token > 255 for request in requests for token in request.prompt_ids):
+            raise InvalidRequest("prompt holds a token id outside 0..255", "prompt")
+        if len(self.open) + len(requests) > self.max_open:
+            raise Overloaded(f"{len(self.open)} requests are running or waiting", retry_after=2)
+        self.submitted += requests
+        self.open |= {request.id: asyncio.Event() for request in requests}
+        self._records |= {request.id: blank(request) for request in requests}
+        now = time.monotonic()
+        return [
+            self._replay(request, self.open[request.id], now + (request.deadline_s or math.inf)) for request in requests
+        ]
+
+    async def _replay(self, request: Request, cancelled: asyncio.Event, deadline: float) -> AsyncIterator[Output]:
+        for output in self.script(request):
+            await asyncio.sleep(0)
+            if cancelled.is_set() or time.monotonic() >= deadline:
+                break
+            if output.token_ids:
+                note(self._records[request.id], len(output.drafts), output.accepted, len(output.token_ids))
+            if output.finish_reason is not None:
+                self._close(request.id)
+                self._ended(output)
+            yield output
+            if output.finish_reason is not None:
+                return
+        try:
+            async with asyncio.timeout(None if deadline == math.inf else deadline - time.monotonic()):
+                await cancelled.wait()
+        except TimeoutError:
+            message = f"the deadline of {request.deadline_s} s has passed"
+            record = self._close(request.id)
+            last = Output(request.id, (), "", "error", message, "deadline_exceeded", record)
+            self._ended(last)
+            yield last
+        else:
+            yield Output(request.id, (), "", "cancelled")
+
+    def cancel(self, request_id: str) -> None:
+        event = self.open.get(request_id)
+        if event is not None:
+            event.set()
+            self.cancelled.append(request_id)
+            self._ended(Output(request_id, (), "", "cancelled", record=self._close(request_id)))
+
+    def _close(self, request_id: str) -> RequestRecord | None:
+        """It does not run any more; returns the record of what was read of it."""
+        self.open.pop(request_id, None)
+        record = self._records.pop(request_id, None)
+        if record is not None:
+            record.finished = time.monotonic()
+        return record
+
+    def watch(self, stepped: Callable[[Sequence[StepStats]], None], ended: Callable[[Output], None]) -> None:
+        self.stepped, self._ended = stepped, ended
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            healthy=not self.unhealthy,
+            reason=self.unhealthy,
+            steps=len(self.submitted),
+            running=len(self.open),
+            waiting=0,
+            max_running=self.max_open,
+            free_slots=self.max_open - len(self.open),
+            heartbeat_age_s=0.0,
+            policy=self.model.policy,
+        )
+
+    def policy_status(self) -> Mapping[str, Any]:
+        return {"name": self.model.policy, "k": 5, "refused": self.refused}

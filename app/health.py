@@ -1,4 +1,4 @@
-"""GET /health: whether the engine makes progress, as the engine itself judges it, and how it drafts."""
+"""GET /health: whether the engine makes progress, its load and its policy. The engine itself judges its health."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,7 +8,7 @@ from app.openai.replies import JSON
 
 
 async def health(client: EngineClient, request: Request) -> Response:
-    """200 while the engine is healthy, 503 with the reason when it is not."""
+    """Return 200 while the engine is healthy, else 503 with the reason."""
     stats = client.stats()
     load = {
         "running": stats.running,

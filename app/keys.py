@@ -1,4 +1,4 @@
-"""API keys: where some are set, everything but GET /health and the live page's bare files needs one of them."""
+"""API keys. A server with keys demands one for every request except GET /health and the live page's static files."""
 
 import hashlib
 import secrets
@@ -11,29 +11,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.errors import error_object
 from app.openai.replies import JSON
 
-OPEN = frozenset({"/health"})  # paths that anybody may GET
-READS = ("GET", "HEAD")
+ALWAYS_OPEN = frozenset({"/health"})  # paths that need no key for a GET or HEAD
+READ_METHODS = ("GET", "HEAD")
 
 
-class Keys:
-    """Holds SHA-256 digests, never a key."""
+class ApiKeys:
+    """The accepted API keys. Holds their SHA-256 digests and never a key itself."""
 
-    def __init__(self, hashes: Iterable[bytes]) -> None:
-        """Raises ValueError without any: a server that nobody can use is a mistake, and so is one open to all."""
-        self._hashes = tuple(hashes)
-        if not self._hashes:
-            raise ValueError("there is no API key")
+    def __init__(self, digests: Iterable[bytes]) -> None:
+        """Raises ValueError for no digests: with an empty set nobody could use the server."""
+        self._digests = tuple(digests)
+        if not self._digests:
+            raise ValueError("there is no API key; give at least one")
 
     @classmethod
-    def of(cls, keys: Iterable[str]) -> "Keys":
+    def from_strings(cls, keys: Iterable[str]) -> "ApiKeys":
         return cls(_digest(key.encode()) for key in keys)
 
     @classmethod
-    def read(cls, path: Path) -> "Keys":
-        """One key per line; empty lines and those that begin with # are left out.
+    def read(cls, path: Path) -> "ApiKeys":
+        """Read one key per line. Skips empty lines and lines that begin with #.
 
-        Raises ValueError, naming the line and not the key, for one that no header can carry; OSError if there is no
-        such file.
+        Raises ValueError for a key that no header can carry, with the line number and without the key. Raises OSError
+        for a file that cannot be read.
         """
         keys = []
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
@@ -41,17 +41,20 @@ class Keys:
             if not key or key.startswith("#"):
                 continue
             if not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError(f"{path}, line {number}: a key is printable ASCII without spaces")
+                raise ValueError(f"{path}, line {number}: a key must be printable ASCII without spaces")
             keys.append(key)
         if not keys:
-            raise ValueError(f"{path} holds no API key")
-        return cls.of(keys)
+            raise ValueError(f"{path} holds no API key; write one key per line")
+        return cls.from_strings(keys)
 
     def accept(self, authorization: str | None) -> bool:
-        """Whether the header is `Bearer KEY` (RFC 6750, section 2.1). Takes as long whichever key it is, or none."""
+        """Whether the header is `Bearer KEY` with an accepted key (RFC 6750, section 2.1).
+
+        The comparison takes the same time for every key, right or wrong.
+        """
         scheme, _, key = (authorization or "").strip().partition(" ")
         given = _digest(key.strip().encode())
-        matches = [secrets.compare_digest(given, known) for known in self._hashes]
+        matches = [secrets.compare_digest(given, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
@@ -60,14 +63,16 @@ def _digest(key: bytes) -> bytes:
 
 
 class RequireKey:
-    """Refuses by the path as the server hands it on, not by a URL made of headers that the client writes: what is not
-    listed as open is closed, also where no route is."""
+    """Refuses requests without an accepted key. Every path that is not listed as open is closed, even without a route.
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str] = ()) -> None:
-        """`open_paths`: that anybody may GET, besides OPEN."""
+    Reads the path from the ASGI scope. A URL built from headers would be under the client's control.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = ()) -> None:
+        """open_paths: paths that need no key for a GET or HEAD, in addition to ALWAYS_OPEN."""
         self.app = app
         self._keys = keys
-        self._open = OPEN | set(open_paths)
+        self._open_paths = ALWAYS_OPEN | set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._may_pass(scope):
@@ -78,13 +83,13 @@ class RequireKey:
             await _refusal()(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and scope["method"] in READS and _route_path(scope) in self._open:
+        if scope["type"] == "http" and scope["method"] in READ_METHODS and _route_path(scope) in self._open_paths:
             return True
         return self._keys.accept(Headers(scope=scope).get("authorization"))
 
 
 def _route_path(scope: Scope) -> str:
-    """The path below the prefix under which the server mounts this application, as the router sees it."""
+    """Return the path without the prefix under which the server mounts this application, as the router reads it."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 

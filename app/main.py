@@ -11,9 +11,9 @@ from app import routes
 from app.client import EngineClient
 from app.errors import HANDLERS
 from app.health import health
-from app.keys import Keys, RequireKey
-from app.middleware import MAX_UNFINISHED_BODIES, BodyLimit, BodyTime, Departures, LastResort, RequestId
-from app.page.live import Live
+from app.keys import ApiKeys, RequireKey
+from app.middleware import MAX_UNFINISHED_BODIES, BodyDeadline, BodyLimit, DisconnectErrors, LastResort, RequestId
+from app.page.live import LivePage
 from app.page.routes import OPEN_PATHS, page_routes
 from app.telemetry.exchange import Listener, Telemetry
 
@@ -25,36 +25,36 @@ def create_app(
     client: EngineClient,
     listeners: Sequence[Listener] = (),
     *,
-    live: Live | None = None,
-    keys: Keys | None = None,
+    live_page: LivePage | None = None,
+    keys: ApiKeys | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
     max_unfinished_bodies: int = MAX_UNFINISHED_BODIES,
 ) -> Starlette:
-    """The application over any engine: a replica's own, a remote one, or the fake.
+    """Build the application over any EngineClient: a replica's own, a remote one, or the fake.
 
-    listeners: see app/telemetry/exchange.py. live: what /ui shows; it listens too. keys: the API keys, of which every
-    client must have one.
+    listeners: see app/telemetry/exchange.py. live_page: the data of /ui; it is a listener too. keys: every client must
+    send one of them; None: no key is needed.
     """
-    telemetry = Telemetry(client, (*listeners, live) if live is not None else listeners)
+    telemetry = Telemetry(client, (*listeners, live_page) if live_page is not None else listeners)
     app = Starlette(
         routes=[
-            Route("/", partial(routes.index, client, live is not None)),
+            Route("/", partial(routes.index, client, live_page is not None)),
             Route("/health", partial(health, client)),
             Route("/v1/models", partial(routes.list_models, client)),
             Route("/v1/models/{id:path}", partial(routes.get_model, client)),
             Route("/v1/completions", routes.Completions(client, telemetry), methods=["POST"]),
-            *(page_routes(live) if live is not None else ()),
+            *(page_routes(live_page) if live_page is not None else ()),
         ],
         middleware=[
             Middleware(RequestId),
             Middleware(LastResort),
             *([Middleware(RequireKey, keys=keys, open_paths=OPEN_PATHS)] if keys is not None else ()),
-            Middleware(Departures),
-            Middleware(BodyTime, timeout_s=body_timeout_s, max_unfinished=max_unfinished_bodies),
+            Middleware(DisconnectErrors),
+            Middleware(BodyDeadline, timeout_s=body_timeout_s, max_unfinished=max_unfinished_bodies),
             Middleware(BodyLimit, max_bytes=max_body_bytes),
         ],
         exception_handlers=HANDLERS,
     )
-    app.router.redirect_slashes = False  # a redirect would be built from the Host header, which is the client's word
+    app.router.redirect_slashes = False  # Starlette builds a redirect from the Host header, which any client can forge
     return app

@@ -1,4 +1,4 @@
-"""Plain ASGI middleware: a name for every request, limits on its body, and an answer when all else fails."""
+"""Plain ASGI middleware: gives every request an id, limits its body, and answers unexpected exceptions."""
 
 import asyncio
 import logging
@@ -12,33 +12,44 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.errors import BodyTimeout, BodyTooLarge, error_reply
 from app.request_ids import is_request_id
 
-MAX_UNFINISHED_BODIES = 256  # that are waited for at once; more make the oldest give way
-GRACE_S = 2.0  # for which no body gives way: it may have come, and lie in the server until its turn
-MAX_LENGTH_DIGITS = 15  # of a content-length; int() refuses to read thousands of digits
+MAX_UNFINISHED_BODIES = 256  # bodies that the server waits for at once; each further one makes the oldest give way
+GRACE_S = 2.0  # a younger body does not give way: its last part may already lie in the server's buffers
+MAX_LENGTH_DIGITS = 15  # digits of a content-length; int() refuses to read thousands of digits
 
 log = logging.getLogger(__name__)
 
 
-class RequestId:
-    """Gives every request an id of our own making, in `scope["state"]["request_id"]`, and tells it to the client.
-
-    Not to one that sent an x-request-id of its own: Serve's proxy gives every request one, and repeats it in the reply.
-    A client's id is never used as a key. One that is not 1 to 128 printable ASCII characters is replaced by ours.
-    """
+class HttpMiddleware:
+    """Calls `handle` for HTTP requests and passes everything else on to the wrapped application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "http":
+            await self.handle(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
-            return
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class RequestId(HttpMiddleware):
+    """Gives every request a new id in `scope["state"]["request_id"]` and sends it to the client as x-request-id.
+
+    A client that sent a valid x-request-id gets its own id back instead: Serve's proxy adds one to every request and
+    repeats it in the reply. The server never uses a client's id as a key. It replaces an id that is not 1 to 128
+    printable ASCII characters.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
-        # A copy, as a server may share one state among requests.
+        # A copy, because a server may share one state object among requests.
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         given = Headers(scope=scope).getlist("x-request-id")
-        named = bool(given) and all(map(is_request_id, given))
-        if given and not named:
+        keeps_id = bool(given) and all(map(is_request_id, given))
+        if given and not keeps_id:
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
             scope["headers"].append((b"x-request-id", request_id.encode()))
 
@@ -47,19 +58,13 @@ class RequestId:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        await self.app(scope, receive, send if named else send_with_id)
+        await self.app(scope, receive, send if keeps_id else send_with_id)
 
 
-class LastResort:
-    """Logs an exception nobody expected and, if no reply has begun, sends a 500 that says nothing of the inside."""
+class LastResort(HttpMiddleware):
+    """Logs an unexpected exception. Sends a 500 without internal details if no reply has begun."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def watch(message: Message) -> None:
@@ -72,28 +77,30 @@ class LastResort:
         except Exception as error:
             log.exception("request %s failed", scope["state"]["request_id"])
             if started:
-                raise  # the server then breaks the connection: half a reply must not look like a whole one
+                raise  # the server then breaks the connection: half a reply must not look complete
             await error_reply(error)(scope, receive, send)
 
 
-class BodyLimit:
-    """Raises BodyTooLarge at the reader once a body, as it arrives, exceeds the limit, or its header says it will."""
+class BodyLimit(HttpMiddleware):
+    """Limits the length of a request body: reading it raises BodyTooLarge.
+
+    The content-length header or the bytes that have arrived decide, whichever exceeds the limit first.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
+        super().__init__(app)
         self.max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         declared = Headers(scope=scope).get("content-length", "")
-        hopeless = declared.isdecimal() and (len(declared) > MAX_LENGTH_DIGITS or int(declared) > self.max_bytes)
+        declared_too_large = declared.isdecimal() and (
+            len(declared) > MAX_LENGTH_DIGITS or int(declared) > self.max_bytes
+        )
         read = 0
 
         async def receive_counted() -> Message:
             nonlocal read
-            if hopeless:
+            if declared_too_large:
                 raise self._too_large()
             message = await receive()
             read += len(message.get("body", b""))
@@ -104,77 +111,68 @@ class BodyLimit:
         await self.app(scope, receive_counted, send)
 
     def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the request body exceeds {self.max_bytes} bytes")
+        return BodyTooLarge(f"the request body exceeds {self.max_bytes} bytes, the most that this server accepts")
 
 
-class Departures:
-    """Makes ClientDisconnect of what the server's own `receive` raises: then nobody is left to hear.
+class DisconnectErrors(HttpMiddleware):
+    """Turns every exception of the server's `receive` into ClientDisconnect.
 
-    Ray Serve's raises TaskCancelledError when a client leaves while its body is on its way (Ray 2.60).
+    Ray Serve's `receive` raises TaskCancelledError when a client leaves before its body has arrived (Ray 2.60).
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        async def receive_or_part() -> Message:
+        async def receive_or_disconnect() -> Message:
             try:
                 return await receive()
             except Exception as error:
                 raise ClientDisconnect from error
 
-        await self.app(scope, receive_or_part, send)
+        await self.app(scope, receive_or_disconnect, send)
 
 
 @dataclass(slots=True, eq=False)
 class _Body:
-    """A body that a handler reads and that has not come to its end."""
+    """A request body that a handler reads and that is not complete yet. Times are seconds of the event loop's clock."""
 
-    began: float  # seconds of the event loop's clock, as the next
-    due: float
-    gives_way: bool = False  # to newer ones, at `due`
-    waiting: asyncio.Timeout | None = None  # for its next part
+    began_s: float
+    deadline_s: float
+    gives_way: bool = False  # whether newer bodies shortened its deadline
+    timeout: asyncio.Timeout | None = None  # of the wait for its next part
 
-    def hurry(self, due: float) -> None:
+    def give_way(self, deadline_s: float) -> None:
         self.gives_way = True
-        self.due = min(self.due, due)
-        if self.waiting is not None and not self.waiting.expired():
-            self.waiting.reschedule(self.due)
+        self.deadline_s = min(self.deadline_s, deadline_s)
+        if self.timeout is not None and not self.timeout.expired():
+            self.timeout.reschedule(self.deadline_s)
 
 
-class BodyTime:
-    """Raises BodyTimeout at the reader unless the whole body comes within `timeout_s` of the request.
+class BodyDeadline(HttpMiddleware):
+    """Limits the time in which a request body may arrive: reading it later than `timeout_s` raises BodyTimeout.
 
-    At most `max_unfinished` bodies are waited for at once. One more, and the one that has been unfinished longest gives
-    way, once it is older than GRACE_S.
+    The server waits for at most `max_unfinished` bodies at once. Each further body makes the oldest unfinished one time
+    out as soon as it is GRACE_S old.
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float, max_unfinished: int = MAX_UNFINISHED_BODIES) -> None:
-        self.app = app
+        super().__init__(app)
         self.timeout_s = timeout_s
         self.max_unfinished = max_unfinished
-        self._unfinished: dict[_Body, None] = {}  # in the order in which they began
+        self._unfinished: dict[_Body, None] = {}  # oldest first
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         now = asyncio.get_running_loop().time()
         body = _Body(now, now + self.timeout_s)
-        whole = False
+        complete = False
 
         async def receive_in_time() -> Message:
-            nonlocal whole
-            if whole:
+            nonlocal complete
+            if complete:
                 return await receive()
             self._begin(body)
             message = await self._next_part(body, receive)
-            whole = not message.get("more_body", False)  # a disconnect ends it too
-            if whole:
+            complete = not message.get("more_body", False)  # a disconnect has no such field and ends the body too
+            if complete:
                 self._unfinished.pop(body, None)
             return message
 
@@ -184,25 +182,27 @@ class BodyTime:
             self._unfinished.pop(body, None)
 
     def _begin(self, body: _Body) -> None:
-        """Count the body, unless it is counted already or has given way."""
+        """Count the body among the unfinished ones, unless it has given way."""
         if body.gives_way:
             return
         self._unfinished[body] = None
         if len(self._unfinished) > self.max_unfinished:
             oldest = next(iter(self._unfinished))
             del self._unfinished[oldest]
-            oldest.hurry(oldest.began + GRACE_S)
+            oldest.give_way(oldest.began_s + GRACE_S)
 
     async def _next_part(self, body: _Body, receive: Receive) -> Message:
         try:
-            async with asyncio.timeout_at(body.due) as body.waiting:
+            async with asyncio.timeout_at(body.deadline_s) as body.timeout:
                 return await receive()
         except TimeoutError:
             raise self._too_late(body) from None
         finally:
-            body.waiting = None
+            body.timeout = None
 
     def _too_late(self, body: _Body) -> BodyTimeout:
         if body.gives_way:
-            return BodyTimeout(f"the request body was not whole, and gave way to {self.max_unfinished} newer ones")
-        return BodyTimeout(f"the request body was not whole {self.timeout_s:g} s after the request")
+            return BodyTimeout(
+                f"the request body was incomplete while {self.max_unfinished} newer ones arrived; send it again"
+            )
+        return BodyTimeout(f"the request body was incomplete {self.timeout_s:g} s after the request began")

@@ -1,8 +1,8 @@
 """ASGI middleware around Serve's own HTTP proxy, which stands between the network and every replica.
 
 The proxy reads some headers, answers some requests and reports some failures before or instead of the application.
-Here it gets the application's manners: OpenAI's error shape, no crash on a strange header, an orderly end.
-deployments/proxy.py puts these around the proxy; they work around any ASGI application.
+This middleware makes the proxy behave as the application does: it sends errors in OpenAI's shape, survives malformed
+headers and ends in order. deployments/proxy.py installs it; it works around any ASGI application.
 """
 
 import asyncio
@@ -18,65 +18,61 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import error_object
+from app.middleware import HttpMiddleware
 from app.openai.replies import JSON, encode_json
 from app.request_ids import is_request_id
 
 DRAIN_PATH = "/-/drain"
-HIDDEN_PATHS = frozenset({"/-/routes"})  # Serve answers these to anybody, API key or not
+HIDDEN_PATHS = frozenset({"/-/routes"})  # Serve answers these without an API key
 
-# Headers that Serve 2.60 decodes as UTF-8 or reads as numbers. It raises on other bytes, or ignores the header.
+# Headers that Serve 2.60 decodes as UTF-8 or reads as numbers. For other bytes it raises or ignores the header.
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 TEXT_HEADERS = frozenset({"x-request-disconnect-disabled", "x-session-id", "serve-multiplexed-model-id"})
 
-# What Serve's proxy answers in plain text → message, type and code of OpenAI's error object.
+# Status of a plain-text error of Serve's proxy → message, type and code of OpenAI's error object.
 SERVE_ERRORS = {
     404: ("no application is served at this path", "invalid_request_error", "not_found"),
     408: (f"the request was not finished within its {TIMEOUT_HEADER}", "invalid_request_error", "request_timeout"),
     429: ("too many requests wait; try again later", "rate_limit_error", "server_overloaded"),
-    500: ("the replica of this request failed or is gone; it may be sent again", "server_error", "replica_lost"),
+    500: ("the replica of this request failed or is gone; send the request again", "server_error", "replica_lost"),
     503: ("no replica can serve this request; try again later", "server_error", "no_replica"),
 }
 
 log = logging.getLogger(__name__)
 
 
-class CleanHeaders:
-    """Gives every request an x-request-id that can be logged, and refuses with 400 what Serve's proxy cannot read.
+class CleanHeaders(HttpMiddleware):
+    """Gives every request an x-request-id that can be logged. Refuses headers that Serve's proxy cannot read with 400.
 
-    A `traceparent` of other bytes than ASCII is left out, as if there were none (W3C Trace Context, section 4.3).
+    Removes a `traceparent` that is not ASCII, as W3C Trace Context, section 4.3, demands for an invalid one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        given = Headers(scope=scope)
-        request_id = given.get("x-request-id", "")
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client_headers = Headers(scope=scope)
+        request_id = client_headers.get("x-request-id", "")
         if not is_request_id(request_id):
             request_id = uuid.uuid4().hex
-        kept = [(name, value) for name, value in scope["headers"] if not _replaced(name, value)]
+        kept = [(name, value) for name, value in scope["headers"] if not _is_removed(name, value)]
         scope = {**scope, "headers": [*kept, (b"x-request-id", request_id.encode())]}
-        fault = next(filter(None, (_fault(name, value) for name, value in given.items())), None)
-        if fault is None:
+        errors = (_header_error(name, value) for name, value in client_headers.items())
+        first_error = next(filter(None, errors), None)
+        if first_error is None:
             await self.app(scope, receive, send)
         else:
-            name, message = fault
+            name, message = first_error
             refusal = error_object(message, "invalid_request_error", "invalid_header", name)
             await _reply(400, refusal, scope)(scope, receive, send)
 
 
-def _replaced(name: bytes, value: bytes) -> bool:
-    """Whether a header is left out: the client's x-request-id is put back where it is fit."""
+def _is_removed(name: bytes, value: bytes) -> bool:
+    """Whether the client's header is removed. CleanHeaders adds an x-request-id again."""
     return name == b"x-request-id" or (name == b"traceparent" and not value.isascii())
 
 
-def _fault(name: str, value: str) -> tuple[str, str] | None:
-    """(header, why it is refused), or None. Header values are decoded as Latin-1."""
+def _header_error(name: str, value: str) -> tuple[str, str] | None:
+    """Return (header, error message) for a header that is refused, else None. The value is decoded as Latin-1."""
     if name == TIMEOUT_HEADER and not _is_number(value):
-        return name, f"header {name} must be a number of seconds"
+        return name, f"header {name} must be a finite number of seconds in ASCII"
     if name.replace("_", "-") in TEXT_HEADERS and not value.isascii():
         return name, f"header {name} must be ASCII"
     return None
@@ -89,86 +85,81 @@ def _is_number(text: str) -> bool:
         return False
 
 
-class HiddenPaths:
-    """404 for paths that Serve itself would answer to anybody."""
+class HiddenPaths(HttpMiddleware):
+    """Answers 404 for paths that Serve itself would answer without an API key."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in HIDDEN_PATHS:
-            message = f"{scope['path']} is not served here; GET / lists what is"
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HIDDEN_PATHS:
+            message = f"the path {scope['path']} does not exist; GET / lists the paths of this server"
             refusal = error_object(message, "invalid_request_error", "not_found")
             await _reply(404, refusal, scope)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
-class Draining:
-    """Once told to drain, refuses what is new with 503 and counts what still runs.
+class Draining(HttpMiddleware):
+    """Lets the proxy drain: after the drain command it refuses new requests with 503 and counts the running ones.
 
-    The one who may tell it knows `token`: POST DRAIN_PATH?seconds=S with `Authorization: Bearer TOKEN` answers
-    {"open": N}, where N counts unfinished POSTs, and starts the drain; with S = 0 it ends them. Streams of events for
-    the page are GETs: they never end by themselves and are not waited for. Without a token there is no such path.
+    The command is POST DRAIN_PATH?seconds=S with `Authorization: Bearer TOKEN`. It starts the drain and answers
+    {"open": N}, where N counts unfinished POSTs. S = 0 cancels them. The live page's event streams are GETs: they never
+    end by themselves, so the drain does not wait for them. token None: the path does not exist.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self.app = app
+        super().__init__(app)
         self._authorization = None if token is None else f"Bearer {token}"
-        self._open: set[asyncio.Task[Any]] = set()  # each serves one POST
-        self._until: float | None = None  # monotonic seconds at which the server is expected to be gone
-        self._ended = False  # whether what ran was cancelled
+        self._open_posts: set[asyncio.Task[Any]] = set()  # each task serves one POST
+        self._ends_at: float | None = None  # monotonic seconds at which the server should be gone; None: no drain
+        self._cancelled = False  # whether the drain cancelled the running POSTs
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-        elif self._is_told(scope):
-            left = _seconds(scope["query_string"])
-            self._until = time.monotonic() + left
-            await JSON({"open": len(self._open)})(scope, receive, send)
-            self._ended = left <= 0
-            for task in tuple(self._open) if self._ended else ():
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_drain_command(scope):
+            left_s = _seconds(scope["query_string"])
+            self._ends_at = time.monotonic() + left_s
+            await JSON({"open": len(self._open_posts)})(scope, receive, send)
+            self._cancelled = left_s <= 0
+            for task in tuple(self._open_posts) if self._cancelled else ():
                 task.cancel()
-        elif self._until is not None:
-            await _shutting_down(self._until, scope)(scope, receive, send)
+        elif self._ends_at is not None:
+            await _shutting_down(self._ends_at, scope)(scope, receive, send)
         elif scope["method"] == "POST":
-            await self._count(scope, receive, send)
+            await self._run_counted(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _is_told(self, scope: Scope) -> bool:
+    def _is_drain_command(self, scope: Scope) -> bool:
         if self._authorization is None or scope["path"] != DRAIN_PATH or scope["method"] != "POST":
             return False
         given = Headers(scope=scope).get("authorization", "")
         return hmac.compare_digest(given.encode(), self._authorization.encode())
 
-    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None, "a server runs each request in a task"
-        began = False
+        reply_began = False
 
-        async def send_unless_ended(message: Message) -> None:
-            nonlocal began
-            began = began or not self._ended
-            if began:
+        async def send_unless_cancelled(message: Message) -> None:
+            nonlocal reply_began
+            reply_began = reply_began or not self._cancelled
+            if reply_began:
                 await send(message)
 
-        self._open.add(task)
+        self._open_posts.add(task)
         try:
-            await self.app(scope, receive, send_unless_ended)
+            await self.app(scope, receive, send_unless_cancelled)
         except asyncio.CancelledError:
-            if not self._ended:
+            if not self._cancelled:
                 raise
         finally:
-            self._open.remove(task)
-        if self._ended and not began:
+            self._open_posts.remove(task)
+        if self._cancelled and not reply_began:
             await _shutting_down(time.monotonic(), scope)(scope, receive, send)
 
 
-def _shutting_down(until: float, scope: Scope) -> JSON:
-    left = max(1, math.ceil(until - time.monotonic()))
+def _shutting_down(ends_at: float, scope: Scope) -> JSON:
+    left_s = max(1, math.ceil(ends_at - time.monotonic()))
     refusal = error_object("the server is shutting down", "server_error", "shutting_down")
-    return _reply(503, refusal, scope, {"retry-after": str(left), "connection": "close"})
+    return _reply(503, refusal, scope, {"retry-after": str(left_s), "connection": "close"})
 
 
 def _seconds(query: bytes) -> float:
@@ -176,18 +167,14 @@ def _seconds(query: bytes) -> float:
     return float(value) if name == "seconds" and _is_number(value) else 0.0
 
 
-class ErrorShape:
-    """Tells Serve's own failures as the application tells its own: a plain-text error becomes OpenAI's error object, a
-    reply that never began a 500, and a stream that broke off ends with an error event.
+class ErrorShape(HttpMiddleware):
+    """Reports Serve's own failures in OpenAI's shape.
+
+    A plain-text error becomes OpenAI's error object. A request without a reply gets a 500. A stream that breaks off
+    ends with an error event.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(scope, receive, send)
         try:
             await self.app(scope, receive, reply.send)
@@ -200,13 +187,13 @@ class ErrorShape:
 
 
 class Reply:
-    """What the wrapped application sends, handed on or replaced."""
+    """Passes the wrapped application's reply on, or replaces it by an error reply."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._status: int | None = None
         self._headers = Headers()
-        self._replaced = False  # the reply is a plain-text error: its own body is left out
+        self._replaced = False  # whether the reply is a plain-text error, whose body is not passed on
         self._ended = False
 
     async def send(self, message: Message) -> None:
@@ -221,13 +208,13 @@ class Reply:
             await self._send_error(self._status or 500)
 
     async def finish(self) -> None:
-        """Called once the application is done: end what it left open."""
+        """End a reply that the application left open. Call it once the application has returned or raised."""
         if self._ended:
             return
         if self._status is None or self._replaced:
             await self._send_error(self._status or 500)
         elif self._is("text/event-stream"):
-            message = "the stream broke off: its replica is gone, or the server is shutting down"
+            message = "the stream broke off: its replica is gone or the server is shutting down; send the request again"
             error = error_object(message, "server_error", "stream_broken")
             last = b"data: " + encode_json(error) + b"\n\n"
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
@@ -242,7 +229,7 @@ class Reply:
 
 
 def _reply(status: int, error: dict[str, Any], scope: Scope, headers: Mapping[str, str] | None = None) -> JSON:
-    """An error reply with the x-request-id that CleanHeaders saw to."""
+    """Return an error reply with the request's x-request-id, which CleanHeaders has set."""
     request_id = Headers(scope=scope).get("x-request-id")
-    named = {} if request_id is None else {"x-request-id": request_id}
-    return JSON(error, status, {**named, **(headers or {})})
+    id_header = {} if request_id is None else {"x-request-id": request_id}
+    return JSON(error, status, {**id_header, **(headers or {})})

@@ -1,17 +1,17 @@
 """The rounds of a record as columns, as replies, the live page and scripts/trace.py tell them."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
-from engine.types import DRAFTERS, RequestRecord
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, RoundRecord
 
-# Names here, and in the record.
+# Public names, in the order of a reply, and the fields of RoundRecord that they show.
 COLUMNS = {
-    "step": "steps",
-    "k": "planned",
-    "reason": "reasons",
-    "alpha": "alphas",
+    "step": "step",
+    "k": "k",
+    "reason": "reason",
+    "alpha": "alpha",
     "drafted": "drafted",
     "accepted": "accepted",
     "emitted": "emitted",
@@ -20,17 +20,18 @@ COLUMNS = {
     "began_us": "began_us",
     "draft_us": "draft_us",
     "verify_us": "score_us",
-    "overhead_us": "step_us",  # of which the other two are taken when it is told
+    "overhead_us": "overhead_us",
 }
 
 
-def raw_columns(record: RequestRecord) -> dict[str, list[int]]:
-    """The record's own lists, with codes for words."""
-    return {name: getattr(record, column) for name, column in COLUMNS.items()}
+def raw_columns(rounds: Sequence[RoundRecord]) -> dict[str, list[int]]:
+    """Columns of integers, with codes in place of words."""
+    return {name: list(map(attrgetter(field), rounds)) for name, field in COLUMNS.items()}
 
 
-def told(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
-    """Of raw columns. Row 0 is the round that ended the prompt, and those without drafts are rows too.
+def public_columns(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+    """Raw columns with words in place of codes. Row 0 is the round that ended the prompt; rounds without drafts are
+    rows too.
 
     step        the engine's number of the step; one step runs the rounds of all sequences at once
     k, reason   drafts asked for, and why so many and no more (policies/reasons.py); null: k was not chosen
@@ -44,9 +45,7 @@ def told(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
     draft_us, verify_us, overhead_us    the step's wall clock: proposing, the target's pass with acceptance, the rest
     """
     shown: dict[str, list[Any]] = {name: list(column) for name, column in columns.items()}
-    times = zip(columns["overhead_us"], columns["draft_us"], columns["verify_us"], strict=True)
     return shown | {
         "reason": [REASONS[code] if code >= 0 else None for code in columns["reason"]],
         "drafter": [DRAFTERS[code] if code >= 0 else None for code in columns["drafter"]],
-        "overhead_us": [step - draft - verify for step, draft, verify in times],
     }

@@ -1,4 +1,4 @@
-"""What this server answers. The completions endpoint is the one place where a request is submitted and let go."""
+"""The endpoints of the server. Only POST /v1/completions submits requests to the engine and cancels them."""
 
 import logging
 import time
@@ -17,28 +17,28 @@ from app.openai.choices import ReplyChoice, engine_requests, merged
 from app.openai.fields import Prompt
 from app.openai.replies import JSON, Envelope, encode_choice
 from app.openai.request import CompletionRequest, check_prompt_tokens, parse
-from app.openai.stream import HEADERS, completion_events, leaving_is_disconnect, unless_disconnected
+from app.openai.stream import HEADERS, completion_events, oserror_to_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
 from app.tenants import cache_salt
 from engine import types
 from engine.types import InvalidRequest, Output
 
-LONG_BODY = 2**16  # bytes, above which a body is not copied into one piece
+MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into one piece
 
 log = logging.getLogger(__name__)
 
 ROUTES = {
     "POST /v1/completions": "text completions, whole or streamed",
-    "GET /v1/models": "the model served here",
-    "GET /v1/models/{id}": "the same, by name",
+    "GET /v1/models": "the model of this server",
+    "GET /v1/models/{id}": "one model by its name",
     "GET /health": "whether the engine makes progress",
 }
 
-PAGE = {"GET /ui": "what tokens come from, rounds of recent requests, live charts: for a browser"}
+PAGE = {"GET /ui": "the live page for a browser: origins of tokens, rounds of recent requests, charts"}
 
 
 async def index(client: EngineClient, page: bool, request: Request) -> Response:
-    """page: whether there is one."""
+    """page: whether the server has the live page."""
     return JSON({"model": client.model.name, "routes": ROUTES | (PAGE if page else {})})
 
 
@@ -52,20 +52,20 @@ async def get_model(client: EngineClient, request: Request) -> Response:
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
-    """OpenAI's model object, with the limit that clients most often need beside it."""
+    """Return OpenAI's model object with one field more: max_model_len, in tokens."""
     identity = {"id": card.name, "object": "model", "created": card.created, "owned_by": "foretoken"}
     return identity | {"max_model_len": card.max_model_len}
 
 
 def require_model(name: str, card: ModelCard) -> None:
     if name != card.name:
-        raise ModelNotFound(f"the model {name!r} does not exist; this server has {card.name!r}")
+        raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}")
 
 
 class Completions:
-    """POST /v1/completions, as a bare ASGI app so that nothing lies between submit and the `finally` that cancels.
+    """POST /v1/completions as a bare ASGI application, so that one `finally` encloses everything after `submit`.
 
-    A response object with a body generator would not do: a generator that never started never runs its `finally`.
+    A response object with a body generator is not safe: a generator that never started never runs its `finally`.
     """
 
     def __init__(self, client: EngineClient, telemetry: Telemetry) -> None:
@@ -77,19 +77,19 @@ class Completions:
             await self._serve(exchange, scope, receive, send)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        posted = Request(scope, receive)
-        exchange.asked = asked = parse(await posted.body(), self.client.model)
-        require_model(asked.model, self.client.model)
-        salt = cache_salt(posted.headers.get("authorization"), asked.cache_salt)
-        requests = await self._requests(asked, scope["state"]["request_id"], salt)
+        http_request = Request(scope, receive)
+        exchange.request_body = body = parse(await http_request.body(), self.client.model)
+        require_model(body.model, self.client.model)
+        salt = cache_salt(http_request.headers.get("authorization"), body.cache_salt)
+        requests = await self._requests(body, scope["state"]["request_id"], salt)
         try:
             streams = self.client.submit(requests)
             self.telemetry.submitted(exchange, requests)
-            outputs = merged(streams) if exchange.texts is None else exchange.overheard(merged(streams))
-            reply = self._reply(exchange, asked, requests, outputs, leaving_is_disconnect(send))
+            outputs = merged(streams) if exchange.texts is None else exchange.keep_texts(merged(streams))
+            reply = self._reply(exchange, body, requests, outputs, oserror_to_disconnect(send))
             await unless_disconnected(receive, reply)
-        except ClientDisconnect as left:
-            exchange.fail(left)
+        except ClientDisconnect as disconnect:
+            exchange.fail(disconnect)
             log.info("request %s: the client left", scope["state"]["request_id"])
         finally:
             for request in requests:
@@ -98,41 +98,41 @@ class Completions:
     def _reply(
         self,
         exchange: Exchange,
-        asked: CompletionRequest,
+        body: CompletionRequest,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
         send: Send,
     ) -> Coroutine[Any, Any, None]:
-        envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, asked.n, asked.tell_steps)
-        echoes = [cache(partial(self._echo, prompt)) if asked.echo else None for prompt in asked.prompts]
+        envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, body.n, body.tell_steps)
+        echoes = [cache(partial(self._echo, prompt)) if body.echo else None for prompt in body.prompts]
         choices = [
-            ReplyChoice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=asked.tell_tokens)
+            ReplyChoice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=body.tell_tokens)
             for index, request in enumerate(requests)
         ]
-        if asked.stream:
-            events = completion_events(outputs, choices, envelope, asked.include_usage, exchange.fail)
+        if body.stream:
+            events = completion_events(outputs, choices, envelope, body.include_usage, exchange.fail)
             return send_stream(events, send)
         return send_whole(outputs, choices, envelope, send)
 
-    async def _requests(self, asked: CompletionRequest, request_id: str, salt: str) -> list[types.Request]:
-        """The engine requests. Raises InvalidRequest for what does not fit the model's context, or one request."""
+    async def _requests(self, body: CompletionRequest, request_id: str, salt: str) -> list[types.Request]:
+        """Return the engine's requests, one per choice. Raises InvalidRequest for too many tokens."""
         prompts: list[tuple[int, ...]] = []
-        for index, prompt in enumerate(asked.prompts):
-            prompts.append(await self._prompt_ids(prompt, asked.params.max_tokens))
-            check_prompt_tokens([*prompts, *asked.prompts[index + 1 :]], self.client.model)
-        prediction = await self._prediction_ids(asked.drafting.prediction)
-        return engine_requests(asked, request_id, prompts, prediction, salt)
+        for index, prompt in enumerate(body.prompts):
+            prompts.append(await self._prompt_ids(prompt, body.params.max_tokens))
+            check_prompt_tokens([*prompts, *body.prompts[index + 1 :]], self.client.model)
+        prediction = await self._prediction_ids(body.drafting.prediction)
+        return engine_requests(body, request_id, prompts, prediction, salt)
 
-    async def _prompt_ids(self, prompt: Prompt, room: int) -> tuple[int, ...]:
-        """Raises InvalidRequest unless the prompt and the tokens asked for fit the model's context."""
+    async def _prompt_ids(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+        """Raises InvalidRequest unless the prompt and max_tokens together fit the model's context."""
         ids = await self.client.tokenize(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidRequest("prompt must hold at least one token", "prompt")
         limit = self.client.model.max_model_len
-        if len(ids) + room > limit:
+        if len(ids) + max_tokens > limit:
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; {len(ids)} in the prompt and max_tokens {room} "
-                f"make {len(ids) + room}",
+                f"this model's context is {limit} tokens; {len(ids)} in the prompt and max_tokens {max_tokens} "
+                f"make {len(ids) + max_tokens}",
                 "prompt" if len(ids) >= limit else "max_tokens",
                 "context_length_exceeded",
             )
@@ -146,12 +146,12 @@ class Completions:
         if not ids:
             raise InvalidRequest("prediction must hold at least one token", "prediction")
         if len(ids) > limit:
-            message = f"this model's context is {limit} tokens; a prediction of {len(ids)} can never come true"
+            message = f"this model's context is {limit} tokens; the prediction has {len(ids)}: shorten it"
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 
     def _echo(self, prompt: Prompt) -> str:
-        """The prompt's text. Ids are decoded only once the engine took them."""
+        """Return the prompt's text. Call it after `submit`: the engine has then checked the ids."""
         return prompt if isinstance(prompt, str) else self.client.detokenize(prompt)
 
 
@@ -161,20 +161,20 @@ async def send_whole(
     envelope: Envelope,
     send: Send,
 ) -> None:
-    """Each choice is encoded when it ends. A long body goes out in parts, one per choice."""
+    """Send the whole reply at the end. Each choice is encoded as soon as it finishes."""
     encoded = [b""] * len(choices)
-    async with aclosing(outputs) as live:
-        async for index, output in live:
+    async with aclosing(outputs):
+        async for index, output in outputs:
             await choices[index].add(output)
             if output.finish_reason is not None:
                 encoded[index] = await encode_choice(choices[index].take())
     records = [choice.record for choice in choices if choice.record is not None]
     assert len(records) == len(choices), "the output that finishes a choice carries its record"
-    parts = envelope.body(encoded, envelope.closing(records))
+    parts = envelope.body(encoded, envelope.final_fields(records))
     length = sum(map(len, parts))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    if length <= LONG_BODY:
+    if length <= MAX_JOINED_BYTES:
         parts = [b"".join(parts)]
     for part in parts[:-1]:
         await send({"type": "http.response.body", "body": part, "more_body": True})
@@ -182,10 +182,10 @@ async def send_whole(
 
 
 async def send_stream(events: AsyncGenerator[bytes], send: Send) -> None:
-    """The reply begins with its first event: an error that comes earlier still becomes a status."""
+    """Send the events as they come. The reply starts with the first event: an earlier error still sets the status."""
     started = False
-    async with aclosing(events) as live:
-        async for data in live:
+    async with aclosing(events):
+        async for data in events:
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 started = True

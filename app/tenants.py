@@ -1,23 +1,27 @@
-"""Whose prompts may share what: the salt under which the engine looks for prefixes that it has read before.
+"""Decides which requests may share cached prefixes: the engine finds a prefix only under the salt it was stored with.
 
-A hit shows in the time to the first token, so who shares prefixes can find out what others have sent. Different API
-keys therefore never share; neither do requests of one key that ask for different salts (vLLM's cache_salt).
+A cache hit shortens the time to the first token, so a client that shares a cache could guess the prompts of others.
+Different API keys therefore never share prefixes. One key's requests with different cache_salt fields (as in vLLM) do
+not share them either.
 """
 
 import hashlib
 import json
 
 
-def cache_salt(authorization: str | None, asked: str | None) -> str:
-    """The engine's salt for a request: a SHA-256 in hexadecimal, from which nobody reads the key; "" without both."""
+def cache_salt(authorization: str | None, requested_salt: str | None) -> str:
+    """Return the engine's salt for a request: a SHA-256 in hexadecimal, which hides the key.
+
+    Returns "" for a request with neither credentials nor a salt of its own.
+    """
     token = _token(authorization or "")
-    if not token and asked is None:
+    if not token and requested_salt is None:
         return ""
-    # As JSON, since "ab" + "c" and "a" + "bc" must not be the same tenant.
-    return hashlib.sha256(json.dumps([token, asked]).encode()).hexdigest()
+    # JSON keeps the two values apart: ("ab", "c") and ("a", "bc") must not be the same tenant.
+    return hashlib.sha256(json.dumps([token, requested_salt]).encode()).hexdigest()
 
 
 def _token(authorization: str) -> str:
-    """The bearer token (RFC 6750, section 2.1). Other credentials are a tenant's too, so they stand for themselves."""
+    """Return the bearer token (RFC 6750, section 2.1), or the whole header for any other kind of credentials."""
     scheme, _, credentials = authorization.strip().partition(" ")
     return credentials.strip() if scheme.lower() == "bearer" else authorization.strip()

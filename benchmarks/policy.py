@@ -204,9 +204,7 @@ def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 def request_line(record: RequestRecord, params: SamplingParams) -> dict[str, object]:
     """A request's line in the trace: its source drafted most, and all requests arrive before the first step."""
-    proposers = [DRAFTERS[place] for place in record.proposer if place >= 0]
-    r = record
-    columns = (r.steps, r.planned, r.drafted, r.accepted, r.emitted, r.alphas, r.reasons)
+    proposers = [DRAFTERS[part.proposer] for part in record.rounds if part.proposer >= 0]
     return {
         "request": record.request_id,
         "source": max(proposers, key=proposers.count) if proposers else record.drafter,
@@ -215,7 +213,7 @@ def request_line(record: RequestRecord, params: SamplingParams) -> dict[str, obj
         "arrived_s": 0.0,
         "fixed_k": record.fixed_k,
         "max_k": None,
-        "rounds": [list(entry) for entry in zip(*columns, strict=True)],
+        "rounds": [[getattr(part, name) for name in trace.TraceRow._fields] for part in record.rounds],
     }
 
 

@@ -38,7 +38,7 @@ class TraceRow(NamedTuple):
     """A request's part in a round."""
 
     step: int
-    planned: int  # k
+    k: int
     drafted: int  # less where the drafter had less
     accepted: int
     emitted: int

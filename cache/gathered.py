@@ -1,4 +1,4 @@
-"""Paged memory for any device: attention's K and V are gathered from the blocks, one copy per layer and group."""
+"""Paged memory for any device. Attention's K and V are gathered from the blocks: one copy per layer and group."""
 
 from collections.abc import Sequence
 
@@ -10,24 +10,24 @@ from cache.storage import Blocks, KVShape, KVView
 
 
 class GatheredStorage(Blocks):
-    """Blocks in one run of rows per layer, and a further block of zeros that stands where a sequence has none."""
+    """All blocks of a layer in one run of rows. One more block of zeros stands where a sequence has no block."""
 
     def __init__(self, cache: PagedCache, shape: KVShape) -> None:
-        self._zeros, self._block_size = cache.num_blocks, cache.block_size
+        self._zero_block, self._block_size = cache.num_blocks, cache.block_size
         size = (shape.num_layers, cache.num_blocks + 1, cache.block_size, *shape.row)
         memory = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.rows = memory.flatten(1, 2).unbind(0)
-        self._within = torch.arange(cache.block_size, device=shape.device)
+        self._offsets = torch.arange(cache.block_size, device=shape.device)  # of rows in a block
         super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)
 
     def prepare(self, handles: Sequence[int]) -> None:
-        self.settle()
+        self.copy_shared_blocks()
 
-    def places(self, slot: int, start: int, end: int) -> list[int]:
-        """Raises ValueError beyond the slot's table."""
+    def row_numbers(self, slot: int, start: int, end: int) -> list[int]:
+        """As in Storage. Raises ValueError for positions beyond the slot's table."""
         size, table = self._block_size, self._cache.slot_table(slot)
         if end > len(table) * size:
-            raise ValueError(f"slot {slot} has memory for {len(table) * size} positions, not for {end}")
+            raise ValueError(f"slot {slot} has memory for {len(table) * size} positions, not for {end}: reserve them")
         rows: list[int] = []
         while start < end:
             stop = min(end, start - start % size + size)
@@ -36,17 +36,17 @@ class GatheredStorage(Blocks):
             start = stop
         return rows
 
-    def window(self, first_slot: int, slots: int, length: int) -> KVView:
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
         count = -(-length // self._block_size)
         tables = [self._cache.slot_table(s)[:count] for s in range(first_slot, first_slot + slots)]
-        padded = [table + [self._zeros] * (count - len(table)) for table in tables]
-        blocks = torch.tensor(padded, dtype=torch.int64, device=self._within.device)[:, :, None]  # [slots, count, 1]
-        index = (blocks * self._block_size + self._within).flatten(1)[:, :length]  # [slots, length]
-        return Gathered(self.rows, index, self._kv_heads)
+        padded = [table + [self._zero_block] * (count - len(table)) for table in tables]
+        blocks = torch.tensor(padded, dtype=torch.int64, device=self._offsets.device)[:, :, None]  # [slots, count, 1]
+        index = (blocks * self._block_size + self._offsets).flatten(1)[:, :length]  # [slots, length]
+        return GatheredView(self.rows, index, self._kv_heads)
 
 
-class Gathered:
-    """A window whose row numbers are computed once and used in every layer: index [slots, length]."""
+class GatheredView:
+    """A KVView that copies the rows of `index` [slots, length]. All layers use the same row numbers."""
 
     def __init__(self, rows: tuple[Tensor, ...], index: Tensor, kv_heads: int) -> None:
         self._rows, self._kv_heads = rows, kv_heads

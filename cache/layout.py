@@ -1,4 +1,4 @@
-"""How one model's KV cache is laid out: its numbers, and the bookkeeping that goes with them."""
+"""The sizes of one model's KV cache, and the cache that belongs to them."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from cache.slotted import SlottedCache
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`slots` sequences of at most max_len positions. Without blocks every slot has all its memory for itself."""
+    """Room for `slots` sequences of at most max_len positions. In a slotted layout every slot has its own memory."""
 
     slots: int
     max_len: int
-    block_size: int = 0  # positions of a block; 0: slotted
-    blocks: int = 0  # that all sequences share
-    prefixes: bool = True  # whether full committed blocks are kept to be found again
-    mapped: bool = True  # whether its blocks may be mapped into the slots, where the machine can
+    block_size: int = 0  # positions per block; 0: slotted
+    blocks: int = 0  # shared by all sequences
+    prefixes: bool = True  # whether full committed blocks are kept so that later sequences find them
+    mapped: bool = True  # whether blocks may be mapped into the slots if the machine supports it
 
     @property
     def paged(self) -> bool:
@@ -24,7 +24,7 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Positions that there is memory for."""
+        """Number of positions that have memory."""
         return self.blocks * self.block_size if self.paged else self.slots * self.max_len
 
 

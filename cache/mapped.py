@@ -1,8 +1,8 @@
-"""Paged memory for CPUs on Linux, without gathering: the MMU translates positions into blocks.
+"""Paged memory for CPUs on Linux without gathering: the MMU translates positions into blocks.
 
-The idea is vAttention's (Prabhu et al. 2024, arXiv 2405.04437), which does it with CUDA's virtual memory functions:
-every sequence is a contiguous range of virtual memory, and its blocks are mapped into that range one after the other.
-Attention reads a strided view, exactly as with slots; a shared prefix is a block that is mapped twice.
+The idea comes from vAttention (Prabhu et al. 2024, arXiv 2405.04437), which uses CUDA's virtual memory functions. Every
+sequence is a contiguous range of virtual memory, and its blocks are mapped into that range one after the other.
+Attention reads a strided view, as with slots. A shared prefix is a block that is mapped twice.
 """
 
 import ctypes
@@ -22,12 +22,13 @@ from cache.paged import PagedCache
 from cache.storage import Blocks, Contiguous, KVShape
 
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # linux/mman.h; Python's mmap names neither
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # from linux/mman.h; Python's mmap has no names for them
 ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-# The next pass will touch all pages of a block, and one call is cheaper than a fault for each of them: measured, for a
-# new block of 28 pages in 14 layers, 47 µs instead of 57; for a prefix of 64 blocks found again, 160 instead of 220.
+# MAP_POPULATE, because the next pass touches all pages of a block, and one call is cheaper than a fault for each page.
+# Measured: a new block of 28 pages in 14 layers takes 47 µs instead of 57 µs, a cached prefix of 64 blocks 160 µs
+# instead of 220 µs.
 BLOCK = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-UNKNOWN = -1  # no block's number: what is mapped there has to be mapped again
+UNKNOWN_BLOCK = -1  # marks a table entry that must be mapped again
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,22 +37,25 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def mappable(layout: Layout, shape: KVShape) -> bool:
-    """Whether MappedStorage can hold it: a block of a layer has to be whole pages of the CPU's memory."""
+    """Whether MappedStorage can hold this layout: one layer's part of a block must be whole memory pages of a CPU."""
     block_bytes = layout.block_size * shape.row_bytes
-    here = sys.platform == "linux" and shape.device.type == "cpu"
-    return here and layout.mapped and layout.paged and block_bytes % mmap.PAGESIZE == 0
+    supported = sys.platform == "linux" and shape.device.type == "cpu"
+    return supported and layout.mapped and layout.paged and block_bytes % mmap.PAGESIZE == 0
 
 
 def map_count(layout: Layout, layers: int) -> int:
-    """Mappings that it may need, at the worst: no two blocks are neighbours. Linux allows vm.max_map_count in all."""
+    """Return the most mappings that the layout may need: no two neighbouring positions lie in neighbouring blocks.
+
+    Linux allows vm.max_map_count mappings per process.
+    """
     return layout.slots * -(-layout.max_len // layout.block_size) * layers
 
 
 class MappedStorage(Contiguous, Blocks):
     """A memory file [layers, blocks, block_size, …], mapped into virtual memory [layers, slots, positions, …].
 
-    Memory is used once a block was first mapped, and unmapped when the last tensor over it goes. A slot that nobody
-    prepared since its last owner left may still show that owner's blocks.
+    A block takes memory from its first mapping on. The memory is unmapped when the last tensor over it is freed. Until
+    a slot is prepared for a new owner it may still show the last owner's blocks.
     """
 
     def __init__(self, cache: PagedCache, slots: int, max_len: int, shape: KVShape) -> None:
@@ -63,10 +67,10 @@ class MappedStorage(Contiguous, Blocks):
         self._slot_bytes = table_len * self._block_bytes
         self._layer_stride = slots * self._slot_bytes
         self._block_size = cache.block_size
-        self._tables: list[list[int]] = [[] for _ in range(slots)]  # block ids that are mapped, by slot
+        self._tables: list[list[int]] = [[] for _ in range(slots)]  # mapped blocks of each slot
         self._file = os.memfd_create("kv-cache")
         self._close = weakref.finalize(self, os.close, self._file)
-        self._close.atexit = False  # the process's end closes it, and until then another thread may be mapping
+        self._close.atexit = False  # another thread may still map at exit; the end of the process closes the file
         os.ftruncate(self._file, shape.num_layers * self._layer_bytes)
         memory, self._base = _tensor(size, shape.dtype, ZEROS, -1)
         pool, _ = _tensor(file_size, shape.dtype, mmap.MAP_SHARED, self._file)
@@ -74,31 +78,34 @@ class MappedStorage(Contiguous, Blocks):
         Blocks.__init__(self, pool, cache, shape.kv_heads)
 
     def close(self) -> None:
-        """Let go of the file. What is mapped stays readable; `prepare` raises OSError where it had to map more."""
+        """Close the file. Mapped memory stays readable; `prepare` raises OSError if it has to map more."""
         self._close()
-        self._file = -1  # the number may be another file's by now
+        self._file = -1  # the system may give the old number to another file
 
     def prepare(self, handles: Sequence[int]) -> None:
-        self.settle()
+        self.copy_shared_blocks()
         for handle in handles:
             slot, table = self._cache.slot(handle), self._cache.table(handle)
             if self._tables[slot] != table:
                 self._remap(slot, table)
 
-    def places(self, slot: int, start: int, end: int) -> range:
-        """Raises ValueError beyond what is mapped."""
-        backed = len(self._tables[slot]) * self._block_size
-        if end > backed:
-            raise ValueError(f"slot {slot} has memory for {backed} positions, not for {end}")
-        return super().places(slot, start, end)
+    def row_numbers(self, slot: int, start: int, end: int) -> range:
+        """As in Storage. Raises ValueError for positions that are not mapped."""
+        mapped = len(self._tables[slot]) * self._block_size
+        if end > mapped:
+            raise ValueError(f"slot {slot} has memory for {mapped} positions, not for {end}: reserve and prepare them")
+        return super().row_numbers(slot, start, end)
 
     def _remap(self, slot: int, table: list[int]) -> None:
-        """Map what differs, from the first difference on. What was mapped beyond the table's end becomes zeros again:
-        attention reads it masked, and another sequence may own those blocks by now."""
+        """Map the table from the first entry that differs on.
+
+        Entries beyond the table's end become zeros again: attention still reads them, masked, and another sequence may
+        own their old blocks.
+        """
         old = self._tables[slot]
         same = next((i for i, (a, b) in enumerate(zip(old, table, strict=False)) if a != b), min(len(old), len(table)))
-        # Should a mapping fail, the next attempt starts here again.
-        old[same:] = [UNKNOWN] * (max(len(old), len(table)) - same)
+        # If a mapping fails, the next call starts here again.
+        old[same:] = [UNKNOWN_BLOCK] * (max(len(old), len(table)) - same)
         breaks = [i for i in range(same + 1, len(table)) if table[i] != table[i - 1] + 1]
         for start, end in pairwise([same, *breaks, len(table)] if same < len(table) else []):
             self._map(slot, start, end, table[start])
@@ -107,7 +114,7 @@ class MappedStorage(Contiguous, Blocks):
         old[:] = table
 
     def _map(self, slot: int, start: int, end: int, block: int | None) -> None:
-        """Let entries start … end − 1 of a slot's table be the file's blocks from `block` on, or zeros."""
+        """Map the file's blocks from `block` on, or zeros for None, at entries start … end − 1 of a slot's table."""
         address = self._base + slot * self._slot_bytes + start * self._block_bytes
         size = (end - start) * self._block_bytes
         flags, file, offset, step = ZEROS, -1, 0, 0
@@ -121,22 +128,24 @@ class MappedStorage(Contiguous, Blocks):
 
 
 def _tensor(size: tuple[int, ...], dtype: torch.dtype, flags: int, file: int) -> tuple[Tensor, int]:
-    """A tensor over newly mapped memory, and its address. The memory is unmapped when no tensor over it is left."""
+    """Return a tensor over newly mapped memory, and its address. The memory is unmapped with its last tensor."""
     total = dtype.itemsize
     for n in size:
         total *= n
     address = _mmap(None, total, flags, file, 0)
     buffer = (ctypes.c_char * total).from_address(address)
-    # The process's end unmaps as well, and until then another thread may be using the memory.
+    # atexit False: another thread may still use the memory at exit, and the end of the process unmaps it.
     weakref.finalize(buffer, _libc.munmap, address, total).atexit = False
     return torch.frombuffer(buffer, dtype=dtype).view(size), address
 
 
 def _mmap(address: int | None, size: int, flags: int, file: int, offset: int) -> int:
-    """mmap(2), readable and writable. Raises OSError."""
+    """Call mmap(2) for readable and writable memory and return the address. Raises OSError."""
     mapped: int = _libc.mmap(address, size, READ_WRITE, flags, file, offset)
     if mapped == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        hint = ": more mappings than vm.max_map_count allows, or too little memory" if code == errno.ENOMEM else ""
+        hint = ""
+        if code == errno.ENOMEM:
+            hint = ": too many mappings or too little memory; raise vm.max_map_count or lower kv_tokens"
         raise OSError(code, f"cannot map {size:,} bytes of KV cache ({os.strerror(code)}){hint}")
     return mapped

@@ -1,4 +1,4 @@
-"""Which memory a layout gets."""
+"""Chooses the storage for a layout."""
 
 from cache.gathered import GatheredStorage
 from cache.layout import Layout
@@ -10,10 +10,10 @@ from cache.storage import KVShape, SlottedStorage, Storage
 
 
 def make_storage(layout: Layout, cache: KVCache, shape: KVShape) -> Storage:
-    """Memory for the cache that `make_cache(layout)` made. Raises OSError where it cannot be had."""
+    """Allocate the memory for a cache of `make_cache(layout)`. Raises OSError if there is not enough."""
     if isinstance(cache, SlottedCache):
         return SlottedStorage(cache, layout.slots, layout.max_len, shape)
-    assert isinstance(cache, PagedCache), f"no memory is made for a {type(cache).__name__}"
+    assert isinstance(cache, PagedCache), f"there is no storage for a {type(cache).__name__}"
     if mappable(layout, shape):
         return MappedStorage(cache, layout.slots, layout.max_len, shape)
     return GatheredStorage(cache, shape)

@@ -1,13 +1,13 @@
 """Prefix index: finds the blocks that already hold the beginning of a text. Bookkeeping only, standard library only.
 
-A radix tree over full committed blocks (as RadixAttention's, Zheng et al. 2024, arXiv:2312.07104, section 3, with one
-block to an edge), with one root per salt. Children are keyed by the block's tokens themselves, not by a hash of them:
-two texts can never be taken for one another, whatever their authors contrive. Nothing is found under another salt than
-it was indexed with.
+The index is a radix tree over full committed blocks (as in RadixAttention, Zheng et al. 2024, arXiv:2312.07104,
+section 3, with one block per edge). Each salt has a root of its own, so a block is found only under the salt that it
+was indexed with. Children are keyed by the block's tokens, not by a hash of them, so no client can construct two texts
+that collide.
 
-Whoever refers to a node's block refers to those of all nodes above it. So an unreferenced node has only unreferenced
-nodes below it, and since tables let go of their deepest block first, these were let go before it: evicting what was let
-go first always meets a leaf.
+A table that refers to a node's block refers to the blocks of all nodes above it. So all nodes below an unreferenced
+node are unreferenced too. Tables drop their last block first, so the nodes below were dropped earlier. The block that
+was dropped first is therefore always a leaf, and evicting it leaves no orphans.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,28 +16,28 @@ Tokens = tuple[int, ...]
 
 
 class Node:
-    """A full block in its context: the tokens of its path from the root are what its positions attended to."""
+    """A full block in its context: its positions attended to the tokens on the path from the root."""
 
     __slots__ = ("block", "children", "key", "parent")
 
     def __init__(self, parent: "Node | None", key: Tokens, block: int) -> None:
-        self.parent = parent  # None: a root, which has no block
+        self.parent = parent  # None for a root, which has no block
         self.key = key
         self.block = block
         self.children: dict[Tokens, Node] = {}
 
 
 class PrefixIndex:
-    """Blocks of `block_size` tokens. A block is indexed at most once; a text's block is the first that was indexed."""
+    """Indexes blocks of `block_size` tokens. Of several blocks with the same text only the first is indexed."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.nodes: dict[int, Node] = {}  # by block
         self._roots: dict[str, Node] = {}  # by salt; only those with children
-        self._salts: dict[Node, str] = {}  # of the roots
+        self._salts: dict[Node, str] = {}  # root → its salt
 
     def match(self, tokens: Sequence[int], salt: str, limit: int) -> list[Node]:
-        """The longest indexed path of full blocks that `tokens` begin with, at most `limit` of them."""
+        """Return the nodes of the longest indexed prefix of `tokens`: full blocks, at most `limit` of them."""
         path: list[Node] = []
         node = self._roots.get(salt)
         while node is not None and len(path) < limit:
@@ -48,8 +48,10 @@ class PrefixIndex:
         return path
 
     def insert(self, parent: Node | None, salt: str, key: Tokens, block: int) -> Node:
-        """The node of these tokens under `parent` (None: the salt's root): a new one for `block`, or the one that is
-        there already, whose block is then another."""
+        """Return the node of these tokens under `parent` (None: the salt's root).
+
+        This is a new node for `block`, or the existing node, which has another block.
+        """
         if parent is None:
             parent = self._root(salt)
         node = parent.children.get(key)
@@ -58,13 +60,13 @@ class PrefixIndex:
         return node
 
     def remove(self, block: int) -> list[int]:
-        """Take a block and everything below it out; returns their blocks, deepest first. Costs O(1) each."""
+        """Remove a block and all blocks below it. Returns them, children before parents. Costs O(1) per block."""
         top = self.nodes[block]
         removed = [node.block for node in _below(top)]
-        for each in removed:
-            del self.nodes[each]
+        for removed_block in removed:
+            del self.nodes[removed_block]
         parent = top.parent
-        assert parent is not None, f"the root of block {block} is no node of a block"
+        assert parent is not None, f"block {block} belongs to a root, and roots have no block"
         del parent.children[top.key]
         if not parent.children and parent in self._salts:
             del self._roots[self._salts.pop(parent)]
@@ -78,26 +80,29 @@ class PrefixIndex:
         return root
 
     def audit(self, counts: Sequence[int]) -> None:
-        """Raise AssertionError unless the tree and its table of blocks agree, no root is empty, and what is
-        unreferenced (`counts` by block) has nothing referenced below it."""
-        found = [node for root in self._roots.values() for node in _below(root) if node is not root]
-        blocks = sorted(node.block for node in found)
+        """Check the index; raise AssertionError for a defect.
+
+        The tree and its table of blocks must agree, and no root may be empty. No node without a reference may have a
+        referenced one below it (`counts`: references by block).
+        """
+        tree_nodes = [node for root in self._roots.values() for node in _below(root) if node is not root]
+        blocks = sorted(node.block for node in tree_nodes)
         assert blocks == sorted(self.nodes), f"blocks in the tree {blocks}, in its table {sorted(self.nodes)}"
-        assert all(self.nodes[node.block] is node for node in found), "the table has another node than the tree"
+        assert all(self.nodes[node.block] is node for node in tree_nodes), "the table has another node than the tree"
         assert all(root.children for root in self._roots.values()), "an empty root"
         assert {root: salt for salt, root in self._roots.items()} == self._salts, "roots and salts differ"
-        for node in found:
+        for node in tree_nodes:
             assert len(node.key) == self.block_size, f"block {node.block} has a key of {len(node.key)} tokens"
             for key, child in node.children.items():
                 assert child.parent is node, f"block {child.block} does not know its parent {node.block}"
-                assert child.key == key, f"block {child.block} is filed under other tokens than its own"
+                assert child.key == key, f"block {child.block} has another key than its own tokens"
                 assert counts[node.block] or not counts[child.block], (
-                    f"block {child.block} is referenced, and its parent {node.block} is not"
+                    f"block {child.block} is referenced, but its parent {node.block} is not"
                 )
 
 
 def _below(top: Node) -> Iterator[Node]:
-    """`top` and what is below it, children before parents."""
+    """Return `top` and all nodes below it, children before parents."""
     order, stack = [], [top]
     while stack:
         node = stack.pop()

@@ -1,40 +1,43 @@
-"""What the engine asks of a KV cache's bookkeeping, slotted or paged. Handles are the engine's sequence numbers."""
+"""The protocol of a KV cache's bookkeeping, slotted or paged. Handles are the engine's sequence numbers."""
 
 from collections.abc import Sequence, Set
 from typing import Protocol
 
 
 class CacheFull(RuntimeError):
-    """No room for what was asked; nothing was changed."""
+    """There is not enough room. The call changed nothing."""
 
 
 class KVCache(Protocol):
-    """Who owns which memory and how many positions of it are valid. Lengths count tokens; owners are explicit.
+    """Knows which sequence owns which memory and how many of its positions are valid. Lengths are in tokens.
 
-    A sequence holds a slot from `allocate` to `release`; a slot is a run of max_len positions, all backed by memory in
-    a slotted cache, backed block by block in a paged one. Positions 0 … length − 1 are valid. `reserve` backs the next
-    ones, a forward pass writes them, and `extend` says that they became valid.
+    A sequence holds a slot from `allocate` to `release`. A slot is a run of max_len positions. A slotted cache has
+    memory for all of them; a paged cache adds memory block by block. Positions 0 … length − 1 are valid. `reserve`
+    gives memory to the next positions, a forward pass writes them, and `extend` makes them valid.
     """
 
-    max_len: int  # positions of one sequence
-    shares: bool  # whether one sequence can ever find or take over what another has computed
+    max_len: int  # most positions of one sequence
+    shares: bool  # whether a sequence can use what another one has computed
 
     @property
     def free_slots(self) -> int: ...
 
     @property
     def withheld(self) -> Set[int]:
-        """Memory that nobody gets before `restore`: slots of a slotted cache, blocks of a paged one."""
+        """Memory that no sequence gets before `restore`: slots of a slotted cache, blocks of a paged one."""
         ...
 
     @property
     def used(self) -> float:
-        """Share of its memory that sequences hold, 0 … 1; what is only kept to be found again does not count."""
+        """Share of the memory that sequences hold, 0 … 1. Memory that only the prefix index keeps does not count."""
         ...
 
     def allocate(self, handle: int, tokens: Sequence[int] = (), salt: str = "") -> int:
-        """Give the sequence a slot and the longest prefix of `tokens` that is there already under this salt; returns
-        its length, never all of `tokens`. Raises CacheFull, or KeyError if it already holds a slot."""
+        """Give the sequence a slot and the longest prefix of `tokens` that the cache holds under this salt.
+
+        Returns the prefix's length, which is less than len(tokens). Raises CacheFull without a free slot and KeyError
+        if the sequence already holds one.
+        """
         ...
 
     def holds(self, handle: int) -> bool: ...
@@ -44,58 +47,71 @@ class KVCache(Protocol):
     def length(self, handle: int) -> int: ...
 
     def room(self, handle: int) -> int:
-        """The most positions that `reserve` could back now."""
+        """Return how many positions `reserve` could add now."""
         ...
 
     def reserve(self, handle: int, count: int) -> None:
-        """Back the next `count` positions with memory of its own: what the sequence shares there is copied first.
+        """Give the next `count` positions memory that no other sequence reads. A shared block is copied first.
 
-        Raises CacheFull; then nothing was changed.
+        Raises CacheFull and then changes nothing.
         """
         ...
 
     def extend(self, handle: int, count: int) -> None:
-        """The next `count` positions are valid now. Raises ValueError beyond what was reserved."""
+        """Make the next `count` positions valid. Raises ValueError if they were not reserved."""
         ...
 
     def truncate_to(self, handle: int, length: int) -> None:
-        """Forget positions ≥ length (rollback) and free what only they needed. No data moves, and what others share
-        stays theirs. A length beyond the current one is a ValueError."""
+        """Forget positions from `length` on (rollback) and free the memory that only they used. No data moves.
+
+        Memory that other sequences share stays theirs. Raises ValueError for more than the current length.
+        """
         ...
 
     def fork(self, parent: int, child: int, length: int) -> int:
-        """Let `child`, which holds a slot, take over the parent's first `length` positions in place of its own fewer;
-        returns how many it has now. Whoever first writes into a shared block copies it: the parent must reserve anew.
-        Nothing is shared across salts. More positions than the parent has are a ValueError."""
+        """Let `child`, which holds a slot, share the parent's first `length` positions if it has fewer itself.
+
+        Returns the child's length. The first of the two to write into a shared block copies it, so the parent must
+        reserve again. Sequences with different salts share nothing. Raises ValueError for more positions than the
+        parent has.
+        """
         ...
 
     def publish(self, handle: int, tokens: Sequence[int]) -> None:
-        """The sequence's valid positions hold these committed tokens: other sequences may share its full blocks (I6).
+        """Let other sequences find this one's full blocks (I6). Its valid positions hold these committed `tokens`.
 
-        Called after every round that committed tokens; `tokens` may go on beyond what is valid.
+        Called after every round that committed tokens. `tokens` may be longer than the valid positions.
         """
         ...
 
     def release(self, handle: int) -> None:
-        """Take the slot back. A handle that holds none is ignored, so that every exit path may call it. What was
-        published stays to be found until its memory is needed."""
+        """Take the slot back. A handle without a slot is ignored, so that every exit path may call this.
+
+        Later sequences still find the published blocks until the memory is needed.
+        """
         ...
 
     def discard(self, handle: int) -> None:
-        """What the sequence's positions hold is not to be trusted: nobody may find it any more. It keeps its slot, and
-        what could only be found, in nobody's hands, is withheld."""
+        """Stop others from finding this sequence's positions, because they may hold values that are not finite.
+
+        The sequence keeps its slot. Memory that only the prefix index kept is withheld.
+        """
         ...
 
     def quarantine(self, handle: int) -> None:
-        """Take back a discarded sequence's slot, and withhold the memory that nobody else holds: it is not to be
-        trusted, and could not be zeroed."""
+        """Take back the slot of a discarded sequence whose memory could not be zeroed.
+
+        Memory that no other sequence holds is withheld.
+        """
         ...
 
     def restore(self) -> None:
-        """What is withheld was zeroed: whoever needs it may have it."""
+        """Free the withheld memory. The caller has zeroed it."""
         ...
 
-    def audit(self, live: Set[int]) -> None:
-        """Raise AssertionError with the numbers unless all memory is accounted for exactly once (I3): free, held,
-        findable or withheld. What is held belongs to one of the `live` handles."""
+    def audit(self, handles: Set[int]) -> None:
+        """Raise AssertionError unless all memory is in exactly one state: free, held, cached or withheld (I3).
+
+        `handles` are all sequences that may hold memory.
+        """
         ...

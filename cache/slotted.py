@@ -1,4 +1,4 @@
-"""Slotted cache: one run of max_len positions per sequence. Bookkeeping only; storage.py holds the tensors."""
+"""Slotted cache: each sequence has a run of max_len positions. Bookkeeping only; storage.py holds the tensors."""
 
 from collections.abc import Sequence, Set
 
@@ -7,7 +7,7 @@ from cache.slots import Slots
 
 
 class SlottedCache:
-    """A KVCache of `num_slots` equal slots. Slots are private: nothing is shared, nothing found."""
+    """A KVCache of `num_slots` equal slots. Sequences share nothing and find no prefixes."""
 
     shares = False
 
@@ -44,7 +44,7 @@ class SlottedCache:
         return self._lengths[handle]
 
     def reached(self, handle: int) -> int:
-        """Positions that were reserved since it got its slot: no pass has written beyond them."""
+        """Return the most positions that were reserved since `allocate`. No pass has written beyond them."""
         return self._reached[handle]
 
     def room(self, handle: int) -> int:
@@ -53,27 +53,27 @@ class SlottedCache:
     def reserve(self, handle: int, count: int) -> None:
         length = self._lengths[handle] + count
         if length > self.max_len:
-            raise CacheFull(f"sequence {handle} needs {length} positions, its slot has {self.max_len}")
+            raise CacheFull(f"sequence {handle} needs {length} positions, but its slot has {self.max_len}")
         self._reached[handle] = max(self._reached[handle], length)
 
     def extend(self, handle: int, count: int) -> None:
         length = self._lengths[handle] + count
         if length > self.max_len:
-            raise ValueError(f"cannot extend sequence {handle} to {length}, its slot has {self.max_len} positions")
+            raise ValueError(f"cannot extend sequence {handle} to {length}: its slot has {self.max_len} positions")
         self._lengths[handle] = length
 
     def truncate_to(self, handle: int, length: int) -> None:
         if not 0 <= length <= self._lengths[handle]:
-            raise ValueError(f"cannot truncate sequence {handle} from {self._lengths[handle]} to {length}")
+            raise ValueError(f"cannot truncate sequence {handle} to {length} positions: it has {self._lengths[handle]}")
         self._lengths[handle] = length
 
     def fork(self, parent: int, child: int, length: int) -> int:
         if not 0 <= length <= self._lengths[parent]:
-            raise ValueError(f"cannot fork {length} of the {self._lengths[parent]} positions of sequence {parent}")
+            raise ValueError(f"cannot fork {length} positions of sequence {parent}: it has {self._lengths[parent]}")
         return self._lengths[child]
 
     def publish(self, handle: int, tokens: Sequence[int]) -> None:
-        pass  # nobody else can read a slot
+        pass  # no other sequence can read a slot
 
     def release(self, handle: int) -> None:
         if self._lengths.pop(handle, None) is not None:
@@ -90,7 +90,7 @@ class SlottedCache:
     def restore(self) -> None:
         self._slots.restore()
 
-    def audit(self, live: Set[int]) -> None:
-        self._slots.audit(live)
-        assert self._lengths.keys() == self._slots.held.keys(), "a length without a slot, or the reverse"
+    def audit(self, handles: Set[int]) -> None:
+        self._slots.audit(handles)
+        assert self._lengths.keys() == self._slots.held.keys(), "the sequences with lengths are not those with slots"
         assert all(0 <= n <= self.max_len for n in self._lengths.values()), f"a length beyond {self.max_len}"

@@ -1,7 +1,7 @@
-"""The tensors behind a KV cache: what a pass writes and attention reads, and what all kinds of them have in common.
+"""The tensors behind a KV cache: the protocol of storages, slotted memory, and what the paged storages share.
 
-A position's row in a layer holds the kv heads' keys first, then their values, so that one copy stores both. Rows start
-as zeros, not empty: masked positions are multiplied by probability 0, and 0 · NaN would be NaN.
+A position's row in a layer holds the keys of all kv heads, then their values, so that one copy stores both. Memory
+starts as zeros: attention multiplies masked positions by probability 0, and 0 · NaN is NaN.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 from cache.paged import PagedCache
 from cache.slotted import SlottedCache
 
-PIECE = 64  # positions of a layer that are looked at together: this takes memory for as many again, and no more
+PIECE_POSITIONS = 64  # positions of a layer that are checked at once; the check needs memory for as many again
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one model stores for a position, and where."""
+    """The size, type and device of what one model stores per position."""
 
     num_layers: int
     kv_heads: int
@@ -33,64 +33,70 @@ class KVShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a position's K and V in one layer."""
+        """Bytes of one position's K and V in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a position's K and V in all layers."""
+        """Bytes of one position's K and V in all layers."""
         return self.num_layers * self.row_bytes
 
 
 class KVView(Protocol):
-    """What one attention group reads in one pass."""
+    """The K and V that one attention group reads in one pass."""
 
     def __getitem__(self, layer: int, /) -> tuple[Tensor, Tensor]:
-        """K and V [slots, kv_heads, length, head_dim] as they are now: ask after the layer's rows were written."""
+        """Return K and V [slots, kv_heads, length, head_dim]. Call it after the pass has written the layer's rows."""
         ...
 
 
 class Storage(Protocol):
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """Per layer [rows, 2·kv_heads, head_dim]: where a pass writes, at the rows that `places` names."""
+        """Per layer [rows, 2·kv_heads, head_dim]. A pass writes the rows that `row_numbers` names."""
         ...
 
     def prepare(self, handles: Sequence[int]) -> None:
-        """Bring the memory of these sequences in line with the cache's bookkeeping: before every pass, after the cache
-        reserved its positions, and before `places` and `window` are asked. Raises OSError; it may be tried again."""
+        """Bring the memory of these sequences in line with the cache's bookkeeping.
+
+        Call it before every pass: after the cache's `reserve`, before `row_numbers` and `view`. Raises OSError; then
+        the call may be repeated.
+        """
         ...
 
-    def places(self, slot: int, start: int, end: int) -> Iterable[int]:
-        """Row numbers of positions start … end − 1 of a slot that was prepared."""
+    def row_numbers(self, slot: int, start: int, end: int) -> Iterable[int]:
+        """Return the row numbers of positions start … end − 1 of a prepared slot."""
         ...
 
-    def window(self, first_slot: int, slots: int, length: int) -> KVView:
-        """The first `length` positions of neighbouring slots. Positions that a prepared sequence has no memory for read
-        as zeros; a slot that was not prepared reads anything."""
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
+        """Return a view of the first `length` positions of neighbouring slots.
+
+        Positions without memory read as zeros in a prepared slot. An unprepared slot may read anything.
+        """
         ...
 
     def clear(self, handle: int, start: int = 0) -> None:
-        """Zero the memory that only this sequence holds, of positions from `start` on, and what the cache withholds,
-        which is restored: the next owner must not meet what is not finite. What `truncate_to` took from blocks before
-        is out of reach."""
+        """Zero positions from `start` on in the memory that only this sequence holds, then call `clear_withheld`.
+
+        The next owner must not read values that are not finite. Blocks that `truncate_to` has freed are not zeroed.
+        """
         ...
 
     def clear_withheld(self) -> None:
-        """Zero what the cache withholds, which is restored."""
+        """Zero the memory that the cache withholds, and restore it."""
         ...
 
-    def finite(self, handle: int) -> bool:
-        """Whether the memory that only this sequence holds is. Reads all of it, in pieces, and waits for the device."""
+    def is_finite(self, handle: int) -> bool:
+        """Whether the memory that only this sequence holds is finite. Reads all of it and waits for the device."""
         ...
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V [kv_heads, length, head_dim] of the sequence's first positions, for tests and audits."""
+        """Return K and V [kv_heads, length, head_dim] of the sequence's first positions, for tests and audits."""
         ...
 
 
 class Contiguous:
-    """Slots whose positions follow each other in (virtual) memory, so that a window is a view.
+    """Slots whose positions follow each other in (virtual) memory, so that a view needs no copy.
 
     memory [layers, slots, positions, 2·kv_heads, head_dim], contiguous.
     """
@@ -101,16 +107,16 @@ class Contiguous:
         by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
         self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
 
-    def places(self, slot: int, start: int, end: int) -> range:
+    def row_numbers(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)
 
-    def window(self, first_slot: int, slots: int, length: int) -> KVView:
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
         chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
         return tuple(zip(self._keys[chosen].unbind(0), self._values[chosen].unbind(0), strict=True))
 
 
 class SlottedStorage(Contiguous):
-    """All positions of all slots, preallocated."""
+    """Slotted memory: all positions of all slots are allocated at the start."""
 
     def __init__(self, cache: SlottedCache, slots: int, max_len: int, shape: KVShape) -> None:
         self._cache = cache
@@ -130,13 +136,15 @@ class SlottedStorage(Contiguous):
         self._cache.restore()
 
     def _zero(self, slot: int, start: int) -> None:
-        rows = self.places(slot, start, self._stride)
+        rows = self.row_numbers(slot, start, self._stride)
         for layer in self.rows:
             layer[rows.start : rows.stop].zero_()
 
-    def finite(self, handle: int) -> bool:
-        rows = self.places(self._cache.slot(handle), 0, self._cache.reached(handle))
-        return _all_finite(piece for layer in self.rows if rows for piece in layer[rows.start : rows.stop].split(PIECE))
+    def is_finite(self, handle: int) -> bool:
+        rows = self.row_numbers(self._cache.slot(handle), 0, self._cache.reached(handle))
+        return _all_finite(
+            piece for layer in self.rows if rows for piece in layer[rows.start : rows.stop].split(PIECE_POSITIONS)
+        )
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         slot = self._cache.slot(handle)
@@ -144,7 +152,7 @@ class SlottedStorage(Contiguous):
 
 
 class Blocks:
-    """Blocks of positions, which the tables of a paged cache refer to.
+    """The memory of a paged cache's blocks; the cache's tables refer to them.
 
     pool [layers, blocks, block_size, 2·kv_heads, head_dim].
     """
@@ -154,14 +162,17 @@ class Blocks:
         self._cache = cache
         self._kv_heads = kv_heads
 
-    def settle(self) -> None:
-        """Copy the shared blocks that a sequence is about to write into; in order, for one's source may be another's
-        copy. What fails is still to be copied, and the next call begins with it."""
+    def copy_shared_blocks(self) -> None:
+        """Copy the shared blocks that a sequence is about to write.
+
+        The copies are done in order, because one's source may be the other's destination. After a failure the next call
+        begins with the copy that failed.
+        """
         for source, copy in self._cache.take_copies():
             self.pool[:, copy] = self.pool[:, source]
 
     def clear(self, handle: int, start: int = 0) -> None:
-        self.settle()  # a copy that is still to come would bring back what is zeroed here
+        self.copy_shared_blocks()  # a later copy would overwrite the zeros
         own, size = set(self._cache.owned(handle)), self.pool.shape[2]
         for i, block in enumerate(self._cache.table(handle)):
             if block in own:
@@ -169,22 +180,22 @@ class Blocks:
         self.clear_withheld()
 
     def clear_withheld(self) -> None:
-        self.settle()  # a copy that is still to come may be one of what is zeroed here
+        self.copy_shared_blocks()  # a later copy might read a block that is zeroed here
         for block in self._cache.withheld:
             self.pool[:, block].zero_()
         self._cache.restore()
 
-    def finite(self, handle: int) -> bool:
+    def is_finite(self, handle: int) -> bool:
         return _all_finite(self.pool[:, block] for block in self._cache.owned(handle))
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
-        self.settle()
+        self.copy_shared_blocks()
         table = torch.tensor(self._cache.table(handle), dtype=torch.int64, device=self.pool.device)
         rows = self.pool[layer, table].flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
         return rows[: self._kv_heads], rows[self._kv_heads :]
 
 
 def _all_finite(pieces: Iterable[Tensor]) -> bool:
-    """One copy to the host for all of them."""
-    each = [piece.isfinite().all() for piece in pieces]
-    return not each or bool(torch.stack(each).all())
+    """Whether all pieces are finite, with one copy to the host."""
+    results = [piece.isfinite().all() for piece in pieces]
+    return not results or bool(torch.stack(results).all())

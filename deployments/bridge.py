@@ -1,4 +1,4 @@
-"""An EngineClient over an engine thread of this process: the bridge between the event loop and the engine."""
+"""The bridge between the event loop and the engine thread: an EngineClient for an engine in this process."""
 
 import asyncio
 import time
@@ -7,52 +7,52 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from app.client import ModelCard, Token
+from engine.config import PolicyConfig
 from engine.engine import Engine
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker
-from policies.config import PolicyConfig
 
-TELL_EVERY_S = 0.25  # of steps, at most: as often as the live page shows them
+REPORT_EVERY_S = 0.25  # shortest time between two reports of steps; the live page updates as often
 TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the event loop
 
 
 class LocalClient:
-    """One wake-up of the event loop per engine step, whatever the number of requests in it."""
+    """Wakes the event loop once per engine step, however many requests the step served."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         longest_token = max(map(len, engine.tokenizer.vocab))
+        can = engine.intake.capabilities
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
-            policy=_name(engine.policy),
-            max_spec_length=engine.max_spec_length,
-            drafters=engine.drafters,
-            drafter=engine.config.drafter or ("model" if "model" in engine.drafters else None),
-            verifier=engine.config.verifier,
+            policy=_policy_name(engine.policy),
+            max_spec_length=can.max_spec_length,
+            drafters=can.drafters,
+            drafter=can.drafter,
+            verifier=can.verifier,
             max_choices=engine.config.max_running + engine.config.max_waiting,
             max_prompt_tokens=engine.config.max_prompt_tokens,
             longest_token=longest_token,
             created=int(time.time()),
         )
         self._tokenizer = engine.tokenizer
-        # Longer texts never fit: a token stands for no more characters than the longest token string has. (A tokenizer
-        # that drops characters could fit such a text; it is refused all the same.)
+        # A longer text never fits: a token stands for at most as many characters as the longest token string has. (A
+        # tokenizer that drops characters could make such a text fit; it is refused all the same.)
         self._max_characters = engine.max_model_len * longest_token
-        self._tokens: dict[int, Token] = {}  # of the vocabulary, as they come up: a prompt may name 20 for each token
-        self._refused: str | None = None  # why the last policy that was sent is not in force
-        self._queues: dict[str, asyncio.Queue[Output]] = {}  # touched by the event loop only
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._steps: list[
-            StepStats
-        ] = []  # that nobody was told of yet; touched by the event loop only, as the next two
+        self._tokens: dict[int, Token] = {}  # a cache: log-probabilities may name 20 tokens for each token of a prompt
+        self._refusal: str | None = None  # why the last policy that was sent is not in force
+        # Only the event loop touches these four.
+        self._queues: dict[str, asyncio.Queue[Output]] = {}  # by request id
+        self._unreported: list[StepStats] = []
         self._stepped: Callable[[Sequence[StepStats]], None] | None = None
         self._ended: Callable[[Output], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.worker = EngineWorker(engine, self._deliver)
         self.worker.start()
 
     @property
     def model(self) -> ModelCard:
-        return replace(self._card, policy=_name(self.worker.engine.policy))
+        return replace(self._card, policy=_policy_name(self.worker.engine.policy))
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
         special = field == "prompt"
@@ -61,7 +61,7 @@ class LocalClient:
         if len(text) > self._max_characters:
             limit = self.model.max_model_len
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; no {field} of {len(text)} characters fits it",
+                f"this model's context is {limit} tokens; a {field} of {len(text)} characters cannot fit: shorten it",
                 field,
                 "context_length_exceeded",
             )
@@ -71,7 +71,7 @@ class LocalClient:
         return self._tokenizer.decode(ids)
 
     def token(self, token_id: int) -> Token:
-        """Special tokens are shown by their names, and ids that only the model's tables have by their numbers."""
+        """Return the token as replies show it: a special token by its name, an id without a token by its number."""
         token = self._tokens.get(token_id)
         if token is None:
             data = self._tokenizer.data(token_id)
@@ -100,36 +100,36 @@ class LocalClient:
         self._stepped, self._ended = stepped, ended
 
     def configure(self, policy: PolicyConfig) -> None:
-        """Let another policy choose k from the engine's next round on; nothing that runs is disturbed.
+        """Let this policy choose k from the engine's next round on. Running requests go on.
 
-        Raises ConfigError for one that the engine cannot have; the old one then stays.
+        Raises ConfigError for a policy that the engine cannot use; the old policy then stays.
         """
         self.worker.configure(policy)
-        self._refused = None
+        self._refusal = None
 
     def refuse(self, reason: str) -> None:
-        """Remember why a policy that was sent is not in force, until one is taken."""
-        self._refused = reason
+        """Remember why the last policy was refused, until `configure` accepts one."""
+        self._refusal = reason
 
     def policy_status(self) -> Mapping[str, Any]:
-        return asdict(self.worker.engine.policy) | {"refused": self._refused}
+        return asdict(self.worker.engine.policy) | {"refused": self._refusal}
 
     def close(self) -> None:
-        """End the engine thread; what runs ends as cancelled."""
+        """End the engine thread. Running requests end as cancelled."""
         self.worker.stop()
 
     def _deliver(self, outputs: list[Output], stats: StepStats | None) -> None:
-        """On the engine thread."""
+        """Hand a step's outputs to the event loop. Runs on the engine thread."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
         try:
             loop.call_soon_threadsafe(self._dispatch, outputs, stats)
-        except RuntimeError:  # closed between the check and the call: nobody is left to read
+        except RuntimeError:  # the loop closed between the check and the call, so nobody reads
             return
 
     def _dispatch(self, outputs: list[Output], stats: StepStats | None) -> None:
-        """Whoever watches is told after the streams have what they wait for."""
+        """Hand the outputs to their streams first, then to the watcher. Runs on the event loop."""
         loop = asyncio.get_running_loop()
         for output in outputs:
             queue = self._queues.get(output.request_id)
@@ -140,13 +140,12 @@ class LocalClient:
                 if self._ended is not None:
                     loop.call_soon(self._ended, output)
         if stats is not None and self._stepped is not None:
-            if not self._steps:
-                loop.call_later(TELL_EVERY_S, self._tell)
-            self._steps.append(stats)
+            if not self._unreported:
+                loop.call_later(REPORT_EVERY_S, self._report_steps)
+            self._unreported.append(stats)
 
-    def _tell(self) -> None:
-        """Of all steps since the first that nobody was told of."""
-        steps, self._steps = self._steps, []
+    def _report_steps(self) -> None:
+        steps, self._unreported = self._unreported, []
         if self._stepped is not None:
             self._stepped(steps)
 
@@ -159,6 +158,6 @@ async def _until_finish(queue: asyncio.Queue[Output]) -> AsyncIterator[Output]:
             return
 
 
-def _name(policy: PolicyConfig) -> str:
-    """What the edge goes by: a policy that never drafts by itself is off."""
+def _policy_name(policy: PolicyConfig) -> str:
+    """Return the policy's name for the edge: a policy that never drafts by itself is "off"."""
     return policy.name if policy.drafts else "off"

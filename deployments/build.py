@@ -1,6 +1,7 @@
-"""The topology: `serve run deployments.build:build target=DIR draft=DIR`, or from serve_config.yaml.
+"""Builds the Serve application: `serve run deployments.build:build target=DIR draft=DIR`, or from serve_config.yaml.
 
-No `from __future__ import annotations` here: Serve reads the builder's annotation to validate its arguments.
+This module must not use `from __future__ import annotations`: Serve reads the builder's annotation to validate its
+arguments.
 """
 
 import ray
@@ -11,22 +12,22 @@ from app.middleware import MAX_UNFINISHED_BODIES
 from deployments.replica import Replica
 from deployments.settings import Device, Settings
 
-# Requests that hold no place and whose bodies are whole: refusals, /health and the page. Serve lets nobody through
-# while max_ongoing_requests are open, so what the application answers by itself needs room above what it admits.
-REPLIES = 1000
+# Requests beyond those that the engine holds or whose bodies still arrive: refusals, /health and the live page. Serve
+# passes nothing on while max_ongoing_requests are open, so they need room of their own.
+MAX_OTHER_REQUESTS = 1000
 
 
 def build(settings: Settings) -> Application:
-    """Settings → one deployment that is its own ingress. Raises ValueError for settings that cannot be served.
+    """Return one deployment that is its own ingress. Raises ValueError for settings that cannot be served.
 
-    The options given here are defaults: a value under `deployments` in the YAML goes before them.
+    The options here are defaults. A value under `deployments` in the YAML file overrides them.
     """
     device = _available_device() if settings.device == "auto" else settings.device
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,
-        user_config=settings.live().model_dump(include={"policy", "k"}),
-        max_ongoing_requests=settings.max_running + settings.max_waiting + MAX_UNFINISHED_BODIES + REPLIES,
+        user_config=settings.policy_settings().model_dump(include={"policy", "k"}),
+        max_ongoing_requests=settings.max_running + settings.max_waiting + MAX_UNFINISHED_BODIES + MAX_OTHER_REQUESTS,
         max_queued_requests=-1,
         graceful_shutdown_timeout_s=120,  # at least the longest generation
         graceful_shutdown_wait_loop_s=0.5,
@@ -38,7 +39,7 @@ def build(settings: Settings) -> Application:
 
 
 def _available_device() -> Device:
-    """cuda if Ray has a GPU to give, or, where Ray does not run yet, if this machine has one."""
+    """Return cuda if the Ray cluster has a GPU or, before Ray runs, if this machine has one."""
     if ray.is_initialized():
         return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone with Serve in it: all that launch.py asks of Ray."""
+"""A Ray cluster on this machine alone with Serve in it. launch.py uses Ray only through this module."""
 
 import json
 import ssl
@@ -16,34 +16,34 @@ from deployments.settings import Settings
 
 BUILDER = "deployments.build:build"
 FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-STOP_LIMIT_S = 10  # that replicas get to end, once no request runs
-PROXY_LIMIT_S = 2.0  # for the proxy to answer
+STOP_LIMIT_S = 10  # for replicas to end once no request runs
+PROXY_LIMIT_S = 2.0  # for the proxy to answer a drain command
 
 
 def read_config(path: Path) -> ServeDeploySchema:
-    """Raises OSError if it cannot be read, ValueError with the reason if it is no configuration of an application."""
+    """Read a Serve configuration file. Raises OSError if it cannot be read, ValueError if it is not valid."""
     try:
         config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text("utf-8")))
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     if not config.applications:
-        raise ValueError("it names no application")
+        raise ValueError("the file names no application; add one under `applications`")
     return config
 
 
 class Cluster:
-    """Starts with `start` and ends with `kill`, which may be called at any time; `stop` ends the applications first."""
+    """Starts with `start` and ends with `kill`, which may be called at any time. `stop` ends the applications first."""
 
     def __init__(self, config: ServeDeploySchema, drain_token: str) -> None:
         """Raises ValueError for settings that cannot be served."""
         self._config = config
         self._drain_token = drain_token
         ours = [application for application in config.applications if application.import_path == BUILDER]
-        # The longest that an application's settings give running requests.
+        # Seconds that running requests get at the end: the longest of all our applications.
         self.drain_s = max((Settings.model_validate(application.args).drain_s for application in ours), default=0.0)
 
     def start(self) -> None:
-        """A new cluster, whichever this machine has already, and the applications, which are not waited for."""
+        """Start a new cluster, even if this machine has one already, and deploy the applications without waiting."""
         ray.init(address="local", namespace="serve")
         options = self._config.http_options.model_dump()
         serve.start(self._config.proxy_location, http_options=options)
@@ -53,7 +53,7 @@ class Cluster:
 
     @property
     def settled(self) -> bool:
-        """Whether every application runs, or one has failed."""
+        """Whether every application runs or one has failed."""
         states = [application.status for application in serve.status().applications.values()]
         return any(s in FAILED for s in states) or (
             bool(states) and all(s is ApplicationStatus.RUNNING for s in states)
@@ -69,9 +69,10 @@ class Cluster:
         return f"{scheme}://{self._host}:{self._config.http_options.port}"
 
     def drain(self, seconds: float) -> int:
-        """Let this machine's proxy refuse new requests, as one that ends in so many seconds; how many still run.
+        """Let this machine's proxy refuse new requests because it ends in `seconds`. Returns how many still run.
 
-        With 0 seconds it ends them. Without a proxy no stream runs: 0. Where something else answers, nobody knows: 1.
+        0 seconds cancels the running requests. Returns 0 without a proxy, because then nothing runs, and 1 if something
+        else answers, because then the number is unknown.
         """
         headers = {"authorization": f"Bearer {self._drain_token}"}
         connection = self._connect()
@@ -86,7 +87,7 @@ class Cluster:
             connection.close()
 
     def stop(self) -> None:
-        """End the applications in order: replicas send what traces they hold. Bounded by STOP_LIMIT_S."""
+        """End the applications in order, so that replicas export their last spans. Takes at most STOP_LIMIT_S."""
         for name in serve.status().applications:
             serve.delete(name, _blocking=False)
         deadline = time.monotonic() + STOP_LIMIT_S
@@ -103,7 +104,7 @@ class Cluster:
 
     def _connect(self) -> HTTPConnection:
         port = self._config.http_options.port
-        if self._config.http_options.ssl_certfile:  # which names the world's name of this server, not the loopback's
+        if self._config.http_options.ssl_certfile:  # the certificate names the public host, not the loopback address
             insecure = ssl._create_unverified_context()
             return HTTPSConnection(self._host, port, timeout=PROXY_LIMIT_S, context=insecure)
         return HTTPConnection(self._host, port, timeout=PROXY_LIMIT_S)

@@ -2,8 +2,9 @@
 
     python -m deployments.launch serve_config.yaml
 
-The first SIGINT or SIGTERM drains: new requests get 503 with Retry-After, running ones may end within `drain_s`
-seconds. A second one ends everything at once. The exit status is 0 either way, 1 if the application cannot start.
+The first SIGINT or SIGTERM drains: new requests get 503 with Retry-After, and running ones have `drain_s` seconds to
+finish. A second signal ends everything at once. The exit status is 0 in both cases, and 1 if the application cannot
+start.
 """
 
 import argparse
@@ -22,30 +23,30 @@ from deployments.proxy import DRAIN_TOKEN
 if TYPE_CHECKING:
     from deployments.cluster import Cluster
 
-# Ray reads these when it is imported, here and in every process that it starts. A value that is set already stays.
+# Ray reads these variables at import, here and in every process that it starts. A variable that is already set stays.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # The name misleads: 0 makes Ray of any system take 127.0.0.1 for the node's address, and listen there only.
+    # On every system 0 makes Ray use 127.0.0.1 as the node's address and listen there only. The name misleads.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Serve replaces a proxy that failed three checks: this many seconds apart, 10 by default.
+    # Seconds between two health checks of the proxy (10 by default). Serve replaces it after three failures.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
 }
-POLL_S = 0.2  # between looks at what still starts or runs
+POLL_S = 0.2
 
 
-class Hurry(BaseException):
-    """Raised in the main thread by the second signal."""
+class SecondSignal(BaseException):
+    """The second signal raises this in the main thread."""
 
 
 class Signals:
-    """Counts SIGINT and SIGTERM: the first one is noted, the second raises Hurry."""
+    """Handles SIGINT and SIGTERM: the first one sets `stop_requested`, the second raises SecondSignal."""
 
     def __init__(self) -> None:
-        self.noted = threading.Event()
+        self.stop_requested = threading.Event()
 
     def listen(self) -> None:
-        """Take the signals. Call it again after ray.init, which takes SIGTERM for itself."""
+        """Install the handlers. Call it again after ray.init, which installs its own handler for SIGTERM."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -54,15 +55,15 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.noted.is_set():
-            raise Hurry
-        self.noted.set()
+        if self.stop_requested.is_set():
+            raise SecondSignal
+        self.stop_requested.set()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m deployments.launch", description="Serve on this machine alone.")
-    parser.add_argument("config", type=Path, help="such as serve_config.yaml")
+    parser.add_argument("config", type=Path, help="a Serve configuration file, such as serve_config.yaml")
     path = parser.parse_args(arguments).config
     signals = Signals()
     signals.listen()
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"{path}: {error}")
             return 1
         return run(cluster, signals)
-    except (Hurry, SystemExit):  # a SIGTERM while Ray starts is SystemExit: ray.init takes it for itself
+    except (SecondSignal, SystemExit):  # while Ray starts, its own handler turns SIGTERM into SystemExit
         signals.ignore()
         say("ending at once")
         return 0
@@ -89,29 +90,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(cluster: "Cluster", signals: Signals) -> int:
-    """From the cluster's start to its orderly end; the exit status. Raises Hurry."""
+    """Serve from the cluster's start to its orderly end. Returns the exit status. Raises SecondSignal."""
     cluster.start()
     signals.listen()
-    while not (signals.noted.is_set() or cluster.settled):
+    while not (signals.stop_requested.is_set() or cluster.settled):
         time.sleep(POLL_S)
-    if not signals.noted.is_set():
+    if not signals.stop_requested.is_set():
         failures = cluster.failures()
         if failures:
             say("\n".join(failures))
             return 1
         say(f"ready at {cluster.url}")
-    signals.noted.wait()
+    signals.stop_requested.wait()
     drain(cluster)
     cluster.stop()
     return 0
 
 
 def drain(cluster: "Cluster") -> None:
-    """Wait until nothing runs, at most drain_s, then end what does. New requests are refused from the first look on."""
+    """Refuse new requests and wait up to drain_s until none runs, then cancel the rest."""
     deadline = time.monotonic() + cluster.drain_s
     say(f"ending: running requests have {cluster.drain_s:g} s; a second signal ends them at once")
-    while cluster.drain(max(0.0, left := deadline - time.monotonic())) and left > 0:
-        time.sleep(min(left, POLL_S))
+    while cluster.drain(max(0.0, left_s := deadline - time.monotonic())) and left_s > 0:
+        time.sleep(min(left_s, POLL_S))
 
 
 def say(line: str) -> None:

@@ -77,7 +77,7 @@ class StepMetrics:
     """Of the engine, over all sequences at once.
 
     decode_* and plain_* are of steps that read no prompt. Label batch: sequences, the next power of two; drafts: yes,
-    no. What plain_seconds is, see plain.py; the estimated speedup is it over decode_seconds.
+    no. plain_seconds is estimated (engine/baseline.py); the speedup is plain_seconds over decode_seconds.
     """
 
     def __init__(self, make: "Maker") -> None:

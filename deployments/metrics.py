@@ -9,12 +9,9 @@ from typing import TypeVar, get_args
 from app.client import EngineClient
 from app.errors import error_body
 from app.telemetry.exchange import CANCELLED, CLIENT_DISCONNECT, Exchange
-from app.telemetry.export import DROPPED, Dropped, Loss
-from deployments.baseline import PlainTime, faulty
+from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
 from deployments.metric_families import Count, Level, Maker, ReplicaMetrics, Requests, Rounds, StepMetrics
-from engine.types import DRAFTERS, Part, RequestRecord, StepStats
-from policies.observation import Timing
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats, acceptance_of
 
 OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected", "cancelled")
 BEAT_S = 1.0
@@ -46,15 +43,13 @@ class Meter:
         client: EngineClient,
         model_name: str,
         *,
-        timings: Sequence[Timing] = (),
-        dropped: Dropped = DROPPED,
+        dropped: DroppedSpans = DROPPED_SPANS,
     ) -> None:
-        """timings: rounds measured at the start. dropped: counts the spans that were lost."""
+        """dropped: counts the spans that were lost."""
         self._maker = make = Maker(model_name)
         self.rounds, self.requests = Rounds(make), Requests(make)
         self.steps, self.state = StepMetrics(make), ReplicaMetrics(make)
         self._client = client
-        self._plain = PlainTime(client.model.max_spec_length, timings)
         self._dropped = dropped
         self._lost = Counter[Loss]()  # that was told of
         self._next = 0  # steps before the next one that goes into histograms
@@ -85,7 +80,7 @@ class Meter:
         for step in ran[self._next :: ONE_IN]:
             self._observe(step)
         self._next = (self._next - len(ran)) % ONE_IN
-        self._add_decoding([step for step in steps if step.parts and not step.prefill_tokens])
+        self._add_decoding([step for step in steps if step.decode_only])
         if time.monotonic() >= self._due:
             self.beat()
 
@@ -120,10 +115,10 @@ class Meter:
             rounds.decisions.add(0, self._client.stats().policy, reason)
 
     def _choice(self, record: RequestRecord) -> None:
-        drafted, accepted, rounds = sum(record.drafted), sum(record.accepted), record.rounds
-        if rounds:
-            self.requests.rate.observe(accepted / drafted)
-            self.requests.length.observe(1 + accepted / rounds)
+        acceptance = acceptance_of(record)
+        if acceptance.rate is not None and acceptance.mean_length is not None:
+            self.requests.rate.observe(acceptance.rate)
+            self.requests.length.observe(acceptance.mean_length)
         if record.prediction_tokens:
             self.requests.prediction.add(record.prediction_accepted, "accepted")
             self.requests.prediction.add(record.prediction_tokens - record.prediction_accepted, "rejected")
@@ -140,7 +135,7 @@ class Meter:
                 seconds = record.finished - record.first_token
                 self.requests.per_token.observe(seconds / (record.output_tokens - 1))
 
-    def _add_rounds(self, parts: Sequence[Part]) -> None:
+    def _add_rounds(self, parts: Sequence[RoundRecord]) -> None:
         rounds = self.rounds
         alike = Counter((part.proposer, part.drafted, part.accepted, part.emitted) for part in parts)
         for (proposer, drafted, accepted, emitted), count in alike.items():
@@ -158,7 +153,7 @@ class Meter:
             if code >= 0:
                 rounds.decisions.add(count, policy, REASONS[code])
 
-    def _set_choices(self, parts: Sequence[Part]) -> None:
+    def _set_choices(self, parts: Sequence[RoundRecord]) -> None:
         """A sequence without drafts counts as one of the server's own drafter: who would have drafted is not told."""
         default = self._client.model.drafter or NOBODY
         free = [part for part in parts if part.reason >= 0 and part.reason != USER]
@@ -195,7 +190,7 @@ class Meter:
         for (batch, drafts), of in _grouped(steps, _kind).items():
             told.decode_seconds.add(sum(step.step_us for step in of) / 1e6, batch, drafts)
             told.decode_tokens.add(sum(step.emitted for step in of), batch, drafts)
-            told.plain_seconds.add(sum(map(self._plain.seconds, of)), batch, drafts)
+            told.plain_seconds.add(sum(step.plain_us for step in of) / 1e6, batch, drafts)
 
 
 def outcome_of(exchange: Exchange) -> str:
@@ -233,7 +228,7 @@ def _name(proposer: int, otherwise: str) -> str:
 def _kind(step: StepStats) -> tuple[str, str]:
     """The labels batch and drafts."""
     batch = len(step.parts)
-    return str(1 << (batch - 1).bit_length()), DRAFTS[step.drafted > 0 or faulty(step)]
+    return str(1 << (batch - 1).bit_length()), DRAFTS[step.drafted > 0 or step.draft_faults > 0]
 
 
 def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

@@ -1,4 +1,4 @@
-"""What stands around Serve's HTTP proxy: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy:middlewares."""
+"""The middleware around Serve's HTTP proxy: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy:middlewares."""
 
 import os
 
@@ -6,11 +6,11 @@ from starlette.middleware import Middleware
 
 from app.proxy import CleanHeaders, Draining, ErrorShape, HiddenPaths
 
-DRAIN_TOKEN = "FORETOKEN_DRAIN_TOKEN"  # environment variable: who knows its value may drain the proxy
+DRAIN_TOKEN = "FORETOKEN_DRAIN_TOKEN"  # environment variable with the token that a drain command must carry
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Serve in the proxy's process. Serve puts each around those before it: the last sees a request first."""
+    """Return the middleware; Serve calls this in the proxy's process. The last one sees a request first."""
     token = os.environ.get(DRAIN_TOKEN)
     return [
         Middleware(ErrorShape),

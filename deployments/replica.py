@@ -1,4 +1,4 @@
-"""The Serve deployment: one engine on one device, its own HTTP ingress. All Ray Serve calls of a replica are here."""
+"""The Serve deployment: one engine on one device with its own HTTP ingress. Serve calls a replica only through this."""
 
 import gc
 import logging
@@ -12,10 +12,11 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from starlette.applications import Starlette
 
-from app.keys import Keys
+from app.keys import ApiKeys
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 from app.telemetry import export, names
+from app.telemetry.exchange import Listener
 from app.telemetry.tracer import Tracer
 from deployments.bridge import LocalClient
 from deployments.metrics import Meter
@@ -31,65 +32,68 @@ log = logging.getLogger(__name__)
 @serve.deployment
 @serve.ingress()
 class Replica:
-    """Hosts the target, the drafter and the HTTP application; there is no handle hop between a token and its socket."""
+    """Hosts the engine and the HTTP application in one process, so a token reaches its socket without a remote call."""
 
     def __init__(self, config: EngineConfig, edge: EdgeConfig) -> None:
-        """Loads the pair; an error here is the deployment's start-up error, so its message names what to change."""
+        """Loads the models. Its errors are the deployment's start-up errors, so their messages say what to change."""
         _show_logs()
         _keep_to_loopback()
         self._edge = edge
-        self._keys = None if edge.api_key_file is None else Keys.read(Path(edge.api_key_file))
-        self._spans = export.provider(_resource()) if edge.traces.level != "off" else None
-        self._text = self._spans is not None and export.captures_text()
-        log.info("traces: %s", "none" if self._spans is None else edge.traces)
+        self._keys = None if edge.api_key_file is None else ApiKeys.read(Path(edge.api_key_file))
+        self._tracing = export.provider(_resource()) if edge.traces.level != "off" else None
+        self._traces_text = self._tracing is not None and export.captures_text()
+        log.info("traces: %s", "none" if self._tracing is None else edge.traces)
         gpus = ray.get_gpu_ids()
-        log.info("loading %s on %s (GPUs given by Ray: %s)", config.target, config.device, gpus or "none")
+        log.info("loading %s on %s (GPUs from Ray: %s)", config.target, config.device, gpus or "none")
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name)
-        self.meter = Meter(self.client, edge.model_name, timings=engine.speculator.control.timings)
-        self._serving = False  # whether Serve has started it, with a user_config if there is one
+        self.meter = Meter(self.client, edge.model_name)
+        self._started = False  # whether Serve has started the replica and sent the first user_config
         gc.collect()
-        gc.freeze()  # what is loaded by now stays: a full collection that walks over it takes a tenth of a second
+        gc.freeze()  # loaded objects stay for good; a full collection that visits them takes 0.1 s
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Called by Serve after __init__; its handlers are closures over this replica's engine."""
-        tracers = [] if self._spans is None else [Tracer(self.client, self._spans, self._edge.traces, text=self._text)]
+        """Return the HTTP application over this replica's engine. Serve calls this after __init__."""
+        listeners: list[Listener] = [self.meter]
+        if self._tracing is not None:
+            listeners.insert(0, Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
         return create_app(
             self.client,
-            [*tracers, self.meter],
-            live=Live(self.client),
+            listeners,
+            live_page=LivePage(self.client),
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
         )
 
     def reconfigure(self, user_config: Any) -> None:
-        """Take a deployment's `user_config`, a PolicySettings, at the start and whenever it changes.
+        """Apply the deployment's `user_config`, a PolicySettings. Serve calls this at the start and at every change.
 
-        At the start an invalid one ends it, with the reason. Later it changes nothing but /health, which says why: a
-        running replica whose reconfigure raises is drained, no other starts, and then nobody serves (Ray 2.60).
+        At the start an invalid user_config raises ConfigError and ends the replica. Later an invalid one changes only
+        /health, which gives the reason. Serve drains a running replica whose reconfigure raises and starts no other, so
+        none would be left (Ray 2.60).
         """
         try:
             self.client.configure(PolicySettings.model_validate(user_config).freeze())
         except (ValidationError, ConfigError) as error:
             reason = _reason(error)
-            if not self._serving:
+            if not self._started:
                 raise ConfigError(f"user_config: {reason}") from None
             self.client.refuse(reason)
-            log.warning("this user_config is not taken, and the policy stays as it is: %s", reason)
+            log.warning("the user_config is refused, and the policy stays: %s", reason)
         else:
             log.info("policy: %s", user_config)
-        self._serving = True
+        self._started = True
 
     def check_health(self) -> None:
-        """Raise unless the engine progresses; after three failures Serve replaces the replica."""
-        self._serving = True
+        """Raise RuntimeError if the engine makes no progress. After three failures Serve replaces the replica."""
+        self._started = True
         self.meter.beat()
         stats = self.client.stats()
         if not stats.healthy:
             raise RuntimeError(stats.reason)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What a custom autoscaling policy may read."""
+        """Return the figures that a custom autoscaling policy may read."""
         stats = self.client.stats()
         return {
             "running": float(stats.running),
@@ -99,16 +103,16 @@ class Replica:
         }
 
     def __del__(self) -> None:
-        client: Any = getattr(self, "client", None)  # absent when loading failed
+        client: Any = getattr(self, "client", None)  # missing if loading failed
         if client is not None:
             client.close()
-        spans: Any = getattr(self, "_spans", None)
-        if spans is not None:
-            spans.shutdown()  # Serve kills the process next
+        tracing: Any = getattr(self, "_tracing", None)
+        if tracing is not None:
+            tracing.shutdown()  # exports the last spans: Serve kills the process next
 
 
 def _resource() -> dict[str, str]:
-    """What spans say of where they are from."""
+    """Return the resource attributes of spans: the service and the replica that they come from."""
     context = serve.get_replica_context()
     return {
         "service.name": names.SCOPE,
@@ -121,16 +125,18 @@ def _resource() -> dict[str, str]:
 
 
 def _reason(error: ValidationError | ConfigError) -> str:
-    """On one line, with every field at fault, and without the input, which may be anything."""
+    """Return the error on one line, with every wrong field. Leaves out the input, which may hold anything."""
     if isinstance(error, ConfigError):
         return str(error)
-    faults = error.errors(include_input=False, include_url=False, include_context=False)
-    return "; ".join(": ".join(filter(None, (".".join(map(str, f["loc"])), f["msg"]))) for f in faults)
+    errors = error.errors(include_input=False, include_url=False, include_context=False)
+    return "; ".join(": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"]))) for e in errors)
 
 
 def _keep_to_loopback() -> None:
-    """Where Ray keeps to the loopback interface, let the server for calls between replicas do so too. Serve starts it
-    after __init__, on every interface, and it takes pickles (Ray 2.60)."""
+    """If Ray listens on the loopback interface only, let Serve's server for calls between replicas do the same.
+
+    Serve starts that server after __init__, on every interface, and it accepts pickles (Ray 2.60).
+    """
     serve_module: Any = serve_replica
     listen = serve_module.add_port_to_grpc_server
     if ray.util.get_node_ip_address() == LOOPBACK:
@@ -138,7 +144,7 @@ def _keep_to_loopback() -> None:
 
 
 def _show_logs() -> None:
-    """Let what this project logs, INFO too, go where Serve's own log of the replica goes."""
+    """Send this project's log, from INFO on, to the replica's log of Serve."""
     for name in ("app", "deployments", "engine"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

@@ -1,7 +1,7 @@
-"""What an operator may set, by plain names: in serve_config.yaml, or as `serve run deployments.build:build target=DIR`.
+"""The operator's settings: in serve_config.yaml, or as `serve run deployments.build:build target=DIR`.
 
-The only reader of the application's arguments. Arguments from the command line arrive as strings, so "4" is 4 here,
-"false" is false, and "none" or "" is none.
+Only this module reads the application's arguments. Arguments of the command line are strings, so "4" means 4 here,
+"false" means false, and "none" or "" means none.
 """
 
 import os
@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig
-from policies.config import PolicyConfig, PolicyName
+from engine.config import CacheKind, EngineConfig, PolicyConfig, PolicyName
+from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"
@@ -28,14 +28,14 @@ def _none(value: Any) -> Any:
 
 
 def _not_a_bool(value: Any) -> Any:
-    """YAML's `yes` is true, which pydantic would read as 1."""
+    """Refuse YAML's `yes`, which is true and which pydantic would read as 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return value
 
 
 def _off(value: Any) -> Any:
-    """YAML's `off` is false."""
+    """Return "off" for YAML's `off`, which is false."""
     return "off" if value is False else value
 
 
@@ -48,9 +48,9 @@ Fraction = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True)
 class EdgeConfig:
-    """What is around a replica's engine."""
+    """The settings of a replica's HTTP edge."""
 
-    model_name: str  # for clients
+    model_name: str  # as clients know it
     traces: TraceConfig
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
@@ -60,16 +60,16 @@ Policy = Annotated[PolicyName, BeforeValidator(_off)]
 
 
 class PolicySettings(BaseModel):
-    """What may change while a replica serves: the `user_config` of its deployment. Raises ValidationError."""
+    """The settings that may change while a replica serves: its deployment's `user_config`. Raises ValidationError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: Policy = "goodput"
-    k: Count = 5  # of policy fixed, and where heuristic begins
-    max_k: Annotated[Count | None, BeforeValidator(_none)] = None  # most that any policy gives; none: max_spec_length
-    threshold: Share = 0.4  # confidence: a draft ends before its tokens' joint probability falls below this
-    hysteresis: Share = 0.02  # goodput: a plan is kept unless another promises this share more
-    probe_share: Share = 0.01  # goodput: time that may be spent on learning whether drafts pay again
+    k: Count = 5  # k of policy fixed, and the first k of policy heuristic
+    max_k: Annotated[Count | None, BeforeValidator(_none)] = None  # largest k of any policy; none: max_spec_length
+    threshold: Share = 0.4  # policy confidence: a draft ends before its joint probability falls below this
+    hysteresis: Share = 0.02  # policy goodput: a plan is kept unless another one promises this share more goodput
+    probe_share: Share = 0.01  # policy goodput: share of time for probes, which learn whether drafts pay again
 
     @model_validator(mode="after")
     def _fits_the_policy(self) -> Self:
@@ -88,59 +88,58 @@ class PolicySettings(BaseModel):
 
 
 class Settings(BaseModel):
-    """Validated by Serve when it calls the builder; an unknown name or a conflict ends the build with its reason."""
+    """The application's arguments. Serve validates them before it calls the builder: an unknown name or a conflict ends
+    the build with the reason."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    target: Annotated[str, Field(min_length=1)] = (
-        DEMO_TARGET  # directory; a relative one is below the repository's root
-    )
+    # Directory of the checkpoint; a relative one is below the repository's root.
+    target: Annotated[str, Field(min_length=1)] = DEMO_TARGET
     draft: Annotated[str | None, BeforeValidator(_none)] = DEMO_DRAFT  # none: plain decoding
-    model_name: Annotated[str | None, BeforeValidator(_none)] = None  # what clients call it; none: see name
+    model_name: Annotated[str | None, BeforeValidator(_none)] = None  # the name for clients; none: see `name`
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
-    drafter: Annotated[
-        Literal["auto", "off", "model", "ngram", "lookup", "prediction", "cascade"], BeforeValidator(_off)
-    ] = "auto"  # for requests that do not say; auto: the draft if there is one; off: none, as policy off
-    verifier: Literal["match", "rejection", "block"] = "match"  # for requests that do not say
-    policy: Policy = "goodput"  # chooses drafts per round; a user_config of the deployment goes before it
-    spec_length: Count = 5  # of policy fixed, and where heuristic begins
-    max_spec_length: Count = 16  # the longest that any policy or request may have
+    # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
+    drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
+    verifier: Verifier = "match"  # for requests that name no verifier
+    policy: Policy = "goodput"  # chooses k in every round; the deployment's user_config overrides it
+    spec_length: Count = 5  # k of policy fixed, and the first k of policy heuristic
+    max_spec_length: Count = 16  # the largest k of any policy or request
     max_running: Positive = 16
     max_waiting: Count = 48
-    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what both models allow
+    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: the most that both models allow
     max_step_tokens: Positive = 512
-    prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: by the device
+    prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: chosen for the device
     cache: CacheKind = "paged"
-    block_size: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: what suits the models
-    kv_tokens: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: by memory_fraction
-    memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine's own choice
+    block_size: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: chosen for the models
+    kv_tokens: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: from memory_fraction
+    memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine chooses
     prefix_cache: bool = True
-    max_demand: Number = 8.0  # tokens of all admitted requests, over those that the cache has room for
+    max_demand: Number = 8.0  # admitted requests may need so many times the tokens that the cache holds
     max_prompt_tokens: Positive = 131_072  # of one request to /v1/completions, all its prompts together
-    request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: any time
-    body_timeout_s: Number = BODY_TIMEOUT_S  # from a request to the end of its body
-    drain_s: Share = 30.0  # `make serve`: how long running requests may go on after SIGINT or SIGTERM
-    threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU, as many as num_cpus
+    request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: no limit
+    body_timeout_s: Number = BODY_TIMEOUT_S  # from the start of a request to the end of its body
+    drain_s: Share = 30.0  # `make serve`: seconds that running requests get after SIGINT or SIGTERM
+    threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU as many as num_cpus
     num_cpus: Number = 1.0  # per replica
-    api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: anybody may ask
-    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # or off, request, rounds: see operations.md
-    trace_steps: Fraction = 0.01  # of the engine's steps: those that get a span
+    api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: no key is needed
+    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # off, request, packed or rounds: operations.md
+    trace_steps: Fraction = 0.01  # share of the engine's steps that get a span
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
-        """Conflicts between fields are the engine's to know; asked here, they stop the build and not each replica."""
+        """Let the engine check the fields for conflicts, so that a conflict ends the build and not each replica."""
         self.freeze("cuda" if self.device == "cuda" else "cpu")
         return self
 
     @property
     def name(self) -> str:
-        """The model's name for clients: the one given, "demo" for the embedded pair, or the target directory's own."""
-        target = Path(os.path.abspath(_resolve(self.target)))  # without following links: their names are chosen
+        """The model's name for clients: model_name, "demo" for the embedded pair, or the target directory's name."""
+        target = Path(os.path.abspath(_resolve(self.target)))  # does not follow links: a link's name is the operator's
         return self.model_name or ("demo" if target == ROOT / DEMO_TARGET else target.name)
 
-    def live(self) -> PolicySettings:
-        """The part that may change while a replica serves."""
+    def policy_settings(self) -> PolicySettings:
+        """Return the first user_config: the settings that may change while a replica serves."""
         return PolicySettings(policy="off" if self.drafter == "off" else self.policy, k=self.spec_length)
 
     def edge(self) -> EdgeConfig:
@@ -152,7 +151,7 @@ class Settings(BaseModel):
         )
 
     def freeze(self, device: Device) -> EngineConfig:
-        """The engine's configuration on the device that was chosen for it. Raises ConfigError for a conflict."""
+        """Return the engine's configuration for this device. Raises ConfigError for a conflict."""
         by_device = {"cpu": "float32", "cuda": "bfloat16"}
         return EngineConfig(
             target=_resolve(self.target),
@@ -161,7 +160,7 @@ class Settings(BaseModel):
             verifier=self.verifier,
             device=device,
             dtype=by_device[device] if self.dtype == "auto" else self.dtype,
-            policy=self.live().freeze(),
+            policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,
             max_waiting=self.max_waiting,

@@ -1,4 +1,4 @@
-"""Serve's own spans, of proxies and replicas, to where ours go: RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH names this.
+"""Sends the spans of Serve's own proxies and replicas to the same collector as ours. Set these variables:
 
 RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH=deployments.tracing:exporters RAY_SERVE_TRACING_SAMPLING_RATIO=1
 """
@@ -12,10 +12,10 @@ from app.telemetry.export import processors
 
 
 def exporters() -> list[SpanProcessor]:
-    """Called by Serve in every process that it traces, before it makes that process's provider.
+    """Return the processors for Serve, which calls this in every traced process before it makes the provider.
 
-    OTLP to where the OTEL_* variables say, by default this machine. The provider is made without a resource and reads
-    its service's name from the environment only (Ray 2.60).
+    They export by OTLP to the endpoint of the OTEL_* variables, by default on this machine. Serve's provider gets no
+    resource: it reads its service name from the environment only (Ray 2.60).
     """
     os.environ.setdefault("OTEL_SERVICE_NAME", names.SCOPE)
-    return processors(unless_said="otlp")
+    return processors(default="otlp")

@@ -1,4 +1,4 @@
-"""Where emitted tokens become text: append, detokenise, check stops, token by token, in one place."""
+"""Appends emitted tokens, detokenises them and checks for stops, token by token."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,18 @@ from engine.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    tokens: tuple[int, ...]  # what the request really gets of the round's tokens
+    """What a round adds to one request."""
+
+    tokens: tuple[int, ...]  # the round's tokens up to the one that ended the text
     text: str
     finish_reason: FinishReason | None
 
 
 def commit(sequence: Sequence, emitted: list[int]) -> Committed:
-    """Append a round's tokens in order until one of them ends the text; those after it never existed.
+    """Append a round's tokens in order until one of them ends the text. Tokens after that one are dropped.
 
-    What ends the text, an end token or a stop string, counts as tokens, and is part of the text only if its request
-    says so (include_stop_str_in_output).
+    The end token or the tokens of the stop string count as output. Their text is kept only if the request says so
+    (include_stop_str_in_output).
     """
     params = sequence.params
     if params.max_tokens == 0:

@@ -1,10 +1,11 @@
-"""The engine's configuration: one frozen value, checked when made, without torch; settings.py builds it."""
+"""The engine's configuration: one frozen value, checked when it is made. Imports no torch; settings.py builds it."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
-from policies.config import PolicyConfig
+from policies.config import PolicyConfig as PolicyConfig
+from policies.config import PolicyName as PolicyName
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
@@ -13,12 +14,12 @@ CacheKind = Literal["paged", "slotted"]
 
 
 class ConfigError(ValueError):
-    """The engine cannot start as configured; the message names both sides of the conflict."""
+    """The engine cannot start as configured. The message names both sides of the conflict."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine needs to know at start-up. Only the policy may be replaced later (Engine.configure)."""
+    """All that the engine needs to know at start-up. Only the policy can be replaced later (Engine.configure)."""
 
     target: str  # directory of a Hugging Face checkpoint
     draft: str | None = None  # None: no draft model
@@ -26,32 +27,35 @@ class EngineConfig:
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"
-    policy: PolicyConfig = field(default_factory=PolicyConfig)  # who chooses k for requests that do not fix their own
-    max_spec_length: int = 16  # the largest k, whoever chooses it
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
+    max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
     max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
     max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
     max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
-    prefill_chunk: int | None = None  # prompt tokens of a pass that others' streams wait for; None: see `chunk`
+    prefill_chunk: int | None = None  # most prompt tokens in a pass with decoding sequences; None: see `chunk`
     cache: CacheKind = "paged"
-    block_size: int | None = None  # positions per block; None: what suits the models, see budget.py
-    kv_tokens: int | None = None  # positions that each model's cache has memory for; None: see budget.py
-    memory_fraction: float | None = None  # of the device's memory, for weights, activations and both caches
-    prefix_cache: bool = True  # whether requests share the KV of what their prompts have in common
-    max_demand: float = 8.0  # prompt and output tokens of all admitted requests, over those that the cache has room for
-    max_prompt_tokens: int = 131_072  # of one client's request, each prompt once whatever n is; the edge refuses more
-    request_timeout_s: float | None = None  # the longest any request may take, waiting included; None: any time
+    block_size: int | None = None  # positions per block; None: chosen for the models, see memory_budget.py
+    kv_tokens: int | None = None  # positions in each model's cache; None: see memory_budget.py
+    memory_fraction: float | None = None  # share of the device's memory for weights, activations and both caches
+    prefix_cache: bool = True  # whether requests share the KV of a common prefix of their prompts
+    max_demand: float = 8.0  # admitted requests may need so many times the tokens that the cache holds
+    max_prompt_tokens: int = 131_072  # per client's request, each prompt counted once for all n choices
+    request_timeout_s: float | None = None  # the longest that a request may take, waiting included; None: no limit
     threads: int | None = None  # intra-op CPU threads; None: torch's own default
 
     def chunk(self, rows: int) -> int:
-        """Prompt tokens in a pass that verifies `rows` tokens of others: where the configuration says nothing, as many
-        as take some two times as long as those. A GPU reads hundreds in the time that one takes, a CPU tens."""
+        """Return the most prompt tokens in a pass that also verifies `rows` tokens of other sequences.
+
+        By default a CPU reads so many that the pass takes some two times as long. A GPU reads hundreds in the time of
+        one token, so it takes as many as fit.
+        """
         if self.prefill_chunk is not None:
             return self.prefill_chunk
         return max(CPU_CHUNK, 2 * rows) if self.device == "cpu" else self.max_step_tokens
 
     def check_policy(self, policy: PolicyConfig) -> None:
-        """Raise ConfigError for a policy that would need longer drafts than there are."""
+        """Raise ConfigError for a policy whose k exceeds max_spec_length."""
         if policy.name in ("fixed", "heuristic") and policy.k > self.max_spec_length:
             raise ConfigError(
                 f"policy {policy.name} with k {policy.k} exceeds max_spec_length, which is {self.max_spec_length}"

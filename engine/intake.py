@@ -1,7 +1,6 @@
-"""What the engine takes, and how a request becomes a sequence: every refusal that depends on the model is made here."""
+"""Checks requests against the model and turns them into sequences. Refusals that depend on the model are made here."""
 
 import secrets
-from dataclasses import dataclass
 from math import inf
 
 from engine.config import EngineConfig
@@ -9,32 +8,19 @@ from engine.detokenize import Detokenizer, TextStream
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.noise import sequence_key
 from engine.sequence import Sequence
+from engine.speculation import Capabilities, Speculation, SpeculationFields, resolve
 from engine.types import (
     SEED_RANGE,
-    VERIFIERS,
     DrafterName,
     InvalidRequest,
     Request,
     RequestRecord,
     SamplingParams,
-    Verifier,
 )
-
-DEFAULT_SPEC_LENGTH = 5  # for a request that names a drafter where speculation is off by default
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How one request speculates."""
-
-    k: int | None  # None: the policy decides
-    k_max: int  # the most that it may get
-    drafter: DrafterName | None
-    verifier: Verifier
 
 
 class Intake:
-    """Constants and the policy in force, which is replaced as a whole: any thread may ask."""
+    """Holds constants, and the policy in force, which is replaced as a whole. Any thread may call `check`."""
 
     def __init__(
         self,
@@ -45,19 +31,28 @@ class Intake:
         max_model_len: int,
         drafters: tuple[DrafterName, ...],
     ) -> None:
-        self.drafters = drafters if config.max_spec_length else ()  # that a request may name
+        self.drafters = drafters if config.max_spec_length else ()  # those that a request may name
         self.max_spec_length = config.max_spec_length if drafters else 0
-        self.policy = config.policy  # in force; the engine replaces it
+        self.policy = config.policy  # the policy in force; Engine.configure replaces it
         self._config = config
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        # For requests that do not say; None: they run without drafts.
-        self._default: DrafterName | None = config.drafter or ("model" if "model" in self.drafters else None)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What `resolve` needs to know of this engine under the policy in force."""
+        return Capabilities(
+            drafters=self.drafters,
+            drafter=self._config.drafter or ("model" if "model" in self.drafters else None),
+            verifier=self._config.verifier,
+            max_spec_length=self.max_spec_length,
+            policy_drafts=self.policy.drafts,
+        )
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest for what can never be served. Reads only constants, so any thread may call it."""
+        """Raise InvalidRequest for a request that can never be served. Any thread may call it."""
         prompt, limit = len(request.prompt_ids), self._max_model_len
         if not prompt:
             raise InvalidRequest("the prompt holds no tokens", "prompt")
@@ -73,10 +68,12 @@ class Intake:
         if request.deadline_s is not None and not 0 < request.deadline_s < inf:
             raise InvalidRequest("deadline_s must be a number of seconds above 0", "deadline_s")
         self._check_tokens(request)
-        self._check_speculation(request)
+        if (count := len(request.prediction_ids)) > limit:
+            raise InvalidRequest(f"no output is as long as a prediction of {count} tokens", "prediction")
+        self._speculation(request)
 
     def _check_tokens(self, request: Request) -> None:
-        """Raise InvalidRequest for parameters that name tokens which the model does not have."""
+        """Raise InvalidRequest for a parameter that names a token outside the vocabulary."""
         params, vocab = request.params, self._vocab_size
         named = {
             "logit_bias": [token for token, _ in params.logit_bias],
@@ -89,48 +86,24 @@ class Intake:
         if params.min_tokens and len(self._end_ids(params)) >= vocab:
             raise InvalidRequest("every token would end the text, and min_tokens forbids them all", "stop_token_ids")
 
-    def _check_speculation(self, request: Request) -> None:
-        """Raise InvalidRequest for a way to speculate that this engine does not have."""
-        plan = self._speculation(request)
-        if request.drafter is not None and request.drafter not in self.drafters:
-            has = ", ".join(self.drafters) or "this engine's, which has none"
-            raise InvalidRequest(f"drafter {request.drafter!r} is not one of {has}", "speculation.drafter")
-        if request.verifier is not None and request.verifier not in VERIFIERS:
-            known = ", ".join(VERIFIERS)
-            raise InvalidRequest(f"verifier {request.verifier!r} is not one of {known}", "speculation.verifier")
-        for name, value in (("k", request.k), ("max_k", request.max_k)):
-            if value is not None and not 0 <= value <= self.max_spec_length:
-                raise InvalidRequest(f"{name} must lie between 0 and {self.max_spec_length}", f"speculation.{name}")
-        if request.k is not None and request.max_k is not None:
-            raise InvalidRequest("max_k has no effect where k is fixed", "speculation.max_k")
-        if request.k and plan.drafter is None:
-            raise InvalidRequest("no drafter is configured here, and the request names none", "speculation.drafter")
-        if (count := len(request.prediction_ids)) > self._max_model_len:
-            raise InvalidRequest(f"no output is as long as a prediction of {count} tokens", "prediction")
-        if request.prediction_ids and plan.drafter not in ("prediction", "cascade"):
-            raise InvalidRequest("a prediction needs drafter 'prediction' or 'cascade', and k above 0", "prediction")
-        if request.lenience is not None:
-            _check_lenience(request, plan)
-
     def _speculation(self, request: Request) -> Speculation:
-        """Who drafts for a request, how much, and who verifies, as it asks or as is configured."""
-        wish = request.drafter or ("cascade" if request.prediction_ids else None)
-        drafter = wish or self._default
-        k: int | None = request.k
-        if k is None and wish and not self.policy.drafts:
-            k = DEFAULT_SPEC_LENGTH  # a drafter that is asked for acts all the same
-        most = self.max_spec_length if request.max_k is None else request.max_k
-        k_max = most if k is None else min(k, most)
-        k = k if k is None else k_max
-        if not k_max or drafter is None:
-            k, k_max, drafter = 0, 0, None
-        return Speculation(k, k_max, drafter, request.verifier or self._config.verifier)
+        """Return how the request speculates. Raises InvalidRequest for a way that this engine does not have."""
+        fields = SpeculationFields(
+            k=request.k,
+            max_k=request.max_k,
+            drafter=request.drafter,
+            verifier=request.verifier,
+            predicted=bool(request.prediction_ids),
+            lenience=request.lenience,
+            temperature=request.params.temperature,
+        )
+        return resolve(fields, self.capabilities)
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         return (frozenset() if params.ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids)
 
     def sequence(self, request: Request, handle: int, arrived: float) -> Sequence:
-        """A checked request as a waiting sequence that arrived then; without a seed of its own it gets one."""
+        """Turn a checked request into a waiting sequence. arrived: monotonic seconds. Draws a seed if it has none."""
         params, plan = request.params, self._speculation(request)
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         prompt = list(request.prompt_ids)
@@ -171,12 +144,3 @@ class Intake:
             group=request.group or request.id,
             deadline=None if within is None else record.arrived + within,
         )
-
-
-def _check_lenience(request: Request, plan: Speculation) -> None:
-    """Raise InvalidRequest unless lenience can act: it must never seem to."""
-    assert request.lenience is not None
-    if not 0 < request.lenience < 1:
-        raise InvalidRequest("lenience must lie between 0 and 1, both excluded", "lossy.lenience")
-    if plan.verifier != "rejection" or plan.drafter is None or request.params.temperature == 0:
-        raise InvalidRequest("lenience needs verifier 'rejection', drafts and a temperature above 0", "lossy")

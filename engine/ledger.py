@@ -1,20 +1,23 @@
-"""What a step leaves behind: columns of the records of its requests, and the statistics of the step (R10)."""
+"""Writes down what a step did: one round in the record of each of its requests, and the step's statistics (R10)."""
 
 import time
 
+from engine.baseline import plain_seconds
 from engine.round import Outcome
 from engine.scheduler import Plan, Slice
-from engine.types import DRAFTERS, Part, RequestRecord, StepStats
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
+from policies.cost import CostModel
 
 
 class Ledger:
-    """Counts steps and their faults, and times the one that runs."""
+    """Counts the steps and their faults, and times the running step."""
 
-    def __init__(self) -> None:
-        self.steps = 0  # that are over
-        self.draft_faults = 0  # since the last step's statistics, of those that no Outcome reports
-        self._noted: list[tuple[RequestRecord, Part]] = []  # in this step
+    def __init__(self, cost: CostModel) -> None:
+        """cost: the policy's cost model, which learns from every round; it estimates the time of plain decoding."""
+        self._cost = cost
+        self.steps = 0  # number of steps that have ended
+        self.draft_faults = 0  # faults since the last step's statistics that no Outcome reports
+        self._noted: list[tuple[RequestRecord, RoundRecord]] = []  # rounds of the running step; step_us is still 0
         self._began_ns = time.monotonic_ns()
 
     def begin(self) -> None:
@@ -23,12 +26,13 @@ class Ledger:
 
     @property
     def spent_us(self) -> int:
-        """Since the step began."""
+        """Microseconds since the step began."""
         return (time.monotonic_ns() - self._began_ns) // 1000
 
     def note(self, part: Slice, outcome: Outcome, i: int, emitted: int) -> None:
-        """Add the round, in which this was the i-th sequence, to its request's record; `close` adds its step's time."""
-        noted = Part(
+        """Note the round of the i-th sequence of the outcome. `settle` adds it to the request's record."""
+        record = part.sequence.record
+        noted = RoundRecord(
             k=part.k,
             reason=-1 if part.reason is None else REASONS.index(part.reason),
             alpha=round(1000 * part.alpha),
@@ -36,42 +40,35 @@ class Ledger:
             accepted=outcome.verdict.accepted[i],
             emitted=emitted,
             proposer=_proposer(outcome, i, part),
+            step=self.steps + 1,
+            batch=len(outcome.slices),
+            began_us=self._began_ns // 1000 - round(1e6 * record.arrived),
+            draft_us=outcome.draft_us,
+            score_us=outcome.score_us,
         )
-        record = part.sequence.record
-        record.steps.append(self.steps + 1)
-        record.planned.append(noted.k)
-        record.reasons.append(noted.reason)
-        record.alphas.append(noted.alpha)
-        record.drafted.append(noted.drafted)
-        record.accepted.append(noted.accepted)
-        record.emitted.append(emitted)
-        record.proposer.append(noted.proposer)
-        record.batch.append(len(outcome.slices))
-        record.began_us.append(self._began_ns // 1000 - round(1e6 * record.arrived))
-        record.draft_us.append(outcome.draft_us)
-        record.score_us.append(outcome.score_us)
         self._noted.append((record, noted))
 
     def drop(self) -> None:
-        """The step broke down, if one runs: what it emitted reaches nobody but those whom it finished."""
-        for record, _ in self._noted:
-            if record.finished is None:
-                record.emitted[-1] = 0
+        """Settle a step that raised. Its tokens reach only the requests that it finished; the others emitted none."""
+        noted = self._noted
+        self._noted = [(r, part if r.finished is not None else part._replace(emitted=0)) for r, part in noted]
         self.settle()
 
-    def settle(self) -> tuple[int, tuple[Part, ...]]:
-        """The step ends now: (its microseconds, the rounds noted in it). Records are whole after this."""
+    def settle(self) -> tuple[int, tuple[RoundRecord, ...]]:
+        """End the step: add the noted rounds to their records. Returns (microseconds of the step, its rounds)."""
         (noted, self._noted), step_us = (self._noted, []), self.spent_us
-        for record, _ in noted:
-            record.step_us.append(step_us)
-        return step_us, tuple(part for _, part in noted)
+        parts = tuple(RoundRecord(*part[:-1], step_us) for _, part in noted)  # step_us is their last field
+        for (record, _), part in zip(noted, parts, strict=True):
+            record.add(part)
+        return step_us, parts
 
     def close(
         self, plan: Plan, outcome: Outcome | None, *, emitted: int, running: int, waiting: int, policy_us: int
     ) -> StepStats:
-        """The step is over. outcome: None for a step without a round."""
+        """End the step and return its statistics. outcome: None for a step without a round."""
         self.steps += 1
         faults, self.draft_faults = self.draft_faults, 0
+        faults += outcome.draft.failed + outcome.verdict.num_illegal if outcome else 0
         (step_us, parts), expected = self.settle(), plan.expected
         return StepStats(
             step=self.steps,
@@ -89,7 +86,7 @@ class Ledger:
             step_us=step_us,
             running=running,
             waiting=waiting,
-            draft_faults=faults + (outcome.draft.failed + outcome.verdict.illegal if outcome else 0),
+            draft_faults=faults,
             failed=bool(plan.slices) and outcome is None,
             preempted=len(plan.preempted),
             cached_tokens=sum(cached for _, cached in plan.started),
@@ -97,14 +94,34 @@ class Ledger:
             predicted_us=round(expected.seconds * 1e6) if expected else 0,
             predicted_tokens=expected.tokens if expected else 0.0,
             policy_us=policy_us,
+            plain_us=(
+                self._plain_us(outcome, emitted / len(parts), step_us, policy_us, faults)
+                if outcome and parts and not plan.prefill_tokens
+                else 0
+            ),
             began=self._began_ns / 1e9,
             parts=parts,
             requests=tuple(part.sequence.request_id for part in plan.slices),
         )
 
+    def _plain_us(self, outcome: Outcome, emitted: float, step_us: int, policy_us: int, faults: int) -> int:
+        """emitted: mean tokens per sequence."""
+        plain_s = plain_seconds(
+            self._cost,
+            batch=len(outcome.slices),
+            ks=outcome.draft.ks,
+            forwards=outcome.draft.steps,
+            read=outcome.draft.read,
+            emitted=emitted,
+            step_s=step_us / 1e6,
+            policy_s=policy_us / 1e6,
+            faulty=faults > 0,
+        )
+        return round(1e6 * plain_s)
+
 
 def _proposer(outcome: Outcome, i: int, part: Slice) -> int:
-    """Who proposed, as an index in DRAFTERS; -1: nobody."""
+    """Return the index in DRAFTERS of the drafter that proposed; -1: none did."""
     draft = outcome.draft
     if not draft.ks[i]:
         return -1

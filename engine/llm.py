@@ -1,4 +1,4 @@
-"""Offline use: generate for a list of prompts in this process. Benchmarks and tests use it too."""
+"""Offline use: generate for a list of prompts in this process."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt got. drafted and accepted have one entry per round; logprobs are there where asked for."""
+    """The result for one prompt. drafted and accepted have one entry per round. logprobs are empty unless asked for."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: list[int]
@@ -41,22 +41,22 @@ class Completion:
 
     @property
     def drafted(self) -> list[int]:
-        return self.record.drafted
+        return self.record.column("drafted")
 
     @property
     def accepted(self) -> list[int]:
-        return self.record.accepted
+        return self.record.column("accepted")
 
 
 class LLM:
-    """A pair of models in this process. `config` takes EngineConfig's other fields.
+    """An engine in this process. `config` takes the other fields of EngineConfig.
 
     Example: LLM("models/demo/target", "models/demo/draft").generate(["def main("], SamplingParams(max_tokens=32))
     """
 
     def __init__(self, target: str, draft: str | None = None, **config: Any) -> None:
         self.engine = Engine.from_config(EngineConfig(target=target, draft=draft, **config))
-        self.steps: list[StepStats] = []  # of the last generate
+        self.steps: list[StepStats] = []  # of the latest `generate`
         self._ids = itertools.count()
 
     def generate(
@@ -69,26 +69,26 @@ class LLM:
         drafter: DrafterName | None = None,
         predictions: Sequence[Prompt] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of the prompts; params and k may be one for all or one each. k None: the policy's.
+        """Completions in the order of the prompts.
 
-        verifier and drafter: None for the engine's own. predictions: guesses of the outputs, one per prompt.
-
-        Raises InvalidRequest before anything runs, RuntimeError if a request fails while running.
+        params and k: one for all prompts or one per prompt; k None: the policy chooses. verifier and drafter None: the
+        engine's default. predictions: guesses of the outputs, one per prompt.
+        Raises InvalidRequest before anything runs, RuntimeError if a request fails while it runs.
         """
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ks = list(k) if isinstance(k, Sequence) else [k] * len(prompts)
-        guesses = [()] * len(prompts) if predictions is None else [self._ids_of(p) for p in predictions]
+        guesses = [()] * len(prompts) if predictions is None else [self._encode(p) for p in predictions]
         requests = [
             Request(
                 f"offline-{next(self._ids)}",
-                self._ids_of(prompt),
-                p,
-                each,
+                self._encode(prompt),
+                prompt_params,
+                prompt_k,
                 verifier=verifier,
                 drafter=drafter,
                 prediction_ids=guess,
             )
-            for prompt, p, each, guess in zip(prompts, all_params, ks, guesses, strict=True)
+            for prompt, prompt_params, prompt_k, guess in zip(prompts, all_params, ks, guesses, strict=True)
         ]
         for request in requests:
             self.engine.check(request)
@@ -97,7 +97,7 @@ class LLM:
         outputs = self._run()
         return [_complete(r, outputs[r.id]) for r in requests]
 
-    def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def _run(self) -> dict[str, list[Output]]:
@@ -114,7 +114,7 @@ class LLM:
 def _complete(request: Request, outputs: list[Output]) -> Completion:
     last = outputs[-1]
     if last.finish_reason is None or last.finish_reason == "error" or last.record is None:
-        raise RuntimeError(last.error or "the request did not finish")
+        raise RuntimeError(last.error or f"request {request.id} did not finish")
     return Completion(
         prompt_token_ids=request.prompt_ids,
         token_ids=[t for o in outputs for t in o.token_ids],

@@ -1,4 +1,7 @@
-"""Load a target and its draft, checked against each other before any weight is read."""
+"""Build what an engine runs on: the target, the draft model, the other drafters, the tokenizer.
+
+The checkpoints are checked against each other before any weight is read.
+"""
 
 import json
 from collections.abc import Sequence as Seq
@@ -10,11 +13,12 @@ import torch
 from cache.slotted import SlottedCache
 from cache.storage import SlottedStorage
 from engine.config import ConfigError, EngineConfig
-from engine.drafters.chain import Chain, Drafters
+from engine.drafters.chain import Chain, ChainedDrafter
 from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
+from engine.host_memory import keep_freed_memory, limit_compiled_products
 from engine.memory_budget import device_memory, layouts, measure_activations
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import Decoder
@@ -23,41 +27,49 @@ from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer, require_same_tokenizer
 from engine.types import DrafterName
 
-DEFAULT_MAX_LEN = 4096  # when the models allow more and the configuration says nothing
+DEFAULT_MAX_LEN = 4096  # tokens, where the models allow more and max_model_len is not set
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What an engine is made of."""
+class LoadedModels:
+    """The models of an engine and what belongs to them."""
 
     target: Runner
-    drafter: Drafters
+    drafter: ChainedDrafter
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
 
 
-def load_pair(config: EngineConfig) -> Loaded:
-    """The pair and its drafters. Raises ConfigError naming both sides of any conflict."""
+def load_models(config: EngineConfig) -> LoadedModels:
+    """Load what the configuration names. Raises ConfigError naming both sides of any conflict."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    keep_freed_memory()
+    limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
-    opened = open_checkpoint(config.target)
+    target_checkpoint = open_checkpoint(config.target)
     tokenizer = Tokenizer(config.target)
-    draft_opened = None
+    draft_checkpoint = None
     if config.draft is not None:
-        draft_opened = open_checkpoint(config.draft)
+        draft_checkpoint = open_checkpoint(config.draft)
         require_same_tokenizer(tokenizer, Tokenizer(config.draft), (config.target, config.draft))
-    max_len = _context(config, opened, draft_opened)
-    runners = _make_runners(config, [c for c in (opened, draft_opened) if c is not None], max_len, device)
-    model = None
-    if draft_opened is not None:
-        # As many of the draft's tokens as take the time of a chunk of the target's, and two for each that decodes.
-        chunk = config.chunk(0) * runners[0].decoder.weight_bytes // runners[1].decoder.weight_bytes
-        limit = config.max_step_tokens
-        model = ModelDrafter(runners[1], opened.shape.vocab_size, limit, max(2 * config.max_running, min(chunk, limit)))
-    return Loaded(runners[0], make_drafters(model, device), tokenizer, _eos_ids(opened))
+    checkpoints = [c for c in (target_checkpoint, draft_checkpoint) if c is not None]
+    max_len = _max_model_len(config, target_checkpoint, draft_checkpoint)
+    target, *drafts = _make_runners(config, checkpoints, max_len, device)
+    model = _model_drafter(config, target, drafts[0]) if drafts else None
+    return LoadedModels(target, make_drafters(model, device), tokenizer, _eos_ids(target_checkpoint))
 
 
-def make_drafters(model: ModelDrafter | None, device: torch.device) -> Drafters:
-    """Every drafter by its name. `cascade` asks the model only where nothing else has an offer."""
+def _model_drafter(config: EngineConfig, target: Runner, draft: Runner) -> ModelDrafter:
+    """Beside other sequences the draft model reads a chunk that takes it as long as the target's chunk takes the
+    target, and at least two tokens for each running sequence."""
+    limit = config.max_step_tokens
+    chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
+    return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk))
+
+
+def make_drafters(model: ModelDrafter | None, device: torch.device) -> ChainedDrafter:
+    """Every drafter by its name. In `cascade` the draft model is asked only where no other drafter has an offer."""
     lookup, prediction = lookup_drafter(device), PredictionDrafter(device)
     chains: dict[DrafterName, Chain] = {
         "ngram": (("ngram", ngram_drafter(device)),),
@@ -68,25 +80,25 @@ def make_drafters(model: ModelDrafter | None, device: torch.device) -> Drafters:
     if model is not None:
         chains["model"] = (("model", model),)
         chains["cascade"] += (("model", model),)
-    return Drafters(chains, device)
+    return ChainedDrafter(chains, device)
 
 
 def _device(name: str) -> torch.device:
-    """Raises ConfigError for one that this machine has not."""
+    """Raises ConfigError for a malformed name and for a device that this machine does not have."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is malformed: {error}") from None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"device {name!r} is asked for, and torch sees {count} CUDA devices here")
+        raise ConfigError(f"device {name!r} is not available: torch sees {count} CUDA devices here")
     return device
 
 
 def _make_runners(
     config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
 ) -> list[Runner]:
-    """Each model with the KV memory that is left for it once the weights are there."""
+    """Load each model and give it its share of the KV memory that is left beside the weights."""
     dtype = getattr(torch, config.dtype)
     decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
     weights = sum(decoder.weight_bytes for decoder in decoders)
@@ -100,9 +112,9 @@ def _make_runners(
 
 
 def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: torch.device) -> None:
-    """A pass of max_step_tokens with all the logits that a round may want, over as few sequences as hold it.
+    """Run a pass of max_step_tokens, over as few sequences as possible, with as many logits as a round may need.
 
-    Its small cache counts as activations: a pass of as many tokens can need no more.
+    Its small cache is counted as activations, so the measured size is an upper bound.
     """
     counts = [max_len] * (config.max_step_tokens // max_len)
     counts += [rest] if (rest := config.max_step_tokens % max_len) else []
@@ -119,8 +131,8 @@ def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: 
     decoder.logits(decoder.forward(tokens, Attention(plan, storage))[:rows])
 
 
-def _context(config: EngineConfig, target: Checkpoint, draft: Checkpoint | None) -> int:
-    """The longest sequence served, prompt and output together."""
+def _max_model_len(config: EngineConfig, target: Checkpoint, draft: Checkpoint | None) -> int:
+    """Tokens of the longest sequence that is served, prompt and output together."""
     limits = {f"target {config.target}": target.shape.max_position_embeddings}
     if draft is not None:
         limits[f"draft {config.draft}"] = draft.shape.max_position_embeddings
@@ -130,12 +142,14 @@ def _context(config: EngineConfig, target: Checkpoint, draft: Checkpoint | None)
         allowed = ", ".join(f"{name} allows {limit}" for name, limit in limits.items())
         raise ConfigError(f"max_model_len {config.max_model_len} is too long: {allowed}")
     if config.max_model_len < 2:
-        raise ConfigError(f"max_model_len {config.max_model_len} leaves no room for a prompt and an output token")
+        raise ConfigError(
+            f"max_model_len must be at least 2, a prompt token and an output token, not {config.max_model_len}"
+        )
     return config.max_model_len
 
 
 def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """generation_config.json goes before config.json, as in transformers; either may list several."""
+    """End-of-sequence tokens. generation_config.json goes before config.json, as in transformers."""
     path = checkpoint.path / "generation_config.json"
     generation = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     eos = generation.get("eos_token_id", checkpoint.raw.get("eos_token_id"))

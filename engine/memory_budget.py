@@ -1,6 +1,6 @@
-"""How much memory the KV caches get: measured where it must be, the rest arithmetic that a start-up log can show.
+"""How much memory the KV caches get. The activations are measured; the rest is arithmetic that the start-up log shows.
 
-Both models' caches have room for the same tokens, since a sequence needs its positions in both. Sizes are bytes.
+Both models' caches hold the same number of tokens, since a sequence needs its positions in both. Sizes are in bytes.
 """
 
 import logging
@@ -20,15 +20,15 @@ from cache.mapped import map_count, mappable
 from cache.storage import KVShape
 from engine.config import ConfigError, EngineConfig
 
-BLOCK_SIZES = (32, 64, 128, 256)  # to choose from where the configuration says nothing; smaller ones cost more to map
-CUDA_FRACTION = 0.9  # of a GPU's memory where it says nothing; the rest is the context's, the libraries', fragmentation
-USUAL_MAX_MAP_COUNT = 65_530  # Linux's DEFAULT_MAX_MAP_COUNT
+BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
+CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
+DEFAULT_MAX_MAP_COUNT = 65_530  # Linux's constant of this name
 
 log = logging.getLogger(__name__)
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes: all that this process may ever have, and what it could still get now."""
+    """Bytes that this process may have in all, and bytes that it can still get."""
 
     total: int
     available: int
@@ -36,12 +36,12 @@ class DeviceMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Blocks of each model's KV cache; its text is the arithmetic, in one line."""
+    """Blocks of each model's KV cache. str() gives the arithmetic in one line."""
 
     block_size: int
     blocks: int  # of each model
-    token_bytes: tuple[int, ...]  # K and V of one position, by model
-    source: str  # where the number of blocks comes from
+    token_bytes: tuple[int, ...]  # K and V of one position, per model
+    source: str  # how the number of blocks was computed
 
     @property
     def tokens(self) -> int:
@@ -66,9 +66,9 @@ def layouts(
     max_len: int,
     memory: DeviceMemory,
 ) -> list[Layout]:
-    """The layout of each model's cache, target first. `memory` is to be asked for after the weights were loaded.
+    """The layout of each model's cache, target first. `memory` must be read after the weights were loaded.
 
-    Raises ConfigError with the arithmetic for what does not fit, or cannot hold one request of max_len tokens.
+    Raises ConfigError, with the arithmetic, for a cache that does not fit or cannot hold one request of max_len tokens.
     """
     slots = config.max_running
     if config.cache == "slotted":
@@ -78,17 +78,17 @@ def layouts(
     budget = kv_blocks(config, shapes, block_size, weights_bytes, activation_bytes, max_len, memory)
     layout = Layout(slots, max_len, block_size, budget.blocks, config.prefix_cache)
     layout = replace(layout, mapped=_mappings(layout, shapes) < max_map_count() // 2)
-    how = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
-    log.info("the KV cache has %s, %s", budget, how)
+    access = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
+    log.info("the KV cache has %s, %s", budget, access)
     return [layout for _ in shapes]
 
 
 def choose_block_size(config: EngineConfig, shapes: Sequence[KVShape], slots: int, max_len: int) -> int:
-    """Positions per block: the configuration's, or the smallest of BLOCK_SIZES with which the CPU's memory can be
-    mapped for every model, or their first.
+    """Positions per block: block_size if it is set, else the smallest of BLOCK_SIZES with which the memory of every
+    model can be mapped on a CPU, else the first of them.
 
-    Half of vm.max_map_count is left to the process's libraries, heaps and threads. Raises ConfigError for a configured
-    size that would need more mappings.
+    The mappings may take half of vm.max_map_count; the process's libraries, heaps and threads need the rest. Raises
+    ConfigError for a block_size that would need more.
     """
     limit = max_map_count() // 2
     if config.block_size is None:
@@ -109,7 +109,7 @@ def choose_block_size(config: EngineConfig, shapes: Sequence[KVShape], slots: in
 
 
 def _mappings(layout: Layout, shapes: Sequence[KVShape]) -> int:
-    """That all models whose memory can be mapped may need together."""
+    """Memory mappings that all models with mapped memory may need together."""
     return sum(map_count(layout, shape.num_layers) for shape in shapes if mappable(layout, shape))
 
 
@@ -122,10 +122,11 @@ def kv_blocks(
     max_len: int,
     memory: DeviceMemory,
 ) -> Budget:
-    """As many blocks as kv_tokens or memory_fraction give.
+    """The number of blocks, from kv_tokens or memory_fraction.
 
-    With neither, CUDA gets CUDA_FRACTION, and a CPU what max_running sequences of max_len need, at most half of what is
-    available; both at most what is available beside the activations. Raises ConfigError as `layouts` does.
+    If neither is set: on CUDA from CUDA_FRACTION; on a CPU as many as max_running sequences of max_len tokens need, but
+    at most half of the available memory. Both are limited to what is available beside the activations. Raises
+    ConfigError as `layouts` does.
     """
     token_bytes = tuple(shape.token_bytes for shape in shapes)
     block_bytes = block_size * sum(token_bytes)
@@ -150,16 +151,16 @@ def kv_blocks(
 
 
 def _share(fraction: float, total: int, weights_bytes: int, activation_bytes: int) -> tuple[int, str]:
-    """(what is left of a fraction of the device's memory, how that comes about)."""
+    """(bytes that weights and activations leave of a fraction of the device's memory, the arithmetic as text)."""
     room = int(fraction * total) - weights_bytes - activation_bytes
     rest = f"{_mib(weights_bytes)} weights − {_mib(activation_bytes)} activations"
     return room, f"{fraction:g} × {_mib(total)} − {rest}"
 
 
 def _demand(slots: int, table: int, block_bytes: int, available: int) -> tuple[int, str]:
-    """(what `slots` sequences of `table` blocks need, at most half of what is available; how that comes about).
+    """(bytes for `slots` sequences of `table` blocks, at most half of the available ones; the arithmetic as text).
 
-    One block more, for a single sequence may have to copy one that it shares with the prefix index.
+    One block is added, because a single sequence may have to copy a block that it shares with the prefix index.
     """
     needed, half = (slots * table + 1) * block_bytes, available // 2
     if needed <= half:
@@ -174,8 +175,8 @@ def _check_room(budget: Budget, max_len: int, config: EngineConfig) -> None:
     if config.kv_tokens is not None:
         advice = "raise kv_tokens, or lower max_model_len"
     else:
-        more = "set kv_tokens or memory_fraction" if config.memory_fraction is None else "raise memory_fraction"
-        advice = f"{more}, or lower max_model_len or max_step_tokens"
+        get_more = "set kv_tokens or memory_fraction" if config.memory_fraction is None else "raise memory_fraction"
+        advice = f"{get_more}, or lower max_model_len or max_step_tokens"
     raise ConfigError(
         f"the KV cache has {budget}, and one request of max_model_len {max_len:,} needs "
         f"{needed * budget.block_size:,}, with one block to copy a shared one into: {advice}"
@@ -195,8 +196,8 @@ def _check_fits(budget: Budget, activation_bytes: int, memory: DeviceMemory, con
 def _check_slots(slots: int, max_len: int, shapes: Sequence[KVShape], memory: DeviceMemory) -> None:
     size = slots * max_len * sum(shape.token_bytes for shape in shapes)
     if size > memory.available:
-        what = f"a slotted KV cache of max_running {slots:,} × max_model_len {max_len:,} takes {_mib(size)}"
-        raise ConfigError(f"{what}, and {_mib(memory.available)} are available: lower one of them")
+        cache = f"a slotted KV cache of max_running {slots:,} × max_model_len {max_len:,} takes {_mib(size)}"
+        raise ConfigError(f"{cache}, and {_mib(memory.available)} are available: lower one of them")
 
 
 def _mib(size: int) -> str:
@@ -204,12 +205,12 @@ def _mib(size: int) -> str:
 
 
 def measure_activations(run: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes that `run`, the largest pass, allocates beyond what is allocated before.
+    """Peak bytes that `run`, the largest pass, allocates beyond what was allocated before it.
 
-    On CPU the profiler's allocation events are added up, which is exact and the same every time: 18,363,264 bytes for
-    512 tokens of the demo target, 640 more with two threads. The resident set's peak (VmHWM) is neither, because the
-    heap keeps freed pages: it grew by 26.3 MB, 2.6 MB and 12 kB in three such passes, one after the other. Not counted
-    are what libraries allocate without torch, a few MB, and that `run` may free what was allocated before.
+    On a CPU the profiler's allocation events are added up. That is exact and repeatable: 18,363,264 bytes for 512
+    tokens of the demo target, 640 more with two threads. The peak of the resident set (VmHWM) is neither, because the
+    heap keeps freed pages: it grew by 26.3 MB, 2.6 MB and 12 kB in three such passes in a row. Memory that libraries
+    allocate without torch, a few MB, is not counted.
     """
     with torch.inference_mode():
         return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)
@@ -229,7 +230,7 @@ def _cpu_peak(run: Callable[[], object]) -> int:
         run()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
-    # Stable: events of one nanosecond stay in the order in which they were recorded.
+    # sorted() is stable: events of the same nanosecond keep the order in which they were recorded.
     changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0])
     return max(accumulate((size for _, size in changes), initial=0))
 
@@ -239,12 +240,12 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type != "cuda":
         return host_memory()
     free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, and free
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free memory that torch keeps
     return DeviceMemory(total, free + cached)
 
 
 def host_memory(root: Path = Path("/")) -> DeviceMemory:
-    """Of the machine whose /proc and /sys are below `root`. Page cache that can be dropped counts as available."""
+    """The memory of the machine whose /proc and /sys are below `root`. Droppable page cache counts as available."""
     total, available = _machine_memory(root / "proc" / "meminfo")
     for limit, used in _cgroup_limits(root):
         total, available = min(total, limit), min(available, limit - used)
@@ -261,9 +262,9 @@ def _machine_memory(meminfo: Path) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of every cgroup, version 1 or 2, that this process is in and that limits its memory.
+    """(limit, used bytes) of every cgroup, version 1 or 2, that limits this process's memory.
 
-    A container may see its own group as the mount's root, hence all folders from the named one up are looked at.
+    A container may see its own group as the root of the mount, so all folders from the named one upwards are read.
     """
     membership = root / "proc" / "self" / "cgroup"
     for line in membership.read_text("utf-8").splitlines() if membership.is_file() else []:
@@ -284,16 +285,16 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def max_map_count() -> int:
     """Memory mappings that Linux allows this process."""
-    return _number(Path("/proc/sys/vm/max_map_count")) or USUAL_MAX_MAP_COUNT
+    return _number(Path("/proc/sys/vm/max_map_count")) or DEFAULT_MAX_MAP_COUNT
 
 
 def _number(path: Path) -> int | None:
-    """None for a file that is not there or says "max"."""
+    """The number in a file; None if there is no such file or it holds "max"."""
     text = path.read_text("utf-8").strip() if path.is_file() else ""
     return int(text) if text.isdecimal() else None
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number after each line's first word."""
+    """First word of each line → the number after it."""
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
     return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[1].isdecimal()}

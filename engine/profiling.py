@@ -1,10 +1,10 @@
-"""What rounds cost on this machine: real ones, over throw-away sequences, before the first request.
+"""Measures what rounds cost on this machine: real rounds over throw-away sequences, before the first request.
 
-Each kind of round is run several times in a row, as rounds follow each other while serving: after a round of another
-size the weights that a pass needs lie farther away (16 sequences of the demo pair without drafts: 3.1 ms in a row, 5.5
-after rounds with 8 drafts each). All kinds come in turn and then all again, so that a phase in which the machine is
-slow hits them alike; what is told is the lower quartile. After each round both caches go back to where they were, and
-in the end nothing is left of it: no slot is held, no block can be found, nothing is published.
+Each shape of round is run several times in a row, as in serving: after a round of another shape the weights have partly
+left the processor's caches (16 sequences of the demo pair without drafts take 3.1 ms in a row, and 5.5 ms after rounds
+with 8 drafts each). All shapes are measured in turn, then all again, so that a slow phase of the machine hits them
+alike; the lower quartile counts. After each round both caches are rolled back. In the end nothing is left: no slot is
+held, and no block is in the prefix index.
 """
 
 import logging
@@ -13,14 +13,13 @@ from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ClassVar
 
 import torch
 
 from cache.protocol import CacheFull
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.models.runner import Feed, Runner
 from engine.round import Outcome, run_round
@@ -32,34 +31,36 @@ from policies.observation import Timing
 
 log = logging.getLogger(__name__)
 
-LENGTH = 128  # mean tokens of the sequences, where the context and the memory allow
-DEPTHS = (0, 1, 2, 4, 8, 16)
-RAGGED = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts of the sequences in a round that tells what uneven ones cost, over and over
-BEHIND = 32  # tokens of one sequence that the draft model reads first, in a round that tells what such a gap costs
-SWEEPS = 2  # over all kinds of rounds
-RUNS = 4  # in a row of each kind; the first one warms up, and counts only where there is no other
-SPREAD = 37  # of 64ths: neighbours differ in length, the first few as much as all
+MEAN_LENGTH = 128  # tokens per sequence, if the context and the memory allow
+DEPTHS = (0, 1, 2, 4, 8, 16)  # drafts per sequence
+UNEVEN_KS = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts per sequence, repeated, in the round with uneven drafts
+LONG_GAP = 32  # tokens that the draft model reads of one sequence, in the round with a gap
+SWEEPS = 2  # over all shapes
+RUNS = 4  # of each shape in a row; the first warms up, and counts only if no other succeeds
+LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
 SALT = "profiling"
 
 
 def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budget_s: float) -> list[Timing]:
     """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
-    without the host's work around them. Nobody else may hold memory meanwhile.
+    without the host's work around them. No other sequence may hold memory during this.
 
-    Where there is no draft model, something that costs nothing drafts. What takes longer than the budget is left out,
-    the largest batches first, and never a plain round of one sequence; so are batches that there is no memory for, and
-    rounds in which the drafter failed or had no memory. The budget covers the reading of the sequences too.
+    Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
+    the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
+    no memory. A plain round of one sequence is always measured.
     """
-    models = [part for part in _parts(drafter) if isinstance(part, ModelDrafter)]
+    models = [part for part in _all_drafters(drafter) if isinstance(part, ModelDrafter)]
     deadline = perf_counter() + budget_s
     with torch.inference_mode():
-        bench = ProfileBench(target, drafter if models else Constant(target.device), [m.runner for m in models])
+        bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), [m.runner for m in models])
         try:
             bench.fill(max_running, depth, deadline)
-            kinds = [
-                kind for batch in _batches(len(bench.sequences)) for kind in _kinds(batch, bench.depth, bool(models))
+            shapes = [
+                shape
+                for batch in _batch_sizes(len(bench.sequences))
+                for shape in _round_shapes(batch, bench.depth, bool(models))
             ]
-            timings = _measure(bench, kinds, deadline)
+            timings = _measure(bench, shapes, deadline)
         finally:
             bench.clear(drafter)
     return timings
@@ -70,99 +71,99 @@ class RoundShape:
     """A round to be measured."""
 
     ks: tuple[int, ...]  # by sequence
-    behind: int = 1  # tokens that the draft model has yet to read of the first sequence; of the others it is one
+    gap: int = 1  # tokens of the first sequence that the draft model has not read; for the others it is 1
 
 
 @dataclass(slots=True)
 class Samples:
-    """What rounds of one kind took."""
+    """The measured times of one shape."""
 
-    forwards: int
-    read: int
+    forwards: int  # of the draft model
+    read: int  # tokens that these forwards fed
     draft_s: list[float] = field(default_factory=list)
     score_s: list[float] = field(default_factory=list)
 
-    def timing(self, kind: RoundShape) -> Timing:
+    def timing(self, shape: RoundShape) -> Timing:
         return Timing(
-            batch=len(kind.ks),
-            drafts=sum(kind.ks),
-            depth=max(kind.ks),
+            batch=len(shape.ks),
+            drafts=sum(shape.ks),
+            depth=max(shape.ks),
             prefill=0,
             forwards=self.forwards,
             read=self.read,
-            draft_s=_quartile(self.draft_s),
-            score_s=_quartile(self.score_s),
+            draft_s=_lower_quartile(self.draft_s),
+            score_s=_lower_quartile(self.score_s),
             rest_s=0.0,
         )
 
 
 class ProfileBench:
-    """Throw-away sequences that both models have read, and rounds over them that leave no trace."""
+    """Throw-away sequences that both models have read, and rounds over them."""
 
     def __init__(self, target: Runner, drafter: Drafter, draft_runners: Seq[Runner]) -> None:
         self._target = target
         self._drafter = drafter
         self._drafts = draft_runners
         self.sequences: list[Sequence] = []
-        self.depth = 0  # the most drafts that there is memory for
+        self.depth = 0  # drafts per sequence that there is memory for
 
     def fill(self, count: int, depth: int, deadline: float) -> None:
-        """As many of `count` sequences as there is memory and time for, each to be followed by up to `depth` drafts."""
+        """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time."""
         runners = [self._target, *self._drafts]
         max_len = min(runner.cache.max_len for runner in runners)
-        largest = count * (1 + depth)  # tokens of a round: no pass may be larger
-        length = max(2, min(LENGTH * 3 // 2, max_len - depth, largest))  # of the longest
+        largest_pass = count * (1 + depth)  # tokens of the largest round: prefill must not need more
+        length = max(2, min(MEAN_LENGTH * 3 // 2, max_len - depth, largest_pass))  # of the longest sequence
         self.depth = min(depth, max_len - length)
         draw = random.Random(0)
         for i in range(count):
-            own = length - i * SPREAD % 64 * length // 96  # a third of it to all: a batch is never even
-            tokens = [draw.randrange(self._target.vocab_size) for _ in range(max(2, own))]
-            sequence = _sequence(-1 - i, tokens, modelled=bool(self._drafts))
-            if not all(_hold(runner, sequence, self.depth) for runner in runners):
-                _let_go(runners, sequence)
+            count_i = max(2, length - i * LENGTH_STEP % 64 * length // 96)  # a third of the length to all of it
+            tokens = [draw.randrange(self._target.vocab_size) for _ in range(count_i)]
+            sequence = _sequence(-1 - i, tokens, has_draft_model=bool(self._drafts))
+            if not all(_reserve(runner, sequence, self.depth) for runner in runners):
+                _release(runners, sequence)
                 break
             self.sequences.append(sequence)
-        read = self._read(runners, max(1, largest // length), deadline)
-        for sequence in self.sequences[read:]:
-            _let_go(runners, sequence)
-        del self.sequences[read:]
+        num_read = self._prefill(runners, max(1, largest_pass // length), deadline)
+        for sequence in self.sequences[num_read:]:
+            _release(runners, sequence)
+        del self.sequences[num_read:]
         for sequence in self.sequences:
             for runner in runners:
-                runner.cache.discard(sequence.handle)  # so that nothing of it is ever indexed
+                runner.cache.discard(sequence.handle)  # keeps it out of the prefix index
 
-    def _read(self, runners: Seq[Runner], together: int, deadline: float) -> int:
-        """How many sequences the models have read by the deadline, so many `together` in a pass. The target reads the
-        first sequence even if time is up: it is what a plain round needs."""
-        read = 0
-        while read < len(self.sequences):
-            part = self.sequences[read : read + together] if read else self.sequences[:1]
+    def _prefill(self, runners: Seq[Runner], per_pass: int, deadline: float) -> int:
+        """Let the models read the sequences, `per_pass` at a time; returns how many they have read by the deadline.
+
+        The target reads the first sequence even after the deadline: a plain round needs it.
+        """
+        num_read = 0
+        while num_read < len(self.sequences):
+            sequences = self.sequences[num_read : num_read + per_pass] if num_read else self.sequences[:1]
             for runner in runners:
-                if (read or runner is not self._target) and perf_counter() > deadline:
-                    return max(1, read)
-                runner.run([Feed(s, runner.uncached(s), outputs=0) for s in part])
-            read += len(part)
-        return read
+                if (num_read or runner is not self._target) and perf_counter() > deadline:
+                    return max(1, num_read)
+                runner.run([Feed(s, runner.uncached(s), outputs=0) for s in sequences])
+            num_read += len(sequences)
+        return num_read
 
-    def run(self, kind: RoundShape) -> Outcome:
-        batch = self.sequences[: len(kind.ks)]
+    def run(self, shape: RoundShape) -> Outcome:
+        batch = self.sequences[: len(shape.ks)]
         for i, sequence in enumerate(batch):
-            _go_back(self._target, sequence, 1)
+            _roll_back(self._target, sequence, 1)
             for runner in self._drafts:
-                _go_back(runner, sequence, 1 if i else kind.behind)
-        slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, kind.ks, strict=True))
+                _roll_back(runner, sequence, 1 if i else shape.gap)
+        slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, shape.ks, strict=True))
         return run_round(Plan(slices), self._target, self._drafter)
 
     def clear(self, drafter: Drafter) -> None:
         for sequence in self.sequences:
             drafter.forget(sequence)
-            _let_go([self._target, *self._drafts], sequence)
+            _release([self._target, *self._drafts], sequence)
         self.sequences.clear()
 
 
-class Constant:
-    """Drafts one token over and over, at no cost: for an engine without a draft model."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
+class ConstantDrafter:
+    """Proposes token 0 at no cost, in place of a draft model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,24 +184,24 @@ class Constant:
         pass
 
 
-def _measure(bench: ProfileBench, kinds: Seq[RoundShape], deadline: float) -> list[Timing]:
+def _measure(bench: ProfileBench, shapes: Seq[RoundShape], deadline: float) -> list[Timing]:
     samples: dict[RoundShape, Samples] = {}
-    for kind in list(kinds) * SWEEPS:
+    for shape in list(shapes) * SWEEPS:
         if samples and perf_counter() > deadline:
             break
-        outcomes = [bench.run(kind) for _ in range(RUNS)]
-        whole = [o for o in outcomes if not o.draft.failed and o.draft.ks == kind.ks]
-        for outcome in whole[1:] or whole:
+        outcomes = [bench.run(shape) for _ in range(RUNS)]
+        complete = [o for o in outcomes if not o.draft.failed and o.draft.ks == shape.ks]
+        for outcome in complete[1:] or complete:
             draft = outcome.draft
-            made = samples.setdefault(kind, Samples(draft.steps, draft.read))
-            made.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
-            made.score_s.append(outcome.score_us * 1e-6)
-    if len(samples) < len(kinds):
-        log.info("%d of %d kinds of rounds were profiled", len(samples), len(kinds))
-    return [made.timing(kind) for kind, made in samples.items()]
+            of_shape = samples.setdefault(shape, Samples(draft.steps, draft.read))
+            of_shape.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
+            of_shape.score_s.append(outcome.score_us * 1e-6)
+    if len(samples) < len(shapes):
+        log.info("%d of %d shapes of rounds were profiled", len(samples), len(shapes))
+    return [of_shape.timing(shape) for shape, of_shape in samples.items()]
 
 
-def _batches(count: int) -> Iterator[int]:
+def _batch_sizes(count: int) -> Iterator[int]:
     """1, 2, 4, … and count itself."""
     batch = 1
     while batch < count:
@@ -210,29 +211,28 @@ def _batches(count: int) -> Iterator[int]:
         yield count
 
 
-def _kinds(batch: int, depth: int, modelled: bool) -> Iterator[RoundShape]:
+def _round_shapes(batch: int, depth: int, has_draft_model: bool) -> Iterator[RoundShape]:
     for k in sorted({*(k for k in DEPTHS if k <= depth), depth}):
         yield RoundShape((k,) * batch)
     if not depth:
         return
-    ragged = tuple(min(RAGGED[i % len(RAGGED)], depth) for i in range(batch))
     if batch > 1:
-        yield RoundShape(ragged)
-    if modelled:
-        yield RoundShape((1,) * batch, behind=BEHIND)
+        yield RoundShape(tuple(min(UNEVEN_KS[i % len(UNEVEN_KS)], depth) for i in range(batch)))
+    if has_draft_model:
+        yield RoundShape((1,) * batch, gap=LONG_GAP)
 
 
-def _quartile(values: Seq[float]) -> float:
-    """The lower one: whatever disturbs a round makes it longer."""
+def _lower_quartile(values: Seq[float]) -> float:
+    """Disturbances only make a round longer, so the fast runs are the typical ones."""
     return sorted(values)[len(values) // 4]
 
 
-def _parts(drafter: Drafter) -> Seq[Drafter]:
-    return drafter.parts if isinstance(drafter, Drafters) else (drafter,)
+def _all_drafters(drafter: Drafter) -> Seq[Drafter]:
+    return drafter.drafters if isinstance(drafter, ChainedDrafter) else (drafter,)
 
 
-def _hold(runner: Runner, sequence: Sequence, depth: int) -> bool:
-    """Whether there is a slot for it, and memory for it and its drafts, which it then holds."""
+def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:
+    """Reserve a slot, and memory for the sequence and its drafts. False if there is not enough."""
     try:
         runner.cache.allocate(sequence.handle, (), SALT)
         runner.cache.reserve(sequence.handle, len(sequence.tokens) + depth)
@@ -241,21 +241,21 @@ def _hold(runner: Runner, sequence: Sequence, depth: int) -> bool:
     return True
 
 
-def _go_back(runner: Runner, sequence: Sequence, uncached: int) -> None:
-    """Let so many of its last tokens be uncached, at most half of them: what begins anew could be indexed."""
+def _roll_back(runner: Runner, sequence: Sequence, uncached: int) -> None:
+    """Make the sequence's last `uncached` tokens uncached, at most half of them: never all, or it could be indexed."""
     kept = max(len(sequence.tokens) // 2, len(sequence.tokens) - uncached)
     length = min(runner.cache.length(sequence.handle), kept)
     runner.cache.truncate_to(sequence.handle, length)
 
 
-def _let_go(runners: Seq[Runner], sequence: Sequence) -> None:
+def _release(runners: Seq[Runner], sequence: Sequence) -> None:
     for runner in runners:
         if runner.cache.holds(sequence.handle):
             runner.cache.discard(sequence.handle)
-        runner.let_go(sequence)  # its memory is cleared first if what it holds is not finite
+        runner.release(sequence)
 
 
-def _sequence(handle: int, tokens: list[int], *, modelled: bool) -> Sequence:
+def _sequence(handle: int, tokens: list[int], *, has_draft_model: bool) -> Sequence:
     name = f"profiling-{-handle}"
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     return Sequence(
@@ -269,6 +269,6 @@ def _sequence(handle: int, tokens: list[int], *, modelled: bool) -> Sequence:
         max_len=len(tokens) + params.max_tokens,
         text=TextStream(Detokenizer(lambda ids: ""), ()),
         record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
-        drafter="model" if modelled else None,
+        drafter="model" if has_draft_model else None,
         cache_salt=SALT,
     )

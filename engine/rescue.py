@@ -1,8 +1,8 @@
-"""A round that fails is tried again: without drafts, then in halves, until who makes it fail is alone (R9).
+"""A round that fails is tried again: without drafts, then in halves, until each failing request is alone (R9).
 
-One failing request of n costs two passes for each halving, 2·log2(n) in all. Where one pass has succeeded, the others
-are tried to the end: at most 2·n passes, each of which is smaller than the one that failed. Where none has, the device
-is taken for dead after some 4·log2(n) of them.
+One failing request among n costs two passes per halving, 2·log2(n) in all. Once a pass has succeeded, all halves are
+tried to the end: at most 2·n passes, each smaller than the failed one. If about 4·log2(n) passes fail before any
+succeeds, the device is taken to be broken, and the rest of the requests fail untried.
 """
 
 import logging
@@ -15,37 +15,40 @@ from typing import NamedTuple
 from engine.drafters.base import Draft, Drafter
 from engine.host_memory import out_of_memory
 from engine.models.runner import Runner
-from engine.round import Failures, Outcome, run_round
+from engine.round import FailedRequests, Outcome, run_round
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan
 
 log = logging.getLogger(__name__)
 
 
-class Rescued(NamedTuple):
-    outcome: Outcome | None  # of the slices whose passes succeeded; None: of none
-    failures: Failures  # the others'
+class RescuedRound(NamedTuple):
+    outcome: Outcome | None  # of the slices whose pass succeeded; None: every pass failed
+    failures: FailedRequests  # the other sequences
 
 
-def run_or_rescue(plan: Plan, target: Runner, drafter: Drafter) -> Rescued:
-    """The plan's round, or what can be saved of it."""
-    attempts = Attempts(target, drafter)
+def run_or_rescue(plan: Plan, target: Runner, drafter: Drafter) -> RescuedRound:
+    """Run the plan's round. If it fails, run what can be saved of it."""
+    attempts = RoundAttempts(target, drafter)
     outcome = attempts.run(plan, last=False)
-    return Rescued(outcome, {}) if outcome is not None else attempts.halve(plan.without_drafts())
+    return RescuedRound(outcome, {}) if outcome is not None else attempts.retry_in_halves(plan.without_drafts())
 
 
-class Attempts:
-    """At one plan's round."""
+class RoundAttempts:
+    """Attempts at the round of one plan."""
 
     def __init__(self, target: Runner, drafter: Drafter) -> None:
         self._target = target
         self._drafter = drafter
-        self._reason = ""  # of the last failure, safe to show
+        self._reason = ""  # of the last failure, safe to show to clients
 
     def run(self, plan: Plan, *, last: bool) -> Outcome | None:
-        """None if it failed: then the target's cache holds what it held, memory that was reserved is given back, and
-        what the pass wrote there is zeroed. After the last attempt all stays, for the request ends, and what it holds
-        is looked at then. The failed pass's tensors are free: they hang on the error, which is gone."""
+        """Run the round; None if it raised. Then the target's cache is as before, the reserved memory is given back,
+        and what the pass wrote is zeroed.
+
+        last: nothing is undone, because the request ends and its memory is examined then. On return the failed pass's
+        tensors are free: only the error referred to them.
+        """
         sequences = [s.sequence for s in plan.slices]
         lengths = [self._target.cache.length(sequence.handle) for sequence in sequences]
         try:
@@ -55,31 +58,31 @@ class Attempts:
             self._reason = _reason(error)
         if not last:
             for sequence, length in zip(sequences, lengths, strict=True):
-                self._target.take_back(sequence, length)
+                self._target.undo_failed_pass(sequence, length)
         return None
 
-    def halve(self, plan: Plan) -> Rescued:
-        """Try the plan, the halves of what fails, the larger parts first, and so on."""
+    def retry_in_halves(self, plan: Plan) -> RescuedRound:
+        """Run the plan. Halve the slices of every failed pass and run the halves, the larger ones first."""
         saved: list[tuple[int, Outcome]] = []
-        failures: Failures = {}
+        failures: FailedRequests = {}
         patience = 4 * len(plan.slices).bit_length()  # failures before the first success
         failed = 0
-        parts = deque([range(len(plan.slices))])
-        while parts:
-            part = parts.popleft()
-            slices = plan.slices[part.start : part.stop]
-            alone, hopeless = len(part) == 1, not saved and failed >= patience
+        ranges = deque([range(len(plan.slices))])
+        while ranges:
+            current = ranges.popleft()
+            slices = plan.slices[current.start : current.stop]
+            alone, hopeless = len(current) == 1, not saved and failed >= patience
             outcome = None if hopeless else self.run(replace(plan, slices=slices), last=alone)
             failed += outcome is None
             if outcome is not None:
-                saved.append((part.start, outcome))
+                saved.append((current.start, outcome))
             elif not alone and not hopeless:
-                middle = len(part) // 2
-                parts += part[:middle], part[middle:]
+                middle = len(current) // 2
+                ranges += current[:middle], current[middle:]
             else:
                 failures |= {s.sequence.handle: self._reason for s in slices}
         outcomes = [outcome for _, outcome in sorted(saved, key=lambda pair: pair[0])]
-        return Rescued(_joined(outcomes) if outcomes else None, failures)
+        return RescuedRound(_join(outcomes) if outcomes else None, failures)
 
 
 def _reason(error: Exception) -> str:
@@ -88,8 +91,8 @@ def _reason(error: Exception) -> str:
     return "the model failed to process this request"
 
 
-def _joined(outcomes: Seq[Outcome]) -> Outcome:
-    """One outcome of rounds without drafts, in which no draft was made because a pass failed."""
+def _join(outcomes: Seq[Outcome]) -> Outcome:
+    """One outcome from several rounds without drafts. Its draft counts as failed."""
     verdicts = [outcome.verdict for outcome in outcomes]
     slices = tuple(chain.from_iterable(outcome.slices for outcome in outcomes))
     return Outcome(
@@ -98,9 +101,9 @@ def _joined(outcomes: Seq[Outcome]) -> Outcome:
         Verdict(
             accepted=list(chain.from_iterable(v.accepted for v in verdicts)),
             emitted=list(chain.from_iterable(v.emitted for v in verdicts)),
-            bad=list(chain.from_iterable(v.bad for v in verdicts)),
+            non_finite=list(chain.from_iterable(v.non_finite for v in verdicts)),
             overlaps=list(chain.from_iterable(v.overlaps for v in verdicts)),
-            illegal=0,
+            num_illegal=0,
             drafts=list(chain.from_iterable(v.drafts for v in verdicts)),
         ),
         tuple(chain.from_iterable(outcome.logprobs for outcome in outcomes)),

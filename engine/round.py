@@ -1,7 +1,7 @@
 """THE round: draft → score → accept → roll back, once, for every sequence of the plan at once.
 
-k = 0 is plain decoding and a prefill chunk is a feed without drafts: there is no other path. Nothing here commits
-tokens; the caller does, so a round that raises leaves every sequence as it was.
+Plain decoding is a round with k = 0, and a prefill chunk is a feed without drafts: there is no other path. The caller
+commits the tokens, so a round that raises leaves every sequence as it was.
 """
 
 import logging
@@ -15,7 +15,13 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
-from engine.sampling.logprobs import Failure, Told, Wanted, tell_all, tell_one
+from engine.sampling.logprobs import (
+    LogprobFailure,
+    LogprobRequest,
+    TokenLogprobs,
+    compute_logprobs,
+    compute_logprobs_alone,
+)
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Plan, Slice
 from engine.verification import verify
@@ -23,49 +29,46 @@ from engine.verification import verify
 log = logging.getLogger(__name__)
 
 
-Failures = dict[int, str]  # handles of sequences whose requests end, and why: safe to show to their clients
+FailedRequests = dict[int, str]  # sequence handle → why its request ends, safe to show to the client
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the round decided, for the slices that emit, in the plan's order."""
+    """What a round decided for the slices that emit, in the plan's order."""
 
     slices: tuple[Slice, ...]
     draft: Draft
     verdict: Verdict
-    logprobs: tuple[Told, ...]  # of each slice's emitted tokens; empty where not asked for
-    prompt_logprobs: tuple[tuple[Slice, Told], ...]  # for any slices of the plan, of the prompt tokens that they scored
-    failures: Failures  # of any slices of the plan: what only their requests wanted could not be made
+    logprobs: tuple[TokenLogprobs, ...]  # of each slice's emitted tokens; empty if its request asks for none
+    prompt_logprobs: tuple[tuple[Slice, TokenLogprobs], ...]  # of prompt tokens, for any slice of the plan
+    failures: FailedRequests  # any slices of the plan whose log-probabilities could not be computed
     draft_us: int
     score_us: int
     target_forward_us: int
 
 
 def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
-    """One speculative round (Leviathan et al. 2023, Algorithm 1), each sequence with the verifier it asked for."""
+    """Run one speculative round (Leviathan et al. 2023, Algorithm 1), each sequence with its request's verifier."""
     slices = tuple(s for s in plan.slices if s.emits)
-    wanted = [s.k for s in slices]
+    planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
-    sampler = Sampler(sequences, wanted, target.vocab_size, target.device)
+    sampler = Sampler(sequences, planned_ks, target.vocab_size, target.device)
     batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices))
     started = perf_counter_ns()
 
-    draft = _propose(drafter, batch, wanted)
+    draft = _propose(drafter, batch, planned_ks)
     drafted = perf_counter_ns()
 
     forward_ns = target.forward_ns
-    feeds = _feeds(plan, draft)
-    logits, prompt_logits = _split(target.run(feeds, draft.tokens), feeds)
+    feeds = _make_feeds(plan, draft)
+    logits, prompt_logits = _split_logits(target.run(feeds, draft.tokens), feeds)
     verdict = verify(batch, draft, logits)
-    failures: Failures = {}
+    failures: FailedRequests = {}
     logprobs = _logprobs(batch, draft, verdict, logits, failures)
     prompt_logprobs = _prompt_logprobs(plan, feeds, prompt_logits, target, failures)
     scored = perf_counter_ns()
 
-    for sequence, accepted, bad in zip(batch.sequences, verdict.accepted, verdict.bad, strict=True):
-        if not bad:  # else its memory, rejected drafts' too, is to be cleared before anybody gets it
-            target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
-            target.vouch(sequence)
+    _roll_back(batch, verdict, target)
     observed = _observe(drafter, batch, verdict)
     return Outcome(
         slices,
@@ -80,22 +83,32 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     )
 
 
-def _propose(drafter: Drafter, batch: DraftBatch, wanted: Seq[int]) -> Draft:
-    """The drafter's proposals; a drafter that fails costs this round its drafts and nothing else (R9)."""
-    if not any(wanted):
-        return Draft.none(len(wanted))
+def _propose(drafter: Drafter, batch: DraftBatch, planned_ks: Seq[int]) -> Draft:
+    """The drafter's proposals. A drafter that raises costs the round its drafts and nothing else (R9)."""
+    if not any(planned_ks):
+        return Draft.none(len(planned_ks))
     try:
-        return drafter.propose(batch, wanted)
+        return drafter.propose(batch, planned_ks)
     except Exception:
         log.exception("the drafter failed; this round runs without drafts")
-        return Draft.none(len(wanted), failed=True)
+        return Draft.none(len(planned_ks), failed=True)
+
+
+def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner) -> None:
+    """Drop the rejected drafts from the target's cache."""
+    for sequence, accepted, non_finite in zip(batch.sequences, verdict.accepted, verdict.non_finite, strict=True):
+        # A sequence with non-finite scores keeps all its memory until the engine clears it: others could get a part.
+        if not non_finite:
+            target.cache.truncate_to(sequence.handle, len(sequence.tokens) + accepted)
+            target.mark_finite(sequence)
 
 
 def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
-    """Whether the drafter took the verdict in. If not, it starts from nothing: what its caches hold is unknown (R9)."""
+    """Whether the drafter took in the verdict. If it raised, its caches are in an unknown state, so it forgets the
+    round's sequences (R9)."""
     try:
         drafter.observe(batch, verdict)
-    except DrafterFault:  # dealt with by the part that failed
+    except DrafterFault:  # the drafter has forgotten them already
         return False
     except Exception:
         log.exception("the drafter failed to observe; it forgets the round's sequences")
@@ -105,65 +118,67 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
     return True
 
 
-def _feeds(plan: Plan, draft: Draft) -> list[Feed]:
+def _make_feeds(plan: Plan, draft: Draft) -> list[Feed]:
     ks = iter(draft.ks)
     feeds = []
     for s in plan.slices:
         k = next(ks) if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0, scored=s.scored))
+        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0, prompt_rows=s.prompt_rows))
     return feeds
 
 
-def _split(logits: Tensor, feeds: Seq[Feed]) -> tuple[Tensor, Tensor | None]:
-    """(rows to draw from, rows that score a prompt; None: no such rows)."""
-    if not any(feed.scored for feed in feeds):
+def _split_logits(logits: Tensor, feeds: Seq[Feed]) -> tuple[Tensor, Tensor | None]:
+    """(rows to draw tokens from, rows for the log-probabilities of prompt tokens; None: there are none)."""
+    if not any(feed.prompt_rows for feed in feeds):
         return logits, None
-    scores_prompt = [part for feed in feeds for part in [True] * feed.scored + [False] * feed.outputs]
-    drawn = [row for row, scored in enumerate(scores_prompt) if not scored]
-    scored = [row for row, scored in enumerate(scores_prompt) if scored]
-    index = torch.tensor(drawn + scored, device=logits.device)
-    return logits[index[: len(drawn)]], logits[index[len(drawn) :]]
+    for_prompt = [flag for feed in feeds for flag in [True] * feed.prompt_rows + [False] * feed.outputs]
+    output_rows = [row for row, flag in enumerate(for_prompt) if not flag]
+    prompt_rows = [row for row, flag in enumerate(for_prompt) if flag]
+    index = torch.tensor(output_rows + prompt_rows, device=logits.device)
+    return logits[index[: len(output_rows)]], logits[index[len(output_rows) :]]
 
 
 def _logprobs(
-    batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor, failures: Failures
-) -> tuple[Told, ...]:
-    """A second copy to the host, in rounds of which somebody asked for it."""
-    told: list[Told] = [()] * len(batch.sequences)
-    wanted: dict[int, Wanted] = {}
+    batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor, failures: FailedRequests
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of each sequence's emitted tokens. If a request asks for them, they take a second copy to the
+    host."""
+    logprobs: list[TokenLogprobs] = [()] * len(batch.sequences)
+    requests: dict[int, LogprobRequest] = {}
     first = 0
     for i, (sequence, k, emitted) in enumerate(zip(batch.sequences, draft.ks, verdict.emitted, strict=True)):
         if sequence.params.logprobs is not None:
-            wanted[i] = Wanted(range(first, first + len(emitted)), emitted, sequence.params.logprobs)
+            requests[i] = LogprobRequest(range(first, first + len(emitted)), emitted, sequence.params.logprobs)
         first += k + 1
-    results = tell_all(logits, list(wanted.values())) if wanted else []
-    for i, result in zip(wanted, results, strict=True):
-        if isinstance(result, Failure):
+    results = compute_logprobs(logits, list(requests.values())) if requests else []
+    for i, result in zip(requests, results, strict=True):
+        if isinstance(result, LogprobFailure):
             failures[batch.sequences[i].handle] = result.reason
         else:
-            told[i] = result
-    return tuple(told)
+            logprobs[i] = result
+    return tuple(logprobs)
 
 
 def _prompt_logprobs(
-    plan: Plan, feeds: Seq[Feed], logits: Tensor | None, target: Runner, failures: Failures
-) -> tuple[tuple[Slice, Told], ...]:
-    """The row of a prompt's token tells of the next one."""
+    plan: Plan, feeds: Seq[Feed], logits: Tensor | None, target: Runner, failures: FailedRequests
+) -> tuple[tuple[Slice, TokenLogprobs], ...]:
+    """Log-probabilities of prompt tokens. The row of one token gives the log-probability of the next one."""
     if logits is None:
         return ()
-    told: list[tuple[Slice, Told]] = []
+    logprobs: list[tuple[Slice, TokenLogprobs]] = []
     first = 0
     for s, feed in zip(plan.slices, feeds, strict=True):
-        if not feed.scored:
+        if not feed.prompt_rows:
             continue
-        # The pass has fed this slice already: its first row is so far behind the cache's end.
+        # The pass has fed this slice already, so the cache's length is the end of the feed.
         start = target.cache.length(s.sequence.handle) - feed.committed - feed.drafts + 1
-        tokens = s.sequence.tokens[start : start + feed.scored]
-        rows = logits[first : first + feed.scored]
-        result = tell_one(rows, Wanted(range(feed.scored), tokens, s.sequence.params.prompt_logprobs or 0))
-        if isinstance(result, Failure):
+        tokens = s.sequence.tokens[start : start + feed.prompt_rows]
+        rows = logits[first : first + feed.prompt_rows]
+        request = LogprobRequest(range(feed.prompt_rows), tokens, s.sequence.params.prompt_logprobs or 0)
+        result = compute_logprobs_alone(rows, request)
+        if isinstance(result, LogprobFailure):
             failures[s.sequence.handle] = result.reason
         else:
-            told.append((s, result))
-        first += feed.scored
-    return tuple(told)
+            logprobs.append((s, result))
+        first += feed.prompt_rows
+    return tuple(logprobs)

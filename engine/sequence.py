@@ -1,4 +1,4 @@
-"""One generating sequence and its lifecycle. Rule for editors: everything that changes a state is in this file."""
+"""One generating sequence and its lifecycle. Rule for editors: every change of `state` is in this file."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,8 +16,8 @@ from engine.types import (
 
 
 class State(Enum):
-    WAITING = "waiting"  # admitted, holds no cache slot; also after its memory was taken back
-    RUNNING = "running"  # holds a slot; prefilling while more than one token is uncached, decoding after
+    WAITING = "waiting"  # holds no cache slot: not started yet, or preempted
+    RUNNING = "running"  # holds a slot; prefilling while more than one token is uncached, then decoding
     FINISHED = "finished"
 
 
@@ -30,28 +30,28 @@ TRANSITIONS: dict[State, dict[str, State]] = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Committed tokens and what belongs to them. Cached lengths live in the caches; the rest is derived."""
+    """Committed tokens and what belongs to them. The caches know the cached lengths; all other lengths are derived."""
 
-    handle: int  # the engine's number for it, the caches' key
+    handle: int  # the engine's number for it, by which the caches know it
     request_id: str
     tokens: list[int]  # prompt, then output: only committed tokens, never drafts
     num_prompt: int
     params: SamplingParams
-    k: int | None  # drafts per round that its request fixed; None: the policy decides; 0: plain
-    key: int  # of its randomness, see randomness.sequence_key
-    max_len: int  # tokens at which the context ends
-    text: TextStream  # owned by the sequence: detokeniser and stop-string state
+    k: int | None  # drafts per round, if its request fixes them; None: the policy decides; 0: plain decoding
+    key: int  # of its randomness, see noise.sequence_key
+    max_len: int  # tokens of prompt and output that the context holds
+    text: TextStream  # the sequence's own detokeniser and stop-string state
     record: RequestRecord
     end_ids: frozenset[int] = frozenset()  # tokens that end its text
     verifier: Verifier = "match"
-    drafter: DrafterName | None = None  # who drafts for it; None: nobody
-    max_k: int | None = None  # most that the policy may choose for it; None: what the engine allows
+    drafter: DrafterName | None = None  # None: nothing is drafted for it
+    max_k: int | None = None  # the largest k that the policy may choose; None: the engine's limit
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact
-    cache_salt: str = ""  # shares prefixes with sequences of the same
-    group: str = ""  # of the client's request; what is scarce is divided between groups
+    cache_salt: str = ""  # prefixes are shared between sequences of the same salt only
+    group: str = ""  # all choices of one client's request; the scheduler treats groups alike
     deadline: float | None = None  # monotonic seconds after which it ends with an error
-    history: History | None = None  # of its tokens, where bias or penalties need it; the sampler makes it
+    history: History | None = None  # its token counts, if penalties need them; the sampler makes it
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)
     finish_reason: FinishReason | None = None
@@ -62,22 +62,22 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still emit."""
+        """Number of tokens that it may still emit."""
         return min(self.params.max_tokens - self.num_output, self.max_len - len(self.tokens))
 
     @property
     def coupled(self) -> bool:
-        """Whether draft and target draw with the same noise. At temperature 0 every verifier comes to equality."""
+        """Whether draft and target draw with the same noise. At temperature 0 all verifiers decide as `match` does."""
         return self.verifier == "match" or self.params.temperature == 0
 
     def start(self) -> None:
         self._move("start")
 
     def preempt(self) -> None:
-        """Its memory was taken back: what it emitted stays, what was read is read again."""
+        """Its memory was taken back: it keeps its tokens, and they will be fed again."""
         self._move("preempt")
         self.record.preemptions += 1
-        if not self.record.emitted:
+        if not self.record.rounds:
             self.prompt_logprobs.clear()
 
     def finish(self, reason: FinishReason) -> None:

@@ -73,7 +73,7 @@ class Speculator:
             left=left,
             room=max(0, self._cache.room(sequence.handle) - 1),
             source=offer.source,
-            offered=offer.most,
+            offered=offer.max_k,
             gap=offer.gap,
         )
 
@@ -84,7 +84,7 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     If the drafter failed to make the drafts that it was asked for, they count as rejected.
     """
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
-    if verdict.bad[i] or sequence.drafter is None:
+    if verdict.non_finite[i] or sequence.drafter is None:
         return None
     if not draft.ks[i]:
         return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None

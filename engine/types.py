@@ -1,14 +1,16 @@
-"""What crosses the engine's border: requests in, outputs, records and step statistics out. Standard library only.
+"""The values that enter and leave the engine: requests, outputs, records and step statistics. Standard library only.
 
 The HTTP edge imports this module, so nothing here may import torch. Token ids are plain ints, times are seconds of
 `time.monotonic()`, durations in records are integer microseconds.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
-from policies.reasons import REASONS
+from policies.reasons import REASONS as REASONS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["engine_error", "deadline_exceeded"]
@@ -20,9 +22,9 @@ DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024  # tokens that one request may bias
-MAX_LOGPROBS = 20  # alternatives told per token
+MAX_LOGPROBS = 20  # alternatives reported per token
 MAX_SEED = 2**63 - 1
-SEED_RANGE = 2**53  # of seeds that are drawn: a client in JavaScript must be able to send them back
+SEED_RANGE = 2**53  # drawn seeds are smaller, so that a client in JavaScript can send them back
 MAX_TOP_K = 2**31 - 1
 
 
@@ -44,14 +46,14 @@ class Overloaded(RuntimeError):
 
 
 class EngineStopped(RuntimeError):
-    """The engine takes nothing any more, or let go of a request unfinished: it is shutting down, or has ended."""
+    """The engine takes no more requests, or ended one before it was finished: it is shutting down or has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the target's law p is derived from its logits, and when to stop.
 
-    Raises InvalidRequest for a value outside its range (NaN included): nothing here may fail later, inside a round that
+    Raises InvalidRequest for a value outside its range, NaN included, because a later failure would hit a round that
     other requests share.
     """
 
@@ -61,16 +63,16 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None  # None: the engine draws one and reports it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
-    repetition_penalty: float = 1.0  # of tokens in prompt or output: positive logits divided by it, others multiplied
+    repetition_penalty: float = 1.0  # for tokens of prompt and output: divides positive logits, multiplies others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
-    frequency_penalty: float = 0.0  # the same, once per occurrence
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
     max_tokens: int = 16  # 0: the prompt is read, nothing is generated
-    min_tokens: int = 0  # neither end tokens nor stop strings end the text earlier; end tokens are not even drawn
+    min_tokens: int = 0  # before so many tokens no stop string ends the text, and no end token is drawn
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # end the text like an end-of-sequence token
     include_stop_str_in_output: bool = False  # whether the text keeps what stopped it
     ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives to tell per emitted token; 0: the token's own only; None: nothing
+    logprobs: int | None = None  # alternatives to report per emitted token; 0: the token's own only; None: nothing
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the law depends on which tokens came before, beyond what the model makes of them."""
+        """Whether penalties make the law depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -120,7 +122,7 @@ def _require(condition: bool, param: str, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. The client makes the id; it is a label, unique among running requests."""
+    """One sequence to generate. The client chooses the id, which is unique among running requests."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -137,7 +139,7 @@ class Request:
         None  # seconds from its arrival after which it ends with an error; None: the engine's own
     )
     max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
-    group: str = ""  # the choices of one client's request have it in common, and share what one group gets; "": alone
+    group: str = ""  # the same for all choices of one client's request, which share one group's part; "": alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +151,32 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest (token, logprob), best first; ties by lowest id
 
 
+class RoundRecord(NamedTuple):
+    """One sequence's part in one round, a pass that emitted tokens for it. Times in integer microseconds."""
+
+    k: int  # drafts asked for; the drafter may have offered fewer
+    reason: int  # index in REASONS of why k was no larger; -1: k was not chosen
+    alpha: int  # estimated chance that the first draft is accepted, before the round, per mille
+    drafted: int
+    accepted: int  # accepted by the verifier, before a stop cut the text
+    emitted: int  # tokens that reached the client
+    proposer: int  # index in DRAFTERS of the drafter that proposed; -1: no drafts
+    step: int = 0  # the engine's number of the step, see StepStats
+    batch: int = 1  # sequences that emitted in the round
+    began_us: int = 0  # when its step began, after the request's arrival
+    draft_us: int = 0  # as in StepStats, like the next two
+    score_us: int = 0
+    step_us: int = 0
+
+    @property
+    def overhead_us(self) -> int:
+        """The step's time without proposing and the target's pass."""
+        return self.step_us - self.draft_us - self.score_us
+
+
 @dataclass(slots=True)
 class RequestRecord:
-    """Raw facts of one request, appended to while it runs; column i is round i (a pass that emitted tokens for it).
-
-    The first round ends the prompt and emits the first token.
-    """
+    """Raw facts of one request, which grow while it runs. Its first round ends the prompt and emits the first token."""
 
     request_id: str
     seed: int
@@ -168,79 +190,94 @@ class RequestRecord:
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0  # of the prompt, found in the target's cache when it was first admitted
-    preemptions: int = 0  # times that its memory was taken back, to be computed again
+    preemptions: int = 0  # how often it lost its memory and had to be computed again
     output_tokens: int = 0
-    policy: str = ""  # the engine's when it was submitted
-    fixed_k: int | None = None  # drafts per round that it asked for; None: the policy chose
-    steps: list[int] = field(default_factory=list)  # the engine's number of the step, see StepStats
-    planned: list[int] = field(default_factory=list)  # k; the drafter may have offered less
-    reasons: list[int] = field(default_factory=list)  # index in REASONS of why k was that and no more; -1: no choice
-    alphas: list[int] = field(default_factory=list)  # chance of the first draft before the round, per mille
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)  # accepted by the verifier, before a stop cut the text
-    emitted: list[int] = field(default_factory=list)  # tokens that reached the client
-    proposer: list[int] = field(default_factory=list)  # index in DRAFTERS of who proposed the drafts; -1: no drafts
-    batch: list[int] = field(default_factory=list)  # sequences that emitted in the round
-    began_us: list[int] = field(default_factory=list)  # when its step began, after the arrival
-    draft_us: list[int] = field(default_factory=list)  # as StepStats
-    score_us: list[int] = field(default_factory=list)
-    step_us: list[int] = field(default_factory=list)
-    waiting_ahead: int = 0  # requests that waited when it came
-    prefill_passes: int = 0  # passes that read part of its prompt (again, after a preemption) without an end to it
+    policy: str = ""  # the policy in force when it was submitted
+    fixed_k: int | None = None  # the k that it asked for; None: the policy chose
+    rounds: list[RoundRecord] = field(default_factory=list)
+    waiting_ahead: int = 0  # requests that were waiting when it arrived
+    prefill_passes: int = 0  # passes that read a part of its prompt other than the last, also after a preemption
     prediction_tokens: int = 0  # of the client's guess of the output
-    prediction_accepted: int = 0  # of these, tokens that the output followed
+    prediction_accepted: int = 0  # those that the output followed
+
+    def column(self, name: str) -> list[int]:
+        """Return one field of every round, in the order of the rounds."""
+        return list(map(attrgetter(name), self.rounds))
+
+    def add(self, part: RoundRecord) -> None:
+        self.rounds.append(part)
+        self.output_tokens += part.emitted
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Sums over the rounds of one request or several. A round counts once for each of its sequences."""
+
+    plain_rounds: int  # without drafts
+    rounds: int  # in which at least one draft was verified (vLLM's num_spec_steps)
+    full_rounds: int  # in which every draft was accepted
+    drafted: int
+    accepted: int
+    emitted: int  # tokens that reached the client
+    histogram: tuple[int, ...]  # rounds by accepted drafts. Its sum is `rounds`; Σ j·histogram[j] is `accepted` (I8)
+    decisions: dict[str, int]  # all rounds by why k was no larger, in the order of REASONS; only reasons that occurred
 
     @property
-    def rounds(self) -> int:
-        """Rounds that verified at least one draft; plain rounds are not counted (as vLLM's num_spec_steps)."""
-        return sum(1 for n in self.drafted if n)
+    def rate(self) -> float | None:
+        """The share of drafts that was accepted; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
 
-    def decisions(self) -> dict[str, int]:
-        """Rounds by why k was what it was, for reasons that occurred."""
-        counts = {reason: self.reasons.count(code) for code, reason in enumerate(REASONS)}
-        return {reason: count for reason, count in counts.items() if count}
+    @property
+    def mean_length(self) -> float | None:
+        """Mean of 1 + accepted drafts over the rounds with drafts; None without any."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
 
-    def histogram(self) -> list[int]:
-        """Rounds by number of accepted drafts, length k_max + 1. Σ hist = rounds, Σ j·hist[j] = accepted (I8)."""
-        counts = [0] * (self.k_max + 1)
-        for drafted, accepted in zip(self.drafted, self.accepted, strict=True):
-            if drafted:
-                counts[accepted] += 1
-        return counts
+
+_FATE = attrgetter("drafted", "accepted", "emitted", "reason")
+
+
+def acceptance_of(*records: RequestRecord) -> Acceptance:
+    """Sum up the rounds of these requests. The histogram has 1 + largest k_max entries."""
+    fates = Counter(fate for record in records for fate in map(_FATE, record.rounds))
+    histogram = [0] * (1 + max((record.k_max for record in records), default=0))
+    reasons = Counter[int]()
+    for (drafted, accepted, _, reason), count in fates.items():
+        histogram[accepted] += count if drafted else 0
+        reasons[reason] += count
+    verified = [(drafted, accepted, count) for (drafted, accepted, _, _), count in fates.items() if drafted]
+    rounds = sum(histogram)
+    return Acceptance(
+        plain_rounds=fates.total() - rounds,
+        rounds=rounds,
+        full_rounds=sum(count for drafted, accepted, count in verified if accepted == drafted),
+        drafted=sum(drafted * count for drafted, _, count in verified),
+        accepted=sum(accepted * count for _, accepted, count in verified),
+        emitted=sum(emitted * count for (_, _, emitted, _), count in fates.items()),
+        histogram=tuple(histogram),
+        decisions={name: reasons[code] for code, name in enumerate(REASONS) if reasons[code]},
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step adds to one request. The last one of a request carries finish_reason and record."""
+    """What one step adds to one request. The last output of a request carries finish_reason and record."""
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None  # safe to show to the client; only with finish_reason "error"
-    error_code: ErrorCode = "engine_error"  # what `error` is about
+    error_code: ErrorCode = "engine_error"  # the kind of `error`
     record: RequestRecord | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, where asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, if the request wants them
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
-    drafts: tuple[int, ...] = ()  # ids that were proposed for it in this round, of which
-    accepted: int = 0  # so many, the first ones, were accepted: before a stop cut the text
-
-
-class Part(NamedTuple):
-    """What one sequence had of a step's round."""
-
-    k: int
-    reason: int  # index in REASONS; -1: nobody chose k
-    alpha: int  # chance of the first draft before the round, per mille
-    drafted: int
-    accepted: int
-    emitted: int
-    proposer: int  # index in DRAFTERS; -1: no drafts
+    drafts: tuple[int, ...] = ()  # ids that were proposed in this round
+    accepted: int = 0  # how many of the first drafts were accepted, before a stop cut the text
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one engine step did, for metrics and benchmarks. Times in microseconds of wall clock."""
+    """What one engine step did. Times in microseconds of wall clock."""
 
     step: int
     sequences: int  # in this step's round
@@ -250,24 +287,30 @@ class StepStats:
     emitted: int
     draft_us: int  # proposing, all drafts of the round
     draft_steps: int  # sequential forwards of the draft
-    draft_tokens: int  # that the draft was fed in them
+    draft_tokens: int  # tokens that these forwards fed
     score_us: int  # the target's pass: input, forward, sampling, acceptance
-    target_forward_us: int  # of score_us, the forward: from token ids to logits, positions and mask included
-    draft_forward_us: int  # of draft_us, the forwards alone
+    target_forward_us: int  # part of score_us: the forward from token ids to logits, with positions and mask
+    draft_forward_us: int  # part of draft_us: the forwards
     step_us: int  # the whole step, host work included
     running: int
     waiting: int
-    draft_faults: int = 0  # the drafter failed, or the pass did and was tried again without drafts
-    failed: bool = False  # every attempt at its pass failed, and all its requests ended with an error
+    draft_faults: int = 0  # failures of the drafter, and of passes that were tried again without drafts
+    failed: bool = False  # every attempt at its pass failed; all its requests ended with an error
     preempted: int = 0  # sequences whose memory was taken back
-    cached_tokens: int = 0  # of the prompts of sequences that were admitted, found in the target's cache
+    cached_tokens: int = 0  # prompt tokens of newly admitted sequences that the target's cache held
     decoding: int = 0  # sequences whose k was chosen in this step
-    predicted_us: int = 0  # what the cost model expected of the step; 0: it was not asked, others ran than before
-    predicted_tokens: float = 0.0  # what the estimator expected those sequences to emit
-    policy_us: int = 0  # of step_us: choosing k, and learning from the round
+    predicted_us: int = 0  # the cost model's prediction for the step; 0: there was none
+    predicted_tokens: float = 0.0  # the estimator's prediction of tokens that these sequences emit
+    policy_us: int = 0  # part of step_us: choosing k and learning from the round
+    plain_us: int = 0  # estimated time of plain decoding for its tokens, see baseline.py; 0: not `decode_only`
     began: float = 0.0  # monotonic seconds
-    parts: tuple[Part, ...] = ()  # of the sequences that emitted
-    requests: tuple[str, ...] = ()  # whose sequences were in the round
+    parts: tuple[RoundRecord, ...] = ()  # one per sequence that emitted
+    requests: tuple[str, ...] = ()  # ids of the requests in the round
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether it emitted tokens and read no prompts. The speed-up is estimated over these steps."""
+        return bool(self.parts) and not self.prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,5 +325,5 @@ class EngineStats:
     max_running: int
     free_slots: int
     heartbeat_age_s: float
-    policy: str = ""  # that chooses k
+    policy: str = ""  # name of the policy that chooses k
     kv_used: float = 0.0  # share of the target's KV memory that running sequences hold, 0 … 1

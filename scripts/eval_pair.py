@@ -1,7 +1,8 @@
-"""Measure a pair on held-out Python with transformers alone: python -m scripts.eval_pair models/demo
+"""Measure a pair on held-out Python source with transformers alone: python -m scripts.eval_pair models/demo
 
-Prints held-out bits per byte of both models, the acceptance of each verifier on the target's own samples, and how much
-greedy text repeats itself, first as a table and then as one line of JSON. Deterministic for a machine and seed.
+Prints three figures, first as a table and then as one line of JSON: the held-out bits per byte of both models, the
+acceptance of each verifier on the target's own samples, and the share of repeated greedy text. The seed is fixed, so
+the figures repeat on the same machine.
 """
 
 import argparse
@@ -19,16 +20,16 @@ from transformers import AutoModelForCausalLM
 
 from scripts.pair_data import STDLIB, Tokens, held_out_tokens
 
-CONTEXT = 512  # what the demo pair was trained on
+CONTEXT = 512  # tokens, as in the training of the demo pair
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 def coupling(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Probability that two exponential races with shared noise, one by p and one by q, have the same winner: [...].
+    """Return the probability that two exponential races with shared noise, by p and by q, have the same winner: [...].
 
-    That is the acceptance of the `match` verifier: Σ_x 1 / Σ_y max(p_y / p_x, q_y / q_x). p and q are laws over the
-    last axis, [..., vocab]. Sorted by r = q / p the inner sum splits at x, for max is p_y / p_x exactly where
-    r_y ≤ r_x; so it takes two running sums instead of vocab² terms.
+    This is the acceptance of the `match` verifier: Σ_x 1 / Σ_y max(p_y / p_x, q_y / q_x). p and q are laws over the
+    last axis, [..., vocab]. Sorted by r = q / p, the inner sum splits at x, because the maximum is p_y / p_x exactly
+    where r_y ≤ r_x. Two running sums therefore replace vocab² terms.
     Example: p = (.5, .5), q = (1, 0): 1 / (1 + .5 / .5) = .5.
     """
     tiny = torch.finfo(torch.float64).tiny
@@ -41,23 +42,23 @@ def coupling(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def overlap(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Σ min(p, q) over the last axis: the acceptance of the `rejection` verifier, and the best there can be."""
+    """Return Σ min(p, q) over the last axis: the acceptance of the `rejection` verifier, the highest possible one."""
     return torch.minimum(p, q).sum(-1)
 
 
 def repeated_share(rows: Sequence[Sequence[int]], n: int = 8) -> float:
-    """Share of the n-grams that already stood earlier in their own row."""
-    total = fresh = 0
+    """Return the share of n-grams that occur earlier in their own row."""
+    total = distinct = 0
     for row in rows:
         grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
         total += len(grams)
-        fresh += len(set(grams))
-    return 1 - fresh / total
+        distinct += len(set(grams))
+    return 1 - distinct / total
 
 
 @torch.no_grad()
 def bits_per_byte(model: Any, tokens: Tokens, n_bytes: int) -> float:
-    """Every token is predicted once, from at most CONTEXT tokens before it in its window."""
+    """Predict every token once, from at most CONTEXT tokens before it in its window. Returns bits per byte of text."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     nats = 0.0
     for start in range(0, len(ids) - 1, CONTEXT):
@@ -69,9 +70,9 @@ def bits_per_byte(model: Any, tokens: Tokens, n_bytes: int) -> float:
 
 @torch.no_grad()
 def continue_text(model: Any, prefix: torch.Tensor, n: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """n more tokens of each row, drawn past any end of text: ids [rows, n] and logits [rows, n, vocab].
+    """Draw n more tokens for each row of prefix [rows, length]. Returns ids [rows, n] and logits [rows, n, vocab].
 
-    prefix [rows, length]. transformers' generate stops or masks at the end of a text, which would change the law.
+    Goes on after the end of a text. transformers' generate stops or masks there, which would change the law.
     """
     generator = torch.Generator().manual_seed(0)
     step, cache = prefix, None
@@ -88,7 +89,7 @@ def continue_text(model: Any, prefix: torch.Tensor, n: int, temperature: float) 
 
 @torch.no_grad()
 def acceptance(draft: Any, prefix: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, t: float) -> dict[str, float]:
-    """Mean acceptance of one draft token at every position of the target's own continuation, by verifier."""
+    """Return the mean acceptance of one draft token over all positions of the target's own text, by verifier."""
     scored = draft(torch.cat((prefix, ids[:, :-1]), 1)).logits[:, prefix.shape[1] - 1 :]  # [rows, n, vocab]
     if not t:
         same = (scored.argmax(-1) == logits.argmax(-1)).double().mean().item()
@@ -98,7 +99,7 @@ def acceptance(draft: Any, prefix: torch.Tensor, ids: torch.Tensor, logits: torc
 
 
 def measure(pair: Path, corpus: Path, prefixes: int, prefix_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """All figures of a pair."""
+    """Return all figures of a pair."""
     target = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32).eval()
     draft = AutoModelForCausalLM.from_pretrained(pair / "draft", dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
@@ -124,7 +125,7 @@ def measure(pair: Path, corpus: Path, prefixes: int, prefix_tokens: int, new_tok
 
 
 def report(figures: dict[str, Any]) -> str:
-    """The table for readers."""
+    """Return the figures as text with a table."""
     lines = [f"held-out text: {figures['held_out_bytes']} bytes, {figures['held_out_tokens']} tokens"]
     lines += [f"bits per byte, {role}: {bits:.3f}" for role, bits in figures["bits_per_byte"].items()]
     lines += ["| T | match | rejection |", "|---|---|---|"]

@@ -1,14 +1,14 @@
-"""Write an engineered target/draft pair of any shape whose acceptance is set by one number, E.
+"""Write a synthetic target/draft pair of any shape. One number, E (--eps), sets its acceptance.
 
     python scripts/make_pair.py --out DIR --eps 0.05 --layers 12 --hidden 384 --draft-layers 2
 
-The draft is a random transformer. The target is the same layers followed by further ones whose writes to the residual
-stream (o_proj, down_proj) are scaled by E: at E = 0 both compute the same function, and the larger E, the more often
-their laws differ. The target costs what its depth costs, so a benchmark measures the machinery apart from the quality
-of a draft. DIR/target and DIR/draft are ordinary Hugging Face checkpoints.
+The draft is a random transformer. The target has the same layers and more after them. The writes of the additional
+layers to the residual stream (o_proj, down_proj) are scaled by E. At E = 0 both models compute the same function; a
+larger E makes their laws differ more. The target's cost follows from its depth. So a benchmark can measure the
+engine apart from the quality of a draft. DIR/target and DIR/draft are ordinary Hugging Face checkpoints.
 
 Greedy text of a random transformer usually runs into a loop, which would flatter every cache and n-gram table. Sharp
-random attention (see ATTENTION) makes the next token depend on the whole prefix, and then the text does not repeat.
+random attention (see ATTENTION) makes the next token depend on the whole prefix, so the text does not repeat.
 """
 
 import argparse
@@ -37,11 +37,11 @@ ARCHITECTURES: dict[str, tuple[Callable[..., PreTrainedConfig], Callable[[Any], 
 }
 BOS, EOS = "<|bos|>", "<|eos|>"
 
-# Standard deviations of the random weights, times fan_in ** -0.5. With normalised inputs every projection then has
-# outputs of about this size.
-ATTENTION = 2.0  # q and k: scores of variance 16, so each query looks at a few places, not at the mean of all
+# Standard deviations of the random weights, times fan_in ** -0.5. With normalised inputs the outputs of every
+# projection have about this size.
+ATTENTION = 2.0  # q and k: scores have variance 16, so a query attends to a few positions, not to the mean of all
 WRITE = 0.5  # o and down: each layer adds to the residual stream without drowning the embedding
-HEAD = 4.0  # logits of standard deviation 4: at a vocabulary of 4,096 the best token has a probability of about 0.3
+HEAD = 4.0  # logits have standard deviation 4: with 4,096 tokens the best one has a probability of about 0.3
 BIAS = 0.5  # q, k and v biases, absolute (qwen2)
 _SCALES = {"q_proj": ATTENTION, "k_proj": ATTENTION, "o_proj": WRITE, "down_proj": WRITE, "lm_head": HEAD}
 
@@ -62,12 +62,10 @@ def make_pair(
     arch: str = "llama",
     dtype: str = "float32",
 ) -> None:
-    """Write out/target and out/draft. Ids from 4,096 on have no text: the tokenizer is a cut of the demo pair's.
-
-    Raises ValueError for a shape that cannot be built.
-    """
+    """Write out/target and out/draft. The tokenizer is the demo pair's, cut to `vocab` ids; ids from 4,096 on have no
+    text. Raises ValueError for a shape that cannot be built."""
     if not 1 <= draft_layers <= layers:
-        raise ValueError(f"draft_layers {draft_layers} is outside 1..layers ({layers})")
+        raise ValueError(f"draft_layers {draft_layers} must be 1..layers ({layers})")
     if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
         raise ValueError(f"hidden {hidden} / heads {heads} must be an even number, and heads a multiple of kv_heads")
     make_config, make_model = ARCHITECTURES[arch]
@@ -78,7 +76,7 @@ def make_pair(
         "num_key_value_heads": kv_heads,
         "intermediate_size": ffn,
         "max_position_embeddings": max_positions,
-        "tie_word_embeddings": False,  # a tied head would answer every token with itself
+        "tie_word_embeddings": False,  # with a tied head every token would predict itself
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
@@ -95,11 +93,11 @@ def make_pair(
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, draft_layers: int, eps: float, seed: int) -> None:
-    """Draw every weight in double precision, so that the pair is one set of numbers whatever the dtype written."""
+    """Draw every weight in double precision, so that pairs of different dtypes have the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
-            continue  # ones, as made
+            continue  # norms keep their ones
         scale = _scale(name, weight)
         if _layer(name) >= draft_layers and name.split(".")[-2] in ("o_proj", "down_proj"):
             scale *= eps
@@ -115,13 +113,13 @@ def _scale(name: str, weight: torch.Tensor) -> float:
 
 
 def _layer(name: str) -> int:
-    """The index in "model.layers.3.mlp.up_proj.weight"; -1 outside the layers."""
+    """Return the layer's index in a name such as "model.layers.3.mlp.up_proj.weight"; -1 outside the layers."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
 
 
 def _tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """The demo pair's byte-level BPE cut to ids below `vocab`; merges come in the order of ids, so a cut is one too."""
+    """Cut the demo pair's byte-level BPE to ids below `vocab`. Merges are in the order of ids, so the cut is valid."""
     spec = json.loads(DEMO_TOKENIZER.read_text("utf-8"))
     model = spec["model"]
     model["vocab"] = {token: i for token, i in model["vocab"].items() if i < vocab}
@@ -133,7 +131,7 @@ def _tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--eps", type=float, default=0.05, help="scale of the further layers' writes; 0: same function")
+    parser.add_argument("--eps", type=float, default=0.05, help="scale of the additional layers' writes, 0: same law")
     parser.add_argument("--layers", type=int, default=12, help="of the target")
     parser.add_argument("--draft-layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=384)

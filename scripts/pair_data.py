@@ -1,4 +1,4 @@
-"""The data of the demo pair: the Python standard library's own source, a tokenizer trained on it, and token windows."""
+"""The data of the demo pair: the source of Python's standard library, a tokenizer trained on it, and token windows."""
 
 import hashlib
 import sysconfig
@@ -17,13 +17,13 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 Tokens = NDArray[np.uint16]
 
-# A line break keeps its indentation; words keep one leading space; digits come in groups of three; runs of punctuation
-# stay together. Each piece is then split into merges of bytes.
+# A line break keeps its indentation, a word keeps one leading space, digits form groups of up to three, and a run of
+# punctuation stays together. The tokenizer then splits each piece into merges of bytes.
 _PIECES = r"\n[ \t]*| ?[A-Za-z_]+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9_]+|[ \t]+"
 
 
 def corpus(root: Path = STDLIB) -> Iterator[tuple[str, str]]:
-    """(path below root, text) of the .py files of 200 to 400,000 characters, in the order of their paths."""
+    """Yield (path below root, text) of every .py file of 201 to 399,999 characters, in the order of the paths."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if "site-packages" in name or "lib2to3/tests/data" in name:
@@ -37,7 +37,7 @@ def corpus(root: Path = STDLIB) -> Iterator[tuple[str, str]]:
 
 
 def held_out(name: str) -> bool:
-    """One file in fifty, by the hash of its path: the same ones in every version of Python."""
+    """Whether a file is held out: one in fifty, by the hash of its path, so it is the same in every Python version."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 50 == 0
 
 
@@ -46,7 +46,7 @@ def _is_test(name: str) -> bool:
 
 
 def train_tokenizer(root: Path = STDLIB) -> Tokenizer:
-    """Byte-level BPE from the training files without tests, whose vocabulary is not that of ordinary programs."""
+    """Train a byte-level BPE on the training files except tests, whose words are not those of ordinary programs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -67,7 +67,7 @@ def train_tokenizer(root: Path = STDLIB) -> Tokenizer:
 
 
 def training_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> Tokens:
-    """All training documents in a fixed shuffled order, those that are not tests twice."""
+    """Return all training documents in a fixed shuffled order. Tests occur once, other files twice."""
     documents: list[Tokens] = []
     for name, text in corpus(root):
         if not held_out(name):
@@ -77,10 +77,10 @@ def training_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> Tokens:
 
 
 def held_out_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> tuple[Tokens, int]:
-    """The held-out documents in order, and how many bytes of text they are. Raises ValueError where there are none."""
+    """Return the held-out documents in order, and their length in bytes. Raises ValueError if there are none."""
     texts = [text for name, text in corpus(root) if held_out(name)]
     if not texts:
-        raise ValueError(f"no file under {root} is held out")
+        raise ValueError(f"no file under {root} is held out; give a folder with more Python files")
     return np.concatenate([_document(tokenizer, text) for text in texts]), sum(len(t.encode()) for t in texts)
 
 
@@ -89,9 +89,11 @@ def _document(tokenizer: Tokenizer, text: str) -> Tokens:
 
 
 def windows(tokens: Tokens, batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless random windows, int64 [batch, context + 1]: inputs and, one to the right, what they should predict."""
+    """Yield random windows without end, int64 [batch, context + 1]. The label of a token is the one to its right."""
     if len(tokens) < context + 2:
-        raise ValueError(f"{len(tokens)} tokens are too few for windows of {context + 1}")
+        raise ValueError(
+            f"{len(tokens)} tokens are too few for windows of {context + 1}: at least {context + 2} needed"
+        )
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(tokens) - context - 1, batch)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What the tests in tests/external run beside the server: Chromium with its driver, and Prometheus with promtool.
-# Installs from Debian's archive what is missing, as root or with a sudo that asks for no password. Where that cannot be
-# done it says so and ends well: the tests that need it are then skipped, with the reason.
+# Installs the programs that tests/external needs: Chromium with its driver, and Prometheus with promtool.
+# Takes them from Debian's archive, as root or with a sudo that needs no password. If that is not possible, it prints the
+# reason and exits with status 0; pytest then skips the tests that need a missing program.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,7 +29,7 @@ unpack_prometheus() {
     return $unpacked
 }
 
-# Each step says by itself whether it failed: what runs before || does not end by `set -e`.
+# Each step returns its own failure, because `set -e` does not act on the left side of ||.
 install() {
     as_root apt-get update -qq || return
     has prometheus && has promtool || unpack_prometheus || return
@@ -42,16 +42,15 @@ missing() {
     done
 }
 
-wanted=$(missing)
-[ -n "$wanted" ] || exit 0
+[ -n "$(missing)" ] || exit 0
 
-why=
+reason=
 if ! command -v apt-get > /dev/null; then
-    why="there is no apt-get"
+    reason="there is no apt-get"
 elif ! as_root true 2> /dev/null; then
-    why="this is not root, and there is no sudo that asks for no password"
+    reason="run it as root, or with a sudo that needs no password"
 else
-    install || why="apt-get failed"
+    install || reason="apt-get failed"
 fi
-left=$(missing)
-[ -z "$left" ] || echo "not installed:$left (${why:-no package has it})"
+still_missing=$(missing)
+[ -z "$still_missing" ] || echo "not installed:$still_missing (${reason:-no package provides it})"

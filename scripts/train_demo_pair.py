@@ -1,4 +1,4 @@
-"""Train the demo pair from nothing: a tokenizer, a target, and a draft distilled from the target.
+"""Train the demo pair from scratch: a tokenizer, a target, and a draft distilled from the target.
 
     python -m scripts.train_demo_pair tokenizer --out DIR
     python -m scripts.train_demo_pair target --out DIR --minutes 70
@@ -6,8 +6,8 @@
     python -m scripts.train_demo_pair draft --out DIR --minutes 14 --resume --lr 2e-3
     python -m scripts.eval_pair DIR
 
-Runs on the CPU or on a GPU, whichever there is. DIR/target and DIR/draft become ordinary Hugging Face checkpoints
-(config.json, bf16 model.safetensors, tokenizer.json); the fp32 weights for --resume stay in DIR/work.
+Runs on a GPU if there is one, else on the CPU. DIR/target and DIR/draft become ordinary Hugging Face checkpoints
+(config.json, bf16 model.safetensors, tokenizer.json). The fp32 weights for --resume stay in DIR/work.
 """
 
 import argparse
@@ -39,13 +39,14 @@ from scripts.pair_data import (
     windows,
 )
 
-# Deep and narrow: on a CPU the time of a forward goes by layers, so depth makes the target dear against the draft.
+# The target is deep and narrow: on a CPU the time of a pass grows with the layers, so depth makes it costly relative to
+# the draft.
 SHAPES: dict[str, dict[str, Any]] = {
     "target": {"hidden_size": 192, "num_hidden_layers": 14, "num_attention_heads": 3, "intermediate_size": 512},
     "draft": {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 352},
 }
 WARMUP_STEPS = 30
-DECAY_FROM = 0.55  # of the budget; before it the learning rate is constant, after it linear to 2 %
+DECAY_FROM = 0.55  # share of the budget with a constant learning rate; then it falls linearly to 2 %
 CHECKPOINT_STEPS = 200
 LOG_STEPS = 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +61,7 @@ class TrainingBudget:
     start: float
 
     def used(self, step: int) -> float:
-        """Share of the budget used before this step, from 0."""
+        """Return the share of the budget that was used before this step, from 0."""
         by_time = (time.monotonic() - self.start) / (60 * self.minutes)
         return max(by_time, step / self.steps if self.steps else 0.0)
 
@@ -71,7 +72,7 @@ def learning_rate_scale(step: int, used: float) -> float:
 
 
 def new_model(role: str) -> LlamaForCausalLM:
-    """A Llama of the role's shape with random weights: small embeddings, residual writes small by depth."""
+    """Return a Llama of the role's shape with random weights. Deeper models get smaller residual writes."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         num_key_value_heads=1,
@@ -98,7 +99,7 @@ def _moved(model: nn.Module, to: str | torch.dtype) -> LlamaForCausalLM:
 
 
 def make_optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embedding and norms."""
+    """Return Muon for the matrices inside the layers, and AdamW for the embedding and the norms."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
@@ -110,15 +111,17 @@ def make_optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def target_loss(model: nn.Module, window: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """Cross-entropy of the next token, nats. window [batch, context + 1]."""
+    """Return the cross-entropy of the next token, nats. window [batch, context + 1]."""
     logits = model(window[:, :-1]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
     return loss, {}
 
 
 def draft_loss(model: nn.Module, target: nn.Module, window: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """λ·CE(p, q) + (1 - λ)·TV(p, q) with λ = exp(-3α): far from p first cross-entropy, whose gradient reaches tokens
-    that q does not know, then total variation, which is one minus the acceptance α = Σ min(p, q) itself.
+    """Return λ·CE(p, q) + (1 - λ)·TV(p, q) with λ = exp(-3α), where α = Σ min(p, q) is the acceptance.
+
+    At low acceptance cross-entropy dominates: its gradient reaches tokens to which q gives no probability. Later total
+    variation dominates, which is 1 - α.
     """
     with torch.no_grad():
         p = target(window[:, :-1]).logits.softmax(-1)  # [batch, context, vocab]
@@ -133,7 +136,7 @@ def draft_loss(model: nn.Module, target: nn.Module, window: torch.Tensor) -> tup
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, tokens: Tokens, context: int) -> float:
-    """Nats per token over 24 fixed random windows."""
+    """Return the mean loss over 24 fixed random windows, nats per token."""
     batches = windows(tokens, 4, context, seed=7)
     return sum(target_loss(model, next(batches).to(DEVICE))[0].item() for _ in range(6)) / 6
 
@@ -150,7 +153,7 @@ def step_once(optimisers: list[torch.optim.Optimizer], model: nn.Module, loss: t
 
 
 def train(role: str, args: argparse.Namespace) -> None:
-    """Train one model within its budget, print a JSON line every LOG_STEPS, and write its checkpoint."""
+    """Train one model within its budget. Prints a JSON line every LOG_STEPS steps and writes the checkpoint."""
     torch.manual_seed(0)
     work = args.out / "work"
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
@@ -180,7 +183,7 @@ def train(role: str, args: argparse.Namespace) -> None:
 
 
 def spend(budget: TrainingBudget) -> Iterator[tuple[int, float]]:
-    """(step, share of the budget used) until it is used up; one step at least."""
+    """Yield (step, share of the budget used) until the budget is used up. Yields at least one step."""
     step, used = 0, 0.0
     while used < 1:
         yield step, used
@@ -199,10 +202,10 @@ def save_weights(model: LlamaForCausalLM, path: Path) -> None:
 
 
 def load_weights(model: LlamaForCausalLM, path: Path) -> LlamaForCausalLM:
-    # The tied head is no parameter of its own; everything else must be in the file.
-    wrong = model.load_state_dict(load_file(path), strict=False)
-    if wrong.unexpected_keys or set(wrong.missing_keys) - {"lm_head.weight"}:
-        raise ValueError(f"{path} is not a checkpoint of this shape: {wrong}")
+    # The tied head has no weights of its own; the file must hold all others.
+    differences = model.load_state_dict(load_file(path), strict=False)
+    if differences.unexpected_keys or set(differences.missing_keys) - {"lm_head.weight"}:
+        raise ValueError(f"{path} is not a checkpoint of this shape: {differences}")
     return model
 
 

@@ -1,6 +1,7 @@
 """Settings that every test needs: one torch thread, no network, no usage reports."""
 
 import os
+from collections.abc import Iterator
 
 # Before any import of ray, transformers or tokenizers: they read these once.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -10,14 +11,25 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+from engine import engine
 from tests.kv import KINDS, use
 
 torch.set_num_threads(1)
+# A busy machine is no fault of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kv", choices=KINDS, default="mapped", help="KV memory of the engines that tests load")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For -n auto: a worker for each core that this process may use. Each takes half a gigabyte, so at most eight."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -28,7 +40,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):
+        _group(items)
+
+
+def _group(items: list[pytest.Item]) -> None:
+    """Give every test a group, which one worker runs as a whole. Groups that take long come first.
+
+    Modules of one name are a group, because a module's tests share fixtures. All tests that start Ray are one group,
+    because two clusters would take the cores from the other workers.
+    """
+    groups = {item: "ray" if item.get_closest_marker("integration") else item.path.stem for item in items}
+    slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (groups[item] != "ray", groups[item] not in slow))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     use(config.getoption("--kv"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_profiled_round() -> Iterator[float]:
+    """An engine that starts measures one kind of round, because most tests fix k. Yields the seconds that it may take
+    for all kinds while it serves."""
+    usual, engine.PROFILE_S = engine.PROFILE_S, 0.0
+    yield usual
+    engine.PROFILE_S = usual
+
+
+@pytest.fixture
+def full_profile(_one_profiled_round: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts measures all kinds of rounds."""
+    monkeypatch.setattr(engine, "PROFILE_S", _one_profiled_round)

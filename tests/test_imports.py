@@ -1,5 +1,6 @@
 """The import rules of docs/architecture.md: modules are imported in a fresh process and sys.modules inspected."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -84,8 +85,23 @@ def test_in_cache_only_storages_may_load_torch() -> None:
 
 
 def test_the_modules_that_the_edge_shares_with_the_engine_are_light() -> None:
-    shared = ["engine.types", "engine.config"]
+    shared = ["engine.types", "engine.speculation", "engine.config"]
     assert violations(ROOT, shared, MODELS | SERVER | {"numpy"}) == {}
+
+
+def named_imports(path: Path, package: str) -> list[str]:
+    """Imports of the package that a module's own text names."""
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return [f"{path.name}: {name}" for name in names if name.split(".")[0] == package]
+
+
+def test_the_edge_and_the_deployment_know_policies_through_the_engine_only() -> None:
+    modules = sorted(path for package in ("app", "deployments") for path in (ROOT / package).rglob("*.py"))
+    assert modules
+    assert [found for path in modules for found in named_imports(path, "policies")] == []
+    assert set(named_imports(ROOT / "engine" / "config.py", "policies")) == {"config.py: policies.config"}
 
 
 def test_only_deployments_imports_ray() -> None:

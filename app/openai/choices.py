@@ -1,4 +1,4 @@
-"""The choices of one request: an engine request for each, and the reply of each as its outputs come."""
+"""The choices of one request: each has an engine request and a part of the reply, which grows with its outputs."""
 
 import asyncio
 import secrets
@@ -9,8 +9,8 @@ from typing import Any
 
 from app.client import Token
 from app.errors import DeadlineExceeded, EngineFailure
-from app.openai.logprobs import Transcript
-from app.openai.origins import Provenance
+from app.openai.logprobs import LogprobColumns
+from app.openai.origins import TokenOrigins
 from app.openai.request import CompletionRequest
 from engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
@@ -18,40 +18,40 @@ Ids = tuple[int, ...]
 
 
 def engine_requests(
-    asked: CompletionRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
+    body: CompletionRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
 ) -> list[Request]:
-    """One request per choice, those of one prompt next to each other.
+    """Return one engine request per choice. The choices of one prompt stand next to each other.
 
-    They share one seed, so that the reply can name it: their indices keep their noise apart.
+    All of them share one seed, which the reply names. Their indices give each choice its own noise.
     """
-    several = len(prompts) * asked.n > 1
-    params = asked.params
+    several = len(prompts) * body.n > 1
+    params = body.params
     if several and params.seed is None:
         params = replace(params, seed=secrets.randbelow(SEED_RANGE))
     return [
         Request(
-            id=f"{request_id}-{prompt_index * asked.n + choice_index}" if several else request_id,
+            id=f"{request_id}-{prompt_index * body.n + choice_index}" if several else request_id,
             prompt_ids=ids,
             params=params,
-            k=asked.drafting.k,
-            max_k=asked.drafting.max_k,
+            k=body.drafting.k,
+            max_k=body.drafting.max_k,
             prompt_index=prompt_index,
             choice_index=choice_index,
-            verifier=asked.drafting.verifier,
-            drafter=asked.drafting.drafter,
+            verifier=body.drafting.verifier,
+            drafter=body.drafting.drafter,
             prediction_ids=prediction,
-            lenience=asked.drafting.lenience,
+            lenience=body.drafting.lenience,
             cache_salt=salt,
-            deadline_s=asked.deadline_s,
+            deadline_s=body.deadline_s,
             group=request_id,
         )
         for prompt_index, ids in enumerate(prompts)
-        for choice_index in range(asked.n)
+        for choice_index in range(body.n)
     ]
 
 
 class ReplyChoice:
-    """One choice of the reply. Outputs go in; what of them can be shown comes out, all at once or in chunks."""
+    """One choice of the reply. `add` takes the engine's outputs; `take` returns what can be shown of them."""
 
     def __init__(
         self,
@@ -62,48 +62,49 @@ class ReplyChoice:
         *,
         tell_tokens: bool = False,
     ) -> None:
-        """`echo` gives the prompt's text if the reply is to begin with it; tell_tokens: tell where each came from."""
+        """echo: returns the prompt's text; None: the reply does not repeat the prompt. tell_tokens: whether the reply
+        lists the origin of each token."""
         self.index = index
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
         self._prompt_ids = request.prompt_ids
-        self._echo = echo  # until it is written
-        self._transcript = None if request.params.logprobs is None else Transcript(token)
+        self._echo = echo  # None once it is written
+        self._logprobs = None if request.params.logprobs is None else LogprobColumns(token)
         keeps_end = request.params.include_stop_str_in_output
-        self._provenance = Provenance(token, keeps_end=keeps_end) if tell_tokens else None
+        self._origins = TokenOrigins(token, keeps_end=keeps_end) if tell_tokens else None
         self._text = ""
         self._reason: FinishReason | None = None
 
     async def add(self, output: Output) -> None:
         if self._echo is not None:
             self._text = self._echo()
-            if self._transcript is not None:
-                await self._transcript.prompt(self._prompt_ids, output.prompt_logprobs, self._text)
+            if self._logprobs is not None:
+                await self._logprobs.add_prompt(self._prompt_ids, output.prompt_logprobs, self._text)
             self._echo = None
         self._text += output.text
-        if self._transcript is not None:
-            self._transcript.add(output.logprobs)
-        if self._provenance is not None:
-            self._provenance.add(output)
+        if self._logprobs is not None:
+            self._logprobs.add(output.logprobs)
+        if self._origins is not None:
+            self._origins.add(output)
         self._reason, self.record = output.finish_reason, output.record
 
     @property
     def due(self) -> bool:
-        """Whether there is something to show: not for half a character, or what may become a stop string."""
+        """Whether there is something to show. Half a character or a possible stop string is held back."""
         return bool(self._text) or self._reason is not None
 
     def take(self) -> dict[str, Any]:
-        """What came since the last take, in OpenAI's shape; `speculation` is ours (see provenance.py)."""
+        """Return what came since the last `take`, in OpenAI's shape. Our own field is `speculation` (origins.py)."""
         text, self._text = self._text, ""
-        logprobs = None if self._transcript is None else self._transcript.take()
-        told = {} if self._provenance is None else {"speculation": {"rounds": self._provenance.take()}}
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason} | told
+        logprobs = None if self._logprobs is None else self._logprobs.take()
+        own_fields = {} if self._origins is None else {"speculation": {"rounds": self._origins.take()}}
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason} | own_fields
 
 
 async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]:
-    """The outputs up to and including the one that finishes the request.
+    """Yield the outputs up to and including the one that finishes the request.
 
-    Raises EngineFailure if the engine reports an error or falls silent, DeadlineExceeded if the error is that the
-    request's time is over, EngineStopped if the engine let go of the request.
+    Raises DeadlineExceeded if the request's time is over, EngineStopped if the engine cancelled the request, and
+    EngineFailure for any other error or for outputs that end too early.
     """
     try:
         async for output in outputs:
@@ -111,25 +112,25 @@ async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]
                 failure = DeadlineExceeded if output.error_code == "deadline_exceeded" else EngineFailure
                 raise failure(output.error or "the engine could not finish this request")
             if output.finish_reason == "cancelled":
-                raise EngineStopped("the engine is shutting down; the request was not finished")
+                raise EngineStopped("the engine is shutting down; the request did not finish")
             yield output
             if output.finish_reason is not None:
                 return
     finally:
-        # Left to the garbage collector, an unfinished generator is closed in a task of its own, whenever that runs.
+        # Otherwise the garbage collector closes an unfinished generator, in a task of its own and at any time.
         if isinstance(outputs, AsyncGenerator):
             await outputs.aclose()
-    raise EngineFailure("the engine ended the stream before the text was finished")
+    raise EngineFailure("the engine ended the stream before the text was complete")
 
 
 async def merged(streams: Sequence[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output]]:
-    """(choice, output) of every stream, in the order in which they come, until all have finished.
+    """Yield (choice index, output) of all streams as they come, until all have finished.
 
     Raises what `until_finish` raises for the first stream that fails. No task outlives the generator.
     """
     if len(streams) == 1:
-        async with aclosing(until_finish(streams[0])) as live:
-            async for output in live:
+        async with aclosing(until_finish(streams[0])) as outputs:
+            async for output in outputs:
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue(maxsize=len(streams))
@@ -152,8 +153,8 @@ async def _pump(
     index: int, stream: AsyncIterator[Output], queue: asyncio.Queue[tuple[int, Output | Exception]]
 ) -> None:
     try:
-        async with aclosing(until_finish(stream)) as live:
-            async for output in live:
+        async with aclosing(until_finish(stream)) as outputs:
+            async for output in outputs:
                 await queue.put((index, output))
-    except Exception as error:  # the reader's to raise: here it would be lost until the task is awaited
+    except Exception as error:  # `merged` raises it; in this task nobody would see it in time
         await queue.put((index, error))

@@ -1,16 +1,16 @@
-"""Long work on the event loop, in pieces: streams and the engine's thread go on meanwhile."""
+"""Pauses between pieces of long work on the event loop, so that streams and the engine thread are not held up."""
 
 import asyncio
 import time
 
-PIECE = 128  # tokens whose log-probabilities are written down or encoded at a time: a few milliseconds
+PIECE_TOKENS = 128  # log-probabilities that are written or encoded without a pause: a few milliseconds of work
 
 
 class Pauses:
-    """Between two pieces of work rests for as long as the last one took.
+    """Rests between two pieces of work for as long as the last piece took.
 
-    A turn for other tasks would not do: the engine's thread shares the interpreter, and whenever one of its operations
-    returns it waits for a thread that computes, 5 ms each time.
+    `asyncio.sleep(0)` is not enough. The engine thread shares the interpreter lock: while the event loop computes, the
+    engine thread waits 5 ms each time that one of its operations returns.
     """
 
     def __init__(self) -> None:

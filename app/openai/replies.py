@@ -1,48 +1,46 @@
 """The bodies of /v1/completions replies: text completions, stream chunks, usage and per-request metrics.
 
-Shapes follow OpenAI's completions API; `metrics` follows vLLM's per-request metrics, so that tools which read those
-(AIPerf, llama-swap) read ours. `seed` is ours: with it and the same request anybody can
-repeat a text (of verifiers other than `match`, if the request fixes k). So are
-`metrics.preemptions`, how often memory was taken back from a choice, which then had to be computed again, and of
-`metrics.speculative_decoding` drafter, verifier, mode, policy, draft_length_histogram, decisions, rounds and choices.
+Shapes follow OpenAI's completions API. `metrics` follows vLLM's per-request metrics, so that tools for vLLM (AIPerf,
+llama-swap) can read it. Our own fields:
+- `seed`: the same request with this seed repeats the text (verifiers other than `match` also need a fixed k).
+- `metrics.preemptions`: how often a choice lost its memory and had to be computed again.
+- `metrics.speculative_decoding`: drafter, verifier, mode, policy, draft_length_histogram, decisions, rounds, choices.
 
-Where vLLM says nothing of speculation, for n > 1, we say what all choices make together; its per-step lists, which only
-one sequence can have, are then in `choices`.
+For n > 1 vLLM reports nothing about speculation. We report the sums over all choices, and each choice's per-step lists
+in `choices`.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from starlette.responses import Response
 
-from app.openai.pauses import PIECE, Pauses
-from app.round_columns import raw_columns, told
-from engine.types import RequestRecord
+from app.openai.pauses import PIECE_TOKENS, Pauses
+from app.round_columns import public_columns, raw_columns
+from engine.types import RequestRecord, acceptance_of
 
-# JSON leaves these raw, and many stream readers take them for ends of lines.
+# JSON does not escape these characters, but many stream readers take them for ends of lines.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 def encode_json(value: Any) -> bytes:
-    """One line of JSON in UTF-8, whatever the strings hold: a lone surrogate, not sayable in UTF-8, stays an escape."""
+    """Encode the value as one line of JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
 
 
 async def encode_choice(choice: dict[str, Any]) -> bytes:
-    """The same as encode_json; the log-probabilities of many tokens are encoded in pieces, with pauses."""
+    """Encode a choice as encode_json does. Many log-probabilities are encoded in pieces with pauses."""
     logprobs = choice["logprobs"]
-    if logprobs is None or len(logprobs["tokens"]) <= PIECE:
+    if logprobs is None or len(logprobs["tokens"]) <= PIECE_TOKENS:
         return encode_json(choice)
     pauses, columns = Pauses(), []
     for name, values in logprobs.items():
         pieces = []
-        for first in range(0, len(values), PIECE):
-            pieces.append(encode_json(values[first : first + PIECE])[1:-1])
+        for first in range(0, len(values), PIECE_TOKENS):
+            pieces.append(encode_json(values[first : first + PIECE_TOKENS])[1:-1])
             await pauses.rest()
         columns.append(encode_json(name) + b":[" + b",".join(pieces) + b"]")
     rest = encode_json({name: value for name, value in choice.items() if name != "logprobs"})
@@ -58,32 +56,35 @@ class JSON(Response):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every reply to one request has in common; makes the whole body, or its chunks."""
+    """The fields that all parts of one reply share. Builds the whole body, or its chunks."""
 
     id: str
     created: int  # Unix seconds
     model: str
     n: int = 1  # choices per prompt
-    tell_steps: bool = False  # in the metrics, every round of every choice
+    tell_steps: bool = False  # whether the metrics list every round of every choice
 
-    def body(self, choices: Sequence[bytes], more: dict[str, Any]) -> list[bytes]:
-        """The body around encoded choices: a part for each choice and two more. Joined they are one line of JSON."""
+    def body(self, choices: Sequence[bytes], extra_fields: dict[str, Any]) -> list[bytes]:
+        """Return the body around encoded choices, in parts that join to one line of JSON: each choice is a part."""
         identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
         parts = [choice if index == 0 else b"," + choice for index, choice in enumerate(choices)]
-        end = b"," + encode_json(more)[1:] if more else b"}"
+        end = b"," + encode_json(extra_fields)[1:] if extra_fields else b"}"
         return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]
 
-    def closing(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
-        """What is known only at the end, over all choices: usage, metrics, the seed, and a label if it was lossy."""
+    def final_fields(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
+        """Return the fields that are known only at the end: usage, metrics, seed, and the label of a lossy reply."""
         lenience = records[0].lenience
         label = {} if lenience is None else {"lossy": {"lenience": lenience}}
-        told = metrics(records, tell_steps=self.tell_steps)
-        return {"usage": usage(records, self.n), "metrics": told, "seed": records[0].seed} | label
+        request_metrics = metrics(records, tell_steps=self.tell_steps)
+        return {"usage": usage(records, self.n), "metrics": request_metrics, "seed": records[0].seed} | label
 
 
 def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
-    """Tokens, those of a prompt once for all its n choices, and how many of these the first choice found in the cache;
-    what became of the client's prediction if it sent one."""
+    """Return OpenAI's usage object. A prompt counts once for all its n choices.
+
+    cached_tokens: prompt tokens that the prompt's first choice found in the cache. With a prediction, also its accepted
+    and rejected tokens.
+    """
     prompt = sum(record.prompt_tokens for record in records[::n])
     output = sum(record.output_tokens for record in records)
     counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -96,10 +97,10 @@ def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
 
 
 def metrics(records: Sequence[RequestRecord], *, tell_steps: bool = False) -> dict[str, Any]:
-    """Times in milliseconds, from the first arrival. generation_time_ms runs to the last token of all choices, and
-    tokens_per_second is over it; mean_itl_ms is the mean gap between two tokens of one choice.
+    """Return vLLM's per-request metrics. Times are milliseconds since the first arrival.
 
-    A value that these requests do not define (a gap between tokens, when there is one token) is null.
+    generation_time_ms ends with the last token of all choices; tokens_per_second refers to it. mean_itl_ms is the mean
+    gap between two tokens of one choice. A value that is not defined is null, such as the gap for one token.
     """
     arrived = min(record.arrived for record in records)
     total = _ms(arrived, max((r.finished for r in records if r.finished is not None), default=None))
@@ -126,30 +127,26 @@ def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) -> dict[str, Any]:
-    """Of all choices; null in `metrics` when speculation was off for them, unless their rounds are to be told.
+    """Return the sums over all choices. `metrics` omits them if speculation was off and the rounds are not listed.
 
-    num_spec_steps and acceptance_histogram count the rounds that verified at least one draft; draft_length_histogram
-    (by drafts asked for, 0 too) and decisions (by why they were so many and no more) count every round in which k was
-    chosen.
+    num_spec_steps and acceptance_histogram count the rounds that verified at least one draft. draft_length_histogram
+    (by k, from 0) and decisions (by the reason for k) count every round in which k was chosen.
     """
-    rounds = sum(record.rounds for record in records)
-    drafted = sum(sum(record.drafted) for record in records)
-    accepted = sum(sum(record.accepted) for record in records)
-    histograms = [record.histogram() for record in records]
+    acceptance = acceptance_of(*records)
     return {
         "mode": _mode(records[0]),
         "policy": records[0].policy,  # in force when the request came
         "drafter": records[0].drafter,
         "verifier": records[0].verifier,
-        "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)],
+        "mean_acceptance_length": acceptance.mean_length or 1.0,
+        "draft_acceptance_rate": acceptance.rate or 0.0,
+        "acceptance_histogram": list(acceptance.histogram),
         "draft_length_histogram": _lengths(records),
-        "decisions": _decisions(records),
-        "num_spec_steps": rounds,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": records[0].k_max,  # the choices of a request have it in common
+        "decisions": acceptance.decisions,
+        "num_spec_steps": acceptance.rounds,
+        "num_accepted_draft_tokens": acceptance.accepted,
+        "num_draft_tokens": acceptance.drafted,
+        "num_spec_tokens": records[0].k_max,  # the same for all choices of a request
     } | (_steps(records) if tell_steps else {})
 
 
@@ -160,33 +157,26 @@ def _mode(record: RequestRecord) -> str:
 
 
 def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """vLLM's lists of one choice, one entry per round that verified at least one draft, and all rounds' columns."""
+    """Return vLLM's lists, one entry per round that verified at least one draft, and the columns of all rounds."""
     if len(records) > 1:
         return {"choices": [{"index": index} | _steps([record]) for index, record in enumerate(records)]}
     (record,) = records
-    verified = [i for i, drafted in enumerate(record.drafted) if drafted]
+    verified = [part for part in record.rounds if part.drafted]
     return {
-        "per_step_accepted": [record.accepted[i] for i in verified],
-        "per_step_drafted": [record.drafted[i] for i in verified],
-        "rounds": told(raw_columns(record)),
+        "per_step_accepted": [part.accepted for part in verified],
+        "per_step_drafted": [part.drafted for part in verified],
+        "rounds": public_columns(raw_columns(record.rounds)),
     }
 
 
 def _lengths(records: Sequence[RequestRecord]) -> list[int]:
-    """Rounds in which k was chosen, by k, length k_max + 1. Their number is that of all decisions."""
+    """Count the rounds in which k was chosen, by k: k_max + 1 entries. Their sum is the number of decisions."""
     counts = [0] * (records[0].k_max + 1)
     for record in records:
-        for k, reason in zip(record.planned, record.reasons, strict=True):
-            if reason >= 0:
-                counts[k] += 1
+        for part in record.rounds:
+            if part.reason >= 0:
+                counts[part.k] += 1
     return counts
-
-
-def _decisions(records: Sequence[RequestRecord]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for record in records:
-        total.update(record.decisions())
-    return dict(total)
 
 
 def _ms(start: float | None, end: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Server-sent events: how outputs become a stream's bytes, and how a client that leaves is noticed."""
+"""Server-sent events: turns outputs into the bytes of a stream and notices when the client leaves."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from engine.types import Output
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies hold events back otherwise
+    (b"x-accel-buffering", b"no"),  # otherwise nginx holds events back
 ]
 DONE = b"data: [DONE]\n\n"
 
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def event(payload: dict[str, Any]) -> bytes:
-    return _event(encode_json(payload))
+    return _encoded_event(encode_json(payload))
 
 
-def _event(data: bytes) -> bytes:
+def _encoded_event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
@@ -37,33 +37,33 @@ async def completion_events(
     choices: Sequence[ReplyChoice],
     envelope: Envelope,
     include_usage: bool,
-    broke: Callable[[Exception], None],
+    on_error: Callable[[Exception], None],
 ) -> AsyncGenerator[bytes]:
-    """One event per output that adds text to its choice or ends it, then the usage, then [DONE].
+    """Yield one event per output that adds text to its choice or ends it, then the usage, then [DONE].
 
-    The usage comes in an event of its own if the client asked for one (include_usage, as OpenAI does it), else in the
-    event that ends the last choice. An error before the first event is raised, so that it can still become a status; a
-    later one becomes an error event, and no [DONE] follows; `broke` is told of it.
+    With include_usage (OpenAI's option) the usage comes in an event of its own, else in the event that ends the last
+    choice. An error before the first event is raised, because the reply can still get its status. A later error
+    goes to `on_error` and becomes an error event, without [DONE].
     """
     started = False
     try:
-        async with aclosing(outputs) as live:
-            async for index, output in live:
+        async with aclosing(outputs):
+            async for index, output in outputs:
                 await choices[index].add(output)
                 if not choices[index].due:
                     continue
                 encoded = await encode_choice(choices[index].take())
-                for more, own in _chunks(choices, encoded, envelope, include_usage):
+                for extra_fields, encoded_choices in _chunks(choices, encoded, envelope, include_usage):
                     started = True
-                    yield _event(b"".join(envelope.body(own, more)))
+                    yield _encoded_event(b"".join(envelope.body(encoded_choices, extra_fields)))
     except Exception as error:
         if not started:
             raise
-        if isinstance(error, DeadlineExceeded):  # what its client or our operator asked for: no fault to look into
+        if isinstance(error, DeadlineExceeded):  # the client or the operator set the deadline: this is no fault
             log.info("stream %s: %s", envelope.id, error)
         else:
-            log.exception("stream %s broke", envelope.id)
-        broke(error)
+            log.exception("stream %s broke off", envelope.id)
+        on_error(error)
         yield event(error_body(error)[1])
         return
     yield DONE
@@ -72,32 +72,34 @@ async def completion_events(
 def _chunks(
     choices: Sequence[ReplyChoice], encoded: bytes, envelope: Envelope, include_usage: bool
 ) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
-    """(what else is in it, encoded choices) of the chunks that can be sent once one choice is `encoded`."""
+    """Yield (extra fields, encoded choices) of each chunk that can be sent once one choice is `encoded`."""
     records = [choice.record for choice in choices if choice.record is not None]
-    end = envelope.closing(records) if len(records) == len(choices) else None
+    final_fields = envelope.final_fields(records) if len(records) == len(choices) else None
     if include_usage:
         yield {"usage": None}, [encoded]
-        if end is not None:
-            yield end, []
+        if final_fields is not None:
+            yield final_fields, []
     else:
-        yield end or {}, [encoded]
+        yield final_fields or {}, [encoded]
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` while listening for the client's departure. Raises ClientDisconnect, with the work cancelled, if it
-    leaves first. The request's body must have been read: the next message can then only be the disconnect.
+    """Run `work` and wait for the client's disconnect at the same time.
+
+    Cancels the work and raises ClientDisconnect if the client leaves first. Call it after the whole body was read: the
+    next message can then only be the disconnect.
     """
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ClientDisconnect
-        working.result()
+        work_task.result()
     finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        work_task.cancel()
+        disconnect_task.cancel()
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -105,13 +107,13 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def leaving_is_disconnect(send: Send) -> Send:
-    """A server may report at the next send, as an OSError, that nobody is left: make that ClientDisconnect."""
+def oserror_to_disconnect(send: Send) -> Send:
+    """Wrap `send` so that its OSError, which some servers raise after the client left, becomes ClientDisconnect."""
 
-    async def guarded(message: Message) -> None:
+    async def send_or_disconnect(message: Message) -> None:
         try:
             await send(message)
         except OSError as error:
             raise ClientDisconnect from error
 
-    return guarded
+    return send_or_disconnect

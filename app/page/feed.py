@@ -1,4 +1,4 @@
-"""The live page's feed: one task makes its events for all viewers, and nothing is worked out while nobody looks."""
+"""The live page's event stream. One task makes the events for all viewers; without viewers nothing is computed."""
 
 import asyncio
 import logging
@@ -10,85 +10,85 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from app.openai import stream
-from app.page.live import Live
+from app.page.live import LivePage
 from engine.types import Overloaded
 
 EVENT_EVERY_S = 0.25
-QUIET_EVENTS = 4  # of which only one is sent while nothing changes
-MAX_VIEWERS = 8  # each takes one of the requests that Serve lets a replica have
-PATIENCE_S = 10.0  # after FEED_S, with a viewer that does not read
-FEED_S = 60.0  # then a viewer comes again: a server that is to end waits for those who are connected
+QUIET_EVENTS = 4  # while nothing changes, one event in so many is sent
+MAX_VIEWERS = 8  # each viewer takes one of the requests that Serve allows per replica
+FEED_S = 60.0  # then the stream ends and the viewer connects again: a server that shuts down waits for connections
+SLOW_VIEWER_S = 10.0  # additional time for a viewer that does not read
 
 log = logging.getLogger(__name__)
 
 
 class EventFeed:
-    """One task that makes events for all viewers, and runs only while there are some."""
+    """Makes the events for all viewers in one task, which runs only while there are viewers."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
-        self._following = 0
-        self._ticking: asyncio.Task[None] | None = None
+    def __init__(self, live_page: LivePage) -> None:
+        self._live_page = live_page
+        self._viewers = 0
+        self._ticker: asyncio.Task[None] | None = None
         self._event = b""
-        self._told = asyncio.Event()  # set, and replaced by a new one, with each event
+        self._next_event = asyncio.Event()  # set when the next event is made, and then replaced
 
     async def follow(self) -> AsyncGenerator[bytes]:
-        """The whole state at once, and then each event as it is made, for FEED_S; a viewer that is slow misses some."""
-        self._following += 1
-        ends = time.monotonic() + FEED_S
+        """Yield the whole state, then each event as it is made, for FEED_S. A slow viewer misses some events."""
+        self._viewers += 1
+        deadline = time.monotonic() + FEED_S
         try:
-            if self._ticking is None:
-                self._make()
-                self._ticking = asyncio.create_task(self._tick())
-            yield stream.event({"state": self._live.state()})
-            while time.monotonic() < ends:
-                told = self._told
+            if self._ticker is None:
+                self._make_event()
+                self._ticker = asyncio.create_task(self._tick())
+            yield stream.event({"state": self._live_page.state()})
+            while time.monotonic() < deadline:
+                next_event = self._next_event
                 yield self._event
-                await told.wait()
+                await next_event.wait()
         finally:
-            self._following -= 1
-            if not self._following and self._ticking is not None:
-                self._ticking.cancel()
-                self._ticking = None
+            self._viewers -= 1
+            if not self._viewers and self._ticker is not None:
+                self._ticker.cancel()
+                self._ticker = None
 
-    def _make(self) -> None:
-        self._event = stream.event(self._live.event())
-        told, self._told = self._told, asyncio.Event()
-        told.set()
+    def _make_event(self) -> None:
+        self._event = stream.event(self._live_page.event())
+        made, self._next_event = self._next_event, asyncio.Event()
+        made.set()
 
     async def _tick(self) -> None:
-        version, quiet = self._live.version, 0
+        version, quiet = self._live_page.version, 0
         while True:
             await asyncio.sleep(EVENT_EVERY_S)
-            quiet = 0 if version != self._live.version else quiet + 1
-            version = self._live.version
+            quiet = 0 if version != self._live_page.version else quiet + 1
+            version = self._live_page.version
             if quiet % QUIET_EVENTS == 0:
                 try:
-                    self._make()
-                except Exception:  # the viewers wait for the next
-                    log.exception("no event could be made for the live page")
+                    self._make_event()
+                except Exception:  # the viewers wait for the next event
+                    log.exception("making an event for the live page failed")
 
 
-class Events:
-    """GET /ui/events, as a bare ASGI app: its viewer's leaving ends it at once."""
+class EventsEndpoint:
+    """GET /ui/events as a bare ASGI application, so that it ends as soon as the viewer leaves."""
 
-    def __init__(self, live: Live, headers: Mapping[str, str]) -> None:
-        """`headers`: of the reply, besides those of every event stream."""
-        self.viewers = 0  # also those whose request is still being read
-        self._feed = EventFeed(live)
-        own = {name.encode(): value.encode() for name, value in headers.items()}
-        self._headers = list((dict(stream.HEADERS) | own).items())
+    def __init__(self, live_page: LivePage, headers: Mapping[str, str]) -> None:
+        """headers: reply headers in addition to those of every event stream."""
+        self.viewers = 0  # includes viewers whose request is still being read
+        self._feed = EventFeed(live_page)
+        page_headers = {name.encode(): value.encode() for name, value in headers.items()}
+        self._headers = list((dict(stream.HEADERS) | page_headers).items())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} viewers follow this server already", retry_after=10)
+            raise Overloaded(f"{MAX_VIEWERS} viewers follow this server already; try again later", retry_after=10)
         self.viewers += 1
         try:
-            # A viewer that neither reads nor leaves gives its place up, too.
+            # The timeout also ends a viewer that neither reads nor disconnects.
             with suppress(ClientDisconnect, TimeoutError):
-                async with asyncio.timeout(FEED_S + PATIENCE_S):
+                async with asyncio.timeout(FEED_S + SLOW_VIEWER_S):
                     await Request(scope, receive).body()
-                    await stream.unless_disconnected(receive, self._send(stream.leaving_is_disconnect(send)))
+                    await stream.unless_disconnected(receive, self._send(stream.oserror_to_disconnect(send)))
         finally:
             self.viewers -= 1
 

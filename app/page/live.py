@@ -1,6 +1,6 @@
-"""What the live page shows: the latest exchanges and the last five minutes of steps, kept in bounded memory.
+"""The data of the live page: the latest exchanges and the engine steps of the last five minutes, in bounded memory.
 
-Listening only adds numbers up; what is made of them here is made when a viewer asks.
+Listening only adds up numbers. Everything else is computed when a viewer asks for it.
 """
 
 import time
@@ -10,16 +10,17 @@ from math import ceil
 from typing import Any
 
 from app.client import EngineClient
-from app.page.recent_requests import Ring
-from app.page.step_window import Counts, StepWindow, decisions, ended, positions, series, why_none
+from app.page.recent_requests import RecentRequests
+from app.page.step_window import Counts, StepWindow, batches, decisions, ended, positions, series, speedup, why_none
 from app.telemetry.exchange import Exchange
 from engine.types import EngineStats, StepStats
 
-RATE_S = 2.0  # over which tokens per second are counted
-STATE_S = 10.0  # in which speculation must have drafted to be called on
-REPEAT_S = 2.0  # of the series that every event tells again: a viewer that was slow misses nothing
+RATE_S = 2.0  # window over which tokens per second are counted
+STATE_S = 10.0  # speculation is "on" if it drafted within this window
+REPEAT_S = 2.0  # every event repeats so much of the series, so that a slow viewer misses nothing
 
-WHY = {
+# Reason for k = 0 → what the page says.
+REASON_TEXTS = {
     "policy": "the policy gives no drafts now",
     "user": "the requests asked for no drafts",
     "cap": "nothing is left to draft: texts are about to end, or the drafters offer nothing",
@@ -30,18 +31,18 @@ WHY = {
 }
 
 
-class Live:
-    """A Listener. `version` grows with everything that it was told."""
+class LivePage:
+    """A Listener that collects the page's data. `version` grows with every event that it receives."""
 
     def __init__(self, client: EngineClient, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic seconds, as the engine's steps tell them."""
+        """clock: returns monotonic seconds, on the same clock as the times of engine steps."""
         self.client = client
         self.version = 0
-        self.ring = Ring()
-        self.open: set[str] = set()  # ids of exchanges that began and have not ended
+        self.recent = RecentRequests()
+        self.open: set[str] = set()  # ids of exchanges that have begun and not ended
         self._window = StepWindow()
         self._clock = clock
-        self._latencies: tuple[int, dict[str, Any]] = (-1, {})  # of the ring when it had taken so many
+        self._latencies: tuple[int, dict[str, Any]] = (-1, {})  # (recent.taken when computed, percentiles)
 
     def began(self, exchange: Exchange) -> None:
         self.version += 1
@@ -50,7 +51,7 @@ class Live:
     def ended(self, exchange: Exchange) -> None:
         self.version += 1
         self.open.discard(exchange.id)
-        self.ring.add(exchange, self.client.model.name)
+        self.recent.add(exchange, self.client.model.name)
 
     def stepped(self, steps: Sequence[StepStats]) -> None:
         self.version += 1
@@ -58,11 +59,11 @@ class Live:
 
     @property
     def _epoch(self) -> float:
-        """From monotonic to Unix seconds, as the wall clock goes now."""
+        """Unix seconds minus monotonic seconds, by the wall clock as it is now."""
         return time.time() - time.monotonic()
 
     def state(self) -> dict[str, Any]:
-        """All that a page needs to begin: what the server is, how it does now, and the series of the whole window."""
+        """Return all that a page needs to start: the model, the current figures, and the series of the whole window."""
         card = self.client.model
         model = {
             "name": card.name,
@@ -75,77 +76,80 @@ class Live:
         return {"model": model, "now": self._now(), "series": self._series(float("inf"))}
 
     def event(self) -> dict[str, Any]:
-        """What has changed: how it does now, and the latest ends of the series."""
+        """Return what changes: the current figures and the last REPEAT_S of the series."""
         return {"now": self._now(), "series": self._series(REPEAT_S)}
 
     def _series(self, seconds: float) -> dict[str, list[Any]]:
-        """Without the quarter of a second that has not ended."""
+        """Return the series of the last seconds, without the quarter of a second that has not ended."""
         now = self._clock()
         return series(ended(self._window.recent(now, min(seconds, now)), now), self._epoch)
 
     def _now(self) -> dict[str, Any]:
-        """Rates are of the last RATE_S; latencies of the exchanges that are kept; the rest is of the whole window."""
+        """Return the current figures: rates over RATE_S, latencies of the kept exchanges, the rest over the window."""
         now, stats = self._clock(), self.client.stats()
         totals = self._window.totals(now)
         return {
             "t": round(now + self._epoch, 2),
             **_load(stats),
-            "requests": self.ring.taken,
+            "requests": self.recent.taken,
             "tokens_per_s": self._sum(now, RATE_S)["emitted", 0] / RATE_S,
             "acceptance": _share(totals["accepted", 0], totals["drafted", 0]),
             "accepted_per_round": _share(totals["accepted", 0], totals["drafting", 0]),
-            "speedup": self._window.speedup(totals),
+            "speedup": speedup(totals),
             "faults": totals["faults", 0],
             **self._percentiles(),
             "policy": dict(self.client.policy_status()),
             "speculation": self._speculation(totals, self._sum(now, STATE_S)),
             "positions": positions(totals),
-            "batches": self._window.batches(totals),
+            "batches": batches(totals),
             "decisions": decisions(totals),
         }
 
     def _sum(self, now: float, seconds: float) -> Counts:
-        """Without the quarter of a second that has not ended."""
-        found: Counts = Counter()
+        """Add up the counts of the last seconds, without the quarter of a second that has not ended."""
+        counts: Counts = Counter()
         for entry in ended(self._window.recent(now, seconds), now):
-            found.update(entry.counts)
-        return found
+            counts.update(entry.counts)
+        return counts
 
     def _percentiles(self) -> dict[str, Any]:
-        """Of the exchanges that are kept; worked out again only once there is another."""
-        if self._latencies[0] != self.ring.taken:
-            kept = list(self.ring.latest())
+        """Return latency percentiles of the kept exchanges. Computes them again only after another exchange."""
+        if self._latencies[0] != self.recent.taken:
+            kept = list(self.recent.latest())
             ttfts = [entry.row["ttft_ms"] for entry in kept if entry.row["ttft_ms"] is not None]
             tpots = [tpot for entry in kept for tpot in entry.tpot_ms]
-            found = {"ttft_ms": percentiles(ttfts), "tpot_ms": percentiles(tpots)}
-            self._latencies = (self.ring.taken, found)
+            self._latencies = (self.recent.taken, {"ttft_ms": percentiles(ttfts), "tpot_ms": percentiles(tpots)})
         return self._latencies[1]
 
     def _speculation(self, totals: Counts, lately: Counts) -> dict[str, Any]:
-        """state: on, paused (rounds run, none with drafts but probes), ready (nothing runs), off or none; why; and
-        whether requests that do not ask for drafts can get some."""
+        """Return the state of speculation, the reason, and whether requests get drafts that they did not ask for.
+
+        state: "on"; "paused": rounds run without drafts, apart from probes; "ready": nothing runs; "off"; or "none": no
+        drafter.
+        """
         state, why = self._drafting(lately if lately["sequences", 0] else totals)
         card = self.client.model
         return {"state": state, "why": why, "unasked": card.policy != "off" and card.drafter is not None}
 
-    def _drafting(self, seen: Counts) -> tuple[str, str]:
+    def _drafting(self, counts: Counts) -> tuple[str, str]:
+        """Return (state, reason)."""
         card = self.client.model
         if not card.drafters:
             return "none", "this server has no drafter"
-        if seen["meant", 0]:
+        if counts["meant", 0]:
             return "on", ""
         if card.policy == "off":
             return "off", "the policy is off: only requests that ask for drafts get them"
-        if seen["sequences", 0]:
-            reason = why_none(seen)
-            return "paused", WHY[reason] if reason is not None else "the drafters offer nothing"
+        if counts["sequences", 0]:
+            reason = why_none(counts)
+            return "paused", REASON_TEXTS[reason] if reason is not None else "the drafters offer nothing"
         if card.drafter is None:
             return "off", "no drafter serves requests that do not name one"
         return "ready", "no rounds in the last five minutes"
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Nearest rank, of at least one value."""
+    """Return p50 and p95 by nearest rank, or None for no values."""
     if not values:
         return None
     ordered = sorted(values)

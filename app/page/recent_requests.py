@@ -1,6 +1,6 @@
-"""The latest exchanges, as numbers: when each round of a request ran, what was drafted and accepted, and why k was k.
+"""Keeps numbers of the latest requests for the live page: per round its start, drafts, accepted drafts, reason for k.
 
-Nothing here is text of anybody's: no prompt, no output, no name that a client made up.
+Holds no text: no prompt, no output, no name that a client chose.
 """
 
 import time
@@ -9,69 +9,70 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from app.round_columns import raw_columns, told
+from app.round_columns import public_columns, raw_columns
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
-from engine.types import Output, RequestRecord
+from engine.types import Output, RequestRecord, acceptance_of
 
-KEPT = 200  # exchanges
-ROUNDS = 100_000  # of all of them together; each takes some 120 bytes
+MAX_REQUESTS = 200
+MAX_ROUNDS = 100_000  # of all kept requests together; a round takes some 120 bytes
 
-Columns = dict[str, "array[int]"]  # array takes no parameter while the program runs
+Columns = dict[str, "array[int]"]  # at run time `array` takes no type parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """One exchange. ttft_ms and tpot_ms are what percentiles are made of; one tpot per choice that has one."""
+class KeptRequest:
+    """The numbers of one request."""
 
     row: dict[str, Any]
-    facts: tuple[dict[str, Any], ...]  # of each choice
-    columns: tuple[Columns, ...]  # of each choice
-    tpot_ms: tuple[float, ...]
+    facts: tuple[dict[str, Any], ...]  # by choice
+    totals: tuple[dict[str, int], ...]  # by choice: sums over its rounds
+    columns: tuple[Columns, ...]  # by choice: its rounds
+    tpot_ms: tuple[float, ...]  # milliseconds per token, of the choices with at least two tokens
 
     @property
     def rounds(self) -> int:
         return sum(len(columns["step"]) for columns in self.columns)
 
     def summary(self) -> dict[str, Any]:
-        """With each choice's facts and totals, without its rounds."""
-        choices = [
-            facts | {"rounds": len(columns["step"])} | {name: sum(columns[name]) for name in ("drafted", "accepted")}
-            for facts, columns in zip(self.facts, self.columns, strict=True)
-        ]
+        """Return the row with each choice's facts and totals, without its rounds."""
+        choices = [facts | totals for facts, totals in zip(self.facts, self.totals, strict=True)]
         return self.row | {"choices": choices}
 
     def whole(self) -> dict[str, Any]:
+        """Return the row with each choice's facts and rounds."""
         choices = zip(self.facts, self.columns, strict=True)
-        return self.row | {"choices": [facts | {"rounds": told(columns)} for facts, columns in choices]}
+        return self.row | {"choices": [facts | {"rounds": public_columns(columns)} for facts, columns in choices]}
 
 
-class Ring:
-    """Memory: KEPT exchanges and ROUNDS rounds, or the latest exchange alone if it has more."""
+class RecentRequests:
+    """Holds at most MAX_REQUESTS requests and MAX_ROUNDS rounds, or the latest request alone if it has more rounds."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Kept] = {}  # by id, oldest first
+        self._kept: dict[str, KeptRequest] = {}  # by the reply's id, oldest first
         self._rounds = 0
-        self.taken = 0  # exchanges so far
+        self.taken = 0  # number of requests added so far
 
     def add(self, exchange: Exchange, model: str) -> None:
         self._rounds += (kept := keep(exchange, model)).rounds
         self._kept[exchange.id] = kept
         self.taken += 1
-        while len(self._kept) > KEPT or (self._rounds > ROUNDS and len(self._kept) > 1):
+        while len(self._kept) > MAX_REQUESTS or (self._rounds > MAX_ROUNDS and len(self._kept) > 1):
             self._rounds -= self._kept.pop(next(iter(self._kept))).rounds
 
-    def get(self, name: str) -> Kept | None:
-        """By the reply's id, or by that of the request, which x-request-id tells."""
+    def get(self, name: str) -> KeptRequest | None:
+        """Return the request with this id: the reply's, or the one in the header x-request-id."""
         return self._kept.get(name) or self._kept.get(f"cmpl-{name}")
 
-    def latest(self) -> Iterator[Kept]:
-        """Newest first."""
+    def latest(self) -> Iterator[KeptRequest]:
+        """Iterate over the kept requests, newest first."""
         return reversed(self._kept.values())
 
 
-def keep(exchange: Exchange, model: str) -> Kept:
-    """queue_ms and ttft_ms run from the first choice's arrival in the engine, total_ms from the request's to the last
-    byte."""
+def keep(exchange: Exchange, model: str) -> KeptRequest:
+    """Return the numbers of a complete exchange.
+
+    queue_ms and ttft_ms begin with the arrival of the first choice in the engine, total_ms with the HTTP request.
+    """
     assert exchange.finished is not None
     choices = [(i, output, output.record) for i, output in enumerate(exchange.outputs) if output.record is not None]
     records = [record for _, _, record in choices]
@@ -92,11 +93,12 @@ def keep(exchange: Exchange, model: str) -> Kept:
     }
     facts = tuple(_facts(index, output, record) for index, output, record in choices)
     tpots = [_tpot_ms(record) for record in records]
-    return Kept(row, facts, tuple(map(_columns, records)), tuple(t for t in tpots if t is not None))
+    columns, totals = tuple(map(_columns, records)), tuple(map(_totals, records))
+    return KeptRequest(row, facts, totals, columns, tuple(t for t in tpots if t is not None))
 
 
 def outcome(exchange: Exchange) -> tuple[str, str | None]:
-    """(status, error)."""
+    """Return (status, error)."""
     failure = exchange.failure
     if failure is None:
         return "ok", None
@@ -115,18 +117,23 @@ def _facts(index: int, output: Output, record: RequestRecord) -> dict[str, Any]:
     }
 
 
+def _totals(record: RequestRecord) -> dict[str, int]:
+    acceptance = acceptance_of(record)
+    return {"rounds": len(record.rounds), "drafted": acceptance.drafted, "accepted": acceptance.accepted}
+
+
 def _columns(record: RequestRecord) -> Columns:
-    return {name: array("q", column) for name, column in raw_columns(record).items()}
+    return {name: array("q", column) for name, column in raw_columns(record.rounds).items()}
 
 
 def _prompt_tokens(exchange: Exchange) -> int:
-    """Those of a prompt once for all its choices."""
-    n = exchange.asked.n if exchange.asked is not None else 1
+    """Count each prompt once for all its choices."""
+    n = exchange.request_body.n if exchange.request_body is not None else 1
     return sum(len(request.prompt_ids) for request in exchange.requests[::n])
 
 
 def _tpot_ms(record: RequestRecord) -> float | None:
-    """Milliseconds per token after the first; None with fewer than two."""
+    """Return the milliseconds per token after the first; None with fewer than two tokens."""
     span = _ms(record.first_token, record.finished)
     return span / (record.output_tokens - 1) if span is not None and record.output_tokens > 1 else None
 

@@ -1,4 +1,5 @@
-"""The live page: its files, its data and its feed, all of this process only (of a deployment, of one replica)."""
+"""The routes of the live page: its files, its data and its event stream. All data are those of this process: one
+replica of a deployment."""
 
 import asyncio
 import hashlib
@@ -14,14 +15,14 @@ from starlette.routing import Route
 
 from app.errors import error_object
 from app.openai.replies import JSON
-from app.page.feed import Events
-from app.page.live import Live
+from app.page.feed import EventsEndpoint
+from app.page.live import LivePage
 from app.page.recent_requests import KEPT
 
 FOLDER = Path(__file__).parent / "ui"
 HTML, SCRIPT, STYLE = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "text/css; charset=utf-8"
 
-# All that is served of the folder, by its path below /ui.
+# The only files that are served: path below /ui → (file in FOLDER, content type).
 FILES = {
     "": ("index.html", HTML),
     "/style.css": ("style.css", STYLE),
@@ -51,8 +52,8 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 
-LAST_MOMENT_S = 1.0  # that a request which still runs is waited for, when its record is asked for
-LOOK_EVERY_S = 0.02
+WAIT_FOR_RECORD_S = 1.0  # the longest wait for the record of a request that still runs
+POLL_S = 0.02
 
 
 class File(NamedTuple):
@@ -61,14 +62,14 @@ class File(NamedTuple):
     etag: str
 
 
-def page_routes(live: Live) -> list[Route]:
+def page_routes(live_page: LivePage) -> list[Route]:
     files = {path: _load(FOLDER / name, media) for path, (name, media) in FILES.items()}
     return [
         Route("/ui", partial(file, files)),
-        Route("/ui/api/state", partial(state, live)),
-        Route("/ui/api/requests", partial(list_requests, live)),
-        Route("/ui/api/requests/{id}", partial(get_request, live)),
-        Route("/ui/events", Events(live, HEADERS), methods=["GET"]),
+        Route("/ui/api/state", partial(state, live_page)),
+        Route("/ui/api/requests", partial(list_requests, live_page)),
+        Route("/ui/api/requests/{id}", partial(get_request, live_page)),
+        Route("/ui/events", EventsEndpoint(live_page, HEADERS), methods=["GET"]),
         Route("/ui/{path:path}", partial(file, files)),
     ]
 
@@ -80,39 +81,42 @@ def _load(path: Path, media: str) -> File:
 
 async def file(files: dict[str, File], request: Request) -> Response:
     path = request.path_params.get("path")
-    if path == "":  # /ui/: the page's own links would lead nowhere from there
+    if path == "":  # /ui/: the page's relative links would not work from there
         return RedirectResponse("../ui", 308, HEADERS)
-    found = files.get("" if path is None else f"/{path}")
-    if found is None:
-        return _absent("the live page has no such file")
-    headers = HEADERS | {"etag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
+    page_file = files.get("" if path is None else f"/{path}")
+    if page_file is None:
+        return _not_found(f"the live page has no file {path!r}")
+    headers = HEADERS | {"etag": page_file.etag}
+    if request.headers.get("if-none-match") == page_file.etag:
         return Response(status_code=304, headers=headers)
-    return Response(found.data, headers=headers, media_type=found.type)
+    return Response(page_file.data, headers=headers, media_type=page_file.type)
 
 
-async def state(live: Live, request: Request) -> Response:
-    return JSON(live.state(), headers=HEADERS)
+async def state(live_page: LivePage, request: Request) -> Response:
+    return JSON(live_page.state(), headers=HEADERS)
 
 
-async def list_requests(live: Live, request: Request) -> Response:
-    """Newest first; `?limit=N`: the latest N."""
-    asked = request.query_params.get("limit", "")
-    limit = int(asked) if asked.isdecimal() and len(asked) <= len(str(KEPT)) else KEPT
-    return JSON({"requests": [kept.summary() for kept in islice(live.ring.latest(), limit)]}, headers=HEADERS)
+async def list_requests(live_page: LivePage, request: Request) -> Response:
+    """Return summaries of the kept requests, newest first. `?limit=N` returns the newest N only."""
+    text = request.query_params.get("limit", "")
+    limit = int(text) if text.isdecimal() and len(text) <= len(str(KEPT)) else KEPT
+    return JSON({"requests": [kept.summary() for kept in islice(live_page.recent.latest(), limit)]}, headers=HEADERS)
 
 
-async def get_request(live: Live, request: Request) -> Response:
-    """Waits a moment for one that runs: its client may have read the last byte before the server is done with it."""
+async def get_request(live_page: LivePage, request: Request) -> Response:
+    """Return the record of one request. Waits up to WAIT_FOR_RECORD_S for a request that still runs: its client may
+    read the last byte before the server has made the record."""
     name = request.path_params["id"]
-    deadline = time.monotonic() + LAST_MOMENT_S
-    while {name, f"cmpl-{name}"} & live.open and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing to wait on
-        await asyncio.sleep(LOOK_EVERY_S)
-    kept = live.ring.get(name)
+    deadline = time.monotonic() + WAIT_FOR_RECORD_S
+    while {name, f"cmpl-{name}"} & live_page.open and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing to wait on
+        await asyncio.sleep(POLL_S)
+    kept = live_page.recent.get(name)
     if kept is None:
-        return _absent("this server keeps no request of that id: it still runs, or others have taken its place")
+        return _not_found(
+            f"this server keeps no request with the id {name!r}: it still runs, or newer ones replaced it"
+        )
     return JSON(kept.whole(), headers=HEADERS)
 
 
-def _absent(message: str) -> Response:
+def _not_found(message: str) -> Response:
     return JSON(error_object(message, "invalid_request_error", "not_found"), 404, HEADERS)

@@ -1,7 +1,7 @@
-"""What is told of requests and steps once they are over, and to whom: traces, metrics, the live page.
+"""Reports finished requests and engine steps to listeners: traces, metrics and the live page.
 
-Listeners run on the event loop, between requests' events and never inside the engine. What one of them raises is logged
-and costs that one call; no request notices.
+Listeners run on the event loop, between the events of requests and never inside the engine. An exception of a listener
+is logged and ends only that call; requests are not affected.
 """
 
 import logging
@@ -20,92 +20,95 @@ from app.errors import error_body
 from app.openai.request import CompletionRequest
 from engine.types import Output, Request, RequestRecord, StepStats
 
-CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"  # failures that are no errors of ours
+CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"  # failures that are not the server's errors
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request to /v1/completions. Complete once `finished` is set and every engine request has its last output."""
+    """One request to /v1/completions and its reply. Times are monotonic seconds."""
 
     id: str  # of the reply
     headers: Headers  # of the request
     began: float = field(default_factory=time.monotonic)
-    asked: CompletionRequest | None = None  # None: the body was refused
-    requests: Sequence[Request] = ()  # that the engine took, one per choice; (): it took none
-    ended: dict[str, Output] = field(default_factory=dict)  # last output of each, by the engine request's id
-    error: Exception | None = None  # that ended it; ClientDisconnect: the client left
-    finished: float | None = None  # monotonic seconds: the last byte, or the disconnect
+    request_body: CompletionRequest | None = None  # None: the body was refused
+    requests: Sequence[Request] = ()  # the engine's requests, one per choice; (): the engine accepted none
+    last_outputs: dict[str, Output] = field(default_factory=dict)  # by the engine request's id
+    error: Exception | None = None  # the error that ended it; ClientDisconnect: the client left
+    finished: float | None = None  # when the last byte was sent or the client left
     trace_id: str | None = None  # 32 hexadecimal digits; None: it is not traced
-    texts: list[str] | None = None  # of every choice, as far as it came; None: no listener set it, so nobody keeps any
+    texts: list[str] | None = None  # each choice's text so far; None: no listener wants texts
 
     @property
     def complete(self) -> bool:
-        return self.finished is not None and len(self.ended) == len(self.requests)
+        """Whether the reply has ended and every engine request has its last output."""
+        return self.finished is not None and len(self.last_outputs) == len(self.requests)
 
     def fail(self, error: Exception) -> None:
-        """Of a reply that had begun, too: its status was sent before."""
+        """Note the error, also for a reply whose status was sent already."""
         self.error = error
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, in a word: an error's code, client_disconnect, or cancelled (Serve ended its task); None: it
-        did not. Of an exchange that is complete."""
+        """Why a complete exchange failed: an error's code, client_disconnect, or cancelled (Serve ended its task).
+
+        None: it did not fail.
+        """
         if isinstance(self.error, ClientDisconnect):
             return CLIENT_DISCONNECT
         if self.error is not None:
-            told = error_body(self.error)[1]["error"]
-            return str(told["code"] or told["type"])
-        let_go = not self.requests or any(output.finish_reason == "cancelled" for output in self.outputs)
-        return CANCELLED if let_go else None
+            error_object = error_body(self.error)[1]["error"]
+            return str(error_object["code"] or error_object["type"])
+        cancelled = not self.requests or any(output.finish_reason == "cancelled" for output in self.outputs)
+        return CANCELLED if cancelled else None
 
-    async def overheard(self, outputs: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[tuple[int, Output]]:
-        """The same (choice, output), with their texts kept where a listener asked for that."""
-        async with aclosing(outputs) as live:
-            async for index, output in live:
+    async def keep_texts(self, outputs: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[tuple[int, Output]]:
+        """Yield the same (choice index, output) and collect their texts if a listener wants them."""
+        async with aclosing(outputs):
+            async for index, output in outputs:
                 if self.texts is not None:
                     self.texts[index] += output.text
                 yield index, output
 
     @property
     def outputs(self) -> list[Output]:
-        """The last output of every choice, in the order of the choices; of a complete exchange."""
-        return [self.ended[request.id] for request in self.requests]
+        """The last output of every choice of a complete exchange, in the order of the choices."""
+        return [self.last_outputs[request.id] for request in self.requests]
 
     @property
     def records(self) -> list[RequestRecord]:
-        """Those of the choices that have one: not of one that the engine let go of when it ended."""
+        """The records of the choices that have one. A choice that the engine dropped at shutdown has none."""
         return [output.record for output in self.outputs if output.record is not None]
 
 
 class Listener(Protocol):
     def began(self, exchange: Exchange) -> None:
-        """Its body has not been read yet."""
+        """The exchange begins; its body has not been read yet."""
         ...
 
     def ended(self, exchange: Exchange) -> None:
-        """It is complete. Called once for each that began, also for those that were refused."""
+        """The exchange is complete. Called once for each exchange that began, refused ones included."""
         ...
 
     def stepped(self, steps: Sequence[StepStats]) -> None:
-        """The engine's steps since the last call, at most some four calls a second."""
+        """Receive the engine's steps since the last call. Called about four times a second at most."""
         ...
 
 
 class Telemetry:
-    """Follows every exchange to its end, which for a cancelled one is when the engine has let go of it."""
+    """Follows every exchange until it is complete. A cancelled one is complete when the engine has dropped it."""
 
     def __init__(self, client: EngineClient, listeners: Sequence[Listener] = ()) -> None:
         self._listeners = tuple(listeners)
-        self._open: dict[str, Exchange] = {}  # by engine request's id
+        self._open: dict[str, Exchange] = {}  # by the engine request's id
         client.watch(self._stepped, self._ended)
 
     @contextmanager
     def exchange(self, scope: Scope) -> Iterator[Exchange]:
-        """Follow the request of this scope; what the block raises goes through, and is noted."""
+        """Follow the request of this scope. Notes an exception of the block and raises it again."""
         exchange = Exchange(f"cmpl-{scope['state']['request_id']}", Headers(scope=scope))
-        self._tell(lambda listener: listener.began(exchange))
+        self._notify(lambda listener: listener.began(exchange))
         try:
             yield exchange
         except BaseException as error:
@@ -117,7 +120,7 @@ class Telemetry:
             self._close(exchange)
 
     def submitted(self, exchange: Exchange, requests: Sequence[Request]) -> None:
-        """The engine took these just now, in this turn of the event loop."""
+        """The engine accepted these requests. Call it in the same turn of the event loop as `submit`."""
         exchange.requests = tuple(requests)
         exchange.texts = None if exchange.texts is None else [""] * len(requests)
         self._open |= {request.id: exchange for request in requests}
@@ -125,19 +128,21 @@ class Telemetry:
     def _ended(self, output: Output) -> None:
         exchange = self._open.pop(output.request_id, None)
         if exchange is not None:
-            exchange.ended[output.request_id] = replace(output, logprobs=(), prompt_logprobs=())  # they may be millions
+            exchange.last_outputs[output.request_id] = replace(
+                output, logprobs=(), prompt_logprobs=()
+            )  # they may be millions
             self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:
         if exchange.complete:
-            self._tell(lambda listener: listener.ended(exchange))
+            self._notify(lambda listener: listener.ended(exchange))
 
     def _stepped(self, steps: Sequence[StepStats]) -> None:
-        self._tell(lambda listener: listener.stepped(steps))
+        self._notify(lambda listener: listener.stepped(steps))
 
-    def _tell(self, call: Callable[[Listener], Any]) -> None:
+    def _notify(self, call: Callable[[Listener], Any]) -> None:
         for listener in self._listeners:
             try:
                 call(listener)
             except Exception:
-                log.exception("%s failed to take what it was told", type(listener).__name__)
+                log.exception("the listener %s failed", type(listener).__name__)

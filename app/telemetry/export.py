@@ -1,8 +1,8 @@
-"""Where spans go, by the standard OTEL_* variables: one provider per process, and exporters that nobody waits for.
+"""Exports spans as the standard OTEL_* variables say. One provider per process; no request waits for an exporter.
 
-Tracing is on where OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, or OTEL_TRACES_EXPORTER
-says otlp or console, or Ray Serve has made a provider; and off with OTEL_SDK_DISABLED=true or
-OTEL_TRACES_EXPORTER=none. What a variable asks for and we do not have is an error at the start.
+Tracing is on if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, if OTEL_TRACES_EXPORTER names
+otlp or console, or if Ray Serve has made a provider. OTEL_SDK_DISABLED=true or OTEL_TRACES_EXPORTER=none turns it off.
+A value that is not supported is an error at the start.
 """
 
 import logging
@@ -20,13 +20,13 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter, SpanExportResult
 from opentelemetry.util.types import AttributeValue
 
-from app.telemetry.otlp import Exporter
+from app.telemetry.otlp import OtlpExporter
 
-QUEUE = 16_384  # spans; OTEL_BSP_MAX_QUEUE_SIZE goes before it
-QUEUE_BYTES = 32 * 2**20  # of spans that wait or are being posted, as `held_bytes` estimates them
-SPAN_BYTES, LINK_BYTES, INT_BYTES = 3_500, 500, 24  # of a span without long attributes; of an entry of a column
-SCHEDULE_MS = 1_000  # between exports; OTEL_BSP_SCHEDULE_DELAY goes before it
-SHUTDOWN_MS = 2_000  # for what is still queued when the process ends
+QUEUE_SPANS = 16_384  # spans that may wait, unless OTEL_BSP_MAX_QUEUE_SIZE is set
+QUEUE_BYTES = 32 * 2**20  # memory of the spans that wait or are being posted, as `held_bytes` estimates it
+SPAN_BYTES, LINK_BYTES, INT_BYTES = 3_500, 500, 24  # of a span without long attributes, a link, a column's integer
+SCHEDULE_MS = 1_000  # between exports, unless OTEL_BSP_SCHEDULE_DELAY is set
+SHUTDOWN_MS = 2_000  # to export what is still queued when the process ends
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
@@ -37,8 +37,8 @@ Loss = Literal["queue_full", "export_failed", "shutdown"]
 log = logging.getLogger(__name__)
 
 
-class Dropped:
-    """Spans that ended and reached no collector, by why. Any thread may count."""
+class DroppedSpans:
+    """Counts the ended spans that reached no collector, by reason. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[Loss] = Counter()
@@ -49,7 +49,7 @@ class Dropped:
             self._counts[loss] += spans
 
     def counts(self) -> dict[Loss, int]:
-        """So far, for losses that occurred."""
+        """Return the counts so far, without reasons that did not occur."""
         with self._lock:
             return dict(self._counts)
 
@@ -58,48 +58,51 @@ class Dropped:
         return sum(self.counts().values())
 
 
-DROPPED = Dropped()  # of this process: Serve makes its exporters where no object of ours is at hand
+DROPPED_SPANS = DroppedSpans()  # one per process, because Serve makes its exporters where none of our objects exist
 
 
-class Outbox(BatchSpanProcessor):
-    """The SDK's processor, which exports from a thread of its own; with losses counted, and an end that is near.
+class BoundedSpanProcessor(BatchSpanProcessor):
+    """The SDK's processor, which exports in a thread of its own, with bounded memory, counted losses and a short end.
 
-    The SDK tells of a full queue and of a failed export in its log only, and waits half a minute for a slow collector
-    when the process ends (opentelemetry-sdk 1.45). It bounds the number of spans and not their size: 16,384 spans of
-    requests with 500 rounds hold 600 MB.
+    The SDK reports a full queue or a failed export only in its log. At the end of the process it waits 30 s for a slow
+    collector (opentelemetry-sdk 1.45). It bounds the number of spans but not their size: 16,384 spans of requests with
+    500 rounds hold 600 MB.
     """
 
     def __init__(
         self,
         exporter: SpanExporter,
-        dropped: Dropped = DROPPED,
+        dropped: DroppedSpans = DROPPED_SPANS,
         *,
         queue: int | None = None,
         queue_bytes: int = QUEUE_BYTES,
         schedule_ms: float | None = None,
     ) -> None:
-        """None: what OTEL_BSP_* say, or our defaults. Raises ValueError for a variable that is no number above 0."""
-        self._room = queue or _positive("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE)
-        self._room_bytes = queue_bytes
+        """queue and schedule_ms None: the value of the OTEL_BSP_* variable, else our default.
+
+        Raises ValueError for a variable that is not a whole number above 0.
+        """
+        self._max_spans = queue or _positive("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_SPANS)
+        self._max_bytes = queue_bytes
         self._waiting: deque[int] = deque()  # bytes of each span in the SDK's queue, oldest first
-        self._held = 0  # bytes of these and of the batch that is being exported
+        self._held = 0  # bytes of the waiting spans and of the batch that is being exported
         self._closed = False
         self._dropped = dropped
         self._lock = threading.Lock()
         super().__init__(
-            _Counted(exporter, dropped, self._exporting),
-            max_queue_size=self._room,
+            _CountingExporter(exporter, dropped, self._exporting),
+            max_queue_size=self._max_spans,
             schedule_delay_millis=schedule_ms or _positive("OTEL_BSP_SCHEDULE_DELAY", SCHEDULE_MS),
-            max_export_batch_size=min(self._room, _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)),
+            max_export_batch_size=min(self._max_spans, _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)),
         )
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Never waits."""
+        """Queue the span or count it as dropped. Never waits."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         size = held_bytes(span)
         with self._lock:
-            full = len(self._waiting) >= self._room or self._held + size > self._room_bytes
+            full = len(self._waiting) >= self._max_spans or self._held + size > self._max_bytes
             accepted = not full and not self._closed
             if accepted:
                 self._waiting.append(size)
@@ -112,7 +115,7 @@ class Outbox(BatchSpanProcessor):
         if self._closed:
             return
         self._closed = True
-        # The SDK's own shutdown takes no limit: it waits for 30 s.
+        # The SDK's own shutdown has no limit argument and waits for 30 s.
         self._batch_processor.shutdown(SHUTDOWN_MS)
         with self._lock:
             left = len(self._waiting)
@@ -122,7 +125,7 @@ class Outbox(BatchSpanProcessor):
 
     @contextmanager
     def _exporting(self, spans: int) -> Iterator[None]:
-        """So many were taken out of the queue, and are let go of at the end."""
+        """Move so many spans from the queue to the running export, and free their bytes when the block ends."""
         with self._lock:
             size = sum(self._waiting.popleft() for _ in range(min(spans, len(self._waiting))))
         try:
@@ -132,13 +135,13 @@ class Outbox(BatchSpanProcessor):
                 self._held -= size
 
 
-class _Counted(SpanExporter):
-    """Exports by another, and counts what that could not deliver."""
+class _CountingExporter(SpanExporter):
+    """Exports through another exporter and counts the spans that it could not deliver."""
 
     def __init__(
-        self, exporter: SpanExporter, dropped: Dropped, exporting: Callable[[int], AbstractContextManager[None]]
+        self, exporter: SpanExporter, dropped: DroppedSpans, exporting: Callable[[int], AbstractContextManager[None]]
     ) -> None:
-        """exporting: entered while so many spans are exported."""
+        """exporting: makes the context in which that many spans are exported."""
         self._exporter = exporter
         self._dropped = dropped
         self._exporting = exporting
@@ -161,7 +164,7 @@ class _Counted(SpanExporter):
 
 
 def held_bytes(span: ReadableSpan) -> int:
-    """Memory that an ended span holds, roughly. A long column takes no longer to estimate than a short one."""
+    """Estimate the memory of an ended span in bytes, in a time that does not depend on the length of its columns."""
     attributes = (span.attributes or {}).values()
     return SPAN_BYTES + LINK_BYTES * len(span.links) + sum(map(_value_bytes, attributes))
 
@@ -172,78 +175,78 @@ def _value_bytes(value: AttributeValue) -> int:
     return sum(map(sys.getsizeof, value)) if value and isinstance(value[0], str) else INT_BYTES * len(value)
 
 
-def processors(unless_said: str | None = None) -> list[SpanProcessor]:
-    """One for each exporter that the variables name; `unless_said`: the one to have where they name none.
+def processors(default: str | None = None) -> list[SpanProcessor]:
+    """Return a processor for each exporter that the variables name, or for `default` if they name none.
 
-    Raises ValueError for an exporter or a protocol that we do not have.
+    Raises ValueError for an exporter or a protocol that is not supported.
     """
-    return [Outbox(_exporter(kind)) for kind in _exporters(unless_said)]
+    return [BoundedSpanProcessor(_exporter(kind)) for kind in _exporter_names(default)]
 
 
 def provider(attributes: Mapping[str, str]) -> TracerProvider | None:
-    """The process's provider: the one there is (Serve's), else one of ours; None: tracing is off.
+    """Return the process's provider: Serve's if there is one, else a new one; None: tracing is off.
 
-    attributes: of the resource; what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say goes before them. Raises
+    attributes: of a new provider's resource. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override them. Raises
     ValueError as `processors` does.
     """
     if _disabled():
         return None
-    there_is = trace.get_tracer_provider()
-    if isinstance(there_is, TracerProvider):
-        return there_is
-    made = processors()
-    if not made:
+    existing = trace.get_tracer_provider()
+    if isinstance(existing, TracerProvider):
+        return existing
+    span_processors = processors()
+    if not span_processors:
         return None
-    said = OTELResourceDetector().detect().attributes
-    ours = TracerProvider(resource=Resource.create({**attributes, **said}))
-    for processor in made:
-        ours.add_span_processor(processor)
-    trace.set_tracer_provider(ours)
-    return ours
+    environment = OTELResourceDetector().detect().attributes
+    created = TracerProvider(resource=Resource.create({**attributes, **environment}))
+    for processor in span_processors:
+        created.add_span_processor(processor)
+    trace.set_tracer_provider(created)
+    return created
 
 
 def captures_text() -> bool:
-    """Whether spans may hold prompts and outputs. Raises ValueError for a setting that we cannot follow.
+    """Whether spans may hold prompts and outputs. Raises ValueError for a value that is not supported.
 
-    `true`, which older instrumentations take, is none: who set it may not know that it now means every word.
+    Older instrumentations accept `true`. It is refused here: the operator may not expect it to record all text.
     """
-    said = os.environ.get(CAPTURE, "").strip().upper()
-    if said not in CAPTURES:
-        raise ValueError(f"{CAPTURE} is {said!r}; here it can be NO_CONTENT, SPAN_ONLY or SPAN_AND_EVENT (no events)")
-    return CAPTURES[said]
+    value = os.environ.get(CAPTURE, "").strip().upper()
+    if value not in CAPTURES:
+        raise ValueError(f"{CAPTURE} is {value!r}; it must be NO_CONTENT, SPAN_ONLY or SPAN_AND_EVENT (without events)")
+    return CAPTURES[value]
 
 
 def _disabled() -> bool:
-    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or _said_exporters() == ["none"]
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or _named_exporters() == ["none"]
 
 
-def _said_exporters() -> list[str]:
-    said = os.environ.get("OTEL_TRACES_EXPORTER", "")
-    return [kind.strip().lower() for kind in said.split(",") if kind.strip()]
+def _named_exporters() -> list[str]:
+    value = os.environ.get("OTEL_TRACES_EXPORTER", "")
+    return [kind.strip().lower() for kind in value.split(",") if kind.strip()]
 
 
-def _exporters(unless_said: str | None) -> list[str]:
+def _exporter_names(default: str | None) -> list[str]:
     if _disabled():
         return []
-    said = _said_exporters()
-    if not said and any(os.environ.get(variable) for variable in ENDPOINTS):
+    named = _named_exporters()
+    if not named and any(os.environ.get(variable) for variable in ENDPOINTS):
         return ["otlp"]
-    return said or ([] if unless_said is None else [unless_said])
+    return named or ([] if default is None else [default])
 
 
 def _exporter(kind: str) -> SpanExporter:
     if kind == "console":
         return ConsoleSpanExporter()
     if kind != "otlp":
-        raise ValueError(f"OTEL_TRACES_EXPORTER names {kind!r}; here are otlp, console and none")
+        raise ValueError(f"OTEL_TRACES_EXPORTER names {kind!r}; it may name otlp, console or none")
     for variable in PROTOCOLS:
         if (protocol := os.environ.get(variable) or "http/protobuf") != "http/protobuf":
-            raise ValueError(f"{variable} is {protocol!r}; only http/protobuf is here")
-    return Exporter()
+            raise ValueError(f"{variable} is {protocol!r}; it must be http/protobuf")
+    return OtlpExporter()
 
 
 def _positive(variable: str, default: int) -> int:
-    said = os.environ.get(variable) or str(default)
-    if not (said.isascii() and said.isdecimal() and int(said) > 0):
-        raise ValueError(f"{variable} is {said!r}; it must be a whole number above 0")
-    return int(said)
+    value = os.environ.get(variable) or str(default)
+    if not (value.isascii() and value.isdecimal() and int(value) > 0):
+        raise ValueError(f"{variable} is {value!r}; it must be a whole number above 0")
+    return int(value)

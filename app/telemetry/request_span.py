@@ -5,7 +5,6 @@ Text is in none of them but those of `text_attributes`, which are for those who 
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from opentelemetry.util.types import AttributeValue
@@ -13,7 +12,7 @@ from opentelemetry.util.types import AttributeValue
 from app.openai.request import CompletionRequest
 from app.telemetry import names as name
 from app.telemetry.exchange import Exchange
-from engine.types import RequestRecord
+from engine.types import Acceptance, RequestRecord, acceptance_of
 
 MAX_MODEL_NAME = 128  # characters of the model's name that a client sent
 MAX_INT = 2**63 - 1  # that a collector can be told
@@ -30,8 +29,8 @@ def request_attributes(exchange: Exchange, model: str) -> Attributes:
         name.RESPONSE_ID: exchange.id,
         name.REQUEST_ID: exchange.id.removeprefix("cmpl-"),
     }
-    if exchange.asked is not None:
-        attributes |= _asked(exchange.asked)
+    if exchange.request_body is not None:
+        attributes |= _asked(exchange.request_body)
     if exchange.requests:
         attributes |= _used(exchange)
     if exchange.records:
@@ -44,19 +43,19 @@ def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callab
 
     Prompts of ids are told only once the engine took them: before that nobody checked that there are such tokens.
     """
-    if exchange.asked is None:
+    if exchange.request_body is None:
         return {}
     attributes: Attributes = {}
     taken = {request.prompt_index: request.prompt_ids for request in exchange.requests}
     prompts = [
         prompt if isinstance(prompt, str) else detokenize(taken[index])
-        for index, prompt in enumerate(exchange.asked.prompts)
+        for index, prompt in enumerate(exchange.request_body.prompts)
         if isinstance(prompt, str) or index in taken
     ]
     if prompts:
         attributes[name.INPUT_MESSAGES] = _json([_message("user", prompt) for prompt in prompts])
-    if exchange.asked.params.stop:
-        attributes[name.REQUEST_STOPS] = exchange.asked.params.stop
+    if exchange.request_body.params.stop:
+        attributes[name.REQUEST_STOPS] = exchange.request_body.params.stop
     if exchange.requests:
         reasons = [output.finish_reason for output in exchange.outputs]
         said = [
@@ -102,7 +101,7 @@ def _asked(asked: CompletionRequest) -> Attributes:
 def _used(exchange: Exchange) -> Attributes:
     """The tokens of a prompt count once for all its choices, and in the cache are those that its first one found."""
     prompts = {request.prompt_index: len(request.prompt_ids) for request in exchange.requests}
-    firsts = [exchange.ended[request.id].record for request in exchange.requests if request.choice_index == 0]
+    firsts = [exchange.last_outputs[request.id].record for request in exchange.requests if request.choice_index == 0]
     return {
         name.FINISH_REASONS: [str(output.finish_reason) for output in exchange.outputs],
         name.INPUT_TOKENS: sum(prompts.values()),
@@ -124,55 +123,47 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
     for key, value in ((name.DRAFTER, first.drafter), (name.FIXED_K, first.fixed_k), (name.LENIENCE, first.lenience)):
         if value is not None:
             attributes[key] = value
-    disabled = _disabled(exchange, records)
+    acceptance = acceptance_of(*records)
+    disabled = _disabled(exchange, first, acceptance)
     attributes[name.ENABLED] = disabled is None
     if disabled is not None:
         attributes[name.DISABLED_REASON] = disabled
-    return attributes | _tokens(records) | _acceptance(records) | _prediction(records) | _times(records)
+    return attributes | _tokens(acceptance) | _acceptance(acceptance) | _prediction(records) | _times(records)
 
 
-def _disabled(exchange: Exchange, records: Sequence[RequestRecord]) -> str | None:
+def _disabled(exchange: Exchange, first: RequestRecord, acceptance: Acceptance) -> str | None:
     """Why there was no chance of a draft; None: there was one."""
-    first = records[0]
-    if exchange.asked is not None and exchange.asked.drafting.k == 0:
+    if exchange.request_body is not None and exchange.request_body.drafting.k == 0:
         return "user"
     if first.k_max == 0:
         return "no_drafter"
-    idle = first.policy == "off" and first.fixed_k is None and not any(record.rounds for record in records)
+    idle = first.policy == "off" and first.fixed_k is None and not acceptance.rounds
     return "policy" if idle else None
 
 
-def _tokens(records: Sequence[RequestRecord]) -> Attributes:
+def _tokens(acceptance: Acceptance) -> Attributes:
     """emitted + truncated = rounds + plain steps + accepted: each round adds a token of the target's own."""
-    pairs = [pair for record in records for pair in zip(record.drafted, record.accepted, strict=True)]
-    rounds = sum(1 for drafted, _ in pairs if drafted)
-    bonus = sum(1 for drafted, accepted in pairs if drafted and accepted == drafted)
-    drafted, accepted = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0, 0)
-    emitted = sum(sum(record.emitted) for record in records)
     return {
-        name.ROUNDS: rounds,
-        name.PLAIN_STEPS: len(pairs) - rounds,
-        name.DRAFTED: drafted,
-        name.ACCEPTED: accepted,
-        name.ROLLED_BACK: drafted - accepted,
-        name.RECOVERED: rounds - bonus,
-        name.BONUS: bonus,
-        name.EMITTED: emitted,
-        name.TRUNCATED: len(pairs) + accepted - emitted,
+        name.ROUNDS: acceptance.rounds,
+        name.PLAIN_STEPS: acceptance.plain_rounds,
+        name.DRAFTED: acceptance.drafted,
+        name.ACCEPTED: acceptance.accepted,
+        name.ROLLED_BACK: acceptance.drafted - acceptance.accepted,
+        name.RECOVERED: acceptance.rounds - acceptance.full_rounds,
+        name.BONUS: acceptance.full_rounds,
+        name.EMITTED: acceptance.emitted,
+        name.TRUNCATED: acceptance.rounds + acceptance.plain_rounds + acceptance.accepted - acceptance.emitted,
     }
 
 
-def _acceptance(records: Sequence[RequestRecord]) -> Attributes:
-    """Nothing, where no draft was verified: there is no rate of nothing."""
-    rounds = sum(record.rounds for record in records)
-    if not rounds:
+def _acceptance(acceptance: Acceptance) -> Attributes:
+    """Nothing where no draft was verified: a rate of no drafts does not exist."""
+    if acceptance.rate is None or acceptance.mean_length is None:
         return {}
-    drafted, accepted = sum(sum(r.drafted) for r in records), sum(sum(r.accepted) for r in records)
-    histograms = zip_longest(*(record.histogram() for record in records), fillvalue=0)
     return {
-        name.ACCEPTANCE_RATE: accepted / drafted,
-        name.ACCEPTANCE_LENGTH: 1 + accepted / rounds,
-        name.ACCEPTANCE_HISTOGRAM: [sum(counts) for counts in histograms],
+        name.ACCEPTANCE_RATE: acceptance.rate,
+        name.ACCEPTANCE_LENGTH: acceptance.mean_length,
+        name.ACCEPTANCE_HISTOGRAM: acceptance.histogram,
     }
 
 
@@ -203,6 +194,8 @@ def _times(records: Sequence[RequestRecord]) -> Attributes:
     attributes: Attributes = {
         key: round(1e6 * (end - begin)) for key, begin, end in spans if begin is not None and end is not None
     }
-    draft_us = {step: us for record in records for step, us in zip(record.steps, record.draft_us, strict=True)}
-    verify_us = {step: us for record in records for step, us in zip(record.steps, record.score_us, strict=True)}
-    return attributes | {name.DRAFT_US: sum(draft_us.values()), name.VERIFY_US: sum(verify_us.values())}
+    steps = {part.step: part for record in records for part in record.rounds}.values()
+    return attributes | {
+        name.DRAFT_US: sum(part.draft_us for part in steps),
+        name.VERIFY_US: sum(part.score_us for part in steps),
+    }

@@ -9,9 +9,9 @@ from itertools import chain, islice, pairwise
 
 from opentelemetry.util.types import AttributeValue
 
+from app.round_columns import raw_columns
 from app.telemetry import names as name
-from engine.types import DRAFTERS, RequestRecord, StepStats
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
 
 MAX_COLUMN = 512  # entries; viewers cut long attributes
 COLUMN_ENDS = 128  # entries at either end that are always kept; between them, evenly spread ones
@@ -48,7 +48,7 @@ def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterato
     assert record.finished is not None, "the engine finished it"
     choice: Attributes = {name.CHOICE: index}
     admitted, first, finished = _admitted(record), record.first_token, record.finished
-    spans = {i: _round_piece(i, record) for i in spoken_for(record)} if rounds else {}
+    spans = {i: _round_piece(i, record.rounds[i], record.arrived) for i in spoken_for(record)} if rounds else {}
     yield Piece(
         name.QUEUE,
         record.arrived,
@@ -61,52 +61,53 @@ def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterato
     if first is not None:
         told = choice | columns(record)
         if rounds:
-            told[name.ROUNDS_OMITTED] = len(record.drafted) - len(spans) - len(head)
+            told[name.ROUNDS_OMITTED] = len(record.rounds) - len(spans) - len(head)
         yield Piece(name.DECODE, first, finished, told, tuple(spans.values()))
 
 
 def _admitted(record: RequestRecord) -> float | None:
     """When the step began that admitted it, if that is the first of its rounds; else when it did."""
-    if record.admitted is None or not record.began_us:
+    if record.admitted is None or not record.rounds:
         return record.admitted
-    return min(record.admitted, max(record.arrived, record.arrived + record.began_us[0] / 1e6))
+    return min(record.admitted, max(record.arrived, record.arrived + record.rounds[0].began_us / 1e6))
 
 
 def _prefill(record: RequestRecord) -> Attributes:
     return {
         name.PREFILL_TOKENS: record.prompt_tokens,
         name.PREFILL_CACHED: record.cached_tokens,
-        name.PREFILL_PASSES: record.prefill_passes + bool(record.drafted),
+        name.PREFILL_PASSES: record.prefill_passes + bool(record.rounds),
     }
 
 
 def columns(record: RequestRecord) -> Attributes:
     """The rounds, packed. What each emitted is left out: accepted + 1, but for what `truncated` counts at the end."""
-    rest = zip(record.step_us, record.draft_us, record.score_us, strict=True)
-    table = {
-        name.COLUMN_STEP: record.steps,
-        name.COLUMN_K: record.planned,
-        name.COLUMN_REASON: [1 + code for code in record.reasons],
-        name.COLUMN_ALPHA: record.alphas,
-        name.COLUMN_DRAFTED: record.drafted,
-        name.COLUMN_ACCEPTED: record.accepted,
-        name.COLUMN_DRAFTER: [1 + code for code in record.proposer],
-        name.COLUMN_BATCH: record.batch,
-        name.COLUMN_BEGAN_US: record.began_us,
-        name.COLUMN_DRAFT_US: record.draft_us,
-        name.COLUMN_VERIFY_US: record.score_us,
-        name.COLUMN_OVERHEAD_US: [step - draft - score for step, draft, score in rest],
-    }
+    count = len(record.rounds)
     attributes: Attributes = {
         name.DRAFTERS: (name.NOBODY, *DRAFTERS),
         name.REASONS: (name.NOBODY, *REASONS),
-        name.ROUNDS_TOTAL: len(record.drafted),
+        name.ROUNDS_TOTAL: count,
     }
-    index = kept(len(record.drafted))
-    if len(index) < len(record.drafted):
+    index = kept(count)
+    if len(index) < count:
         attributes[name.ROUNDS_INDEX] = index
-        table = {key: [column[i] for i in index] for key, column in table.items()}
-    return attributes | table | {name.ROUNDS_STRIP: strip(table[name.COLUMN_DRAFTED], table[name.COLUMN_ACCEPTED])}
+    parts = [record.rounds[i] for i in index]
+    raw = raw_columns(parts)
+    table = {
+        name.COLUMN_STEP: raw["step"],
+        name.COLUMN_K: raw["k"],
+        name.COLUMN_REASON: [1 + code for code in raw["reason"]],
+        name.COLUMN_ALPHA: raw["alpha"],
+        name.COLUMN_DRAFTED: raw["drafted"],
+        name.COLUMN_ACCEPTED: raw["accepted"],
+        name.COLUMN_DRAFTER: [1 + code for code in raw["drafter"]],
+        name.COLUMN_BATCH: raw["batch"],
+        name.COLUMN_BEGAN_US: raw["began_us"],
+        name.COLUMN_DRAFT_US: raw["draft_us"],
+        name.COLUMN_VERIFY_US: raw["verify_us"],
+        name.COLUMN_OVERHEAD_US: raw["overhead_us"],
+    }
+    return attributes | table | {name.ROUNDS_STRIP: strip(parts)}
 
 
 def kept(rounds: int) -> Sequence[int]:
@@ -118,44 +119,43 @@ def kept(rounds: int) -> Sequence[int]:
     return [*range(COLUMN_ENDS), *spread, *range(rounds - COLUMN_ENDS, rounds)]
 
 
-def strip(drafted: Sequence[int], accepted: Sequence[int]) -> str:
+def strip(rounds: Sequence[RoundRecord]) -> str:
     """One character per round: "4.0" is four drafts accepted, a plain round, all drafts rejected; z is 35 and more."""
-    pairs = zip(drafted, accepted, strict=True)
-    return "".join(DIGITS[min(a, len(DIGITS) - 1)] if d else "." for d, a in pairs)
+    return "".join(DIGITS[min(part.accepted, len(DIGITS) - 1)] if part.drafted else "." for part in rounds)
 
 
 def spoken_for(record: RequestRecord) -> list[int]:
     """The rounds that get a span of their own, ascending: the ends, the slowest, then where k changed, then where
     every draft was rejected, then any, until MAX_ROUND_SPANS.
     """
-    count = len(record.drafted)
-    slowest = sorted(range(count), key=lambda i: record.step_us[i], reverse=True)[:SLOWEST]
-    changes = (i for i, (before, now) in enumerate(pairwise(record.planned), start=1) if before != now)
-    fruitless = (i for i in range(count) if record.drafted[i] and not record.accepted[i])
+    count = len(record.rounds)
+    slowest = sorted(range(count), key=lambda i: record.rounds[i].step_us, reverse=True)[:SLOWEST]
+    changes = (i for i, (before, now) in enumerate(pairwise(record.rounds), start=1) if before.k != now.k)
+    fruitless = (i for i, part in enumerate(record.rounds) if part.drafted and not part.accepted)
     ends = chain(range(min(ROUND_SPAN_ENDS, count)), range(max(0, count - ROUND_SPAN_ENDS), count))
     wanted = dict.fromkeys(chain(ends, slowest, changes, fruitless, range(count)))
     return sorted(islice(wanted, MAX_ROUND_SPANS))
 
 
-def _round_piece(i: int, record: RequestRecord) -> Piece:
+def _round_piece(i: int, part: RoundRecord, arrived: float) -> Piece:
     attributes: Attributes = {
         name.ROUND_INDEX: i,
-        name.STEP_INDEX: record.steps[i],
-        name.ROUND_K: record.planned[i],
-        name.ROUND_DRAFTED: record.drafted[i],
-        name.ROUND_ACCEPTED: record.accepted[i],
-        name.ROUND_EMITTED: record.emitted[i],
-        name.ROUND_DRAFT_US: record.draft_us[i],
-        name.ROUND_VERIFY_US: record.score_us[i],
-        name.ROUND_ALPHA: record.alphas[i] / 1000,
-        name.ROUND_BATCH: record.batch[i],
+        name.STEP_INDEX: part.step,
+        name.ROUND_K: part.k,
+        name.ROUND_DRAFTED: part.drafted,
+        name.ROUND_ACCEPTED: part.accepted,
+        name.ROUND_EMITTED: part.emitted,
+        name.ROUND_DRAFT_US: part.draft_us,
+        name.ROUND_VERIFY_US: part.score_us,
+        name.ROUND_ALPHA: part.alpha / 1000,
+        name.ROUND_BATCH: part.batch,
     }
-    if record.reasons[i] >= 0:
-        attributes[name.ROUND_REASON] = REASONS[record.reasons[i]]
-    if record.proposer[i] >= 0:
-        attributes[name.ROUND_DRAFTER] = DRAFTERS[record.proposer[i]]
-    began = record.arrived + record.began_us[i] / 1e6
-    return Piece(name.ROUND, began, began + record.step_us[i] / 1e6, attributes)
+    if part.reason >= 0:
+        attributes[name.ROUND_REASON] = REASONS[part.reason]
+    if part.proposer >= 0:
+        attributes[name.ROUND_DRAFTER] = DRAFTERS[part.proposer]
+    began = arrived + part.began_us / 1e6
+    return Piece(name.ROUND, began, began + part.step_us / 1e6, attributes)
 
 
 def step_piece(step: StepStats, trace_ids: Sequence[str]) -> Piece:

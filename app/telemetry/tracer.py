@@ -1,8 +1,8 @@
-"""Traces: a complete exchange becomes spans after the fact, so nothing is made of them while tokens flow.
+"""Traces. The spans of an exchange are made when it is complete, so tracing costs no time while tokens flow.
 
-One trace tells why a request took as long as it did: its span, and of each choice the queue, the prefill and the
-decode with its rounds in columns (names.py has the names). Steps of the engine, which serve many requests at once, are
-roots of their own with links to these.
+A trace shows where a request spent its time. Below the request's span each choice has spans for its queue, prefill and
+decode; the decode span holds the rounds as columns (names.py lists the names). An engine step serves many requests, so
+its span is the root of a trace of its own, with links to the requests' spans.
 """
 
 import random
@@ -25,28 +25,31 @@ from app.telemetry.request_span import request_attributes, text_attributes
 from app.telemetry.spans import Piece, choice_pieces, step_piece
 from engine.types import StepStats
 
-MAX_LINKS = 64  # of an engine step; the SDK keeps no more than 128, and says nothing
-MAX_CHOICES = 16  # of a request that have spans: those of 64 with 500 rounds held the event loop for 60 to 150 ms
-REMEMBERED = 256  # exchanges that ended: the engine's steps are told of up to a quarter of a second later
+MAX_LINKS = 64  # links of an engine step's span; the SDK silently drops links beyond 128
+MAX_CHOICES = 16  # choices of a request with spans: 64 choices of 500 rounds held the event loop for 60 to 150 ms
+MAX_ENDED_EXCHANGES = 256  # kept, because engine steps are reported up to a quarter of a second late
 
 Level = Literal["off", "request", "packed", "rounds"]
 """
 off       no spans
 request   one span per request
-packed    and its choices' queue, prefill and decode, with their rounds in columns; and steps of the engine
-rounds    and spans of their own for up to 64 rounds of each choice
+packed    also spans for each choice's queue, prefill and decode, with the rounds as columns, and for engine steps
+rounds    also one span per round, for up to 64 rounds of each choice
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
     level: Level = "packed"
-    steps: float = 0.01  # share of the engine's steps that get a span, if they served a request that is traced
+    steps: float = 0.01  # share of the engine's steps that get a span; only steps that served a traced request do
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """From monotonic seconds to the nanoseconds of the wall clock; made once per exchange, so no span is torn."""
+    """Converts monotonic seconds to nanoseconds of the wall clock.
+
+    One Clock serves a whole exchange, so its spans fit together even if the wall clock is set in between.
+    """
 
     offset_ns: int
 
@@ -59,7 +62,7 @@ class Clock:
 
 
 class Tracer:
-    """A listener (app/telemetry/exchange.py) that makes spans, of requests whose client does not forbid it."""
+    """A Listener that makes spans for requests, unless the client asked not to be traced."""
 
     def __init__(
         self,
@@ -75,10 +78,11 @@ class Tracer:
         self._text = text
         self._tracer = provider.get_tracer(name.SCOPE, name.VERSION, attributes=name.SCOPE_ATTRIBUTES)
         self._open: dict[Exchange, tuple[Span, Clock]] = {}
-        self._ended: deque[tuple[set[str], SpanContext]] = deque(maxlen=REMEMBERED)  # (engine requests, their span)
+        # (ids of engine requests, span of their exchange)
+        self._ended: deque[tuple[set[str], SpanContext]] = deque(maxlen=MAX_ENDED_EXCHANGES)
 
     def began(self, exchange: Exchange) -> None:
-        context = parent(exchange)
+        context = parent_context(exchange)
         if context is None or self._config.level == "off":
             return
         clock = Clock.now()
@@ -88,7 +92,7 @@ class Tracer:
             kind=_kind(context),
             start_time=clock.wall_ns(exchange.began),
         )
-        if not span.is_recording():  # the sampler's choice
+        if not span.is_recording():  # the sampler left this request out
             return
         self._open[exchange] = span, clock
         exchange.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
@@ -100,11 +104,11 @@ class Tracer:
         if span is None or clock is None:
             return
         self._ended.append(({request.id for request in exchange.requests}, span.get_span_context()))
-        assert exchange.finished is not None, "it is complete"
-        with ExitStack() as whatever_fails:
-            whatever_fails.callback(span.end, clock.wall_ns(exchange.finished))
+        assert exchange.finished is not None, "only a complete exchange ends"
+        with ExitStack() as always:  # one part's failure must not cost the others
+            always.callback(span.end, clock.wall_ns(exchange.finished))
             if self._config.level != "request":
-                whatever_fails.callback(self._write_choices, span, exchange, clock)
+                always.callback(self._write_choices, span, exchange, clock)
             self._describe(span, exchange)
 
     def stepped(self, steps: Sequence[StepStats]) -> None:
@@ -117,13 +121,13 @@ class Tracer:
 
     def _describe(self, span: Span, exchange: Exchange) -> None:
         if exchange.failure is not None:
-            span.set_status(Status(StatusCode.ERROR))  # without a description: those quote the client
+            span.set_status(Status(StatusCode.ERROR))  # no description: error messages quote the client's input
         span.set_attributes(request_attributes(exchange, self._client.model.name))
         if exchange.texts is not None:
             span.set_attributes(text_attributes(exchange, exchange.texts, self._client.detokenize))
 
     def _write_choices(self, span: Span, exchange: Exchange, clock: Clock) -> None:
-        assert exchange.finished is not None, "it is complete"
+        assert exchange.finished is not None, "only a complete exchange has all choices"
         context = trace.set_span_in_context(span)
         records = [(index, output.record) for index, output in enumerate(exchange.outputs) if output.record is not None]
         for index, record in records[:MAX_CHOICES]:
@@ -136,37 +140,37 @@ class Tracer:
         span = self._tracer.start_span(
             piece.name, context, attributes=piece.attributes, links=links, start_time=clock.wall_ns(piece.began)
         )
-        within = trace.set_span_in_context(span, context)
+        inner_context = trace.set_span_in_context(span, context)
         for part in piece.parts:
-            self._write(part, within, clock)
+            self._write(part, inner_context, clock)
         span.end(clock.wall_ns(piece.ended))
 
     def _write_step(self, step: StepStats, clock: Clock) -> None:
-        """Nothing, if no request that it served is traced: they may have been told not to be."""
-        served = list(self._served(step))[:MAX_LINKS]
-        if served:
-            piece = step_piece(step, [trace.format_trace_id(context.trace_id) for context in served])
-            self._write(piece, Context(), clock, [Link(context) for context in served])
+        """Write the step's span if it served a traced request. Clients may have forbidden to trace the others."""
+        spans = list(self._spans_of(step))[:MAX_LINKS]
+        if spans:
+            piece = step_piece(step, [trace.format_trace_id(span.trace_id) for span in spans])
+            self._write(piece, Context(), clock, [Link(span) for span in spans])
 
-    def _served(self, step: StepStats) -> Iterator[SpanContext]:
-        """The spans of the requests that were in it, of one with several choices once."""
-        in_it = set(step.requests)
+    def _spans_of(self, step: StepStats) -> Iterator[SpanContext]:
+        """Yield the span of every traced exchange that the step served, once for all its choices."""
+        served_ids = set(step.requests)
         for exchange, (span, _) in self._open.items():
-            if any(request.id in in_it for request in exchange.requests):
+            if any(request.id in served_ids for request in exchange.requests):
                 yield span.get_span_context()
         for ids, context in self._ended:
-            if not in_it.isdisjoint(ids):
+            if not served_ids.isdisjoint(ids):
                 yield context
 
 
-def parent(exchange: Exchange) -> Context | None:
-    """What the request's span hangs from; None: the client said not to trace it.
+def parent_context(exchange: Exchange) -> Context | None:
+    """Return the context of the request span's parent; None: the client asked not to be traced.
 
-    The client's word comes first, because Serve's spans sample anew what a client did not sample (Ray 2.60); of several
-    `traceparent`, which a proxy may have joined by commas, any that says no. Then Serve's span, where it made one: it
-    hangs from the client's, or stands for a client that sent no context.
+    The client's own headers are read first, because Serve samples again what a client did not sample (Ray 2.60). A
+    proxy may have joined several `traceparent` headers by commas: one that forbids tracing is enough. Otherwise the
+    parent is Serve's span if it made one. Serve's span already has the client's span as its parent.
     """
-    if any(_forbids(said) for said in ",".join(exchange.headers.getlist("traceparent")).split(",")):
+    if any(_forbids(traceparent) for traceparent in ",".join(exchange.headers.getlist("traceparent")).split(",")):
         return None
     current = trace.get_current_span()
     if current.get_span_context().is_valid:
@@ -175,12 +179,12 @@ def parent(exchange: Exchange) -> Context | None:
 
 
 def _forbids(traceparent: str) -> bool:
-    said = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
-    context = trace.get_current_span(said).get_span_context()
-    return context.is_valid and not context.trace_flags.sampled
+    context = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
+    span = trace.get_current_span(context).get_span_context()
+    return span.is_valid and not span.trace_flags.sampled
 
 
 def _kind(context: Context) -> SpanKind:
-    """Whether the request came from another process, as far as traces know."""
-    above = trace.get_current_span(context).get_span_context()
-    return SpanKind.INTERNAL if above.is_valid and not above.is_remote else SpanKind.SERVER
+    """Return INTERNAL if the parent span was made in this process, else SERVER."""
+    parent = trace.get_current_span(context).get_span_context()
+    return SpanKind.INTERNAL if parent.is_valid and not parent.is_remote else SpanKind.SERVER

@@ -1,10 +1,10 @@
-"""What a drafter is (architecture R11). A new one is a small class; nothing else learns its name."""
+"""What a drafter is (architecture R11), and what it proposes."""
 
 import logging
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,20 +17,20 @@ from engine.types import DrafterName
 log = logging.getLogger(__name__)
 
 
-NO_TOKEN = -1  # a draft that nothing was drawn for, since its law is not finite: an illegal id, which no verifier keeps
+NO_TOKEN = -1  # in place of a draft whose law is not finite; an illegal id, which every verifier rejects
 
 
 class DrafterFault(RuntimeError):
-    """A part of the drafter failed to observe or to forget. It is logged and dealt with: the part forgot the round's
-    sequences, the others did their work. All that is left is to count it."""
+    """One of several drafters failed to observe or to forget. That is logged and handled already: it has forgotten the
+    round's sequences, and the others did their work. The caller only counts the fault."""
 
 
 class Offer(NamedTuple):
-    """What would be proposed for a sequence in the coming round, as far as that is known before it."""
+    """What a drafter could propose for a sequence in the coming round, as far as it knows before the round."""
 
-    source: DrafterName | None  # who would propose; None: nobody
-    most: int  # tokens, at most
-    gap: int  # committed tokens that a model has to read first, at least 1; 0: it runs no model
+    source: DrafterName | None  # the drafter that would propose; None: none
+    max_k: int  # the most tokens that it would propose
+    gap: int  # committed tokens that a draft model has to read first, at least 1; 0: it runs no model
 
 
 NO_OFFER = Offer(None, 0, 0)
@@ -38,28 +38,27 @@ NO_OFFER = Offer(None, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The sequences of a round in its order, with the sampling parameters of its rows."""
+    """The sequences of a round, in its order, and the sampler of its rows."""
 
     sequences: tuple[Sequence, ...]
     sampler: Sampler
-    confidences: tuple[float, ...] = ()  # joint confidence below which a model's draft ends; 0: never; (): all 0
+    confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposals. ks may be smaller than what was asked for: a drafter offers what it has."""
+    """The proposals of a round. ks may be smaller than the requested ks: a drafter offers what it has."""
 
     ks: tuple[int, ...]
-    tokens: Tensor | None  # [B, ≥ max k] int64; row i holds ks[i] ids, then anything. None: nothing proposed
-    logq: Tensor | None = None  # [n, ≥ max k, vocab] log-laws that tokens were drawn from, for verifiers that need it
-    logq_rows: Mapping[int, int] = field(default_factory=dict)  # sequence of the batch → its row in logq
-    # A sequence that is not in logq_rows was not drawn for: its q is one-hot at each token.
-    proposers: tuple[DrafterName | None, ...] | None = None  # who proposed for each sequence; None: the drafter itself
-    parents: Tensor | None = None  # [B, max k] for trees; None: a chain
-    steps: int = 0  # sequential forwards it took, those that only read what the draft model had not
-    read: int = 0  # tokens that the draft model was fed in them
-    forward_us: int = 0  # of the time it took, the forwards alone
-    failed: bool = False  # the drafter raised: while proposing (then nothing is proposed) or while observing
+    tokens: Tensor | None  # [B, ≥ max k] int64; row i holds ks[i] ids, then anything. None: no proposals
+    logq: Tensor | None = None  # [n, ≥ max k, vocab]: log of the laws q that tokens were drawn from
+    # Index in the batch → row of logq. A sequence that is not in here has a q that is one-hot at each of its drafts.
+    logq_rows: Mapping[int, int] = field(default_factory=dict)
+    proposers: tuple[DrafterName | None, ...] | None = None  # by sequence; None: the drafter that was asked
+    steps: int = 0  # sequential forwards of the draft model, also those that only read
+    read: int = 0  # tokens that these forwards fed
+    forward_us: int = 0  # time of these forwards
+    failed: bool = False  # the drafter raised while proposing (then nothing is proposed) or while observing
 
     @classmethod
     def none(cls, count: int, *, failed: bool = False) -> "Draft":
@@ -67,64 +66,68 @@ class Draft:
 
 
 class Drafter(Protocol):
-    needs_hidden: ClassVar[tuple[int, ...]]  # target layers whose outputs it wants with a round's logits
+    """Proposes tokens for sequences. Whatever it raises costs drafts and nothing else (R9)."""
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
-        """What it would propose for the sequence in the coming round, asked for up to k drafts. Cheap, and a function
-        of committed tokens and past rounds: k may then be chosen by it under every verifier. The round's `propose` may
-        ask for fewer, or not at all, and may come without it. An exception costs the round this one's drafts."""
+        """How many drafts, up to k, it could propose for the sequence in the coming round. Cheap.
+
+        A function of committed tokens and past rounds only, so that every verifier stays lossless when k depends on it.
+        `propose` may follow with a smaller k or not at all, and may come without an `offer` before it.
+        """
         ...
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        """Up to ks[i] tokens for sequence i. An exception costs the round its drafts, nothing else (R9)."""
+        """Propose up to ks[i] tokens for sequence i."""
         ...
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
-        """What became of the proposals, before the tokens are committed: roll back to the agreed prefix."""
+        """Learn the verdict on the proposals and roll back to the accepted prefix. Tokens are committed afterwards."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is gone: free what it held. Idempotent."""
+        """The sequence has ended or lost its memory: free what is held for it. Idempotent."""
         ...
 
     def audit(self, live: Set[int]) -> None:
-        """Raise AssertionError unless everything it holds is accounted for, and held for these handles only."""
+        """Raise AssertionError unless all memory is accounted for and held for the handles in `live` only."""
         ...
 
 
-def check_draft(draft: Draft, wanted: Seq[int], device: torch.device) -> None:
-    """Raise ValueError unless the draft is what was asked for, in the form that the pass and the verifier take."""
-    if any(not 0 <= k <= most for k, most in zip(draft.ks, wanted, strict=True)):
-        raise ValueError(f"the drafter proposed {draft.ks} tokens where at most {tuple(wanted)} were asked for")
+def check_draft(draft: Draft, max_ks: Seq[int], device: torch.device) -> None:
+    """Raise ValueError unless the draft has at most max_ks[i] tokens for sequence i, in the form of `Draft`."""
+    if any(not 0 <= k <= max_k for k, max_k in zip(draft.ks, max_ks, strict=True)):
+        raise ValueError(f"the drafter proposed {draft.ks} tokens; at most {tuple(max_ks)} were requested")
     tokens = draft.tokens
     if tokens is None:
         if any(draft.ks):
-            raise ValueError(f"the drafter announced {draft.ks} tokens and gave none")
+            raise ValueError(f"the drafter proposed {draft.ks} tokens without a table of their ids")
         return
-    if tokens.dim() != 2 or tokens.shape[0] != len(wanted) or tokens.shape[1] < max(draft.ks):
-        raise ValueError(f"the drafter announced {draft.ks} tokens and gave a table of shape {tuple(tokens.shape)}")
+    if tokens.dim() != 2 or tokens.shape[0] != len(max_ks) or tokens.shape[1] < max(draft.ks):
+        raise ValueError(f"the drafter proposed {draft.ks} tokens in a table of shape {tuple(tokens.shape)}")
     if tokens.dtype is not torch.int64 or tokens.device.type != device.type:
-        raise ValueError(f"the drafter gave {tokens.dtype} on {tokens.device}, not int64 on {device}")
+        raise ValueError(f"the drafter's ids must be int64 on {device}, not {tokens.dtype} on {tokens.device}")
     _check_laws(draft, device)
 
 
 def _check_laws(draft: Draft, device: torch.device) -> None:
-    """The same of logq: a row for every sequence that logq_rows names, as deep as the deepest draft."""
+    """Raise ValueError unless logq has a row for every sequence in logq_rows, as deep as the longest draft."""
     logq, rows = draft.logq, draft.logq_rows
     if logq is None:
         if rows:
-            raise ValueError(f"the drafter announced the laws of sequences {sorted(rows)} and gave none")
+            raise ValueError(f"the drafter named laws for sequences {sorted(rows)} without a table of them")
         return
     if logq.dim() != 3 or logq.shape[1] < max(draft.ks) or not logq.is_floating_point():
-        raise ValueError(f"the drafter announced {draft.ks} tokens and gave {logq.dtype} laws {tuple(logq.shape)}")
+        raise ValueError(f"the drafter proposed {draft.ks} tokens with {logq.dtype} laws of shape {tuple(logq.shape)}")
     if logq.device.type != device.type:
-        raise ValueError(f"the drafter gave laws on {logq.device}, not on {device}")
+        raise ValueError(f"the drafter's laws must be on {device}, not on {logq.device}")
     if any(not (0 <= i < len(draft.ks) and 0 <= row < logq.shape[0]) for i, row in rows.items()):
-        raise ValueError(f"the drafter gave laws {tuple(logq.shape)} of {len(draft.ks)} sequences as {dict(rows)}")
+        raise ValueError(
+            f"the drafter's rows of laws {dict(rows)} do not fit {len(draft.ks)} sequences and laws {tuple(logq.shape)}"
+        )
 
 
 def try_forget(drafter: Drafter, sequence: Sequence) -> bool:
-    """Whether the drafter forgot the sequence. Its failure may cost no request (R9); a leak is the audit's to find."""
+    """Whether the drafter forgot the sequence. If it raised, no request pays for it (R9); the audit finds a leak."""
     try:
         drafter.forget(sequence)
     except Exception:

@@ -1,4 +1,4 @@
-"""n-gram frequencies of a sequence's latest tokens: what most often followed its last three, two or one of them."""
+"""n-gram frequencies of a sequence's latest tokens: proposes what most often followed its last three, two or one."""
 
 from collections import deque
 from itertools import islice
@@ -8,29 +8,27 @@ import torch
 from engine.drafters.guess import GuessDrafter
 
 ORDERS = (4, 3, 2)  # order n: n − 1 tokens of context; the longest context with a continuation decides
-WINDOW = 512  # tokens
-MAX_DRAFT = 4  # tokens; a prediction that goes on from predictions is soon worth nothing
+WINDOW = 512  # latest tokens that are counted
+MAX_DRAFT = 4  # tokens; guesses that build on guesses are soon wrong
 
 
 def ngram_drafter(device: torch.device) -> GuessDrafter["NGrams"]:
-    return GuessDrafter(lambda _: NGrams(), device, reach=WINDOW)
+    return GuessDrafter(lambda _: NGrams(), device, lookback=WINDOW)
 
 
 class NGrams:
-    """Counts of every n-gram that lies within the last `window` tokens, and of no other: counts leave with the window.
+    """Counts the n-grams within the last `window` tokens: at most 3 · window counts, whatever the text.
 
-    There are at most 3 · window counts, so memory is bounded whatever the text. What was pushed before the last
-    `window` tokens makes no difference, so it need not be pushed. Raises ValueError for a window that
-    the longest n-gram does not fit into.
+    Raises ValueError for a window that is shorter than the longest n-gram.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
         if window < max(ORDERS):
-            raise ValueError(f"a window of {window} tokens holds no n-gram of order {max(ORDERS)}")
+            raise ValueError(f"the window must hold at least {max(ORDERS)} tokens, the longest n-gram, not {window}")
         self._size = window
         self._window: deque[int] = deque()
         self._context: tuple[int, ...] = ()  # the last tokens, as many as the longest context
-        # Context → continuation → count, the continuation seen last at the end. Contexts of all orders, told by length.
+        # Context (of any order) → continuation → count; the continuation that was seen last comes last.
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
 
     def push(self, token: int) -> None:
@@ -48,7 +46,7 @@ class NGrams:
             self._evict()
 
     def guess(self, k: int) -> list[int]:
-        """The most frequent continuation, of equals the one seen last; then what follows that, and so on."""
+        """The most frequent continuation, then the one that follows it, and so on. Among equals the one seen last."""
         context, guess = self._context, list[int]()
         while len(guess) < min(k, MAX_DRAFT):
             token = self._next(context)
@@ -66,7 +64,7 @@ class NGrams:
         return None
 
     def _evict(self) -> None:
-        """Drop the oldest token and the n-grams that begin with it: the oldest of their kind."""
+        """Drop the oldest token and uncount the n-grams that begin with it."""
         oldest = tuple(islice(self._window, max(ORDERS)))
         for order in ORDERS:
             context, token = oldest[: order - 1], oldest[order - 1]

@@ -1,8 +1,8 @@
 """Attention of packed, ragged queries over a KV cache's memory.
 
-Spans of a pass (a prefill chunk, one token, 1 + k verification tokens) are computed in groups: short spans in
-neighbouring slots go through one batched call over a view of those slots, others alone. Padding exists only inside such
-a group's attention, never in a matrix product. Whether K and V are copied for it is the storage's business.
+A span is one sequence's tokens in a pass: a prefill chunk, one token, or 1 + k verification tokens. Short spans in
+neighbouring slots are computed by one batched call over a view of those slots, other spans alone. Only the attention of
+such a group is padded, never a matrix product. The storage decides whether K and V are copied for it.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from cache.storage import Storage
 
-GROUP_WASTE = 3  # a batched group may compute at most this many times the scores its spans need
-SPAN_OVERHEAD = 1500  # scores that cost about as much as one more attention call
+GROUP_WASTE = 3  # a group may compute at most this many times the attention scores that its spans need
+SPAN_OVERHEAD = 1500  # attention scores that cost about as much as one more call
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` consecutive tokens of one sequence, fed at positions start … end − 1 of its slot."""
+    """`count` consecutive tokens of one sequence, at positions start … end − 1 of its slot."""
 
     slot: int
     start: int
@@ -43,15 +43,15 @@ class Group:
     mask: Tensor | None  # additive [slots, 1, queries·group, keys]; None: every query sees every key
     rows: slice  # the group's rows of the packed input
     gather: Tensor | None  # [slots·queries] packed row of each padded query; None: rows are already in that order
-    scatter: Tensor | None  # [rows] padded place of each packed row
+    scatter: Tensor | None  # [rows] padded index of each packed row
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where each packed token stands; made once per pass, used by every layer."""
+    """The position of each packed token and how spans are grouped; made once per pass for all layers."""
 
     positions: Tensor  # [N] int64
-    cache_rows: Tensor  # [N] int64: where the storage keeps that position
+    cache_rows: Tensor  # [N] int64: the storage's row of that position
     groups: tuple[Group, ...]
 
 
@@ -64,12 +64,12 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan:
-    """Lay out a pass. Spans are in packed order; a slot occurs once; short spans should be sorted by slot."""
+    """Plan a pass. Spans are in packed order, one per slot; short spans should be sorted by slot."""
     index: list[int] = []  # positions, then cache rows: one transfer for both
     for s in spans:
         index += range(s.start, s.end)
     for s in spans:
-        index += storage.places(s.slot, s.start, s.end)
+        index += storage.row_numbers(s.slot, s.start, s.end)
     positions, cache_rows = torch.tensor(index, device=device).view(2, -1).unbind(0)
     groups, row = [], 0
     for members in _grouped(spans):
@@ -80,17 +80,17 @@ def plan_attention(
 
 
 class Attention:
-    """Attention of one pass: the plan over a cache's memory, whose windows are cut once and not once per layer."""
+    """The attention of one pass. The views of the cache's memory are made once, not once per layer."""
 
     def __init__(self, plan: AttentionPlan, storage: Storage) -> None:
         self.plan = plan
         self._rows = storage.rows
-        self._windows = [storage.window(g.first_slot, g.slots, g.keys) for g in plan.groups]
+        self._windows = [storage.view(g.first_slot, g.slots, g.keys) for g in plan.groups]
 
     def __call__(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
         """Store kv [N, 2·kv_heads, head_dim], then attend with queries [N, heads, head_dim] → [N, heads·head_dim].
 
-        Queries and keys are rotated already.
+        Queries and keys must be rotated already.
         """
         self._rows[layer].index_copy_(0, self.plan.cache_rows, kv)
         if len(self._windows) == 1:
@@ -109,9 +109,9 @@ def _attend_group(queries: Tensor, keys: Tensor, values: Tensor, group: Group) -
     slots, count, heads, head_dim = group.slots, group.queries, queries.shape[-2], queries.shape[-1]
     kv_heads = keys.shape[1]
     group_size = heads // kv_heads
-    # The heads that share a k and v are further queries of it, so grouped-query attention needs no repeated K or V.
+    # Heads that share k and v become further queries, so grouped-query attention does not repeat K and V.
     stacked = (slots, kv_heads, count * group_size, head_dim)
-    if count == 1 or kv_heads == 1:  # then the packed order is that order already
+    if count == 1 or kv_heads == 1:  # the packed order is the right one
         out = F.scaled_dot_product_attention(queries.reshape(stacked), keys, values, attn_mask=group.mask)
     else:
         q = queries.reshape(slots, count, kv_heads, group_size, head_dim).transpose(1, 2).reshape(stacked)
@@ -122,7 +122,7 @@ def _attend_group(queries: Tensor, keys: Tensor, values: Tensor, group: Group) -
 
 
 def _grouped(spans: Sequence[Span]) -> list[list[Span]]:
-    """Split the packed order into runs, each computed by one call, while padding wastes less than a call costs."""
+    """Split the packed order into runs, one call each. A span joins a run if its padding costs less than a call."""
     runs: list[list[Span]] = []
     count = end = needed = 0
     for span in spans:
@@ -141,7 +141,7 @@ def _grouped(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _make_group(members: Sequence[Span], rows: slice, positions: Tensor, group_size: int, dtype: torch.dtype) -> Group:
-    """positions [rows]: of the group's queries. A query sees the keys up to its own position."""
+    """positions [rows]: the positions of the group's queries. A query sees the keys up to its own position."""
     first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
     queries, keys = max(s.count for s in members), max(s.end for s in members)
     if positions.shape[0] < slots * queries:
@@ -155,17 +155,17 @@ def _make_group(members: Sequence[Span], rows: slice, positions: Tensor, group_s
 
 
 def _padded(members: Sequence[Span], slots: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(last visible key [slots, queries], gather, scatter) of a group whose spans leave places empty.
+    """(last visible key [slots, queries], gather, scatter) of a group that needs padding.
 
-    Padding queries, and those of idle slots between, see key 0 only: a softmax over nothing would be NaN.
+    Padding queries, and those of idle slots between the spans, see key 0: a softmax over no key would be NaN.
     """
     visible, gather, packed = [0] * (slots * queries), [0] * (slots * queries), 0
     scatter: list[int] = []
     for span in members:
-        place = (span.slot - members[0].slot) * queries
-        visible[place : place + span.count] = range(span.start, span.end)
-        gather[place : place + span.count] = range(packed, packed + span.count)
-        scatter.extend(range(place, place + span.count))
+        first = (span.slot - members[0].slot) * queries
+        visible[first : first + span.count] = range(span.start, span.end)
+        gather[first : first + span.count] = range(packed, packed + span.count)
+        scatter.extend(range(first, first + span.count))
         packed += span.count
     last_visible = torch.tensor(visible, device=device).view(slots, queries)
     return last_visible, torch.tensor(gather, device=device), torch.tensor(scatter, device=device)

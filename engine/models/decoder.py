@@ -1,10 +1,10 @@
 """A lean Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; llama and qwen2 checkpoints.
 
-Input is packed and ragged: N token rows of any mix of sequences, without padding. Three choices keep the number of
-kernels per layer low, since for small models the kernels' fixed cost is the time:
-  - q, k and v come from one product, gate and up from another;
-  - the rows of q and k are permuted at load so that a rotary pair is two neighbours, hence one complex product rotates
-    q and k together, in place (attention scores do not change when q and k are permuted alike);
+The input is packed and ragged: N token rows of any mix of sequences, without padding. Small models spend most of their
+time on the fixed cost of kernels, so three choices keep the number of kernels per layer low:
+  - one product gives q, k and v, another one gate and up;
+  - the rows of q and k are permuted at load so that the two numbers of a rotary pair are neighbours. One complex
+    product then rotates q and k in place. Attention scores do not change when q and k are permuted alike;
   - k and v of a token are neighbours in that product and in the cache, so one copy stores both.
 """
 
@@ -21,7 +21,7 @@ from engine.models.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The shape of a checkpoint, as far as the forward pass depends on it."""
+    """What the forward pass depends on in a checkpoint's config.json."""
 
     architecture: str
     vocab_size: int  # rows of the embedding table, which may be padded beyond the tokenizer's ids
@@ -33,7 +33,7 @@ class DecoderConfig:
     intermediate_size: int
     rms_norm_eps: float
     max_position_embeddings: int
-    tied: bool
+    tied: bool  # whether the head uses the embedding's weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Weights and forward pass; holds no state between calls. The KV cache comes in with the call."""
+    """Weights and forward pass, without state. The KV cache comes with each call."""
 
     config: DecoderConfig
     embedding: Tensor  # [vocab, hidden]
@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the matrices and tables; the norms' and rotations' is nothing beside it."""
+        """Memory of the matrices and the embedding. Norms and rotations are negligible."""
         products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         head = 0 if self.head.weight is self.embedding else self.head.num_bytes
         return self.embedding.numel() * self.embedding.element_size() + head + sum(p.num_bytes for p in products)
@@ -71,7 +71,7 @@ class Decoder:
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
 
-        `attention` knows where each token stands, and stores its k and v.
+        `attention` knows the position of each token and stores its k and v.
         """
         c = self.config
         rows = ids.shape[0]
@@ -87,12 +87,12 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] → [R, vocab], for the rows that are asked for only."""
+        """[R, hidden] → [R, vocab]."""
         return self.head(self.norm(hidden))
 
 
 def _rotate(heads: Tensor, rotations: Tensor) -> None:
-    """Rotate [N, heads, head_dim] in place; pairs are neighbours. bf16 has no complex type: it goes through fp32."""
+    """Rotate [N, heads, head_dim] in place; pairs are neighbours. bf16 goes through fp32: it has no complex type."""
     pairs = heads.view(*heads.shape[:-1], -1, 2)
     if heads.dtype is torch.bfloat16:
         turned = torch.view_as_complex(pairs.float()).mul_(rotations)

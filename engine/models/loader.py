@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints → Decoder and Tokenizer. Safetensors only, local files only, no code from the checkpoint."""
+"""Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -22,24 +22,24 @@ ARCHITECTURES = ("llama", "qwen2")  # by config.json's model_type
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint directory whose config.json has been read and can be served."""
+    """A checkpoint directory with a config.json that can be served."""
 
     path: Path
     shape: DecoderConfig
-    raw: dict[str, Any]  # config.json, older spellings brought to today's by transformers
+    raw: dict[str, Any]  # config.json as transformers reads it, with older spellings converted
 
 
 def open_checkpoint(directory: str) -> Checkpoint:
-    """Read and check config.json. Raises ConfigError for what is malformed or what the decoder cannot represent."""
+    """Read and check config.json. Raises ConfigError if it is malformed or needs what the decoder does not have."""
     path = Path(directory)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} holds no config.json: it is not a Hugging Face checkpoint directory")
+        raise ConfigError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
     kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
     if kind not in ARCHITECTURES:
         raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(ARCHITECTURES)}")
     try:
         raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
-    except Exception as error:  # transformers' validation raises what it likes, KeyError among others
+    except Exception as error:  # transformers raises errors of many classes here, KeyError among others
         raise ConfigError(f"{path}: config.json is malformed: {error}") from error
     _refuse_unsupported(path, raw)
     heads = raw["num_attention_heads"]
@@ -73,7 +73,7 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
 def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_len: int) -> Decoder:
     """Read a checkpoint's weights into the decoder's fused layout, one tensor at a time.
 
-    Raises ConfigError naming the file or tensor that is missing or has another shape than config.json says.
+    Raises ConfigError, naming the file or tensor, if one is missing or has another shape than config.json says.
     """
     config, raw = checkpoint.shape, checkpoint.raw
     try:
@@ -116,7 +116,7 @@ def _load_layer(c: DecoderConfig, read: Read, index: int, raw: dict[str, Any]) -
 
     parts = [attention_part("q", q_rows, True), attention_part("k", kv_rows, True), attention_part("v", kv_rows, False)]
     biases = [b for _, b in parts if b is not None]
-    # llama's attention_bias puts one on the output product too; qwen2 has none there.
+    # llama's attention_bias includes the output product; qwen2 has no bias there.
     out_bias = read(f"{prefix}self_attn.o_proj.bias", (c.hidden_size,)) if raw.get("attention_bias") else None
     gate_up = [read(f"{prefix}mlp.{n}_proj.weight", (c.intermediate_size, c.hidden_size)) for n in ("gate", "up")]
     return Layer(
@@ -136,7 +136,7 @@ def _pair_neighbours(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _tensor_reader(path: Path, dtype: torch.dtype, device: torch.device) -> Read:
-    """A function (name, shape) → tensor over all of the checkpoint's shards."""
+    """A function (name, shape) → tensor that reads from all shards of the checkpoint."""
     files = _shards(path)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:

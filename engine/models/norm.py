@@ -9,14 +9,14 @@ from torch import Tensor
 class RMSNorm:
     """y = w · x / sqrt(mean(x²) + eps) for x [rows, size].
 
-    A decoder of small layers is a row of small kernels, and torch's own rms_norm is six of them; this is four. With
-    n = |x|, sqrt(mean(x²) + eps) = hypot(n, sqrt(size · eps)) / sqrt(size), and sqrt(size) goes into the weight.
+    Small layers spend their time on the number of kernels: torch's rms_norm has six, this has four. With n = |x|,
+    sqrt(mean(x²) + eps) = hypot(n, sqrt(size · eps)) / sqrt(size), and sqrt(size) is multiplied into the weight.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[0]
         self.shape, self.eps = (size,), eps
-        # A norm rounded to bf16 would be too coarse; there torch's kernel, which works in fp32, is used.
+        # In bf16 a rounded norm would be too coarse, so torch's kernel is used, which computes in fp32.
         self.coarse = weight.dtype is torch.bfloat16
         self.weight = weight if self.coarse else weight * math.sqrt(size)
         self.floor = weight.new_tensor(math.sqrt(size * eps))

@@ -14,8 +14,9 @@ def rotation_table(
 ) -> Tensor:
     """e^(i·position·frequency), complex [max_len, 1, head_dim / 2], from a checkpoint's config.
 
-    Angles, cosines and sines are computed in fp32 whatever the model's dtype, as the checkpoints were trained with and
-    as transformers does; fp64 models then hold the fp32 values.
+    Angles, cosines and sines are computed in fp32 for every dtype, as in training and in transformers. fp64 models hold
+    the fp32 values.
+    Raises ConfigError for a kind of scaling that is not supported.
     """
     frequencies = _frequencies(raw, head_dim)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
@@ -39,11 +40,11 @@ def _frequencies(raw: dict[str, Any], head_dim: int) -> Tensor:
         return frequencies / rope["factor"]
     if kind == "llama3":
         return _llama3(frequencies, rope)
-    raise ConfigError(f"rope type {kind!r} is not supported (default, linear, llama3 are)")
+    raise ConfigError(f"rope type {kind!r} is not supported; default, linear and llama3 are")
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended linearly in 1/wavelength."""
+    """Stretch long wavelengths by `factor`, keep short ones, blend those between linearly in 1/wavelength."""
     context, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = context * frequencies / (2 * math.pi)  # rotations over the original context

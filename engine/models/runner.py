@@ -1,4 +1,4 @@
-"""One model with its cache: feed what is uncached, get logits for the rows that are asked for (architecture R1, R2)."""
+"""One model with its KV cache: feed the uncached tokens, get logits for the rows that are asked for (R1, R2)."""
 
 import logging
 from collections.abc import Sequence as Seq
@@ -25,22 +25,27 @@ class Feed:
     sequence: Sequence
     committed: int
     drafts: int = 0
-    outputs: int = 1  # logits rows wanted, counted from the end of the feed
-    scored: int = 0  # and from its beginning: rows that tell what the prompt's own next tokens were worth
+    outputs: int = 1  # rows of logits, counted from the end of the feed
+    prompt_rows: int = 0  # rows of logits from its beginning, for the log-probabilities of the prompt's next tokens
 
 
 class Runner:
-    """A decoder, its KV memory and its bookkeeping. All state it has is in the cache."""
+    """A decoder with its KV memory (`storage`) and the bookkeeping of that memory (`cache`).
+
+    Memory that holds numbers which are not finite must never reach another sequence: attention would spread them even
+    where it masks them. A pass marks the memory that it writes as unknown. The round marks it as finite when finite
+    scores came of it. Memory in an unknown state is examined before it is freed, and cleared if need be.
+    """
 
     def __init__(self, decoder: Decoder, layout: Layout, device: torch.device) -> None:
         self.decoder = decoder
         self.device = device
-        self.forward_ns = 0  # spent in forwards so far, by the host's clock: the device's time on CPU, less on GPU
-        self._largest = (1, 0)  # tokens of the largest pass so far, and nanoseconds that the latest such pass took
+        self.forward_ns = 0  # spent in forwards so far, by the host's clock: a GPU may still be at work
+        self._largest_pass = (1, 0)  # tokens of the largest pass so far, nanoseconds of the latest pass of that size
         self.layout = layout
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
-        self._vouched: set[int] = set()  # handles whose memory is known to be finite
+        self._known_finite: set[int] = set()  # handles whose memory holds finite numbers only
 
     @property
     def vocab_size(self) -> int:
@@ -52,102 +57,105 @@ class Runner:
         return len(sequence.tokens) - cached
 
     def pass_s(self, tokens: int) -> float:
-        """Seconds that a pass of so many tokens may take: those of the largest one so far, in proportion."""
-        count, spent = self._largest
-        return max(1.0, tokens / count) * spent / 1e9
+        """Estimated seconds of a pass of so many tokens: in proportion to the largest pass so far, and never less."""
+        count, spent_ns = self._largest_pass
+        return max(1.0, tokens / count) * spent_ns / 1e9
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Free its memory. If nobody vouched for it since a pass wrote to it, it is looked at first. Does not raise:
-        what cannot be looked at is cleared, and what cannot be cleared is withheld (R9)."""
+    def release(self, sequence: Sequence) -> None:
+        """Free the sequence's memory, after clearing it if it is not known to be finite. Idempotent. Does not raise:
+        memory that cannot be examined is cleared, memory that cannot be cleared is withheld (R9)."""
         handle = sequence.handle
-        if self.cache.holds(handle) and handle not in self._vouched and not self._finite(handle):
-            self.spoil(sequence)
-        self._vouched.discard(handle)
+        if self.cache.holds(handle) and handle not in self._known_finite and not self._finite(handle):
+            self.clear_non_finite(sequence)
+        self._known_finite.discard(handle)
         self.cache.release(handle)
 
-    def vouch(self, sequence: Sequence) -> None:
-        """What its memory holds has led to finite scores."""
-        self._vouched.add(sequence.handle)
+    def mark_finite(self, sequence: Sequence) -> None:
+        """The sequence's memory has led to finite scores, so it is finite."""
+        self._known_finite.add(sequence.handle)
 
-    def spoil(self, sequence: Sequence) -> None:
-        """What it computed is not finite: nobody may find it, or get its memory as it is. Where that cannot be cleared,
-        the sequence loses it at once, and nobody gets it."""
+    def clear_non_finite(self, sequence: Sequence) -> None:
+        """The sequence's scores are not finite: take its memory out of the prefix index and clear it. Does not raise:
+        memory that cannot be cleared is taken from the sequence and withheld."""
         self.cache.discard(sequence.handle)
         try:
             self.storage.clear(sequence.handle)
         except Exception:
-            log.exception("the memory of request %s could not be cleared; it is withheld", sequence.request_id)
+            log.exception(
+                "the memory of request %s could not be cleared; no request gets it until it can", sequence.request_id
+            )
             self.cache.quarantine(sequence.handle)
         else:
-            self._vouched.add(sequence.handle)
+            self._known_finite.add(sequence.handle)
 
-    def take_back(self, sequence: Sequence, length: int) -> None:
-        """Forget positions ≥ length after a pass that failed. What it wrote there may not be finite, and its memory may
-        go to others: it is zeroed. Does not raise; where that fails, it is only logged."""
+    def undo_failed_pass(self, sequence: Sequence, length: int) -> None:
+        """Roll back to `length` after a pass that failed, and zero the positions beyond: the pass may have written
+        numbers there that are not finite, and the memory may go to others. Does not raise; a failure is logged."""
         try:
             self.storage.clear(sequence.handle, length)
         except Exception:
             log.exception("what a failed pass wrote for request %s could not be cleared", sequence.request_id)
         self.cache.truncate_to(sequence.handle, length)
 
-    def reclaim(self) -> None:
-        """Clear what is withheld, so that it can be had again. Does not raise: what cannot be cleared stays withheld.
-        Next to nothing where nothing is, so that it may be tried before every round."""
+    def restore_withheld(self) -> None:
+        """Try to clear the withheld memory and return it to the pool. Does not raise. Costs nothing while none is
+        withheld, so it is called before every round."""
         if not self.cache.withheld:
             return
         try:
             self.storage.clear_withheld()
-        except Exception:  # as often as rounds are tried: a warning each would drown the one that told of it
+        except Exception:  # in every round: the warning was logged when the memory was withheld
             log.debug("withheld memory could not be cleared", exc_info=True)
         else:
-            log.warning("withheld memory is cleared, and can be had again")
+            log.warning("withheld memory was cleared; requests can get it again")
 
     def _finite(self, handle: int) -> bool:
         try:
-            return self.storage.finite(handle)
+            return self.storage.is_finite(handle)
         except Exception:
-            log.exception("whether memory is finite could not be found out; it counts as not finite")
+            log.exception("the memory of a request could not be examined; it is taken to be not finite")
             return False
 
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
-        """One pass over all feeds; returns logits [Σ (scored + outputs), vocab], and the caches hold what was fed.
+        """Run one pass over all feeds and extend the cache by them. Returns logits [Σ (prompt_rows + outputs), vocab].
 
-        Raises CacheFull, before anything is computed, for feeds that nobody reserved memory for and that find none.
-        drafts [B, ≥ max drafts]: row i holds the ids fed after the committed tokens of the i-th feed with outputs.
+        drafts [B, ≥ max drafts]: row i holds the draft ids of the i-th feed with outputs.
+        Raises CacheFull, before anything is computed, if no memory is reserved for a feed and none is free.
         """
         ids: list[int] = []
         spans: list[Span] = []
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         draft_rows: list[int] = []
         draft_places: list[tuple[int, int]] = []
         draft_index = -1
         for feed in feeds:
             draft_index += feed.outputs > 0
             handle = feed.sequence.handle
-            self._vouched.discard(handle)
+            self._known_finite.discard(handle)
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts
             self.cache.reserve(handle, count)
             spans.append(Span.at(self.cache.slot(handle), start, count))
-            wanted += range(len(ids), len(ids) + feed.scored)
+            logit_rows += range(len(ids), len(ids) + feed.prompt_rows)
             ids += feed.sequence.tokens[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
             draft_places += [(draft_index, j) for j in range(feed.drafts)]
             ids += [0] * feed.drafts
-            wanted += range(len(ids) - feed.outputs, len(ids))
-        # A draft's table may be smaller than its target's: an id beyond it may cost drafts, not fault the embedding.
+            logit_rows += range(len(ids) - feed.outputs, len(ids))
+        # A draft model's vocabulary may be smaller than the target's. A wrong id costs drafts; a fault costs the pass.
         tokens = torch.tensor(ids, device=self.device).clamp_(max=self.vocab_size - 1)
         if drafts is not None and draft_rows:
-            self._place_drafts(tokens, draft_rows, drafts, draft_places)
-        rows = torch.tensor(wanted, dtype=torch.int64, device=self.device) if len(wanted) < len(ids) else None
+            self._insert_drafts(tokens, draft_rows, drafts, draft_places)
+        every_row = len(logit_rows) >= len(ids)
+        rows = None if every_row else torch.tensor(logit_rows, dtype=torch.int64, device=self.device)
         logits = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows)
         for feed, span in zip(feeds, spans, strict=True):
             self.cache.extend(feed.sequence.handle, span.count)
         return logits
 
     def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
-        """Feed one more token each, ids [B] on the device (a draft's own); returns logits [B, vocab]."""
+        """Feed each sequence one more token, ids [B] on the device. Returns logits [B, vocab]."""
         handles = [s.handle for s in sequences]
         for handle in handles:
             self.cache.reserve(handle, 1)
@@ -158,7 +166,7 @@ class Runner:
         return logits
 
     def _forward(self, handles: Seq[int], tokens: Tensor, spans: Seq[Span], rows: Tensor | None) -> Tensor:
-        """Logits of `rows` of the pass; None: of all. Timed as one forward: from ids to logits, mask included."""
+        """Logits of `rows` of the pass; None: of all its rows. forward_ns covers all from token ids to logits."""
         started = perf_counter_ns()
         config = self.decoder.config
         self.storage.prepare(handles)
@@ -172,20 +180,21 @@ class Runner:
         )
         hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])
-        spent, count = perf_counter_ns() - started, tokens.shape[0]
-        self.forward_ns += spent
-        if count >= self._largest[0]:
-            self._largest = count, spent
+        spent_ns, count = perf_counter_ns() - started, tokens.shape[0]
+        self.forward_ns += spent_ns
+        if count >= self._largest_pass[0]:
+            self._largest_pass = count, spent_ns
         return logits
 
-    def _place_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
-        # An illegal id is rejected by the verifier; here it must only not fault the embedding.
+    def _insert_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
+        """Write drafts[places] into rows `rows` of tokens, without a copy to the host."""
+        # The verifier rejects an illegal id; here it must not fault the embedding.
         legal = drafts.clamp(0, self.vocab_size - 1)
         if len(places) == drafts.numel():
             values = legal.flatten()
         else:
-            at = torch.tensor(places, device=self.device)
-            values = legal[at[:, 0], at[:, 1]]
+            index = torch.tensor(places, device=self.device)
+            values = legal[index[:, 0], index[:, 1]]
         tokens[torch.tensor(rows, device=self.device)] = values
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, and the check that a draft's agrees with its target's."""
+"""The checkpoint's tokenizer, and the check that target and draft have the same one."""
 
 import json
 import re
@@ -10,18 +10,18 @@ from transformers import AutoTokenizer
 
 from engine.config import ConfigError
 
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece names the bytes that it has no characters for
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # sentencepiece's name of a byte
 
 
 class Tokenizer:
-    """Encode and decode through the Rust tokenizer that transformers loads. Thread-safe, holds no state."""
+    """Encodes and decodes with the Rust tokenizer that transformers loads. Thread-safe and without state."""
 
     def __init__(self, directory: str) -> None:
         if not (Path(directory) / "tokenizer.json").is_file():
-            raise ConfigError(f"{directory} holds no tokenizer.json (only fast tokenizers are supported)")
+            raise ConfigError(f"{directory} holds no tokenizer.json; only fast tokenizers are supported")
         self.pretrained: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         self._backend = self.pretrained.backend_tokenizer
-        self._backend.no_truncation()  # a checkpoint may save either with its tokenizer: meant for training batches
+        self._backend.no_truncation()  # a checkpoint may hold settings for training batches
         self._backend.no_padding()
         self.vocab: dict[str, int] = self.pretrained.get_vocab()
         self.special_ids = frozenset(self.pretrained.all_special_ids)
@@ -29,27 +29,27 @@ class Tokenizer:
         self._bytes_of = _bytes_of(self._backend.decoder)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a prompt, with the special tokens that the checkpoint's tokenizer adds; or without them."""
+        """Token ids of a text. special: with the special tokens that the checkpoint's tokenizer adds."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         return ids
 
     def encode_long(self, text: str, *, special: bool = True) -> list[int]:
-        """The same ids. Computes no offsets, whose building and freeing hold the GIL long for a text of megabytes."""
+        """The same ids, without offsets. For a text of megabytes these would hold the GIL for a long time."""
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens."""
+        """The text of token ids, without special tokens."""
         text: str = self._backend.decode(ids, skip_special_tokens=True)
         return text
 
     def name(self, token: int) -> str | None:
-        """A token's entry in the vocabulary; None for an id that only the model's tables have."""
+        """A token's entry in the vocabulary; None for an id that only the model's embedding has."""
         name: str | None = self._backend.id_to_token(token)
         return name
 
     def data(self, token: int) -> bytes:
-        """The bytes that a token adds to a text in which it does not come first; none for a special token."""
+        """The bytes that a token adds to a text, not at its beginning; b"" for a special token."""
         name = self.name(token)
         if name is None or token in self._skipped:
             return b""
@@ -59,12 +59,12 @@ class Tokenizer:
 
 
 def _bytes_of(decoder: Any) -> Callable[[str], bytes] | None:
-    """How the backend's decoder reads one vocabulary entry as bytes; None if not each entry stands for itself."""
-    parts = [] if decoder is None else list(_parts(json.loads(decoder.__getstate__())))
-    kinds = {part["type"] for part in parts}
+    """A function vocabulary entry → bytes, from the backend's decoder; None if an entry's bytes depend on others."""
+    steps = [] if decoder is None else list(_decoding_steps(json.loads(decoder.__getstate__())))
+    kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _byte_level
-    spaces = {_space(part) for part in parts if part["type"] in ("Metaspace", "Replace")}
+    spaces = {_space(step) for step in steps if step["type"] in ("Metaspace", "Replace")}
     if len(spaces) != 1 or None in spaces or kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
         return None
     (space,) = spaces
@@ -76,26 +76,26 @@ def _bytes_of(decoder: Any) -> Callable[[str], bytes] | None:
     return sentencepiece
 
 
-def _space(part: dict[str, Any]) -> str | None:
-    """What a step of the decoder reads as a space; None if it does something else."""
-    if part["type"] == "Metaspace":
-        return str(part["replacement"])
-    pattern: str | None = part["pattern"].get("String")
-    return pattern if part["content"] == " " else None
+def _space(step: dict[str, Any]) -> str | None:
+    """The string that a decoding step replaces by a space; None if it does something else."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    pattern: str | None = step["pattern"].get("String")
+    return pattern if step["content"] == " " else None
 
 
-def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A decoder's steps, those of nested sequences included."""
+def _decoding_steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of a decoder, with those of nested sequences."""
     if decoder["type"] == "Sequence":
-        for part in decoder["decoders"]:
-            yield from _parts(part)
+        for step in decoder["decoders"]:
+            yield from _decoding_steps(step)
     else:
         yield decoder
 
 
 def _gpt2_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (Radford et al. 2019, GPT-2): a printable byte of
-    Latin-1 is its own character, the others are numbered from U+0100 on.
+    """Character → byte in byte-level vocabularies (Radford et al. 2019, GPT-2). A printable byte of Latin-1 is its own
+    character; the others are numbered from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -106,7 +106,7 @@ BYTE_OF = _gpt2_alphabet()
 
 
 def _byte_level(name: str) -> bytes:
-    """An entry with characters outside the alphabet is an added token, and stands for its own text."""
+    """The bytes of an entry. One with characters outside the alphabet is an added token, which is its own text."""
     data = [BYTE_OF.get(character) for character in name]
     return name.encode() if None in data else bytes(byte for byte in data if byte is not None)
 
@@ -114,7 +114,7 @@ def _byte_level(name: str) -> bytes:
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
     """Raise ConfigError unless both map the same strings to the same ids and treat the same ids as special.
 
-    The maps are compared, not the tables' sizes, which checkpoints pad as they like.
+    The sizes of the embeddings are not compared: checkpoints pad them.
     """
     if target.vocab != draft.vocab:
         differing = sorted(

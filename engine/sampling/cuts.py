@@ -1,8 +1,8 @@
-"""Where top-k, top-p and min-p cut one row of logits on the CPU, found without sorting the row.
+"""Finds where top-k, top-p and min-p cut one row of logits on the CPU, without sorting the row.
 
-A logit's score is (logit − best) / temperature in fp64, as filters.heated has it. The result is exact: where rounding
-could decide, it is left to the definition in filters.py. No pass is shared among threads, for they are many and short:
-where other processes keep the cores busy, each would wait for the slowest thread.
+A logit's score is (logit − best) / temperature in fp64, as in filters.apply_temperature. The result is exact: where
+rounding could decide, the definition in filters.py is used. No pass over the row is shared among threads: the passes
+are many and short, and on a busy machine each would wait for the slowest thread.
 """
 
 from math import inf, isqrt
@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SAMPLED = 37  # one logit in so many tells where top-p cuts; odd, since tables of tokens are padded to even numbers
-SORTED = 4096  # logits that are sorted without a sample
-SERIAL = 16_384  # numbers: torch shares passes over more than twice as many among threads
-DOUBT = 2.0**-50  # per token: sums of masses, in the definition's order or in any other, are exact to less than this
+SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
+SORT_LIMIT = 4096  # rows of at most so many logits are sorted without a sample
+SERIAL_LIMIT = 16_384  # numbers; torch shares a pass over more than twice as many among threads
+ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses, in whatever order, per token
 
 Logits = NDArray[np.floating]
 Scores = NDArray[np.float64]
 
 
 class LogitsRow:
-    """One row of logits [vocab], fp32 or fp64, whose best is finite; its temperature is positive."""
+    """One row of logits [vocab], fp32 or fp64. Its best logit is finite and its temperature positive."""
 
     def __init__(self, logits: Tensor, best: float, temperature: float) -> None:
         self._logits = logits
@@ -31,23 +31,23 @@ class LogitsRow:
         self._type = torch.finfo(logits.dtype)
 
     def threshold(self, top_k: int, top_p: float, floor: float, masses: Scores) -> float | None:
-        """The least score that stays; None where only the definition can tell. floor: the least that min-p lets stay.
+        """The lowest score that is kept; None if only the definition can decide.
 
-        masses [vocab] is scratch memory.
+        floor: the lowest score that min-p keeps. masses [vocab]: scratch memory.
         """
-        held, vocab = self._logits, len(self._logits)
+        kept, vocab = self._logits, len(self._logits)  # what top-k keeps
         if top_k < vocab:
-            kth = self._score(float(np.partition(held.numpy(), vocab - top_k)[vocab - top_k]))
+            kth = self._score(float(np.partition(kept.numpy(), vocab - top_k)[vocab - top_k]))
             floor = max(floor, kth)
             if top_p < 1:
-                held = torch.from_numpy(held.numpy()[held.numpy() > self.last_below(kth)])
+                kept = torch.from_numpy(kept.numpy()[kept.numpy() > self.last_below(kth)])
         if top_p == 1:
             return floor
-        first_kept = self._first_kept(held, top_p, vocab * DOUBT, masses[: len(held)])
-        return None if first_kept is None else max(floor, first_kept)
+        lowest = self._lowest_in_top_p(kept, top_p, vocab * ROUNDING_PER_TOKEN, masses[: len(kept)])
+        return None if lowest is None else max(floor, lowest)
 
     def last_below(self, threshold: float) -> float:
-        """The greatest number of the row's type whose score is below a threshold of at most 0, or −inf."""
+        """The largest number of the row's type whose score is below a threshold of at most 0; −inf if there is none."""
         low = high = guess = self._round(max(self._best + threshold * self._temperature, self._type.min))
         step = self._type.eps * (abs(guess) + abs(self._best))
         while self._score(low) >= threshold:
@@ -60,13 +60,13 @@ class LogitsRow:
             low, high = (low, middle) if self._score(middle) >= threshold else (middle, high)
         return low
 
-    def _first_kept(self, held: Tensor, top_p: float, doubt: float, masses: Scores) -> float | None:
-        """The least score of the smallest set of best logits that has top_p of the mass of those held, with all equals.
+    def _lowest_in_top_p(self, kept: Tensor, top_p: float, rounding: float, masses: Scores) -> float | None:
+        """The lowest score of the smallest set of best logits, with all equals, that has top_p of the mass of `kept`.
 
-        Only logits near it are sorted. None if it is not among them, or if the mass of the set, or of the set without
-        its least score, lies within the doubt of top_p.
+        Only logits near it are sorted. None if it is not among these, or if the mass of the set, with or without its
+        lowest score, is so close to top_p that rounding could decide.
         """
-        logits = held.numpy()
+        logits = kept.numpy()
         with np.errstate(over="ignore"):  # a low temperature
             np.subtract(logits, self._best, out=masses, dtype=np.float64)
             masses *= 1 / self._temperature
@@ -77,10 +77,10 @@ class LogitsRow:
         if high < inf:
             below = logits < high
             near &= below
-            # Limited to the mass at `high`, each logit from there on has as much, and those below have what they had.
-            most = float(np.exp(self._score(high)))
-            limited = float(np.minimum(masses, most, out=masses).sum())
-            above = total - limited + most * (len(logits) - np.count_nonzero(below))
+            # Capped at the mass of `high`: logits from `high` on have this mass each, those below keep theirs.
+            cap = float(np.exp(self._score(high)))
+            capped = float(np.minimum(masses, cap, out=masses).sum())
+            above = total - capped + cap * (len(logits) - np.count_nonzero(below))
         scores = self._scores(np.sort(logits[np.flatnonzero(near)])[::-1])
         mass = (above + np.exp(scores).cumsum()) / total
         last = int(np.searchsorted(mass, top_p))
@@ -88,17 +88,17 @@ class LogitsRow:
             return None
         first, end = (int(np.searchsorted(-scores, -scores[last], side)) for side in ("left", "right"))
         without = mass[first - 1] if first else above / total
-        return float(scores[last]) if without + doubt < top_p < mass[end - 1] - doubt else None
+        return float(scores[last]) if without + rounding < top_p < mass[end - 1] - rounding else None
 
     def _bracket(self, logits: Logits, outside: float) -> tuple[float, float]:
-        """[low, high) that should hold the logit up to which the masses, from the least on, sum to `outside`."""
-        if len(logits) <= SORTED:
+        """[low, high) that should hold the logit at which the masses, summed from the smallest on, reach `outside`."""
+        if len(logits) <= SORT_LIMIT:
             return -inf, inf
-        sample = np.sort(logits[::SAMPLED])
-        place = int(np.searchsorted(np.exp(self._scores(sample)).cumsum(), outside / SAMPLED))
-        spread = isqrt(len(sample))  # two to three standard deviations of a place in the middle, more at the ends
-        low = float(sample[place - spread]) if place >= spread else -inf
-        return low, float(sample[place + spread]) if place + spread < len(sample) else inf
+        sample = np.sort(logits[::SAMPLE_STRIDE])
+        position = int(np.searchsorted(np.exp(self._scores(sample)).cumsum(), outside / SAMPLE_STRIDE))
+        spread = isqrt(len(sample))  # two to three standard deviations of a position in the middle, more at the ends
+        low = float(sample[position - spread]) if position >= spread else -inf
+        return low, float(sample[position + spread]) if position + spread < len(sample) else inf
 
     def _scores(self, logits: Logits) -> Scores:
         with np.errstate(over="ignore"):  # a low temperature
@@ -108,5 +108,5 @@ class LogitsRow:
         return (logit - self._best) / self._temperature
 
     def _round(self, number: float) -> float:
-        """To the row's type."""
+        """The number rounded to the row's type."""
         return float(torch.tensor(number, dtype=self._logits.dtype))

@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.cuts import SERIAL, SORTED, LogitsRow
+from engine.sampling.cuts import SERIAL_LIMIT, SORT_LIMIT, LogitsRow
 from engine.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Truncation for the rows that ask for it; a neutral value keeps every token."""
+    """The parameters of F rows that truncate their law. A neutral value keeps every token."""
 
     temperature: Tensor  # [F] fp64, positive
     top_k: Tensor  # [F] int64, vocab size: off
     top_p: Tensor  # [F] fp64, 1: off
     min_p: Tensor  # [F] fp64, 0: off
-    nucleus: bool  # whether any row has a top-p: known on the host
+    any_top_p: bool  # whether any row has top_p < 1; known on the host
 
     @classmethod
     def make(cls, params: Seq[SamplingParams], vocab_size: int, device: torch.device) -> "Filters":
@@ -32,60 +32,62 @@ class Filters:
             top_k=torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device),
             top_p=column([p.top_p for p in params]),
             min_p=column([p.min_p for p in params]),
-            nucleus=any(p.top_p < 1 for p in params),
+            any_top_p=any(p.top_p < 1 for p in params),
         )
 
     def pick(self, rows: Tensor) -> "Filters":
-        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.nucleus)
+        """The parameters of some of the rows."""
+        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.any_top_p)
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Whether these parameters truncate the law. A greedy token is the likeliest, which no filter removes."""
+    """Whether these parameters truncate the law. At temperature 0 none does: filters keep the likeliest token."""
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def truncated(logits: Tensor, filters: Filters) -> Tensor:
-    """Logits [F, vocab] in fp32 or fp64, with −inf for what top-k, then top-p, then min-p remove.
+    """Logits [F, vocab] in fp32 or fp64, with −inf for the tokens that top-k, then top-p, then min-p remove.
 
-    Each works on what the one before left, renormalised, as transformers' processors do: top-k keeps the k best; top-p
-    removes the largest set of least likely tokens whose mass is at most 1 − p; min-p removes what is less likely than
-    min_p times the likeliest. Each comes to a threshold, so equals stay or go together, and the likeliest always stay.
+    Each filter works on the renormalised rest of the one before, as transformers' processors do. top-k keeps the k
+    best. top-p removes the largest set of least likely tokens whose mass is at most 1 − p. min-p removes tokens less
+    likely than min_p times the likeliest. Each filter is a threshold, so equal logits stay or go together, and the
+    likeliest tokens always stay.
     """
-    if logits.device.type == "cpu" and logits.shape[-1] > SORTED:
-        return _cut(logits, filters)
+    if logits.device.type == "cpu" and logits.shape[-1] > SORT_LIMIT:
+        return _truncate_long_rows(logits, filters)
     return logits.masked_fill(removed(logits, filters), -torch.inf)
 
 
-def _cut(logits: Tensor, filters: Filters) -> Tensor:
-    """truncated(), where rows are long: each is cut below one logit, which is found without sorting the row."""
+def _truncate_long_rows(logits: Tensor, filters: Filters) -> Tensor:
+    """As truncated(), for long rows on the CPU: finds each row's threshold without sorting the row."""
     result = torch.empty(logits.shape, dtype=logits.dtype)
-    masses = np.empty(logits.shape[-1])  # of one row at a time, which stay in a cache
+    masses = np.empty(logits.shape[-1])  # of one row at a time, so that it stays in the processor's cache
     coldest = filters.temperature.clamp(min=torch.finfo(torch.float64).tiny)
     columns = (logits.amax(-1), coldest, filters.top_k, filters.top_p, filters.min_p.log())
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for i, (best, temperature, top_k, top_p, floor) in enumerate(rows):
         row = LogitsRow(logits[i], best, temperature)
         if not isfinite(best):
-            result[i] = logits[i]  # it has no law: nothing is removed, so that it is seen
+            result[i] = logits[i]  # unchanged, so that the verifier sees that it is not finite
         elif (threshold := row.threshold(top_k, top_p, floor, masses)) is None:
-            gone = removed(logits[i : i + 1], filters.pick(torch.tensor([i])))
-            result[i] = logits[i].masked_fill(gone[0], -torch.inf)
+            mask = removed(logits[i : i + 1], filters.pick(torch.tensor([i])))
+            result[i] = logits[i].masked_fill(mask[0], -torch.inf)
         else:
             last_removed = row.last_below(threshold)
-            for part, kept in zip(logits[i].split(SERIAL), result[i].split(SERIAL), strict=True):
+            for part, kept in zip(logits[i].split(SERIAL_LIMIT), result[i].split(SERIAL_LIMIT), strict=True):
                 torch.threshold(part, last_removed, -torch.inf, out=kept)
     return result
 
 
 def removed(logits: Tensor, filters: Filters) -> Tensor:
-    """Which tokens go, bool [F, vocab], by the definition: each row is sorted."""
+    """Which tokens the filters remove, bool [F, vocab]. This is their definition; it sorts each row."""
     vocab = logits.shape[-1]
-    scores = heated(logits.double(), filters.temperature)
+    scores = apply_temperature(logits.double(), filters.temperature)
     ascending = _sorted(scores)
     kth = ascending.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
     floor = ascending[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
     threshold = torch.maximum(kth, floor)
-    if filters.nucleus:
+    if filters.any_top_p:
         mass = ascending.masked_fill(ascending < kth, -torch.inf).softmax(-1).cumsum(-1)
         outside = (mass <= (1 - filters.top_p)[:, None]).sum(-1, keepdim=True).clamp_(max=vocab - 1)
         first_kept = ascending.gather(-1, outside)
@@ -93,15 +95,16 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
     return scores < threshold
 
 
-def heated(scores: Tensor, temperatures: Tensor) -> Tensor:
-    """Scores [R, vocab] over temperatures [R], the best at 0, where it is finite however low the temperature."""
+def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
+    """(scores − best) / temperature, for scores [R, vocab] and temperatures [R]. The best becomes 0, which is finite
+    however low the temperature is."""
     least = torch.finfo(scores.dtype).tiny
     best = scores.amax(-1, keepdim=True)
     return (scores - best).div_(temperatures.to(scores.dtype).clamp(min=least)[:, None])
 
 
 def _sorted(scores: Tensor) -> Tensor:
-    """Ascending. On CPU numpy's sort takes a tenth of the time of torch's, which also tracks indices."""
+    """Scores in ascending order. On the CPU numpy takes a tenth of the time of torch, which also tracks indices."""
     if scores.device.type == "cpu":
         return torch.from_numpy(np.sort(scores.numpy(), axis=-1))
     return scores.sort(dim=-1).values

@@ -1,4 +1,4 @@
-"""splitmix64's finaliser (Steele, Lea, Flood 2014) of Python integers, tensors and numpy arrays: the same bits."""
+"""splitmix64's finaliser (Steele, Lea, Flood 2014): the same bits for Python integers, tensors and numpy arrays."""
 
 import numpy as np
 import torch
@@ -6,21 +6,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MASK = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ over the golden ratio: multiples of it are well spread
-STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, then factor
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio: its multiples are well spread
+STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # (shift, factor)
 
-BLOCK = 32  # neighbouring token ids whose two earliest clocks have hashes of their own
-# What turns a row's key, then a block's, into others: digits of √2, √3 and √5.
-FIRST, SECOND, WHICH = 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B
+BLOCK = 32  # neighbouring token ids whose two earliest clocks have hashes of their own, see noise.py
+# They make three independent hashes from one key: digits of √2, √3 and √5.
+FIRST_CLOCK_SALT, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT = 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B
 
 
 def signed(x: int) -> int:
-    """As a signed 64-bit integer, which is what tensors hold."""
+    """The low 64 bits as a signed integer, as tensors hold them."""
     x &= MASK
     return x - (1 << 64) if x >> 63 else x
 
 
 def mix_int(z: int) -> int:
+    """The hash of a Python integer."""
     z &= MASK
     for shift, factor in STEPS:
         z = ((z ^ (z >> shift)) * factor) & MASK
@@ -28,7 +29,7 @@ def mix_int(z: int) -> int:
 
 
 def mix_tensor(z: Tensor) -> Tensor:
-    """Of int64, with logical shifts; in place, since at [40, 4096] fresh memory would cost more than the sums."""
+    """The hashes of an int64 tensor, in place: at [40, 4096] new memory would cost more than the arithmetic."""
     shifted = torch.empty_like(z)
     for shift, factor in STEPS:
         torch.bitwise_right_shift(z, shift, out=shifted)
@@ -37,6 +38,7 @@ def mix_tensor(z: Tensor) -> Tensor:
 
 
 def mix_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The hashes of an array."""
     for shift, factor in STEPS:
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
     return z

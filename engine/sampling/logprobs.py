@@ -1,4 +1,4 @@
-"""Log-probabilities to tell the client: of the target's raw logits, before any sampling parameter (vLLM's default)."""
+"""Log-probabilities for the client: of the target's raw logits, before any sampling parameter (vLLM's default)."""
 
 import logging
 from collections.abc import Sequence as Seq
@@ -12,64 +12,69 @@ from engine.types import TokenLogprob
 
 log = logging.getLogger(__name__)
 
-Told = tuple[TokenLogprob, ...]
+TokenLogprobs = tuple[TokenLogprob, ...]
 
 
-class Wanted(NamedTuple):
-    """What one request wants to be told: of these rows of the logits, what their tokens and `others` more got."""
+class LogprobRequest(NamedTuple):
+    """The log-probabilities that one request asks for."""
 
-    rows: range
-    tokens: Seq[int]
-    others: int
+    rows: range  # of the logits
+    tokens: Seq[int]  # one per row
+    top_count: int  # alternatives per row: the likeliest tokens
 
 
-class Failure(NamedTuple):
-    """One request could not be told what it wanted."""
+class LogprobFailure(NamedTuple):
+    """The log-probabilities of one request could not be computed."""
 
     reason: str  # safe to show to its client
 
 
-def tell_all(logits: Tensor, wanted: Seq[Wanted]) -> list[Told | Failure]:
-    """What each request wants, of logits [R, vocab]: together, and if that fails one request after the other (R9)."""
+def compute_logprobs(logits: Tensor, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
+    """Answer all requests from logits [R, vocab] together or, if that raises, one by one (R9)."""
     try:
-        return _tell(logits, wanted)
+        return _compute(logits, requests)
     except Exception:
-        log.exception("the log-probabilities of %d requests failed; each is tried alone", len(wanted))
-    return [tell_one(logits, one) for one in wanted]
+        log.exception("the log-probabilities of %d requests failed; each is tried alone", len(requests))
+    return [compute_logprobs_alone(logits, request) for request in requests]
 
 
-def tell_one(logits: Tensor, wanted: Wanted) -> Told | Failure:
+def compute_logprobs_alone(logits: Tensor, request: LogprobRequest) -> TokenLogprobs | LogprobFailure:
+    """Answer one request from logits [R, vocab]. Does not raise."""
     try:
-        return _tell(logits, [wanted])[0]
+        return _compute(logits, [request])[0]
     except Exception as error:
         log.exception("the log-probabilities of one request failed")
         if out_of_memory(error):
-            return Failure("there was not enough memory for the log-probabilities of this request")
-        return Failure("the log-probabilities of this request could not be computed")
+            return LogprobFailure("there was not enough memory for the log-probabilities of this request")
+        return LogprobFailure("the log-probabilities of this request could not be computed")
 
 
-def _tell(logits: Tensor, wanted: Seq[Wanted]) -> list[Told | Failure]:
-    rows = [row for one in wanted for row in one.rows]
-    tokens = [token for one in wanted for token in one.tokens]
-    counts = [one.others for one in wanted for _ in one.rows]
-    whole = rows == list(range(logits.shape[0]))
-    told = iter(token_logprobs(logits if whole else logits[torch.tensor(rows, device=logits.device)], tokens, counts))
-    return [tuple(next(told) for _ in one.rows) for one in wanted]
+def _compute(logits: Tensor, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
+    rows = [row for request in requests for row in request.rows]
+    tokens = [token for request in requests for token in request.tokens]
+    top_counts = [request.top_count for request in requests for _ in request.rows]
+    if rows != list(range(logits.shape[0])):
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    entries = iter(token_logprobs(logits, tokens, top_counts))
+    return [tuple(next(entries) for _ in request.rows) for request in requests]
 
 
-def token_logprobs(logits: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
-    """What each row of logits [R, vocab] gives its token, and its `counts[i]` likeliest, equals by their ids."""
+def token_logprobs(logits: Tensor, tokens: Seq[int], top_counts: Seq[int]) -> list[TokenLogprob]:
+    """For each row of logits [R, vocab]: the log-probability of its token and of its top_counts[i] likeliest tokens.
+
+    Among equal log-probabilities the lower id comes first.
+    """
     logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    own = logp.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    best = _likeliest(logp, min(max(counts), logits.shape[-1]))
+    of_tokens = logp.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = _likeliest(logp, min(max(top_counts), logits.shape[-1]))
     return [
         TokenLogprob(token, value, tuple(sorted(top, key=lambda pair: (-pair[1], pair[0]))[:count]))
-        for token, value, top, count in zip(tokens, own, best, counts, strict=True)
+        for token, value, top, count in zip(tokens, of_tokens, best, top_counts, strict=True)
     ]
 
 
 def _likeliest(logp: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` best (id, logprob) of each row in any order, and all that equal the last of them."""
+    """The `count` best (id, logprob) of each row, and all that equal the last of these, in any order."""
     best: list[list[tuple[int, float]]] = [[] for _ in logp]
     if count:
         rows, ids = (logp >= logp.topk(count).values[:, -1:]).nonzero(as_tuple=True)

@@ -1,6 +1,6 @@
-"""Keyed randomness: every number is a hash of what it is for, so nothing depends on batching or on draw order.
+"""Keyed randomness: every random number is a hash of its purpose, so none depends on batching or on the order of draws.
 
-There is no global generator, and the bits are the same on every device.
+There is no global generator. The bits are the same on every device.
 """
 
 from collections.abc import Sequence as Seq
@@ -9,22 +9,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_int, mix_tensor, signed
+from engine.sampling.hashing import (
+    BLOCK,
+    FIRST_CLOCK_SALT,
+    GOLDEN,
+    SECOND_CLOCK_SALT,
+    SECOND_TOKEN_SALT,
+    mix_int,
+    mix_tensor,
+    signed,
+)
 from engine.sampling.race import BlockNoise
 
-# Streams of a sequence's randomness (architecture R5). Stream 0 is keyed by absolute position and token alone: draft
-# and target share it, which is what makes them agree. The others also carry the committed length at the round's start,
-# since block verification looks at noise of positions that it then discards.
+# Streams of a sequence's randomness (architecture R5). Stream 0 is keyed by absolute position and token: draft and
+# target share it, and therefore agree. The other keys also contain the committed length at the round's start, because
+# block verification uses the noise of positions that it then discards.
 TARGET_STREAM = 0  # the target's own sample, under `match`
 DRAFT_STREAM = 1
 COIN_STREAM = 2  # whether a draft is accepted
 RESIDUAL_STREAM = 3  # the recovered or bonus token
 
-PLAIN = 16_384  # tokens up to which every one's noise is made: for larger vocabularies most of it is left out
+DENSE_NOISE_LIMIT = 16_384  # tokens; for a larger vocabulary the noise is made in blocks, and most of it never
 
 
 def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
-    """The key of one sequence's noise; prompt lists and n > 1 draw apart under one seed. Signed 64-bit."""
+    """The key of one sequence's randomness, signed 64-bit. The prompts and choices of one seed get different keys."""
     key = mix_int(seed)
     for index in (prompt_index, choice_index):
         key = mix_int(key + GOLDEN * (index + 1))
@@ -32,82 +41,86 @@ def sequence_key(seed: int, prompt_index: int, choice_index: int) -> int:
 
 
 def stream_key(key: int, stream: int, start: int | None = None) -> int:
-    """The key of one of a sequence's streams; start: committed length at the round's start. Signed 64-bit."""
+    """The key of one stream of a sequence, signed 64-bit. start: committed length at the round's start."""
     key = mix_int(key + GOLDEN * (stream + 1))
     return signed(key if start is None else mix_int(key + GOLDEN * (start + 1)))
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), fp64, of the shape that int64 keys and positions broadcast to."""
+    """Uniform numbers in [0, 1), fp64. int64 keys and positions are broadcast to the result's shape."""
     bits = _row_keys(keys, positions)
     return bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 
-class Race:
-    """Gumbel noise for R rows, keys and positions [R] int64, temperatures [R] fp64 and positive.
+class GumbelRace:
+    """Draws tokens by adding Gumbel noise to scores. Keys and positions [R] int64, temperatures [R] fp64, positive.
 
-    The noise is made once, and raced over as often as there are scores: a draft's and the target's for the same row.
+    The noise is made once and used for several draws: by the draft and by the target for the same row.
     """
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         self._blocks: BlockNoise | None = None
-        if keys.device.type == "cpu" and vocab_size > PLAIN:
+        if keys.device.type == "cpu" and vocab_size > DENSE_NOISE_LIMIT:
             self._blocks = BlockNoise(keys, positions, temperatures, vocab_size)
         else:
             self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
 
-    def run(self, scores: Tensor, at: Seq[int]) -> Tensor:
-        """Ids [n] for rows `at`, drawn from softmax(scores / temperature) as argmax(scores + temperature · noise).
+    def run(self, scores: Tensor, rows: Seq[int]) -> Tensor:
+        """Ids [n] for `rows` [n], drawn from softmax(scores / temperature) as argmax(scores + temperature · noise).
 
-        scores [n, vocab'] in fp32 or fp64, −inf for what cannot be drawn; vocab' at most the noise's. Ties take the
-        lowest id.
+        scores [n, vocab'] in fp32 or fp64, −inf for excluded tokens; vocab' ≤ vocab_size. Ties take the lowest id.
         """
         if self._blocks is not None:
-            return torch.from_numpy(self._blocks.race(scores, np.array(at)))
+            return torch.from_numpy(self._blocks.race(scores, np.array(rows)))
         noise = self._noise[:, : scores.shape[1]]
-        if list(at) != list(range(len(noise))):
-            noise = noise[torch.tensor(at, device=noise.device)]
+        if list(rows) != list(range(len(noise))):
+            noise = noise[torch.tensor(rows, device=noise.device)]
         return argmax(noise + scores)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).
 
-    It is −log of a token's exponential clock. In a small vocabulary each clock is a hash of its own; in a large one
-    those of a block of tokens are made from the top (_block_clocks), so that a race need not make them all. Which of
-    the two depends on the vocabulary's size, a token's noise does not.
+    The noise is −log of a token's exponential clock. In a small vocabulary each clock is a hash of its own. In a large
+    one the earliest clocks of each block of tokens are made first (_block_clocks), so that a race need not make the
+    others. Within each of the two ways a token's noise does not depend on the vocabulary's size.
     """
     rows = _row_keys(keys, positions)[:, None]
-    if vocab_size > PLAIN:
+    if vocab_size > DENSE_NOISE_LIMIT:
         return _log_(_block_clocks(rows, vocab_size)).neg_()
     ids = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GOLDEN)
     return _log_(_clocks(mix_tensor(rows + ids))).neg_()
 
 
 def _block_clocks(rows: Tensor, vocab_size: int) -> Tensor:
-    """Clocks [R, vocab_size] of rows [R, 1]: the earliest of a block of 32 is exponential with rate 32 and any token's
-    with equal chances, the second exceeds it by an exponential with rate 31 and is any other's, the rest exceed that by
-    exponentials of their own. The exponential law has no memory, so they are 32 independent ones all the same."""
+    """Clocks [R, vocab_size] of rows [R, 1], made per block of 32 tokens.
+
+    The earliest clock is exponential with rate 32, and each token has it with equal chance. The second exceeds it by an
+    exponential with rate 31, and each other token has it with equal chance. The rest exceed the second by exponentials
+    of their own. The exponential law has no memory, so together they are 32 independent exponentials.
+    """
     ids = torch.arange(vocab_size, device=rows.device)
     numbers = torch.arange(1, -(-vocab_size // BLOCK) + 1, device=rows.device) * signed(GOLDEN)
-    bits = mix_tensor(mix_tensor(rows ^ signed(FIRST)) + numbers)  # [R, blocks]
+    bits = mix_tensor(mix_tensor(rows ^ signed(FIRST_CLOCK_SALT)) + numbers)  # [R, blocks]
     first = _clocks(bits.clone()).div_(BLOCK)
-    second = first + _clocks(mix_tensor(bits + signed(SECOND))).div_(BLOCK - 1)
-    first_place = bits % BLOCK
-    second_place = (first_place + 1 + _unsigned_remainder(mix_tensor(bits + signed(WHICH)), BLOCK - 1)) % BLOCK
-    block, place = ids // BLOCK, ids % BLOCK
+    second = first + _clocks(mix_tensor(bits + signed(SECOND_CLOCK_SALT))).div_(BLOCK - 1)
+    first_offset = bits % BLOCK  # within the block
+    second_offset = (
+        first_offset + 1 + _unsigned_remainder(mix_tensor(bits + signed(SECOND_TOKEN_SALT)), BLOCK - 1)
+    ) % BLOCK
+    block, offset = ids // BLOCK, ids % BLOCK
     clocks = _clocks(mix_tensor(rows + (ids + 1) * signed(GOLDEN)))
-    clocks.masked_fill_(place == second_place[:, block], 0.0).add_(second[:, block])
-    return torch.where(place == first_place[:, block], first[:, block], clocks)
+    clocks.masked_fill_(offset == second_offset[:, block], 0.0).add_(second[:, block])
+    return torch.where(offset == first_offset[:, block], first[:, block], clocks)
 
 
 def _unsigned_remainder(bits: Tensor, divisor: int) -> Tensor:
-    """Of the 64 bits read as an unsigned number."""
+    """The remainder of the 64 bits, read as an unsigned number."""
     return (bits % divisor + (bits < 0) * (2**64 % divisor)) % divisor
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """[R, vocab] → [R], the lowest id among equals. On CPU numpy's is a tenth of the time of torch's."""
+    """[R, vocab] → [R], the lowest id among equals. On the CPU numpy takes a tenth of the time of torch."""
     if scores.device.type == "cpu" and scores.dtype is not torch.bfloat16:
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
@@ -118,13 +131,13 @@ def _row_keys(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _clocks(bits: Tensor) -> Tensor:
-    """Standard exponentials, from the upper 52 bits: with 53 the largest uniform number would round to 1. In place."""
+    """Standard exponentials from the upper 52 bits, in place. With 53 bits a uniform number could round to 1."""
     uniform = bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
     return _log_(uniform).neg_()
 
 
 def _log_(x: Tensor) -> Tensor:
-    """In place. On CPU numpy's fp64 logarithm takes a third of the time of torch's, and the pruned race uses it too."""
+    """The logarithm, in place. On the CPU numpy takes a third of the time of torch, and BlockNoise uses it too."""
     if x.device.type == "cpu":
         np.log(x.numpy(), out=x.numpy())
         return x

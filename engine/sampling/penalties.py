@@ -1,4 +1,4 @@
-"""What a request's bias and penalties do to logits, given the tokens so far (the first part of the one transform, R4).
+"""Bias and penalties: the first part of the one transform (R4).
 
 In transformers' order: logit_bias, repetition penalty, then frequency and presence penalty as OpenAI defines them.
 """
@@ -12,10 +12,10 @@ from engine.types import SamplingParams
 
 
 class History:
-    """Which tokens a penalised sequence's text holds, on the device, as far as its committed tokens were counted.
+    """The token counts of a penalised sequence's committed text, on the device, [vocab] each.
 
-    `seen`: in prompt or output (the repetition penalty looks at both, as transformers' and vLLM's do); `counts`: in the
-    output (what presence and frequency penalties look at, as OpenAI's do). Both [vocab].
+    `seen`: whether a token is in prompt or output, for the repetition penalty (as in transformers and vLLM). `counts`:
+    how often it is in the output, for presence and frequency penalties (as OpenAI defines them).
     """
 
     def __init__(self, params: SamplingParams, num_prompt: int, vocab_size: int, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class History:
         self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
 
     def sync(self, tokens: Seq[int]) -> None:
-        """Count what was committed since the last call (R1: one rule, no second counter)."""
+        """Count the tokens that were committed since the last call."""
         new = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=self.seen.device)
         self.seen[new] = True
         output = new[max(0, self._num_prompt - self._counted) :]
@@ -35,22 +35,22 @@ class History:
 
 
 def biased(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Logits [A, vocab'] plus each row's logit_bias; vocab' may be a smaller draft table."""
+    """Logits [A, vocab'] plus each row's logit_bias; vocab' may be a draft model's smaller vocabulary."""
     vocab = logits.shape[-1]
     entries = [(row, t, value) for row, p in enumerate(params) for t, value in p.logit_bias if t < vocab]
     if not entries:
         return logits
     rows, ids, values = zip(*entries, strict=True)
-    places = torch.tensor([rows, ids], device=logits.device)
+    index = torch.tensor([rows, ids], device=logits.device)
     bias = torch.tensor(values, dtype=logits.dtype, device=logits.device)
-    return logits.index_put((places[0], places[1]), bias, accumulate=True)
+    return logits.index_put((index[0], index[1]), bias, accumulate=True)
 
 
 def penalised(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-    """Penalised logits [A, vocab'] of rows whose histories are given; vocab' may be a smaller draft table.
+    """Logits [A, vocab'] with the penalties of each row's history; vocab' may be a draft model's smaller vocabulary.
 
-    drafted [D] are the draft tokens that rows see besides their history, owners [D] the row each belongs to: position j
-    of a round sees the committed tokens and the first j drafts.
+    drafted [D]: draft tokens that rows see besides their history; owners [D]: the row that sees each of them. Position
+    j of a round sees the committed tokens and the first j drafts.
     """
     vocab = logits.shape[-1]
     seen = torch.stack([h.seen for h in histories])

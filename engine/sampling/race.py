@@ -1,8 +1,9 @@
-"""Gumbel races on the CPU, block by block: the winners of the plain race over all of gumbel_noise, for less work.
+"""Gumbel races on the CPU, block by block: the same winners as a race over all of gumbel_noise, with less work.
 
-The two earliest clocks of a block of tokens are known from the block's own hashes. The best token that is the first of
-its block gives a score to beat; no other token of a block exceeds the block's best score with its second clock; so most
-blocks need no more noise. Plain numpy, whose calls on arrays of this size cost a third of torch's.
+The two earliest clocks of a block of tokens have hashes of their own. The tokens with the first clocks compete, and the
+best of them sets the score to beat. No other token of a block exceeds the block's best score plus the noise of its
+second clock, so most blocks need no more noise. numpy is used because its calls on arrays of this size cost a third of
+torch's.
 """
 
 from dataclasses import dataclass
@@ -12,20 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.hashing import BLOCK, FIRST, GOLDEN, SECOND, WHICH, mix_array
+from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
 
-SLACK = 1e-6  # of a bound, for rounding
-LEAST = np.finfo(np.float64).min  # finite: the bound of a block without a token that may be drawn lies below it
+SLACK = 1e-6  # relative margin of a bound, for rounding
+LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
 Floats = NDArray[np.float64]
 Bits = NDArray[np.uint64]
 Ids = NDArray[np.int64]
-_WITHIN = np.arange(BLOCK)
+_OFFSETS = np.arange(BLOCK)  # within a block
 
 
 @dataclass(frozen=True, slots=True)
-class Clocks:
-    """The two earliest clocks of blocks of tokens, and which of the block's tokens have them."""
+class BlockClocks:
+    """The two earliest clocks of each block, and the ids of the tokens that have them; [R, blocks] each."""
 
     first: Floats
     second: Floats
@@ -33,68 +34,68 @@ class Clocks:
     second_id: Ids
 
     @classmethod
-    def of(cls, rows: Bits, blocks: int) -> "Clocks":
-        """Of every block of rows [R, 1]; [R, blocks] each."""
+    def of(cls, rows: Bits, blocks: int) -> "BlockClocks":
+        """The clocks of all blocks, from row keys [R, 1]."""
         numbers = np.arange(1, blocks + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-        bits = mix_array(mix_array(rows ^ np.uint64(FIRST)) + numbers)
-        others = mix_array(bits + np.uint64(SECOND))
+        bits = mix_array(mix_array(rows ^ np.uint64(FIRST_CLOCK_SALT)) + numbers)
+        others = mix_array(bits + np.uint64(SECOND_CLOCK_SALT))
         first, start = _clocks(bits) / BLOCK, np.arange(blocks) * BLOCK
-        first_place = (bits % np.uint64(BLOCK)).view(np.int64)
-        turn = (mix_array(bits + np.uint64(WHICH)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
+        first_offset = (bits % np.uint64(BLOCK)).view(np.int64)
+        distance = (mix_array(bits + np.uint64(SECOND_TOKEN_SALT)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
         second = first + _clocks(others) / (BLOCK - 1)
-        return cls(first, second, start + first_place, start + (first_place + turn) % BLOCK)
+        return cls(first, second, start + first_offset, start + (first_offset + distance) % BLOCK)
 
 
 class BlockNoise:
-    """The noise of R rows, as far as a race over them needs it: made once, raced over as often as there are scores."""
+    """The noise of R rows: the earliest clocks are made once, the others when a race needs them."""
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
         self._rows = mix_array(bits)[:, None]
         self._temperatures = temperatures.numpy()[:, None]
-        self._clocks = Clocks.of(self._rows, -(-vocab_size // BLOCK))
+        self._clocks = BlockClocks.of(self._rows, -(-vocab_size // BLOCK))
         self._first_noise = -np.log(self._clocks.first) * self._temperatures
         bounds = -np.log(self._clocks.second) * self._temperatures
         self._bounds = bounds + SLACK * (1 + np.abs(bounds))
 
-    def race(self, scores: Tensor, at: Ids) -> Ids:
-        """Winners [n] of rows `at` [n] over their scores [n, vocab'], fp32 or fp64; vocab' at most the noise's."""
-        maxima, known = _block_maxima(scores), scores.numpy()
-        blocks, every = maxima.shape[1], np.arange(len(at))
-        firsts = self._clocks.first_id[at, :blocks]
-        leaders = self._first_noise[at, :blocks] + _scores(known, every[:, None], firsts)
-        best = leaders.argmax(1)
-        finals = leaders[every, best]
-        ids = np.where(finals == -np.inf, 0, firsts[every, best])  # the lowest id, where every token is forbidden
-        # A forbidden block never runs, even if all leaders are forbidden. A block with a NaN does, and the NaN wins.
-        row, block = np.nonzero(~(self._bounds[at, :blocks] + maxima < np.maximum(finals, LEAST)[:, None]))
-        rivals = self._run(known, at[row], row, block)
-        for r, final, token in zip(row.tolist(), *(part.tolist() for part in rivals), strict=True):
-            held = finals[r]
-            if final > held or (np.isnan(final) and not np.isnan(held)) or (final == held and token < ids[r]):
-                finals[r], ids[r] = final, token
+    def race(self, scores: Tensor, rows: Ids) -> Ids:
+        """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
+        maxima, values = _block_maxima(scores), scores.numpy()
+        blocks, every = maxima.shape[1], np.arange(len(rows))
+        first_ids = self._clocks.first_id[rows, :blocks]
+        leaders = self._first_noise[rows, :blocks] + _scores(values, every[:, None], first_ids)
+        best_block = leaders.argmax(1)
+        best = leaders[every, best_block]
+        ids = np.where(best == -np.inf, 0, first_ids[every, best_block])  # id 0 if every token is excluded
+        # Blocks that could hold the winner. An excluded block never can; a block with a NaN can, and the NaN wins.
+        i, block = np.nonzero(~(self._bounds[rows, :blocks] + maxima < np.maximum(best, LOWEST_FINITE)[:, None]))
+        winners, tokens = self._run(values, rows[i], i, block)
+        for n, winner, token in zip(i.tolist(), winners.tolist(), tokens.tolist(), strict=True):
+            leader = best[n]
+            if winner > leader or (np.isnan(winner) and not np.isnan(leader)) or (winner == leader and token < ids[n]):
+                best[n], ids[n] = winner, token
         return ids
 
-    def _run(self, scores: NDArray[np.floating], at: Ids, row: Ids, block: Ids) -> tuple[Floats, Ids]:
-        """(winning score, its token) of each block [n], of row `row` [n] of the scores and `at` [n] of the noise."""
-        ids = block[:, None] * BLOCK + _WITHIN
-        finals = _scores(scores, row[:, None], ids) + self._temperatures[at] * self._noise(at, block, ids)
-        every, winners = np.arange(len(row)), finals.argmax(1)
-        return finals[every, winners], ids[every, winners]
+    def _run(self, scores: NDArray[np.floating], rows: Ids, i: Ids, block: Ids) -> tuple[Floats, Ids]:
+        """(winning score, its token) of each block [n]: in row i [n] of the scores and row `rows` [n] of the noise."""
+        ids = block[:, None] * BLOCK + _OFFSETS
+        noisy = _scores(scores, i[:, None], ids) + self._temperatures[rows] * self._noise(rows, block, ids)
+        every, winners = np.arange(len(i)), noisy.argmax(1)
+        return noisy[every, winners], ids[every, winners]
 
-    def _noise(self, at: Ids, block: Ids, ids: Ids) -> Floats:
-        """What gumbel_noise gives the ids [n, BLOCK] of these blocks."""
-        place, clocks = (at, block), self._clocks
-        times = _clocks(mix_array(self._rows[at] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
-        times += clocks.second[place][:, None]
-        every = np.arange(len(at))
-        times[every, clocks.second_id[place] % BLOCK] = clocks.second[place]
-        times[every, clocks.first_id[place] % BLOCK] = clocks.first[place]
+    def _noise(self, rows: Ids, block: Ids, ids: Ids) -> Floats:
+        """The values of gumbel_noise for the ids [n, BLOCK] of these blocks."""
+        where, clocks = (rows, block), self._clocks
+        times = _clocks(mix_array(self._rows[rows] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
+        times += clocks.second[where][:, None]
+        every = np.arange(len(rows))
+        times[every, clocks.second_id[where] % BLOCK] = clocks.second[where]
+        times[every, clocks.first_id[where] % BLOCK] = clocks.first[where]
         return -np.log(times)
 
 
 def _scores(scores: NDArray[np.floating], row: Ids, ids: Ids) -> NDArray[np.floating]:
-    """Scores of ids in their rows; −inf beyond the vocabulary, where its last block may reach."""
+    """Scores of ids in their rows; −inf beyond the vocabulary, into which the last block may reach."""
     vocab = scores.shape[1]
     if vocab % BLOCK == 0:
         return scores[row, ids]
@@ -102,7 +103,7 @@ def _scores(scores: NDArray[np.floating], row: Ids, ids: Ids) -> NDArray[np.floa
 
 
 def _block_maxima(scores: Tensor) -> NDArray[np.floating]:
-    """[R, vocab] → [R, blocks], by torch: numpy's maximum over short rows takes ten times as long."""
+    """[R, vocab] → [R, blocks]. By torch: numpy takes ten times as long for maxima over short rows."""
     whole = scores.shape[-1] // BLOCK * BLOCK
     if whole == scores.shape[-1]:
         return scores.unflatten(1, (-1, BLOCK)).amax(-1).numpy()

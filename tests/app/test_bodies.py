@@ -1,4 +1,4 @@
-"""Bodies that come late, by halves or never: each gets its answer, holds up nobody, and leaves nothing behind."""
+"""Bodies that come late, in halves or never: each gets an answer, delays no other request and leaves nothing behind."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 
 from app import middleware
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from tests.app.harness import PROMPT, Exchange
 
@@ -146,7 +146,7 @@ def test_of_too_many_unfinished_bodies_the_oldest_gives_way(grace_s: float, monk
         await asyncio.gather(*tasks[:2])
         assert clock() - began >= grace_s
         for exchange in exchanges[:2]:
-            assert_timed_out(exchange, "gave way to 2 newer")
+            assert_timed_out(exchange, "while 2 newer ones arrived")
         assert not any(task.done() for task in tasks[2:])
         for exchange in exchanges[2:]:
             exchange.go_on()
@@ -175,7 +175,7 @@ def test_a_body_whose_time_is_over_as_a_newer_one_comes_costs_that_one_nothing()
 def test_a_body_that_comes_soon_does_not_give_way(
     grace_s: float, statuses: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred that each have to wait for their turn, where only one may be unfinished; without grace some lose."""
+    """A hundred bodies wait for their turn, and only one may be unfinished. Without GRACE_S some would be lost."""
     monkeypatch.setattr(middleware, "GRACE_S", grace_s)
 
     async def scenario() -> None:
@@ -224,7 +224,7 @@ def test_bodies_that_ended_or_whose_client_left_are_not_counted(monkeypatch: pyt
 
 
 class TaskCancelledError(Exception):
-    """What Ray Serve's receive raises when its client leaves, by name."""
+    """Has the name of the exception that Ray Serve's receive raises when its client leaves."""
 
 
 @pytest.mark.parametrize("raises", [True, False])

@@ -1,13 +1,14 @@
 """The fake engine keeps the promises of the EngineClient protocol."""
 
 import asyncio
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from app.client import EngineClient, FakeEngineClient, spell
+from app.client import EngineClient
+from app.fake_engine import FakeEngineClient, spell
 from engine.types import (
     DRAFTERS,
     InvalidRequest,
@@ -59,9 +60,6 @@ def test_cancel_frees_at_once_is_idempotent_and_ignores_strangers() -> None:
     assert asyncio.run(scenario()) == ["cancelled"]
 
 
-COLUMNS = [column.name for column in fields(RequestRecord) if column.type == list[int]]
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("k", [None, 0, 1, 2, 3, 8])
 def test_the_script_and_its_record_agree(k: int | None, max_tokens: int) -> None:
@@ -69,12 +67,12 @@ def test_the_script_and_its_record_agree(k: int | None, max_tokens: int) -> None
     outputs = list(spell(asked))
     record = outputs[-1].record
     assert record is not None
-    assert {len(getattr(record, name)) for name in COLUMNS} == {len(outputs)}
-    assert record.drafted == [len(output.drafts) for output in outputs]
-    assert record.accepted == [output.accepted for output in outputs]
-    assert record.emitted == [len(output.token_ids) for output in outputs]
-    assert record.output_tokens == sum(record.emitted) == max_tokens
-    assert [code >= 0 for code in record.proposer] == [drafted > 0 for drafted in record.drafted]
+    assert len(record.rounds) == len(outputs)
+    assert record.column("drafted") == [len(output.drafts) for output in outputs]
+    assert record.column("accepted") == [output.accepted for output in outputs]
+    assert record.column("emitted") == [len(output.token_ids) for output in outputs]
+    assert record.output_tokens == sum(record.column("emitted")) == max_tokens
+    assert [code >= 0 for code in record.column("proposer")] == [drafted > 0 for drafted in record.column("drafted")]
     assert (record.first_token is None) == (max_tokens == 0)
     for output in outputs:
         kept = min(output.accepted, len(output.token_ids))
@@ -82,8 +80,7 @@ def test_the_script_and_its_record_agree(k: int | None, max_tokens: int) -> None
         assert len(output.token_ids) <= output.accepted + 1
         if output.accepted < min(len(output.drafts), len(output.token_ids)):
             assert output.drafts[output.accepted] != output.token_ids[output.accepted]
-    times = zip(record.began_us, record.step_us, record.draft_us, record.score_us, strict=True)
-    ends = [(began, began + step) for began, step, draft, score in times if draft + score < step]
+    ends = [(part.began_us, part.began_us + part.step_us) for part in record.rounds if part.overhead_us > 0]
     assert len(ends) == len(outputs)
     assert all(end <= began for (_, end), (began, _) in pairwise(ends))
 
@@ -92,12 +89,12 @@ def test_the_script_drafts_as_the_request_says() -> None:
     asked = Request("a", (97, 98), SamplingParams(max_tokens=4), drafter="lookup", max_k=2)
     record = list(spell(asked))[-1].record
     assert record is not None
-    assert (record.k_max, record.drafted) == (2, [2, 2])
-    assert {DRAFTERS[code] for code in record.proposer} == {"lookup"}
+    assert (record.k_max, record.column("drafted")) == (2, [2, 2])
+    assert {DRAFTERS[code] for code in record.column("proposer")} == {"lookup"}
 
 
 def last_told(asked: Request, read: int, *, cancel: bool) -> RequestRecord:
-    """The record of a request that is cancelled, or runs out of time, after that many of its outputs were read."""
+    """Return the record of a request that is cancelled, or runs out of time, after `read` of its outputs were read."""
     told: list[Output] = []
 
     async def scenario() -> None:
@@ -122,6 +119,6 @@ def last_told(asked: Request, read: int, *, cancel: bool) -> RequestRecord:
 def test_a_request_that_ends_early_has_a_record_of_what_was_read(read: int, options: dict[str, Any]) -> None:
     asked = replace(request("a"), params=SamplingParams(max_tokens=50), deadline_s=0.5, max_k=3)
     record = last_told(asked, read, **options)
-    assert (record.drafted, record.emitted) == ([3] * read, [3] * read)
+    assert (record.column("drafted"), record.column("emitted")) == ([3] * read, [3] * read)
     assert (record.output_tokens, record.first_token is None) == (3 * read, read == 0)
     assert record.finished is not None

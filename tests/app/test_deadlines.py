@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from engine.types import Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events

@@ -1,4 +1,4 @@
-"""A client that leaves frees what its request holds, whenever it leaves; and so does a server that lets go."""
+"""A client that leaves, at any moment, frees everything that its request holds. So does a server that cancels it."""
 
 import asyncio
 import gc
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from app import routes
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.openai.stream import unless_disconnected
 from engine.types import Output, Request
@@ -26,7 +26,7 @@ several = pytest.mark.parametrize("n", [1, 3])
 
 
 def silent(request: Request) -> Iterator[Output]:
-    """Running, and nothing to show yet."""
+    """The request runs and has no text to show yet."""
     yield from ()
 
 
@@ -81,7 +81,7 @@ def test_leaving_before_the_first_byte(stream: bool, n: int) -> None:
 @several
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_as_soon_as_the_request_is_sent(stream: bool, n: int) -> None:
-    """The client is gone at once: the body's generator may never start, and its `finally` would never run."""
+    """The client leaves at once: a body generator might never start, and then its `finally` would never run."""
     client = FakeEngineClient(endless)
 
     async def scenario() -> None:
@@ -131,7 +131,7 @@ def test_a_send_that_fails_is_a_departure_too() -> None:
 
 
 def test_leaving_while_a_send_hangs_closes_the_engines_generator_at_once() -> None:
-    """The generator waits between two outputs then; left to the garbage collector it would outlive the request."""
+    """The generator then waits between two outputs. The garbage collector would close it only after the request."""
     client = FakeEngineClient()
     closed: list[str] = []
 

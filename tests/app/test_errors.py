@@ -1,4 +1,4 @@
-"""Every way to fail has OpenAI's error shape and its own status; nothing of the inside reaches a client."""
+"""Every failure has OpenAI's error shape and its own status, and reveals no internals to a client."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app import routes
-from app.client import FakeEngineClient
-from app.keys import Keys
+from app.fake_engine import FakeEngineClient
+from app.keys import ApiKeys
 from app.main import create_app
 from app.middleware import RequestId
 from app.openai.replies import encode_json
@@ -109,7 +109,7 @@ def test_an_engine_that_falls_silent_is_an_error_not_a_finish(monkeypatch: pytes
 
 
 def test_a_reply_that_breaks_midway_is_left_for_the_server_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the server can break the connection; swallowed here, half a reply would look like a whole one."""
+    """Only the server can break the connection. If the exception were swallowed, half a reply would look complete."""
 
     async def half(outputs: Any, choices: Any, envelope: Any, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -195,7 +195,7 @@ def test_a_declared_length_is_not_believed_when_it_is_small() -> None:
 
 
 def test_a_clients_request_id_is_never_used() -> None:
-    """Nor repeated: Serve's proxy does that, and two such headers read as one id that nobody gave."""
+    """The id is not sent twice: Serve's proxy adds it, and clients would read two such headers as one wrong id."""
     client = FakeEngineClient()
     done = call(create_app(client), PROMPT, headers={"x-request-id": "job-7"})
     (request,) = client.submitted
@@ -241,11 +241,11 @@ def test_a_request_id_that_can_be_logged_stays(given: str) -> None:
     "value", [b"\xe9", b"Bearer \xff\xfe", b"\xb2\xb3", "٣".encode(), b"00-\xe9-\xe9-01", b"\x80" * 20_000]
 )
 def test_headers_of_any_bytes_are_read(name: str, value: bytes) -> None:
-    """Fields that HTTP servers let through though no standard allows them; keys compare without a fault too."""
+    """HTTP servers pass on header fields that no standard allows. Comparing keys must not fail for them either."""
     client = FakeEngineClient()
     tracer = Tracer(client, TracerProvider())
     assert call(create_app(client, [tracer]), PROMPT, headers={name: value}).status == 200
-    keys = Keys.of(["secret"])
+    keys = ApiKeys.from_strings(["secret"])
     assert call(create_app(client, [tracer], keys=keys), PROMPT, headers={name: value}).status == 401
 
 

@@ -1,4 +1,4 @@
-"""Where API keys are set, nothing but health and the page's bare files is open."""
+"""With API keys set, only /health and the live page's static files need no key."""
 
 import asyncio
 import json
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
-from app.keys import Keys, RequireKey
+from app.fake_engine import FakeEngineClient
+from app.keys import ApiKeys, RequireKey
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 from app.page.routes import FILES
 from tests.app.harness import PROMPT, Exchange, call
 
@@ -21,7 +21,7 @@ CLOSED = ["/", "/v1/models", "/v1/models/fake", "/nowhere", "/ui/nowhere", "/ui/
 
 def app_with(*keys: str) -> Any:
     client = FakeEngineClient()
-    return create_app(client, live=Live(client), keys=Keys.of(keys) if keys else None)
+    return create_app(client, live_page=LivePage(client), keys=ApiKeys.from_strings(keys) if keys else None)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -126,7 +126,7 @@ def test_a_websocket_is_closed_and_the_lifespan_passes() -> None:
         sent.append(message)
 
     async def go() -> None:
-        closed = RequireKey(inner, Keys.of([KEY]), ["/open"])
+        closed = RequireKey(inner, ApiKeys.from_strings([KEY]), ["/open"])
         await closed({"type": "websocket", "path": "/open", "headers": []}, receive, send)
         await closed({"type": "lifespan"}, receive, send)
 
@@ -137,7 +137,7 @@ def test_a_websocket_is_closed_and_the_lifespan_passes() -> None:
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# of the first team\n{KEY}\n\n  sk-two  \n")
-    keys = Keys.read(path)
+    keys = ApiKeys.read(path)
     assert [keys.accept(f"Bearer {key}") for key in (KEY, "sk-two", "# of the first team", "")] == [
         True,
         True,
@@ -160,14 +160,14 @@ def test_a_file_without_keys_or_with_one_that_cannot_be_sent_is_an_error(tmp_pat
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ValueError, match=said) as raised:
-        Keys.read(path)
+        ApiKeys.read(path)
     assert "sécret" not in str(raised.value)
 
 
 def test_no_keys_at_all_are_an_error() -> None:
     with pytest.raises(ValueError, match="no API key"):
-        Keys([])
+        ApiKeys([])
 
 
 def test_keys_do_not_hold_a_key() -> None:
-    assert KEY not in repr(vars(Keys.of([KEY])))
+    assert KEY not in repr(vars(ApiKeys.from_strings([KEY])))

@@ -1,4 +1,4 @@
-"""Spans of what a real engine records lie within their parents, whatever its steps were doing then."""
+"""Spans of a real engine's records lie within their parents, whatever the engine's steps were doing."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(("tokens", "choices", "leaves"), [(24, 3, False), (200, 2, True)])
 def test_spans_of_real_records(client: LocalClient, tokens: int, choices: int, leaves: bool) -> None:
-    """Also of a client that leaves: the engine lets go of its choices when the request is over already."""
+    """Also for a client that leaves: the engine drops its choices only after the request has ended."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     app = create_app(client, [Tracer(client, provider, TraceConfig("rounds", steps=0.0))])

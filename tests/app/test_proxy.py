@@ -174,7 +174,7 @@ def test_a_stream_that_broke_off_ends_with_an_error_event() -> None:
 
 
 def test_half_a_reply_that_is_no_stream_stays_half() -> None:
-    """So that the connection breaks: nobody may take it for whole."""
+    """The connection breaks, so that no client takes the reply for complete."""
     done = call(ErrorShape(answering(200, JSON_TYPE, b'{"half', b"")))
     assert not done.finished
 

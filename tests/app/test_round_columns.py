@@ -1,4 +1,4 @@
-"""What a reply's metrics tell of every round, where they are asked to, in vLLM's lists and in columns of our own."""
+"""A reply's metrics list every round if the client asks for it, in vLLM's lists and in our own columns."""
 
 import json
 from collections.abc import Iterator
@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from app import round_columns
-from app.client import FakeEngineClient, Script, spell
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
-from engine.types import DRAFTERS, Output, Request, RequestRecord
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, Output, Request, RequestRecord, RoundRecord
 from tests.app.harness import PROMPT, call, events
 from tests.app.openai.test_completions import record
 
@@ -27,24 +26,26 @@ def told(script: Script = spell, *, stream: bool = False, **fields: Any) -> Any:
     return reply["metrics"]["speculative_decoding"]
 
 
-def four_rounds(request: Request, **values: Any) -> RequestRecord:
-    """The prompt's, one with drafts, a plain one, and one with drafts of another drafter."""
+def four_rounds(request: Request, **columns: Any) -> RequestRecord:
+    """Four rounds: the prompt's, one with drafts, a plain one, and one with drafts of another drafter."""
     facts: dict[str, Any] = {
-        "steps": [7, 8, 9, 12],
-        "planned": [0, 4, 0, 4],
-        "reasons": [-1, *(REASONS.index(reason) for reason in ("cap", "load", "policy"))],
-        "alphas": [0, 800, 650, 640],
+        "k": [0, 4, 0, 4],
+        "reason": [-1, *(REASONS.index(reason) for reason in ("cap", "load", "policy"))],
+        "alpha": [0, 800, 650, 640],
         "drafted": [0, 4, 0, 3],
         "accepted": [0, 2, 0, 3],
         "emitted": [1, 3, 1, 1],
         "proposer": [-1, DRAFTERS.index("lookup"), -1, DRAFTERS.index("model")],
+        "step": [7, 8, 9, 12],
         "batch": [3, 3, 2, 1],
         "began_us": [10_000, 30_000, 31_000, 32_500],
         "draft_us": [0, 200, 0, 400],
         "score_us": [900, 700, 600, 500],
         "step_us": [1000, 1000, 650, 1000],
     }
-    return record(request, **facts | values)
+    facts |= columns
+    rounds = [RoundRecord(**dict(zip(facts, row, strict=True))) for row in zip(*facts.values(), strict=True)]
+    return record(request, rounds=rounds)
 
 
 def scripted(request: Request) -> Iterator[Output]:
@@ -79,9 +80,9 @@ def test_the_lists_of_one_choice(stream: bool) -> None:
 
 
 def test_the_docstring_names_every_column() -> None:
-    made = round_columns.told(round_columns.raw_columns(four_rounds(Request("r", (1,)))))
+    made = round_columns.public_columns(round_columns.raw_columns(four_rounds(Request("r", (1,))).rounds))
     assert list(made) == COLUMNS + TIMES
-    words = (round_columns.told.__doc__ or "").replace(",", " ").split()
+    words = (round_columns.public_columns.__doc__ or "").replace(",", " ").split()
     assert set(made) <= set(words)
 
 
@@ -100,7 +101,7 @@ def test_the_lists_add_up_as_vllms_readers_require() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_have_lists_of_their_own(stream: bool) -> None:
-    """vLLM's lists are one sequence's, so they are not in the place where its readers look."""
+    """vLLM's lists belong to one sequence, so with several choices they are not at the top level."""
 
     def script(request: Request) -> Iterator[Output]:
         first = request.choice_index == 0

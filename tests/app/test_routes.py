@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 from tests.app.harness import call
 
 CARD = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "foretoken", "max_model_len": 256}
@@ -44,7 +44,7 @@ def test_a_models_name_may_hold_slashes() -> None:
 @pytest.mark.parametrize("page", [False, True])
 def test_the_index_lists_only_routes_that_exist(page: bool) -> None:
     client = FakeEngineClient()
-    app = create_app(client, live=Live(client) if page else None)
+    app = create_app(client, live_page=LivePage(client) if page else None)
     index = json.loads(call(app, method="GET", path="/").reply)
     assert index["model"] == "fake"
     assert ("GET /ui" in index["routes"]) == page

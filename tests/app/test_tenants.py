@@ -1,4 +1,4 @@
-"""Who shares prefixes with whom: the salt that reaches the engine, by API key and cache_salt, and what stays unsaid."""
+"""Which requests share prefixes: the engine's salt depends on API key and cache_salt, and neither is revealed."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.tenants import cache_salt
 from engine.types import Output
@@ -32,7 +32,7 @@ def test_without_a_key_and_a_salt_all_share() -> None:
 
 
 def test_every_pair_of_key_and_salt_is_on_its_own() -> None:
-    """Written one after the other, the last two pairs would be the same text; so would a salt and a key."""
+    """Joined without separators, the last two pairs would be the same text, and so would a salt and a key."""
     pairs = [
         (None, None),
         ("Bearer ab", None),
@@ -73,7 +73,7 @@ def test_salts_are_equal_only_for_equal_key_and_salt(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_repeats_the_key_or_keeps_it(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the request fails and is logged."""
+    """Also if the request fails and is logged."""
     client = FakeEngineClient(lambda request: [Output(request.id, (1,), "a"), Output(request.id, (), "", "error")])
     with caplog.at_level(logging.DEBUG):
         done = call(

@@ -1,4 +1,4 @@
-"""Whatever a client sends, its span reaches the collector whole, and the log quotes none of it."""
+"""Whatever a client sends, its span reaches the collector complete, and the log quotes nothing of it."""
 
 import json
 import logging

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from engine.types import RequestRecord, StepStats
-from policies.reasons import REASONS
+from engine.types import REASONS, RequestRecord, RoundRecord, StepStats
 
 PLAIN_STEP: dict[str, Any] = {
     "step": 0, "sequences": 1, "prefill_tokens": 0, "drafted": 0, "accepted": 0, "emitted": 1, "draft_us": 0,
@@ -21,6 +20,8 @@ def record(drafted: list[int], accepted: list[int], emitted: list[int], reason: 
     """reason: of all rounds but the first, in which the prompt was read and no k chosen; None: of no round."""
     chosen = -1 if reason is None else REASONS.index(reason)
     reasons = [-1, *[chosen] * (len(drafted) - 1)]
-    return RequestRecord(
-        "r", 0, 3, max(drafted), 0.0, drafted=drafted, accepted=accepted, emitted=emitted, reasons=reasons
-    )
+    rounds = [
+        RoundRecord(k=d, reason=why, alpha=0, drafted=d, accepted=a, emitted=e, proposer=0 if d else -1)
+        for why, d, a, e in zip(reasons, drafted, accepted, emitted, strict=True)
+    ]
+    return RequestRecord("r", 0, 3, max(drafted), 0.0, rounds=rounds)

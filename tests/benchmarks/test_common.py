@@ -45,7 +45,7 @@ def test_each_variant_learns_from_its_own_rounds_only() -> None:
     def first_alpha(length: int) -> int:
         """Per mille, of a new request's first draft."""
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-        return llm.generate([[7, 8, 9]], params)[0].record.alphas[1]
+        return llm.generate([[7, 8, 9]], params)[0].record.column("alpha")[1]
 
     chooser.use("4", 4)
     unknown, known = [first_alpha(32) for _ in range(2)]

@@ -13,8 +13,7 @@ from benchmarks import decode
 from benchmarks.decode import Cell, Decoding
 from benchmarks.measure import Run
 from benchmarks.stats import predicted_speedup
-from engine.types import SamplingParams
-from policies.reasons import REASONS
+from engine.types import REASONS, SamplingParams
 from tests.benchmarks.scripted import record, step
 
 PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads=1", "--json"]

@@ -12,10 +12,10 @@ import pytest
 from benchmarks import policy, trace
 from benchmarks.lab.scenarios import cpu, drifting, mixed, profile
 from benchmarks.lab.simulator import World
+from engine.types import REASONS
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.observation import Timing
-from policies.reasons import REASONS
 
 DEPTH = 4
 BATCH = 3
@@ -107,7 +107,7 @@ def test_a_known_bit_is_what_any_policy_meets(recorded: Recorder) -> None:
 def test_unknown_bits_are_drawn_with_the_rate_of_the_known() -> None:
     def traced(name: str, rounds: list[list[int]]) -> trace.Traced:
         rows = [trace.TraceRow(*row) for row in rounds]
-        return trace.Traced(name, "model", 0, 5, 10_000, 0.0, None, None, rows)
+        return trace.Traced(name, "model", 5, 10_000, 0.0, None, None, rows)
 
     first = [1, 0, 0, 0, 1, 0, -1]
     mostly_right = [first, *([[2, 4, 4, 4, 5, 0, 0]] * 400)]

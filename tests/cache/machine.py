@@ -34,7 +34,7 @@ Place = tuple[int, int]  # (block, offset), or (slot, position)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Every operation on any handle, in any order, legal or not; the `steps` of all runs are counted in the class."""
+    """Every operation on any handle in any order, legal or not. The class counts the `steps` of all runs."""
 
     make: Callable[[], Any]
     steps = 0
@@ -62,12 +62,12 @@ class CacheMachine(RuleBasedStateMachine):
         return block, position % BLOCK
 
     def read(self, place: Place) -> Text:
-        """What a pass would find there: a copy that is still to be done counts as done."""
+        """Return what a pass would read there, as if all waiting copies were done."""
         pending = self.paged._copies if self.paged else {}
         return self.memory.get((pending.get(place[0], place[0]), place[1]), ())
 
     def index(self) -> dict[tuple[str, Text], int]:
-        """Blocks by salt and by the text that they are the end of."""
+        """Return the indexed blocks by salt and by the text that ends with them."""
         found: dict[tuple[str, Text], int] = {}
         if self.paged is not None:
             paths: list[tuple[str, Text, Node]] = [(salt, (), root) for salt, root in self.paged._index._roots.items()]
@@ -127,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.free_slots)
     @rule(prompt=PROMPTS, salt=SALTS, commit=st.booleans())
     def begin(self, prompt: list[int], salt: str, commit: bool) -> None:
-        """A prompt comes and is read as far as there is memory for it: what fills the cache."""
+        """A prompt arrives and is read as far as there is memory. This fills the cache."""
         handle = min(set(range(6)) - self.held.keys())
         self.admit(handle, prompt, salt)
         self.feed(handle, prompt[len(self.held[handle]) :])
@@ -153,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), tokens=TOKENS, commit=st.booleans())
     def grow(self, data: st.DataObject, tokens: list[int], commit: bool) -> None:
-        """A pass over what is reserved, or all that there is room for: drafts at first, committed where `commit`."""
+        """A pass writes reserved positions, or as many as there is room for. They are drafts unless `commit`."""
         handle = self.pick(data)
         self.feed(handle, tokens)
         if commit:
@@ -228,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), beyond=TOKENS)
     def commit(self, data: st.DataObject, beyond: list[int]) -> None:
-        """The first of the drafts are committed now; behind all of them there may be tokens without a position yet."""
+        """Commit the first drafts. After all drafts there may be tokens without a position."""
         handle = self.pick(data)
         count = data.draw(st.integers(self.committed[handle], len(self.held[handle])), label="committed")
         self.publish(handle, count, beyond if count == len(self.held[handle]) else [])
@@ -262,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        """Nothing is taken from the index when a sequence goes and comes again: it finds what it indexed."""
+        """A sequence that leaves and comes back finds what it indexed."""
         handle = self.pick(data)
         text, salt, index = self.held[handle][: self.committed[handle]], self.salts[handle], self.index()
         self.publish(handle, len(text), [])
@@ -280,7 +280,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
-        """What nobody else holds is nobody's until it is restored."""
+        """No sequence gets the memory that only this sequence held before `restore`."""
         handle = self.pick(data)
         self.distrust(handle)
         self.withheld |= {self.cache.slot(handle)} if self.paged is None else set(self.paged.owned(handle))

@@ -1,4 +1,4 @@
-"""The block pool: which block is given when, and what its audit finds."""
+"""The block pool: the order in which blocks are given out, and the defects that its audit finds."""
 
 from collections.abc import Callable
 
@@ -52,7 +52,7 @@ def test_cached_blocks_are_evicted_in_the_order_they_were_let_go() -> None:
     assert (pool.free, pool.available) == (0, 4)
     pool.share(0)  # found again, and let go again: the last in the order now
     pool.drop(0, keep=True)
-    pool.distrust(3)  # withheld, and so out of it
+    pool.withhold_cached(3)  # withheld, and so out of it
     assert (pool.free, pool.available) == (0, 3)
     assert [pool.evict() for _ in range(3)] == [2, 1, 0]
     with pytest.raises(KeyError):
@@ -63,7 +63,7 @@ def test_cached_blocks_are_evicted_in_the_order_they_were_let_go() -> None:
 def test_a_referenced_block_that_is_distrusted_stays_with_its_table() -> None:
     pool = BlockPool(2)
     block = pool.take()
-    pool.distrust(block)
+    pool.withhold_cached(block)
     assert (pool.counts[block], pool.free, pool.withheld) == (1, 1, set())
 
 
@@ -87,7 +87,7 @@ def test_a_block_cannot_be_freed_twice() -> None:
     pool = BlockPool(2)
     block = pool.take()
     pool.drop(block, keep=False)
-    with pytest.raises(AssertionError, match="block 0 is dropped, and nobody holds it"):
+    with pytest.raises(AssertionError, match="block 0 is dropped, but no table refers to it"):
         pool.drop(block, keep=False)
 
 
@@ -112,8 +112,8 @@ def _cached_without_node(pool: BlockPool) -> None:
     [
         (_both_states, r"4 free \+ 1 referenced \+ 1 cached \+ 0 withheld blocks do not make 5: \[0, 0,"),
         (_lost, r"2 free \+ 1 referenced \+ 1 cached \+ 0 withheld blocks do not make 5"),
-        (_count_too_high, r"another count than tables that hold them: \{0: \(3, 2\)\}"),
-        (_cached_without_node, r"cached \[1, 2\], indexed without a reference \[1\]"),
+        (_count_too_high, r"wrong counts, block: \(count, tables that refer to it\): \{0: \(3, 2\)\}"),
+        (_cached_without_node, r"cached blocks \[1, 2\] differ from indexed ones without a reference \[1\]"),
     ],
 )
 def test_the_audit_finds(damage: Callable[[BlockPool], None], says: str) -> None:

@@ -1,4 +1,4 @@
-"""What GatheredStorage does of its own; its law is in test_storage.py."""
+"""GatheredStorage's own behaviour. test_storage.py tests what all storages have in common."""
 
 import pytest
 import torch
@@ -23,9 +23,9 @@ def scattered(dtype: torch.dtype = torch.float32) -> tuple[PagedCache, GatheredS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_window_is_read_anew_in_every_layer(dtype: torch.dtype) -> None:
     cache, storage = scattered(dtype)
-    window = storage.window(0, 3, 8)
+    window = storage.view(0, 3, 8)
     rows = torch.randn(5, 4, 4).to(dtype)
-    storage.rows[1].index_copy_(0, torch.tensor(list(storage.places(cache.slot(1), 2, 7))), rows)
+    storage.rows[1].index_copy_(0, torch.tensor(list(storage.row_numbers(cache.slot(1), 2, 7))), rows)
     keys, values = window[1]
     assert keys.shape == values.shape == (3, 2, 8, 4)
     assert torch.equal(keys[cache.slot(1), :, 2:7], rows[:, :2].transpose(0, 1))
@@ -42,13 +42,13 @@ def test_places_follow_the_table() -> None:
         for start in range(10):
             for end in range(start, 10):
                 expected = [table[i // 3] * 3 + i % 3 for i in range(start, end)]
-                assert list(storage.places(slot, start, end)) == expected
+                assert list(storage.row_numbers(slot, start, end)) == expected
 
 
 def test_what_has_no_memory_reads_as_zeros_even_where_all_memory_is_nan() -> None:
     _, storage = scattered()
     storage.pool.fill_(torch.nan)
-    keys, values = storage.window(0, 4, 12)[0]
+    keys, values = storage.view(0, 4, 12)[0]
     for part in (keys, values):
         assert part[:2, :, :9].isnan().all()
         assert not part[:2, :, 9:].any()
@@ -58,7 +58,7 @@ def test_what_has_no_memory_reads_as_zeros_even_where_all_memory_is_nan() -> Non
 def test_positions_without_memory_have_no_place() -> None:
     cache, storage = scattered()
     with pytest.raises(ValueError, match="slot 0 has memory for 9 positions, not for 10"):
-        storage.places(0, 8, 10)
+        storage.row_numbers(0, 8, 10)
     cache.truncate_to(0, 4)
     with pytest.raises(ValueError, match="for 6 positions, not for 7"):
-        storage.places(0, 4, 7)
+        storage.row_numbers(0, 4, 7)

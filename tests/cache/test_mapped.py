@@ -1,4 +1,4 @@
-"""What MappedStorage asks of the operating system, and what becomes of it; its law is in test_storage.py."""
+"""MappedStorage's calls of the operating system. test_storage.py tests what all storages have in common."""
 
 import ctypes
 import errno
@@ -32,22 +32,22 @@ def make(dtype: torch.dtype = torch.float64, block: int = BLOCK) -> tuple[PagedC
 
 
 def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, value: float = 1.0) -> None:
-    """Let the sequence, which may be new, write `value` at its next positions."""
+    """Write `value` at the sequence's next positions. The sequence may be new."""
     if not cache.holds(handle):
         cache.allocate(handle)
     start = cache.length(handle)
     cache.reserve(handle, count)
     storage.prepare([handle])
-    places = storage.places(cache.slot(handle), start, start + count)
+    places = storage.row_numbers(cache.slot(handle), start, start + count)
     for rows in storage.rows:
         rows[places.start : places.stop] = value
     cache.extend(handle, count)
 
 
 def keys_of(cache: PagedCache, storage: MappedStorage, handle: int, length: int = MAX_LEN) -> torch.Tensor:
-    """The last layer's [length, head_dim], after a preparation of this sequence."""
+    """Return the last layer's keys [length, head_dim] of this sequence, after `prepare`."""
     storage.prepare([handle])
-    return storage.window(cache.slot(handle), 1, length)[1][0][0, 0]
+    return storage.view(cache.slot(handle), 1, length)[1][0][0, 0]
 
 
 def mappings() -> int:
@@ -65,8 +65,8 @@ def test_a_window_is_a_view_of_what_is_written(dtype: torch.dtype) -> None:
     for handle in (0, 1, 0, 1):  # in turns, so that neither's blocks are neighbours
         grow(cache, storage, handle, block)
     rows = torch.randn(block, 2, 64).to(dtype)
-    window = storage.window(0, 2, 2 * block)
-    storage.rows[1].index_copy_(0, torch.tensor(storage.places(1, block - 2, 2 * block - 2)), rows)
+    window = storage.view(0, 2, 2 * block)
+    storage.rows[1].index_copy_(0, torch.tensor(storage.row_numbers(1, block - 2, 2 * block - 2)), rows)
     keys, values = window[1]
     assert torch.equal(keys[1, :, block - 2 : -2], rows[:, :1].transpose(0, 1))
     assert torch.equal(values[1, :, block - 2 : -2], rows[:, 1:].transpose(0, 1))
@@ -136,7 +136,7 @@ def test_a_copy_that_is_due_comes_before_what_is_read_or_cleared(monkeypatch: py
     assert (read == 1).all()
     assert not cleared.any()
 
-    monkeypatch.setattr(MappedStorage, "settle", lambda _: None)
+    monkeypatch.setattr(MappedStorage, "copy_shared_blocks", lambda _: None)
     monkeypatch.setattr(MappedStorage, "prepare", _settles_itself)
     read, cleared = after_clear_and_read()  # negative control: copies only before a pass
     assert not read.any()
@@ -144,7 +144,7 @@ def test_a_copy_that_is_due_comes_before_what_is_read_or_cleared(monkeypatch: py
 
 
 def _settles_itself(storage: MappedStorage, handles: Sequence[int], real: Any = MappedStorage.prepare) -> None:
-    Blocks.settle(storage)
+    Blocks.copy_shared_blocks(storage)
     real(storage, handles)
 
 
@@ -175,15 +175,15 @@ def test_positions_that_are_not_mapped_have_no_place() -> None:
     cache.allocate(0)
     cache.reserve(0, 1)
     with pytest.raises(ValueError, match=f"slot 0 has memory for 0 positions, not for {BLOCK}"):
-        storage.places(0, 0, BLOCK)  # not prepared yet
+        storage.row_numbers(0, 0, BLOCK)  # not prepared yet
     storage.prepare([0])
-    assert list(storage.places(0, 0, BLOCK)) == list(range(BLOCK))
+    assert list(storage.row_numbers(0, 0, BLOCK)) == list(range(BLOCK))
     with pytest.raises(ValueError, match=f"not for {BLOCK + 1}"):
-        storage.places(0, 0, BLOCK + 1)
+        storage.row_numbers(0, 0, BLOCK + 1)
 
 
 class FullKernel:
-    """Stands for libc: mmap fails with this error once `left` calls have gone through."""
+    """Stands in for libc: mmap fails with this error after `left` calls."""
 
     def __init__(self, code: int, left: int) -> None:
         self.code, self.left, self.real = code, left, mapped._libc.mmap
@@ -197,7 +197,7 @@ class FullKernel:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(errno.ENOMEM, "more mappings than vm.max_map_count allows"), (errno.EINVAL, "Invalid argument")]
+    ("code", "says"), [(errno.ENOMEM, "raise vm.max_map_count or lower kv_tokens"), (errno.EINVAL, "Invalid argument")]
 )
 def test_a_failed_mapping_names_its_reason(monkeypatch: pytest.MonkeyPatch, code: int, says: str) -> None:
     monkeypatch.setattr(mapped, "_libc", FullKernel(code, 0))
@@ -211,7 +211,7 @@ def test_a_failed_mapping_names_its_reason(monkeypatch: pytest.MonkeyPatch, code
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_a_preparation_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Two layers: it fails before the first block, between the layers of one, and before the zeros of the tail."""
+    """With two layers, mmap fails before the first block, between a block's layers, and before the zeros at the end."""
 
     def attempt() -> tuple[PagedCache, MappedStorage]:
         cache, storage = make()
@@ -246,10 +246,10 @@ def test_a_table_that_comes_back_after_a_failure_is_mapped_again(monkeypatch: py
         patch.setattr(mapped, "_libc", FullKernel(errno.ENOMEM, 1))  # the first layer is mapped, the second is not
         with pytest.raises(OSError, match="cannot map"):
             storage.prepare([0])
-    assert (storage.window(0, 1, BLOCK)[0][0] == 2).all()
+    assert (storage.view(0, 1, BLOCK)[0][0] == 2).all()
     storage.prepare([0])
     for layer in range(2):
-        assert (storage.window(0, 1, BLOCK)[layer][0] == 1).all()
+        assert (storage.view(0, 1, BLOCK)[layer][0] == 1).all()
 
 
 def test_scattered_blocks_are_mapped_at_once() -> None:
@@ -307,7 +307,7 @@ def test_memory_is_used_for_the_blocks_that_were_needed() -> None:
 
 
 def test_map_count_is_what_scattered_blocks_need() -> None:
-    """Two sequences that grow in turns from a pool of every block: nothing can be merged."""
+    """Two sequences that grow in turns use every block, and no two neighbouring blocks can share a mapping."""
     cache, storage = make()
     layout = Layout(SLOTS, MAX_LEN, BLOCK, BLOCKS)
     for _ in range(4):

@@ -41,7 +41,7 @@ def test_blocks_come_as_positions_are_reserved() -> None:
     cache.reserve(7, 4)
     assert cache.table(7) == [0, 1, 2]
     assert (cache.used_blocks, cache.free_blocks) == (3, 13)
-    with pytest.raises(ValueError, match="cannot extend sequence 7 to 10, 9 positions are reserved"):
+    with pytest.raises(ValueError, match="cannot extend sequence 7 to 10: 9 positions are reserved"):
         cache.extend(7, 5)
     cache.release(7)
     assert (cache.slot_table(0), cache.used_blocks) == ([], 0)
@@ -176,7 +176,7 @@ def test_blocks_reserved_behind_a_shared_one_do_not_pay_for_its_copy() -> None:
     cache.fork(0, 1, 2)
     assert cache.table(0) == [0, 1, 2]
     assert cache.room(0) == 0
-    with pytest.raises(CacheFull, match="needs 1 blocks, 0 can be had"):
+    with pytest.raises(CacheFull, match="needs 1 blocks, but 0 are available"):
         cache.reserve(0, 1)
     cache.audit({0, 1})
 
@@ -193,7 +193,7 @@ def test_a_fork_replaces_less_and_keeps_more() -> None:
     assert cache.table(1) == [0, 1]
     assert cache.used_blocks == 3
     assert cache.fork(0, 2, 9) == 0  # nothing is shared across salts
-    with pytest.raises(ValueError, match="cannot fork 10 of the 9 positions of sequence 0"):
+    with pytest.raises(ValueError, match="cannot fork 10 positions of sequence 0: it has 9"):
         cache.fork(0, 1, 10)
     cache.audit({0, 1, 2})
 
@@ -271,7 +271,7 @@ def test_of_two_who_computed_the_same_the_second_gives_its_blocks_back() -> None
 
 
 def test_a_block_that_others_share_is_not_given_back() -> None:
-    """What they hold below it would be indexed below a block that they do not hold."""
+    """The other sequences would later index blocks below one that they do not hold."""
     cache = paged()
     for handle in (0, 1, 2):
         cache.allocate(handle, TEXT[:9])
@@ -316,7 +316,7 @@ def test_what_cannot_be_reserved_changes_nothing() -> None:
     cache.allocate(1)
     grow(cache, 1, 5)
     assert cache.room(1) == 7
-    with pytest.raises(CacheFull, match="needs 2 blocks, 1 can be had"):
+    with pytest.raises(CacheFull, match="needs 2 blocks, but 1 are available"):
         cache.reserve(1, 8)
     assert (cache.table(1), cache.room(1), cache.free_blocks) == ([1, 2], 7, 1)
     assert len(cache._index.match(TEXT, "", 9)) == 1  # nothing was evicted for it
@@ -333,13 +333,13 @@ def test_room_counts_the_copy_that_a_write_needs() -> None:
     grow(cache, 0, 6)
     cache.fork(0, 1, 6)
     assert cache.room(1) == 2  # the rest of the copy, for which the last block goes
-    with pytest.raises(CacheFull, match="needs 2 blocks, 1 can be had"):
+    with pytest.raises(CacheFull, match="needs 2 blocks, but 1 are available"):
         cache.reserve(1, 3)
     assert list(cache.take_copies()) == []
     cache.allocate(2)
     grow(cache, 2, 1)
     assert cache.room(1) == 0
-    with pytest.raises(CacheFull, match="needs 1 blocks, 0 can be had"):
+    with pytest.raises(CacheFull, match="needs 1 blocks, but 0 are available"):
         cache.reserve(1, 1)
     cache.audit({0, 1, 2})
 
@@ -349,7 +349,7 @@ def test_nobody_grows_beyond_max_len() -> None:
     cache.allocate(0)
     grow(cache, 0, 5)
     assert cache.room(0) == 1
-    with pytest.raises(CacheFull, match="needs 7 positions, and may have 6"):
+    with pytest.raises(CacheFull, match="needs 7 positions, but may have at most 6"):
         cache.reserve(0, 2)
     grow(cache, 0, 1)
 

@@ -48,7 +48,7 @@ class OverlongCache(SlottedCache):
 
 
 class SharingCache(SlottedCache):
-    """Pretends that the child has what its parent has."""
+    """Claims that the child has its parent's positions."""
 
     def fork(self, parent: int, child: int, length: int) -> int:
         self._lengths[child] = max(super().fork(parent, child, length), length)
@@ -56,7 +56,7 @@ class SharingCache(SlottedCache):
 
 
 class TrustingCache(SlottedCache):
-    """Gives away what was quarantined."""
+    """Gives out quarantined slots."""
 
     def quarantine(self, handle: int) -> None:
         self.release(handle)
@@ -104,9 +104,9 @@ def test_failed_operations_change_nothing() -> None:
     cache.reserve(0, 7)
     cache.extend(0, 7)
     assert cache.room(0) == 3
-    with pytest.raises(CacheFull, match="needs 11 positions, its slot has 10"):
+    with pytest.raises(CacheFull, match="needs 11 positions, but its slot has 10"):
         cache.reserve(0, 4)
-    with pytest.raises(ValueError, match="to 11, its slot has 10"):
+    with pytest.raises(ValueError, match="to 11: its slot has 10"):
         cache.extend(0, 4)
     with pytest.raises(CacheFull, match="all 1 slots"):
         cache.allocate(1)

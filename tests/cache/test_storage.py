@@ -1,4 +1,4 @@
-"""Every storage reads, for every sequence, what was written for its tokens, whatever its cache did meanwhile."""
+"""Every storage reads for every sequence what was written for its tokens, whatever its cache did in between."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from cache.memory import make_storage
 from cache.paged import PagedCache
 from cache.protocol import KVCache
 from cache.slotted import SlottedCache
-from cache.storage import PIECE, KVShape, SlottedStorage, Storage
+from cache.storage import PIECE_POSITIONS, KVShape, SlottedStorage, Storage
 
 SLOTS, MAX_LEN, BLOCK, BLOCKS = 3, 15, 4, 9
 SHAPE = KVShape(2, 1, mmap.PAGESIZE // (BLOCK * 2 * 8), torch.float64, torch.device("cpu"))  # a block is a page
@@ -37,7 +37,7 @@ def written(tokens: Sequence[int], start: int, layer: int) -> Tensor:
 
 
 class Machine(RuleBasedStateMachine):
-    """A cache, its storage, and what each sequence's valid positions ought to hold: its `tokens`."""
+    """A cache, its storage, and the `tokens` that each sequence's valid positions must hold."""
 
     layout = PAGED
     make: Any = make_storage
@@ -58,14 +58,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), more=st.lists(BITS, min_size=1, max_size=4), poison=st.sampled_from([False] * 4 + [True]))
     def feed(self, data: st.DataObject, more: list[int], poison: bool) -> None:
-        """A pass; what is not finite is cleared and nobody's any more, as the engine does it."""
+        """A pass. As in the engine, memory that is not finite is cleared and released."""
         handle = data.draw(st.sampled_from(sorted(self.tokens)))
         start = len(self.tokens[handle])
         if self.cache.room(handle) < len(more):
             return
         self.cache.reserve(handle, len(more))
         self.storage.prepare([handle])
-        places = torch.tensor(list(self.storage.places(self.cache.slot(handle), start, start + len(more))))
+        places = torch.tensor(list(self.storage.row_numbers(self.cache.slot(handle), start, start + len(more))))
         tokens = self.tokens[handle] + more
         for layer, rows in enumerate(self.storage.rows):
             rows.index_copy_(0, places, written(tokens, start, layer) * (torch.nan if poison else 1))
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, handles: Sequence[int]) -> None:
         self.storage.prepare(handles)
-        whole = self.storage.window(0, SLOTS, MAX_LEN)
+        whole = self.storage.view(0, SLOTS, MAX_LEN)
         for handle in handles:
             slot, tokens = self.cache.slot(handle), self.tokens[handle]
             backed = len(self.cache.table(handle)) * BLOCK if isinstance(self.cache, PagedCache) else MAX_LEN
@@ -123,7 +123,7 @@ class Machine(RuleBasedStateMachine):
                 assert not seen[:, backed:].any()
                 assert seen.isfinite().all()
                 assert torch.equal(torch.cat(self.storage.read(layer, handle, len(tokens))), expected)
-                alone = self.storage.window(slot, 1, len(tokens))
+                alone = self.storage.view(slot, 1, len(tokens))
                 assert torch.equal(torch.cat([part[0] for part in alone[layer]]), expected)
 
 
@@ -146,7 +146,7 @@ def test_every_sequence_reads_what_was_written_for_its_tokens(layout: Layout, ma
 
 
 class KeepsTails(MappedStorage):
-    """Leaves mapped what the sequence no longer has."""
+    """Leaves blocks mapped that the sequence has given up."""
 
     def _map(self, slot: int, start: int, end: int, block: int | None) -> None:
         if block is not None:
@@ -162,7 +162,7 @@ class ComparesLengths(MappedStorage):
 
 
 class ForgetsCopies(MappedStorage):
-    def settle(self) -> None:
+    def copy_shared_blocks(self) -> None:
         list(self._cache.take_copies())
 
 
@@ -182,7 +182,7 @@ class ClearsNothing(MappedStorage):
 class PadsWithBlock0(GatheredStorage):
     def __init__(self, cache: PagedCache, shape: KVShape) -> None:
         super().__init__(cache, shape)
-        self._zeros = 0
+        self._zero_block = 0
 
 
 # The same programs every time, and no search for the shortest one that fails.
@@ -212,7 +212,7 @@ def slotted(dtype: torch.dtype = torch.float64) -> tuple[SlottedCache, SlottedSt
 def test_rows_written_are_keys_and_values_read(dtype: torch.dtype) -> None:
     _, storage = slotted(dtype)
     rows = torch.randn(3, 4, 4).to(dtype)  # [positions, 2 kv heads of keys then of values, head_dim]
-    storage.rows[1].index_copy_(0, torch.tensor(storage.places(1, 0, 3)), rows)
+    storage.rows[1].index_copy_(0, torch.tensor(storage.row_numbers(1, 0, 3)), rows)
     keys, values = storage.read(1, 11, 3)
     assert torch.equal(keys, rows[:, :2].transpose(0, 1))
     assert torch.equal(values, rows[:, 2:].transpose(0, 1))
@@ -263,23 +263,23 @@ def filled(layout: Layout, kind: type[Storage]) -> tuple[KVCache, Storage, list[
         cache.reserve(handle, 390)
         cache.extend(handle, 390)
     storage.prepare([0, 1])
-    return cache, storage, list(storage.places(cache.slot(1), 0, 390))
+    return cache, storage, list(storage.row_numbers(cache.slot(1), 0, 390))
 
 
 @STORAGES
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_whatever_position_is_not_finite_is_found(layout: Layout, kind: type[Storage], value: float) -> None:
-    """Also one beyond the sequence's end that a pass wrote before it failed."""
+    """Also for a value beyond the sequence's end, which a pass wrote before it failed."""
     cache, storage, rows = filled(layout, kind)
-    assert storage.finite(1)
+    assert storage.is_finite(1)
     for n in (0, 63, 64, 200, 389):
         storage.rows[1][rows[n], -1, -1] = value
-        assert (storage.finite(0), storage.finite(1)) == (True, False)
+        assert (storage.is_finite(0), storage.is_finite(1)) == (True, False)
         storage.rows[1][rows[n]] = 0
     if isinstance(cache, SlottedCache):
         cache.truncate_to(1, 3)
         storage.rows[1][rows[389]] = value
-        assert not storage.finite(1)
+        assert not storage.is_finite(1)
 
 
 @STORAGES
@@ -298,9 +298,9 @@ def test_what_is_cleared_begins_where_it_is_told(layout: Layout, kind: type[Stor
 def test_looking_for_what_is_not_finite_takes_little_memory(layout: Layout, kind: type[Storage]) -> None:
     _, storage, _ = filled(layout, kind)
     row = 2 * SHAPE.kv_heads * SHAPE.head_dim
-    piece = SHAPE.num_layers * layout.block_size if layout.paged else PIECE
+    piece = SHAPE.num_layers * layout.block_size if layout.paged else PIECE_POSITIONS
     with Largest() as largest:
-        assert storage.finite(1)
+        assert storage.is_finite(1)
     assert 0 < largest.elements <= piece * row
 
 
@@ -337,7 +337,7 @@ class Fails(TorchDispatchMode):
 @pytest.mark.parametrize("block", [4, 5], ids=["mapped", "gathered"])
 @pytest.mark.parametrize("number", range(3))
 def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, number: int) -> None:
-    """Each sequence goes on from a copy of what it shared; the first one's source is the second one's copy."""
+    """Each sequence goes on from a copy of a shared block. The first copy's source is the second copy's destination."""
     cache = PagedCache(6, 20, block, 20, prefixes=False)
     storage = make_storage(Layout(6, 20, block, 20), cache, SHAPE)
     for parent, child in ((0, 3), (1, 4), (2, 5)):
@@ -345,7 +345,7 @@ def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, nu
         cache.reserve(parent, 2)
         storage.prepare([parent])
         for layer in storage.rows:
-            layer[list(storage.places(cache.slot(parent), 0, 2))] = parent + 1.0
+            layer[list(storage.row_numbers(cache.slot(parent), 0, 2))] = parent + 1.0
         cache.extend(parent, 2)
         cache.allocate(child)
         cache.fork(parent, child, 2)
@@ -367,7 +367,7 @@ def test_a_slotted_window_is_a_view_of_neighbouring_slots() -> None:
     _, storage = slotted()
     for layer, rows in enumerate(storage.rows):
         rows.copy_(torch.arange(rows.numel(), dtype=torch.float64).view(rows.shape) + 1000 * layer)
-    window = storage.window(1, 2, 3)
+    window = storage.view(1, 2, 3)
     for layer in range(2):
         keys, values = window[layer]
         assert keys.shape == values.shape == (2, 2, 3, 4)

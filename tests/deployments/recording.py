@@ -1,4 +1,4 @@
-"""Doubles of ray.serve.metrics that keep what they are told, and refuse what Ray refuses."""
+"""Doubles of ray.serve.metrics. They record all values and refuse what Ray refuses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ class Histogram(Instrument):
 
 
 class Told:
-    """What the instruments were told, by family, as Prometheus would show it."""
+    """The recorded values by family, as Prometheus would show them."""
 
     def __getitem__(self, name: str) -> dict[str, float]:
         """{values of the labels: sum of a counter, last value of a gauge, count of a histogram}; without what is 0."""

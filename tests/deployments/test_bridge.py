@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from app.client import Token
 from app.main import create_app
 from deployments.bridge import TOKENIZE_INLINE, LocalClient
 from engine.config import ConfigError, EngineConfig
-from engine.engine import Engine
+from engine.engine import Engine, StepResult
 from engine.types import (
     EngineStopped,
     InvalidRequest,
@@ -60,7 +61,7 @@ async def tokens_of(client: LocalClient, request: Request) -> list[int]:
 def test_who_watches_is_told_of_every_end_and_of_all_steps(
     client: LocalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a request that was cancelled, whose record tells what it did until then."""
+    """Also for a cancelled request, whose record covers the time until the cancellation."""
     steps: list[StepStats] = []
     ended: list[Output] = []
     calls: list[int] = []
@@ -69,15 +70,27 @@ def test_who_watches_is_told_of_every_end_and_of_all_steps(
         calls.append(len(new))
         steps.extend(new)
 
-    monkeypatch.setattr("deployments.bridge.TELL_EVERY_S", 0.02)
+    monkeypatch.setattr("deployments.bridge.REPORT_EVERY_S", 0.02)
     client.watch(stepped, ended.append)
+    engine, go_on = client.worker.engine, threading.Event()
+    before, step = engine.steps, engine.step
+
+    def held() -> StepResult:
+        """The fourth step begins after the cancellation, however slow the event loop is."""
+        if engine.steps == before + 3:
+            go_on.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step", held)
 
     async def scenario() -> None:
-        before = client.stats().steps
         whole, cut = client.submit([make_request("whole", 20), make_request("cut", 200)])
+        while client.stats().steps < before + 3:
+            time.sleep(0.001)  # noqa: ASYNC251 - the event loop stands still, so that it is told of several steps at once
         for _ in range(2):
             await anext(cut)
         client.cancel("cut")
+        go_on.set()
         tokens = [t async for output in whole for t in output.token_ids]
         assert len(tokens) == 20
         while len(ended) < 2 or not steps or steps[-1].running:  # noqa: ASYNC110 - told by the clock
@@ -89,7 +102,7 @@ def test_who_watches_is_told_of_every_end_and_of_all_steps(
     records = {output.request_id: output.record for output in ended}
     assert records["cut"] is not None
     assert 0 < records["cut"].output_tokens < 200
-    assert sum(len(stats.parts) for stats in steps) == sum(len(r.steps) for r in records.values() if r)
+    assert sum(len(stats.parts) for stats in steps) == sum(len(r.column("step")) for r in records.values() if r)
     assert max(calls) > 1  # some at once
 
 
@@ -170,7 +183,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 
 def test_no_tokenization_is_shorter_than_the_bound_allows(client: LocalClient) -> None:
-    """The longest tokens themselves reach the bound; nothing passes it."""
+    """A text of the longest tokens reaches the bound exactly; no text that fits exceeds it."""
     vocab = client._tokenizer.vocab
     for token_id in sorted(vocab.values(), key=lambda i: -len(client._tokenizer.decode([i])))[:20]:
         text = client._tokenizer.decode([token_id]) * 50
@@ -201,7 +214,7 @@ def test_a_prediction_is_tokenized_without_special_tokens(client: LocalClient, m
     monkeypatch.setattr(client, "_tokenizer", copy)
     for text in ("def f", "def f():\n" * (TOKENIZE_INLINE // 8)):
         assert [0, *within(client.tokenize(text, "prediction"))] == copy.encode(text)
-    with pytest.raises(InvalidRequest, match="no prediction of") as refused:
+    with pytest.raises(InvalidRequest, match="a prediction of") as refused:
         within(client.tokenize("a" * (client._max_characters + 1), "prediction"))
     assert refused.value.param == "prediction"
 
@@ -237,7 +250,7 @@ def test_the_card_says_what_the_engine_has(
 
 
 def configured(client: LocalClient, policy: PolicyConfig) -> None:
-    """Configure it, and wait until the engine has taken it, on a thread of its own."""
+    """Configure the policy in a thread of its own and wait until the engine uses it."""
     client.configure(policy)
     limit = time.monotonic() + 60
     while client.policy_status()["name"] != policy.name or client.policy_status()["k"] != policy.k:
@@ -247,7 +260,7 @@ def configured(client: LocalClient, policy: PolicyConfig) -> None:
 
 @pytest.fixture
 def live(client: LocalClient) -> Iterator[LocalClient]:
-    """The client, with the policy that it had given back at the end."""
+    """Yield the client and restore its policy at the end."""
     yield client
     configured(client, CONFIG.policy)
 
@@ -315,7 +328,7 @@ async def completion(client: LocalClient, **fields: Any) -> dict[str, Any]:
 
 
 def test_choices_of_a_real_engine_differ_and_repeat_with_their_seed(client: LocalClient) -> None:
-    """The first is the text of a request for one, whoever drafts."""
+    """The first choice has the text of a request with n = 1, whatever the drafter."""
     first = within(completion(client, n=2))
     texts = [c["text"] for c in first["choices"]]
     assert texts[0] != texts[1]

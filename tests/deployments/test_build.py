@@ -1,4 +1,4 @@
-"""The topology's serving options: those of a bare `serve run deployments.build:build`, and what a YAML file changes."""
+"""The deployment's options: the defaults of `serve run deployments.build:build`, and those that a YAML file changes."""
 
 import warnings
 from typing import Any

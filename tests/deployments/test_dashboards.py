@@ -1,4 +1,4 @@
-"""The board and the alerts without a Prometheus: whole, legible, and about families that exist, each of them."""
+"""The dashboard and the alerts without a Prometheus: complete, readable, and only with metric families that exist."""
 
 import re
 from collections import Counter

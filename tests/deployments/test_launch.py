@@ -15,7 +15,7 @@ import pytest
 
 from deployments import launch
 from deployments.cluster import Cluster, read_config
-from deployments.launch import Hurry, Signals, main, run
+from deployments.launch import SecondSignal, Signals, main, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -25,7 +25,7 @@ applications: [{import_path: deployments.build:build, args: {drain_s: 7}}]
 
 
 class FakeCluster:
-    """Becomes settled at once; `loads` are the requests that run at each look during the drain."""
+    """A cluster that is settled at once. `loads`: the running requests at each poll of the drain."""
 
     url = "http://127.0.0.1:1"
     settled = True
@@ -96,7 +96,7 @@ def test_no_time_to_drain_is_none(signals: Signals) -> None:
 def test_the_second_signal_ends_the_drain_at_once(signals: Signals, number: int) -> None:
     cluster = FakeCluster([1] * 10_000)
     cluster.on_drain = lambda: os.kill(os.getpid(), number)
-    with pytest.raises(Hurry):
+    with pytest.raises(SecondSignal):
         interrupted(cluster, signals, signal.SIGTERM)
     assert cluster.did == ["start", "drain"]
 
@@ -118,11 +118,11 @@ def test_an_application_that_fails_is_told_and_is_status_1(
     assert "application a: no such directory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("raised", [Hurry(), SystemExit(signal.SIGTERM)])
+@pytest.mark.parametrize("raised", [SecondSignal(), SystemExit(signal.SIGTERM)])
 def test_signals_while_it_starts_end_it_with_status_0(
     signals: Signals, raised: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray makes SystemExit of a SIGTERM during ray.init; a second signal is Hurry, wherever it comes."""
+    """During ray.init Ray turns SIGTERM into SystemExit. A second signal raises SecondSignal at any time."""
     cluster = FakeCluster([])
     monkeypatch.setattr(cluster, "start", Mock(side_effect=raised))
     monkeypatch.setattr("deployments.cluster.Cluster", lambda *_: cluster)
@@ -137,7 +137,7 @@ def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
     signals.listen()
     signals.ignore()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert not signals.noted.is_set()
+    assert not signals.stop_requested.is_set()
 
 
 @pytest.mark.parametrize(

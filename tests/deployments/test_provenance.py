@@ -1,4 +1,4 @@
-"""Where a real engine's tokens came from: what its replies tell agrees with the text and with the metrics."""
+"""Origins of a real engine's tokens: the replies agree with the text and with the metrics."""
 
 import asyncio
 import json
@@ -98,7 +98,7 @@ WAYS: list[dict[str, Any]] = [
 def test_tokens_join_to_the_text_and_counts_agree(
     client: LocalClient, speculation: dict[str, Any], temperature: float
 ) -> None:
-    """At 1.6 much of it is no text. The first token is plain; nothing cuts a round."""
+    """At temperature 1.6 many tokens are not whole characters. The first token is plain; nothing cuts a round."""
     fields = {"temperature": temperature, "ignore_eos": True}
     reply = completion(client, fields, **speculation)
     (choice,) = reply["choices"]

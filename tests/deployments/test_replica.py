@@ -1,4 +1,4 @@
-"""A replica's reconfigure: strict at the start, forgiving while it serves. Serve itself is not needed for either."""
+"""A replica's reconfigure is strict at the start and tolerant while it serves. These tests need no Serve."""
 
 import logging
 import warnings
@@ -56,11 +56,11 @@ class Heart:
 
 @pytest.fixture
 def replica() -> Any:
-    """One whose pair has been loaded, and that Serve has not started yet."""
+    """A replica with loaded models that Serve has not started yet."""
     ours = Replica.func_or_class.__mro__[1]  # type: ignore[attr-defined]  # below what Serve's decorators made of it
     assert ours.__module__ == "deployments.replica"
     bare = ours.__new__(ours)
-    bare.client, bare.meter, bare._serving = Client(), Heart(), False
+    bare.client, bare.meter, bare._started = Client(), Heart(), False
     return bare
 
 
@@ -82,7 +82,7 @@ def test_at_the_start_an_invalid_one_ends_it_with_the_reason(replica: Any, user_
 def test_later_an_invalid_one_is_logged_and_shown_and_changes_nothing(
     replica: Any, user_config: Any, reason: str, checked: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Later: after the first, or, where there was none, after the health check with which a start ends."""
+    """Later means after the first user_config or, without one, after the health check that ends the start."""
     if checked:
         replica.check_health()
     else:

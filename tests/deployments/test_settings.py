@@ -1,4 +1,4 @@
-"""The operator's settings, and the two Serve files: both valid, without a key that Serve would silently ignore."""
+"""The operator's settings and the two Serve files: both are valid and have no key that Serve would silently ignore."""
 
 import dataclasses
 import warnings
@@ -38,7 +38,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Keys at any level that Serve has no field for, and would drop without a word."""
+    """Return the keys, at any level, for which Serve has no field and which it would silently drop."""
     found = _unknown("", config, ServeDeploySchema)
     found += _unknown("http_options.", config.get("http_options", {}), HTTPOptionsSchema)
     for application in config.get("applications", []):
@@ -331,7 +331,7 @@ def test_a_file_is_valid_for_serve_and_for_us(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_says_in_one_place_who_chooses_k(name: str) -> None:
-    """A user_config goes before the arguments: such an argument would have no effect."""
+    """A user_config overrides the arguments, so such an argument would have no effect."""
     assert not {"policy", "spec_length"} & load(name)["applications"][0]["args"].keys()
 
 

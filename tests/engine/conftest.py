@@ -22,9 +22,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pruned_races() -> Iterator[None]:
     """Draw as the CPU does with real vocabularies, not as with tiny ones; test_race.py ties the two together."""
-    before, noise.PLAIN = noise.PLAIN, 0
+    before, noise.DENSE_NOISE_LIMIT = noise.DENSE_NOISE_LIMIT, 0
     yield
-    noise.PLAIN = before
+    noise.DENSE_NOISE_LIMIT = before
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,28 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.detokenize import Detokenizer, TextStream
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.sequence import Sequence
-from engine.types import FinishReason, Output, Request, RequestRecord, SamplingParams, StepStats
+from engine.types import (
+    REASONS,
+    FinishReason,
+    Output,
+    Request,
+    RequestRecord,
+    RoundRecord,
+    SamplingParams,
+    StepStats,
+    acceptance_of,
+)
 from policies.config import PolicyConfig
-from policies.reasons import REASONS
 from tests.engine.pairs import Pair
 from tests.kv import kv_config
 
@@ -23,16 +32,16 @@ DEFAULT = SamplingParams()
 
 
 def load(pair: Pair, **config: Any) -> Engine:
-    """An engine over a tiny pair, in fp64 and with as many drafts as there may be, at most 5, unless told otherwise."""
+    """An engine over a tiny pair. Defaults: fp64, and a fixed k of 5, or max_spec_length if that is smaller."""
     policy = PolicyConfig("fixed", k=min(5, config.get("max_spec_length", 5)))
     settings = {"dtype": "float64", "max_model_len": 96, "policy": policy, **kv_config(), **config}
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 
 def model_drafter(engine: Engine) -> ModelDrafter:
-    """The draft model's, of all that the engine has."""
-    assert isinstance(engine.drafter, Drafters)
-    (drafter,) = (part for part in engine.drafter.parts if isinstance(part, ModelDrafter))
+    """The engine's draft-model drafter."""
+    assert isinstance(engine.drafter, ChainedDrafter)
+    (drafter,) = (part for part in engine.drafter.drafters if isinstance(part, ModelDrafter))
     return drafter
 
 
@@ -62,7 +71,7 @@ def make_sequence(
 
 
 @dataclass(slots=True)
-class Told:
+class Received:
     """What an engine said of one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -78,14 +87,14 @@ class Told:
 
 @dataclass(slots=True)
 class Drive:
-    """A whole run: what became of each request, and what each step did."""
+    """A whole run: what each request received, and the statistics of each step."""
 
-    told: dict[str, Told] = field(default_factory=dict)
+    received: dict[str, Received] = field(default_factory=dict)
     steps: list[StepStats] = field(default_factory=list)
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        return {name: told.tokens for name, told in self.told.items()}
+        return {name: told.tokens for name, told in self.received.items()}
 
     @property
     def drafted(self) -> int:
@@ -107,7 +116,7 @@ def drive(
     Checks I5 (one finish event each, nothing after it), I8, that steps and records tell the same and, once idle, I3.
     """
     timetable = arrivals if isinstance(arrivals, Mapping) else {0: arrivals}
-    run = Drive({r.id: Told() for requests in timetable.values() for r in requests})
+    run = Drive({r.id: Received() for requests in timetable.values() for r in requests})
     step = 0
     while engine.has_work or step <= max(timetable, default=0):
         for request in timetable.get(step, ()):
@@ -119,7 +128,7 @@ def drive(
         run.steps.append(result.stats)
         for output in result.outputs:
             check_drafts(output)
-            told = run.told[output.request_id]
+            told = run.received[output.request_id]
             assert told.reason is None, f"{output.request_id} spoke after it had finished"
             told.tokens += output.token_ids
             told.pieces.append(output.text)
@@ -128,18 +137,12 @@ def drive(
         step += 1
     engine.audit()
     assert engine.target.cache.free_slots == engine.config.max_running
-    if isinstance(engine.drafter, Drafters):
+    if isinstance(engine.drafter, ChainedDrafter):
         assert model_drafter(engine).runner.cache.free_slots == engine.config.max_running
-    for request_id, told in run.told.items():
+    for request_id, told in run.received.items():
         check_finished(request_id, told)
     check_steps(run)
     return run
-
-
-def columns_of(record: RequestRecord) -> list[list[int]]:
-    """One entry per round each."""
-    every = (getattr(record, column.name) for column in fields(record))
-    return [values for values in every if isinstance(values, list)]
 
 
 def check_drafts(output: Output) -> None:
@@ -152,19 +155,17 @@ def check_drafts(output: Output) -> None:
 
 def check_steps(run: Drive) -> None:
     """A step's statistics are those of its requests' records."""
-    rounds = defaultdict[int, list[tuple[int, ...]]](list)
-    for told in run.told.values():
+    rounds = defaultdict[int, list[RoundRecord]](list)
+    for told in run.received.values():
         if told.record is not None:
-            r = told.record
-            parts = (r.planned, r.reasons, r.alphas, r.drafted, r.accepted, r.emitted, r.proposer)
-            for step, *part in zip(r.steps, *parts, strict=True):
-                rounds[step].append(tuple(part))
+            for part in told.record.rounds:
+                rounds[part.step].append(part)
     for stats in run.steps:
         assert sorted(stats.parts) == sorted(rounds[stats.step])
         assert len(stats.parts) <= len(set(stats.requests)) == stats.sequences
 
 
-def check_finished(request_id: str, told: Told) -> None:
+def check_finished(request_id: str, told: Received) -> None:
     """I5, and the record's identities I8."""
     assert told.reason is not None, f"{request_id} never finished"
     record = told.record
@@ -172,16 +173,13 @@ def check_finished(request_id: str, told: Told) -> None:
     assert record.request_id == request_id
     assert record.finished is not None
     assert (told.error is None) == (told.reason != "error")
-    histogram = record.histogram()
-    assert sum(histogram) == record.rounds
-    assert sum(j * n for j, n in enumerate(histogram)) == sum(record.accepted)
-    assert {len(column) for column in columns_of(record)} == {len(record.emitted)}
-    assert all(
-        a <= d <= k <= record.k_max for a, d, k in zip(record.accepted, record.drafted, record.planned, strict=True)
-    )
-    assert all(before < after for before, after in pairwise(record.steps))
-    assert all(-1 <= reason < len(REASONS) for reason in record.reasons)
-    assert all(0 <= alpha <= 1000 for alpha in record.alphas)
-    assert sum(record.emitted) == len(told.tokens)
+    acceptance = acceptance_of(record)
+    assert sum(acceptance.histogram) == acceptance.rounds == sum(part.drafted > 0 for part in record.rounds)
+    assert sum(j * n for j, n in enumerate(acceptance.histogram)) == sum(record.column("accepted"))
+    assert all(part.accepted <= part.drafted <= part.k <= record.k_max for part in record.rounds)
+    assert all(before < after for before, after in pairwise(record.column("step")))
+    assert all(-1 <= reason < len(REASONS) for reason in record.column("reason"))
+    assert all(0 <= alpha <= 1000 for alpha in record.column("alpha"))
+    assert sum(record.column("emitted")) == len(told.tokens)
     if told.reason != "error":
         assert record.output_tokens == len(told.tokens)

@@ -83,7 +83,7 @@ class Checker:
             if name == "target" and sequence.num_output and not sequence.record.preemptions:
                 assert length == len(sequence.tokens) - 1
             runner.storage.prepare([sequence.handle])
-            window = runner.storage.window(runner.cache.slot(sequence.handle), 1, length)
+            window = runner.storage.view(runner.cache.slot(sequence.handle), 1, length)
             for layer in range(runner.decoder.config.num_layers):
                 read = runner.storage.read(layer, sequence.handle, length)
                 seen = [tensor[0] for tensor in window[layer]]  # as attention sees it

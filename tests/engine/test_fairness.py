@@ -41,7 +41,7 @@ def apart(requests: list[Request]) -> list[Request]:
 
 def read_steps(run: Drive) -> dict[str, int]:
     """The step in which each request's prompt had been read."""
-    return {name: told.record.steps[0] for name, told in run.told.items() if told.record is not None}
+    return {name: told.record.column("step")[0] for name, told in run.received.items() if told.record is not None}
 
 
 def read_by_group(engine: Engine) -> Counter[str]:
@@ -64,7 +64,7 @@ def test_a_newcomer_does_not_wait_for_all_prompts_of_another_request(pair: Pair,
     run = drive(make_engine(pair, 4), {0: prompts, 3: [ask("newcomer", 10, 3)]})
     first = read_steps(run)["newcomer"]
     assert (first <= 3 + 2) == grouped
-    assert all(told.reason == "length" for told in run.told.values())
+    assert all(told.reason == "length" for told in run.received.values())
 
 
 def test_what_a_pass_reads_is_divided_between_groups(pair: Pair) -> None:
@@ -94,7 +94,7 @@ def test_few_groups_read_at_the_same_time(pair: Pair) -> None:
     """Else all of a burst would get their first tokens as late as the last of them."""
     engine = make_engine(pair, 8)
     submit(engine, *(ask(f"r{i}", 60, 1) for i in range(7)))
-    assert read_by_group(engine) == {f"r{i}": 6 for i in range(scheduler_module.READERS)}
+    assert read_by_group(engine) == {f"r{i}": 6 for i in range(scheduler_module.MAX_PREFILL_GROUPS)}
 
 
 def test_the_next_slot_is_for_a_group_that_has_none(pair: Pair) -> None:
@@ -122,20 +122,20 @@ def test_who_reads_advances_however_little_a_pass_may_read(pair: Pair, chunk: in
     engine = make_engine(pair, 5, prefill_chunk=chunk)
     requests = [ask("stream", 1, 20), *(ask(f"r{i}", 60, 1) for i in range(3))]
     run = drive(engine, requests, after_step=Watch(engine))
-    assert all(told.reason == "length" for told in run.told.values())
+    assert all(told.reason == "length" for told in run.received.values())
     assert all(s.prefill_tokens <= max(chunk, 3) for s in run.steps[1:19])
 
 
 def test_negative_control_who_reads_gets_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(pair, 5, prefill_chunk=1)
-    read = engine.scheduler._read
+    read = engine.scheduler._divide_prefill
 
-    def stingy(budget: int, queue: scheduler_module.Queue) -> dict[Any, int]:
+    def stingy(budget: int, queue: scheduler_module.StartQueue) -> dict[Any, int]:
         counts = read(budget, queue)
         last = next(reversed(counts), None)
         return {s: n for s, n in counts.items() if s is not last or len(counts) < 3}
 
-    monkeypatch.setattr(engine.scheduler, "_read", stingy)
+    monkeypatch.setattr(engine.scheduler, "_divide_prefill", stingy)
     requests = [ask("stream", 1, 20), *(ask(f"r{i}", 60, 1) for i in range(3))]
     with pytest.raises(AssertionError, match="did not advance"):
         drive(engine, requests, after_step=Watch(engine))
@@ -148,9 +148,9 @@ def test_whose_memory_was_taken_back_is_the_next_of_its_group(pair: Pair) -> Non
         engine.step()
     youngest = engine.scheduler._preempt()
     assert youngest.request_id == "large-1"
-    assert [s.request_id for s in engine.scheduler._order()] == ["large-1", "large-2", "large-3"]
+    assert [s.request_id for s in engine.scheduler._start_order()] == ["large-1", "large-2", "large-3"]
     engine.submit(ask("newcomer", 4, 1))
-    assert engine.scheduler._order()[0].request_id == "newcomer"
+    assert engine.scheduler._start_order()[0].request_id == "newcomer"
     engine.cancel_all()
 
 
@@ -174,4 +174,4 @@ def test_every_request_ends_whatever_the_groups(pair: Pair, seed: int) -> None:
     run = drive(engine, arrivals, after_step=Watch(engine))
     expected = drive(load(pair, max_running=5, **CONFIG), apart([r for rs in arrivals.values() for r in rs]))
     assert run.tokens == expected.tokens
-    assert all(told.reason == "length" for told in run.told.values())
+    assert all(told.reason == "length" for told in run.received.values())

@@ -1,4 +1,4 @@
-"""Large blocks are kept: allocating one again costs few page faults. Compiled products are not kept without end."""
+"""Freed blocks are kept, so that allocating again costs few page faults. The number of compiled products is bounded."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ from engine.host_memory import out_of_memory
 
 SCRIPT = """
 import resource, sys, torch
-from engine import memory
+from engine import host_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "control":
-    memory.TRIM_BYTES = memory.MMAP_BYTES = 128 * 1024  # what glibc starts with
-told = memory.keep_freed_memory()
+    host_memory.TRIM_BYTES = host_memory.MMAP_BYTES = 128 * 1024  # what glibc starts with
+kept = host_memory.keep_freed_memory()
 def faults(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(times):
@@ -23,21 +23,21 @@ def faults(times):
         del blocks
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults(20)
-print(told, faults(100))
+print(kept, faults(100))
 """
 
 
 def run(mode: str) -> tuple[str, int]:
     done = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True)
-    told, count = done.stdout.split()
-    return told, int(count)
+    supported, count = done.stdout.split()
+    return supported, int(count)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is tuned on Linux with glibc only")
 def test_freed_blocks_fault_no_more() -> None:
     """The control, with glibc's initial thresholds, faults for every page of every block: 120,000 times."""
-    told, kept = run("keep")
-    if told == "False":
+    supported, kept = run("keep")
+    if supported == "False":
         pytest.skip("this C library has no mallopt")
     assert kept < 1_000
     assert run("control")[1] > 10_000
@@ -52,39 +52,40 @@ def test_an_allocation_that_is_too_large_says_so() -> None:
     assert not out_of_memory(RuntimeError("out of ideas"))
 
 
-# Instead of loading a pair, an engine multiplies: what oneDNN makes when twelve row counts come a second time is told.
+# In place of opening a checkpoint, twelve products of different row counts are computed twice. oneDNN logs for each
+# product of the second time whether it is compiled again.
 PRODUCTS = """
 import torch
-from engine import engine, memory
+from engine import host_memory, load
 from engine.config import EngineConfig
-memory.COMPILED = 8
+host_memory.MAX_COMPILED_PRODUCTS = 8
 def multiply():
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.ones(512, 192))
     for rows in range(40, 52):
         torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 192), weight, None, "none", [], "")
-def load(config):
+def multiply_twice(path):
     multiply()
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
         multiply()
     raise SystemExit
-engine.load_pair = load
-engine.Engine.from_config(EngineConfig("none", threads=1))
+load.open_checkpoint = multiply_twice
+load.load_models(EngineConfig("none", threads=1))
 """
 
 
 def compiled(capacity: str | None) -> tuple[int, int]:
-    """(products that oneDNN found, that it compiled) where the environment says this capacity."""
+    """(products that oneDNN found compiled, products that it compiled) with this capacity in the environment."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}
     if capacity is not None:
         environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
     command = [sys.executable, "-c", PRODUCTS]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    made = [line for line in told.splitlines() if ",inner_product," in line or ",matmul," in line]
+    logged = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    made = [line for line in logged.splitlines() if ",inner_product," in line or ",matmul," in line]
     return sum(",create:cache_hit," in line for line in made), sum(",create:cache_miss," in line for line in made)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_compiled_products_are_bounded_from_the_start() -> None:
-    """A cache of 8 that twelve products go through in turn finds none again; the operator's own word goes before it."""
+    """A cache of 8 never holds the next of twelve products in turn. The operator's capacity goes before ours."""
     assert compiled(None) == (0, 12)
     assert compiled("100") == (12, 0)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
 from tests.kv import without_prefixes
 
-COUNT = 200
+COUNT = 60
+MANY = 200  # in proofs
 MAX_LEN = 128
 FILTERS: tuple[dict[str, Any], ...] = (
     {},
@@ -38,11 +39,11 @@ pytestmark = pytest.mark.usefixtures("pruned_races")
 Tokens = dict[str, list[int]]
 
 
-def make_requests(temperature: float) -> list[Request]:
-    """200 prompts of 1 to 24 tokens, every tenth of 40 to 80, with outputs of 8 to 20 tokens."""
+def make_requests(temperature: float, count: int = COUNT) -> list[Request]:
+    """Prompts of 1 to 24 tokens, every tenth of 40 to 80, with outputs of 8 to 20 tokens."""
     rng = random.Random(5)
     requests = []
-    for i in range(COUNT):
+    for i in range(count):
         length = rng.randint(40, 80) if i % 10 == 0 else rng.randint(1, 24)
         filters = FILTERS[i % len(FILTERS)] if temperature else {}
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=rng.randint(8, 20), **filters)
@@ -62,9 +63,17 @@ def engine(pair: Pair) -> Engine:
     return load(pair, max_model_len=MAX_LEN, max_running=8, max_spec_length=8, max_step_tokens=72)
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((0.0, COUNT), id="greedy"),
+        pytest.param((0.8, COUNT), id="sampled"),
+        pytest.param((0.0, MANY), id="many greedy", marks=pytest.mark.proofs),
+        pytest.param((0.8, MANY), id="many sampled", marks=pytest.mark.proofs),
+    ],
+)
 def requests(request: pytest.FixtureRequest) -> list[Request]:
-    return make_requests(request.param)
+    return make_requests(*request.param)
 
 
 def run_alone(engine: Engine, requests: Seq[Request]) -> tuple[Tokens, int, int]:
@@ -79,7 +88,7 @@ def expected(engine: Engine, requests: list[Request]) -> Tokens:
     """The plain run: k = 0, nobody else in the batch."""
     tokens, drafted, _ = run_alone(engine, with_k(requests, 0))
     assert drafted == 0
-    assert len({tuple(ids) for ids in tokens.values()}) > 0.9 * COUNT
+    assert len({tuple(ids) for ids in tokens.values()}) > 0.9 * len(requests)
     return tokens
 
 
@@ -115,7 +124,7 @@ def test_in_a_batch_with_arrivals_and_departures(
     engine: Engine, requests: list[Request], expected: Tokens, k: int | str
 ) -> None:
     """Requests arrive three per step in another order; every fourth has a twin that is cancelled some steps later."""
-    shuffled = random.Random(2).sample(with_k(requests, k), COUNT)
+    shuffled = random.Random(2).sample(with_k(requests, k), len(requests))
     arrivals: dict[int, list[Request]] = {}
     cancels: dict[int, list[str]] = {}
     for i, request in enumerate(shuffled):
@@ -125,10 +134,10 @@ def test_in_a_batch_with_arrivals_and_departures(
             cancels.setdefault(i // 3 + 1 + i % 11, []).append(f"twin-{request.id}")
     run = drive(engine, arrivals, cancels)
     assert {r.id: run.tokens[r.id] for r in requests} == expected
-    for name, told in run.told.items():
+    for name, told in run.received.items():
         twin_of = expected[name.removeprefix("twin-")]
         assert told.tokens == twin_of[: len(told.tokens)]
-    assert any(told.reason == "cancelled" for told in run.told.values())
+    assert any(told.reason == "cancelled" for told in run.received.values())
     if k != 0:
         assert 0 < run.accepted < run.drafted
         # Chunks that emit nothing and sequences with different k share passes: see the next test for the sharpest case.
@@ -158,8 +167,6 @@ def test_a_prefill_chunk_before_ragged_drafts(pair: Pair) -> None:
 
 class RandomDrafter:
     """Proposes anything at all, as long as asked for or shorter."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self) -> None:
         self.rng = random.Random(4)
@@ -226,7 +233,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     run = drive(engine, [Request("one", (7, 8, 9), params), Request("two", (7, 8, 9), params)])
     assert run.tokens["one"] != run.tokens["two"]
-    record = run.told["one"].record
+    record = run.received["one"].record
     assert record is not None
     again = drive(engine, [Request("again", (7, 8, 9), replace(params, seed=record.seed), k=0)])
     assert again.tokens["again"] == run.tokens["one"]

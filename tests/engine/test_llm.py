@@ -64,7 +64,7 @@ def test_nothing(llm: LLM) -> None:
 def test_an_invalid_request_stops_all_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="exceed the context of 64"):
         llm.generate(["fine", [5] * 60], GREEDY)
-    with pytest.raises(InvalidRequest, match="k must lie between 0 and 16"):
+    with pytest.raises(InvalidRequest, match="does not lie between 0 and this server's maximum, 16"):
         llm.generate(["fine", "also fine"], GREEDY, k=[1, 17])
     with pytest.raises(InvalidRequest, match="no tokens"):
         llm.generate(["fine", ""], GREEDY)
@@ -83,7 +83,7 @@ def test_without_a_draft_every_round_is_plain(llm: LLM, pair: Pair) -> None:
     (completion,) = plain.generate(["the cat"], GREEDY)
     assert completion.token_ids == llm.generate(["the cat"], GREEDY, k=4)[0].token_ids
     assert sum(completion.drafted) == completion.record.k_max == 0
-    assert completion.record.emitted == [1] * 10
+    assert completion.record.column("emitted") == [1] * 10
     assert plain.generate(["the cat"], GREEDY, k=0)[0].token_ids == completion.token_ids
     with pytest.raises(InvalidRequest, match="no drafter is configured"):
         plain.generate(["the cat"], GREEDY, k=1)

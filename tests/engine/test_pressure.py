@@ -185,7 +185,7 @@ def test_a_hundred_requests(hundred: Load, kind: str) -> None:
     hundred.check(kind, max_running=64)
 
 
-@pytest.mark.slow
+@pytest.mark.proofs
 def test_five_hundred_requests(five_hundred: Load) -> None:
     five_hundred.check("mapped", max_running=256)
 

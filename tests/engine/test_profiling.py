@@ -10,7 +10,7 @@ import pytest
 
 from cache.paged import PagedCache
 from engine import profiling
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.runner import Feed, Runner
@@ -31,8 +31,8 @@ def small(pair: Pair, **config: Any) -> Engine:
 
 
 def runners(engine: Engine) -> list[Runner]:
-    assert isinstance(engine.drafter, Drafters)
-    models = [part.runner for part in engine.drafter.parts if isinstance(part, ModelDrafter)]
+    assert isinstance(engine.drafter, ChainedDrafter)
+    models = [part.runner for part in engine.drafter.drafters if isinstance(part, ModelDrafter)]
     return [engine.target, *models]
 
 
@@ -141,7 +141,7 @@ def test_generations_are_the_same_after_it(pair: Pair) -> None:
 
 def test_without_a_draft_model_the_target_is_profiled_all_the_same(pair: Pair) -> None:
     engine = small(Pair(pair.target, pair.draft), drafter="lookup")
-    alone = Drafters({"lookup": ()}, engine.target.device)
+    alone = ChainedDrafter({"lookup": ()}, engine.target.device)
     timings = profile(engine.target, alone, 6, DEPTH, AGES)
     assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4, 6)}
     assert [t.batch for t in timings if t.drafts < t.batch * t.depth] == [2, 4, 6]
@@ -221,9 +221,9 @@ def test_a_drafter_that_fails_costs_the_rounds_with_drafts(pair: Pair, monkeypat
 
 def test_what_is_told_is_the_lower_quartile() -> None:
     """Whatever disturbs a round makes it longer: six runs of which two were disturbed, or four, and one."""
-    assert profiling._quartile([9.0, 2.0, 1.0, 3.0, 8.0, 2.5]) == 2.0
-    assert profiling._quartile([9.0, 8.0, 1.0, 2.0, 7.0, 6.0]) == 2.0
-    assert profiling._quartile([4.0]) == 4.0
+    assert profiling._lower_quartile([9.0, 2.0, 1.0, 3.0, 8.0, 2.5]) == 2.0
+    assert profiling._lower_quartile([9.0, 8.0, 1.0, 2.0, 7.0, 6.0]) == 2.0
+    assert profiling._lower_quartile([4.0]) == 4.0
 
 
 def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

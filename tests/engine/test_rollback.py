@@ -16,7 +16,7 @@ from cache.prefix import Node, PrefixIndex
 from cache.storage import Blocks
 from engine import round as round_module
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import Laws
+from engine.drafters.model import DraftLaws
 from engine.engine import Engine
 from engine.models.runner import Feed
 from engine.sampling.acceptance import Verdict
@@ -114,20 +114,20 @@ class Fuzz:
     @property
     def acceptances(self) -> set[int]:
         """Drafts accepted of K that were verified."""
-        records = [told.record for told in self.run.told.values() if told.record is not None]
-        return {a for r in records for d, a in zip(r.drafted, r.accepted, strict=True) if d == K}
+        records = [told.record for told in self.run.received.values() if told.record is not None]
+        return {a for r in records for d, a in zip(r.column("drafted"), r.column("accepted"), strict=True) if d == K}
 
 
 def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Drafts become other tokens at random before the draft model is fed them: it holds what it proposes."""
-    draw, rng = Laws.draw, random.Random(seed)
+    draw, rng = DraftLaws.draw, random.Random(seed)
 
-    def erring(self: Laws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+    def erring(self: DraftLaws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
         drawn = draw(self, batch, active, logits, drafts)
         wrong = torch.tensor([rng.randrange(1, VOCAB) * (rng.random() < WRONG) for _ in active])
         return (drawn + wrong) % VOCAB
 
-    monkeypatch.setattr(Laws, "draw", erring)
+    monkeypatch.setattr(DraftLaws, "draw", erring)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -142,7 +142,7 @@ def test_caches_hold_the_committed_tokens_after_every_round(
     fuzz = Fuzz(load_small(request.getfixturevalue(which), kind), seed)
     assert min(fuzz.checker.compared.values()) > 2000
     assert 0 < fuzz.run.accepted < fuzz.run.drafted
-    assert any(told.reason == "cancelled" for told in fuzz.run.told.values())
+    assert any(told.reason == "cancelled" for told in fuzz.run.received.values())
     if which == "twins":
         assert fuzz.acceptances == set(range(K + 1))
     if kind == "slotted":
@@ -182,7 +182,7 @@ def test_passes_that_fail_under_pressure(
     for runner in (engine.target, model_drafter(engine).runner):
         monkeypatch.setattr(runner, "run", failing(runner.run, random.Random(seed)))
     fuzz = Fuzz(engine, seed)
-    assert {told.reason for told in fuzz.run.told.values()} == {"length", "cancelled"}
+    assert {told.reason for told in fuzz.run.received.values()} == {"length", "cancelled"}
     assert sum(s.draft_faults for s in fuzz.run.steps) > 10
     assert kind == "slotted" or min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
 
@@ -217,7 +217,7 @@ def skips_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_to_fill_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Blocks, "settle", lambda self: list(self._cache.take_copies()))
+    monkeypatch.setattr(Blocks, "copy_shared_blocks", lambda self: list(self._cache.take_copies()))
 
 
 def keeps_the_old_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,13 +64,13 @@ def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected: list[int] = []
-    choose = engine.scheduler._choose
+    choose = engine.scheduler._choose_k
 
     def spy(decoding: Seq[Sequence], prefill: int) -> Decision:
         expected.append(prefill)
         return choose(decoding, prefill)
 
-    monkeypatch.setattr(engine.scheduler, "_choose", spy)
+    monkeypatch.setattr(engine.scheduler, "_choose_k", spy)
     for name, length in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 4)):
         submit(engine, name, length, k=0)
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_arrival_decides_who_gives_way(pair: Pair) -> None:
     engine = paged(pair, kv_tokens=128)
     requests = [ask("leader", COMMON, 50), ask("follower", (*COMMON, 5), 40), ask("late", COMMON[9:18], 60)]
     run = drive(engine, requests)
-    preempted = {name: told.record.preemptions for name, told in run.told.items() if told.record}
+    preempted = {name: told.record.preemptions for name, told in run.received.items() if told.record}
     assert preempted.pop("late")
     assert set(preempted.values()) == {0}
 
@@ -225,7 +225,7 @@ def test_what_is_not_finite_goes_with_a_request_that_leaves_before_its_first_tok
     assert not sequence.num_output
     storage.pool[:, cache.table(sequence.handle)[1]] = torch.nan
     if not looks:
-        monkeypatch.setattr(type(storage), "finite", lambda *_: True)
+        monkeypatch.setattr(type(storage), "is_finite", lambda *_: True)
     exits: dict[str, Callable[[], object]] = {
         "cancel": lambda: engine.cancel("reads"),
         "preempt": engine.scheduler._preempt,

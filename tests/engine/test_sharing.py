@@ -17,7 +17,7 @@ from cache.storage import Blocks
 from engine import scheduler as scheduler_module
 from engine.engine import Engine
 from engine.models.runner import Feed, Runner
-from engine.scheduler import WORTH_SHARING, Scheduler
+from engine.scheduler import MIN_SHARED, Scheduler
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter
@@ -43,7 +43,7 @@ def paged(engine: Engine) -> PagedCache:
 
 
 def cached(run: Drive, name: str) -> int:
-    record = run.told[name].record
+    record = run.received[name].record
     assert record is not None
     return record.cached_tokens
 
@@ -85,7 +85,7 @@ def test_choices_of_one_prompt_read_it_once(pair: Pair, kind: str, length: int, 
     unshared = drive(load_with(pair, kind, prefix_cache=False), requests)
     assert run.tokens == unshared.tokens
     assert len({tuple(ids) for ids in run.tokens.values()}) == len(requests)
-    worth = length > WORTH_SHARING
+    worth = length > MIN_SHARED
     assert sum(s.prefill_tokens for s in run.steps) == (length if worth else 0)
     assert sum(s.prefill_tokens for s in unshared.steps) == (4 * length if worth else 0)
     assert [cached(run, r.id) for r in requests] == [0] + 3 * [length - 1 if worth else 0]
@@ -97,7 +97,7 @@ def test_a_few_tokens_are_not_worth_a_wait(pair: Pair, kind: str, length: int) -
     requests = choices(length)
     run = drive(load_with(pair, kind), requests)
     assert run.tokens == drive(load_with(pair, kind, prefix_cache=False), requests).tokens
-    assert length < sum(s.prefill_tokens for s in run.steps) < length + WORTH_SHARING + 1
+    assert length < sum(s.prefill_tokens for s in run.steps) < length + MIN_SHARED + 1
 
 
 @pytest.mark.parametrize("length", [40, 43])
@@ -251,7 +251,7 @@ def test_a_request_for_prompt_logprobs_reads_its_prompt_and_publishes_it(pair: P
 
 
 def test_negative_control_prompt_logprobs_of_a_hit(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "_findable", lambda sequence: sequence.tokens)
+    monkeypatch.setattr(scheduler_module, "_reusable_tokens", lambda sequence: sequence.tokens)
     plain, echo = echoes()
     engine = load_with(pair, kind)
     drive(engine, [plain])
@@ -316,7 +316,7 @@ def test_a_follower_goes_on_when_its_leader_is_cancelled(pair: Pair, kind: str) 
     leader, follower = Request("leader", TEXT[:80], PARAMS), Request("follower", TEXT[:79], PARAMS)
     run = drive(engine, [leader, follower], cancels={2: ["leader"]}, after_step=starts)
     assert starts.at["follower"] == 3
-    assert run.told["leader"].reason == "cancelled"
+    assert run.received["leader"].reason == "cancelled"
     size = BLOCK_SIZES[kind]
     assert cached(run, "follower") == 48 // size * size  # what the leader's two steps left behind
     assert run.tokens["follower"] == drive(load_plain(engine), [follower]).tokens["follower"]
@@ -327,7 +327,7 @@ def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) 
     engine = load_with(pair, kind)
     older = Request("older", TEXT[80:90], replace(PARAMS, max_tokens=60), k=0)
     leader, follower = Request("leader", TEXT[:80], PARAMS), Request("follower", TEXT[:79], PARAMS)
-    secure, done = engine.scheduler._secure, list[int]()
+    secure, done = engine.scheduler._reserve_next_tokens, list[int]()
 
     def forced() -> list[Sequence]:
         preempted = secure()
@@ -337,7 +337,7 @@ def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) 
             preempted.append(engine.scheduler._preempt())
         return preempted
 
-    engine.scheduler._secure = forced  # type: ignore[method-assign]
+    engine.scheduler._reserve_next_tokens = forced  # type: ignore[method-assign]
     run = drive(engine, [older, leader, follower], after_step=engine.audit)
     assert 0 < done[0] < 80
     assert cached(run, "follower") > 48
@@ -409,7 +409,7 @@ def test_what_is_not_finite_is_found_only_once(
     caplog.set_level(logging.CRITICAL, "engine")
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     first, second, third = after_poison(engine, length)
-    assert first.told["r"].error == "the model gave no valid distribution for this request"
+    assert first.received["r"].error == "the model gave no valid distribution for this request"
     assert (cached(second, "r"), cached(third, "r")) == (0, (length - 1) // size * size)
     expected = drive(load_plain(engine), [Request("r", TEXT[:length], PARAMS, k=2)]).tokens
     assert second.tokens == third.tokens == expected
@@ -423,9 +423,9 @@ def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pyt
     drive(engine, [long])
     poison_published(engine)
     short = drive(engine, [replace(long, prompt_ids=TEXT[: BLOCK_SIZES[kind] + 1])])
-    assert short.told["long"].reason == "error"
+    assert short.received["long"].reason == "error"
     others = [replace(long, id=f"r{i}", prompt_ids=TEXT[i : i + 3]) for i in range(10, 30)]
-    assert {told.reason for told in drive(engine, others).told.values()} == {"length"}
+    assert {told.reason for told in drive(engine, others).received.values()} == {"length"}
     for rows in engine.target.storage.rows:
         assert rows.isfinite().all()
 
@@ -437,4 +437,4 @@ def test_negative_control_what_is_not_finite_stays_to_be_found(
     engine = load_with(pair, kind)
     monkeypatch.setattr(engine.target.cache, "discard", lambda _: None)
     monkeypatch.setattr(engine.target.storage, "clear", lambda _: None)
-    assert [run.told["r"].reason for run in after_poison(engine, 50)] == ["error"] * 3
+    assert [run.received["r"].reason for run in after_poison(engine, 50)] == ["error"] * 3

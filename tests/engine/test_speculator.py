@@ -12,7 +12,7 @@ import torch
 
 from engine.config import ConfigError
 from engine.engine import Engine
-from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams
+from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.observation import Candidate, Drafted, RoundCost, Timing
@@ -30,11 +30,11 @@ def requests(params: SamplingParams = PARAMS, **changes: object) -> list[Request
 
 
 def records(run: Drive) -> list[RequestRecord]:
-    return [told.record for told in run.told.values() if told.record is not None]
+    return [told.record for told in run.received.values() if told.record is not None]
 
 
 def reasons(record: RequestRecord) -> set[Reason | None]:
-    return {None if code < 0 else REASONS[code] for code in record.reasons}
+    return {None if code < 0 else REASONS[code] for code in record.column("reason")}
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -52,7 +52,7 @@ def test_a_draft_that_is_always_right_is_trusted_more_than_one_that_is_not(pair:
     means = []
     for models in (twins, pair):
         run = drive(load(models, policy=PolicyConfig("heuristic", k=2)), requests(params))
-        planned = [k for record in records(run) for k in record.planned[4:-2]]
+        planned = [k for record in records(run) for k in record.column("k")[4:-2]]
         means.append(sum(planned) / len(planned))
     assert means[0] > 2 * means[1]
 
@@ -67,7 +67,7 @@ def test_what_the_policy_expects_is_what_happens(twins: Pair) -> None:
     assert all(s.predicted_tokens == pytest.approx(s.emitted, rel=0.1) for s in settled)
     assert all(s.predicted_us > 0 for s in settled)
     (record,) = records(run)
-    assert min(record.alphas[10:]) > 850
+    assert min(record.column("alpha")[10:]) > 850
     assert all(s.policy_us <= s.step_us for s in run.steps)
 
 
@@ -76,30 +76,29 @@ def test_why_k_was_what_it_was(pair: Pair) -> None:
     fixed, *_, auto = records(run)
     assert fixed.fixed_k == 2
     assert auto.fixed_k is None
-    assert fixed.reasons[0] == auto.reasons[0] == -1  # the round that ends a prompt drafts nothing
+    assert fixed.rounds[0].reason == auto.rounds[0].reason == -1  # the round that ends a prompt drafts nothing
     assert reasons(fixed) <= {None, "user", "cap"}
     assert reasons(auto) <= {None, "policy", "cap"}
-    assert auto.decisions() == {
-        name: auto.reasons.count(REASONS.index(name))
-        for name in ("policy", "cap")
-        if REASONS.index(name) in auto.reasons
+    codes, decisions = auto.column("reason"), acceptance_of(auto).decisions
+    assert decisions == {
+        name: codes.count(REASONS.index(name)) for name in ("policy", "cap") if REASONS.index(name) in codes
     }
-    assert sum(auto.decisions().values()) == len(auto.reasons) - 1
+    assert sum(decisions.values()) == len(codes) - 1
 
 
 def test_no_more_than_what_is_left_to_say(twins: Pair) -> None:
     run = drive(load(twins, policy=PolicyConfig("fixed", k=5)), [Request("r", (5, 6), replace(PARAMS, max_tokens=9))])
     (record,) = records(run)
-    assert record.planned == [0, 5, 1]
-    assert [None if c < 0 else REASONS[c] for c in record.reasons] == [None, "policy", "cap"]
+    assert record.column("k") == [0, 5, 1]
+    assert [None if c < 0 else REASONS[c] for c in record.column("reason")] == [None, "policy", "cap"]
 
 
 def test_a_requests_own_maximum(twins: Pair) -> None:
     run = drive(load(twins, policy=PolicyConfig("fixed", k=5)), [*requests(max_k=2), Request("free", (5, 6), PARAMS)])
     *capped, free = records(run)
-    assert all(max(record.planned) == 2 and record.k_max == 2 for record in capped)
+    assert all(max(record.column("k")) == 2 and record.k_max == 2 for record in capped)
     assert all("user" in reasons(record) for record in capped)
-    assert max(free.planned) == 5
+    assert max(free.column("k")) == 5
 
 
 @pytest.mark.parametrize(
@@ -143,11 +142,11 @@ def test_a_policy_is_replaced_while_sequences_run(twins: Pair) -> None:
     run = drive(engine, requests(), after_step=switch)
     assert run.tokens == plain
     for record in records(run):
-        planned = dict(zip(record.steps, record.planned, strict=True))
+        planned = dict(zip(record.column("step"), record.column("k"), strict=True))
         assert [planned[n] for n in (2, 3, 4, 5, 6, 7, 8)] == [2, 2, 2, 0, 0, 0, 4]
         assert record.policy == "fixed"
     late = drive(engine, [Request("late", (5,), PARAMS)])
-    assert max(records(late)[0].planned) == 4
+    assert max(records(late)[0].column("k")) == 4
 
 
 def test_a_policy_that_does_not_fit_changes_nothing(pair: Pair) -> None:
@@ -213,6 +212,7 @@ def profiled(engine: Engine) -> Seq[Timing]:
     return engine.speculator.control.timings
 
 
+@pytest.mark.usefixtures("full_profile")
 def test_costs_are_measured_at_the_start(pair: Pair) -> None:
     timings = profiled(load(pair, max_running=4, max_spec_length=4))
     assert {t.batch for t in timings} >= {1, 2, 4}
@@ -291,6 +291,6 @@ def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pyt
 
     monkeypatch.setattr(model_drafter(engine), "propose", fail)
     run = drive(engine, [Request("r", (5, 6), replace(PARAMS, max_tokens=60))])
-    planned = records(run)[0].planned
+    planned = records(run)[0].column("k")
     assert max(planned[1:4]) > 0
     assert sum(k > 0 for k in planned[30:]) <= 5

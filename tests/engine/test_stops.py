@@ -12,7 +12,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.types import FinishReason, Request, SamplingParams
-from tests.engine.driving import Told, drive, load
+from tests.engine.driving import Received, drive, load
 from tests.engine.pairs import EOS, Pair
 
 K = 4
@@ -38,8 +38,8 @@ def prompt(engine: Engine) -> tuple[int, ...]:
     return tuple(engine.tokenizer.encode("def main(argv=None):"))
 
 
-def run(engine: Engine, params: SamplingParams, k: int = K) -> Told:
-    return drive(engine, [Request("r", prompt(engine), params, k=k)]).told["r"]
+def run(engine: Engine, params: SamplingParams, k: int = K) -> Received:
+    return drive(engine, [Request("r", prompt(engine), params, k=k)]).received["r"]
 
 
 def based_on(seed: int) -> SamplingParams:
@@ -83,21 +83,21 @@ def reference(engine: Engine, plain: Seq[int], params: SamplingParams, eos: froz
     return End(list(plain[: params.max_tokens]), decoded(engine, plain[: params.max_tokens]), "length")
 
 
-def assert_end(told: Told, end: End) -> None:
+def assert_end(told: Received, end: End) -> None:
     assert (told.tokens, told.text, told.reason) == (end.tokens, end.text, end.reason)
 
 
-def place_in_block(told: Told) -> int:
+def place_in_block(told: Received) -> int:
     """Which token of its round's 1 + K the text ended with, counted from 0; −1 if drafts ran short there."""
     assert told.record is not None
-    return told.record.emitted[-1] - 1 if told.record.drafted[-1] == K else -1
+    return told.record.column("emitted")[-1] - 1 if told.record.column("drafted")[-1] == K else -1
 
 
 def test_everything_is_accepted(engine: Engine, base: SamplingParams) -> None:
     told = run(engine, base)
     assert told.record is not None
-    assert told.record.accepted == told.record.drafted
-    assert told.record.emitted[1:-1] == [1 + K] * (len(told.record.emitted) - 2)
+    assert told.record.column("accepted") == told.record.column("drafted")
+    assert told.record.column("emitted")[1:-1] == [1 + K] * (len(told.record.column("emitted")) - 2)
     assert told.text == decoded(engine, told.tokens)
 
 
@@ -146,7 +146,7 @@ def test_max_tokens(engine: Engine, base: SamplingParams, max_tokens: int) -> No
     told = run(engine, params)
     assert_end(told, reference(engine, plain, params))
     assert told.record is not None
-    assert sum(told.record.emitted) == max_tokens
+    assert sum(told.record.column("emitted")) == max_tokens
 
 
 @pytest.mark.parametrize("room", range(1, 2 * K + 4))
@@ -194,7 +194,7 @@ def stop_everywhere(engine: Engine, base: SamplingParams) -> tuple[set[int], int
         assert stop not in told.text
         places.add(place_in_block(told))
         # The string began in an earlier token, and in an earlier round, than the one that completed it.
-        last_round = told.record.emitted[-1] if told.record else 0
+        last_round = told.record.column("emitted")[-1] if told.record else 0
         spanning += len(certain(engine, told.tokens[: len(told.tokens) - last_round])) > len(told.text)
     return places, spanning
 

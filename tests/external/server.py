@@ -9,17 +9,17 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.client import EngineClient
-from app.keys import Keys
+from app.keys import ApiKeys
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 
 
 @contextmanager
 def serving(
-    client: EngineClient, keys: Keys | None = None, port: int = 0, around: Callable[[ASGIApp], ASGIApp] | None = None
+    client: EngineClient, keys: ApiKeys | None = None, port: int = 0, around: Callable[[ASGIApp], ASGIApp] | None = None
 ) -> Iterator[str]:
     """The server's URL; it ends with the block. `around`: what stands between the network and the application."""
-    app: ASGIApp = create_app(client, live=Live(client), keys=keys)
+    app: ASGIApp = create_app(client, live_page=LivePage(client), keys=keys)
     app = around(app) if around is not None else app
     config = uvicorn.Config(app, port=port, log_level="warning", ws="none", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client import FakeEngineClient, spell
-from app.keys import Keys
+from app.fake_engine import FakeEngineClient, spell
+from app.keys import ApiKeys
 from deployments.bridge import LocalClient
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -227,7 +227,7 @@ def test_the_servers_words_are_shown_where_it_refuses(browser: Browser, server: 
 
 
 def test_where_keys_are_set_the_page_asks_for_one_and_keeps_it_in_the_tab(browser: Browser) -> None:
-    with serving(FakeEngineClient(), Keys.of([KEY])) as url:
+    with serving(FakeEngineClient(), ApiKeys.from_strings([KEY])) as url:
         browser.open(f"{url}/ui")
         browser.wait("document.querySelector('#key-dialog').open")
         browser.run("document.querySelector('#key-dialog').addEventListener('close', () => (window.wasClosed = true))")

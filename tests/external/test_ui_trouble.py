@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.openai import stream
-from app.page.live import Live
+from app.page.live import LivePage
 from engine.types import Output, Request
 from tests.external.browser import PATIENCE_S, Browser
 from tests.external.page import fill, generate, visit
@@ -76,7 +76,7 @@ def test_state_and_feed_come_from_one_process(browser: Browser) -> None:
 
 def test_a_feed_that_ends_at_once_is_waited_for_ever_longer(browser: Browser) -> None:
     client, gate = FakeEngineClient(), Gate()
-    gate.acts["/ui/events"] = saying({"state": Live(client).state()})
+    gate.acts["/ui/events"] = saying({"state": LivePage(client).state()})
     with serving(client, around=gate) as url:
         browser.open(f"{url}/ui")
         browser.wait(f"{TROUBLE}.endsWith('ends at once). Trying again in 4 s.')")
@@ -91,7 +91,7 @@ def test_a_feed_that_says_nothing_is_given_up_and_tried_again(browser: Browser) 
     gate.acts["/ui/events"] = mute
     with serving(FakeEngineClient(), around=gate) as url:
         browser.open(f"{url}/ui")
-        assert browser.wait(TROUBLE).startswith("The server is gone (no word for 6 s). Trying again in ")
+        assert browser.wait(TROUBLE).startswith("The server is gone (no event for 6 s). Trying again in ")
         gate.acts.clear()
         browser.wait(LIVE)
         browser.open("about:blank")

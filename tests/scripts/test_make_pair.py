@@ -1,4 +1,4 @@
-"""The engineered pair: ordinary checkpoints whose agreement is set by E and nothing else."""
+"""The synthetic pair: ordinary checkpoints; only E sets how often they agree."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def test_the_seed_alone_decides_the_weights(tmp_path: Path) -> None:
 
 
 def test_qwen2_biases_are_not_zero(tmp_path: Path) -> None:
-    """A reader of the pair that drops the biases must be caught by it."""
+    """A reader that drops the pair's biases must fail."""
     make_pair(tmp_path, arch="qwen2", **TINY)
     biases = [p for name, p in load(tmp_path / "draft").named_parameters() if name.endswith(".bias")]
     assert len(biases) == 3

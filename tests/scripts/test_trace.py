@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
-from app.page.live import Live
-from policies.reasons import REASONS
+from app.page.live import LivePage
+from app.round_columns import COLUMNS
+from engine.types import REASONS
 from scripts.trace import WHY, Look, RoundRow, main, report, rounds_of, strip
 from tests.app.harness import PROMPT, call
 
@@ -314,8 +315,10 @@ def test_reasons_that_this_script_does_not_know_are_shown_too() -> None:
     assert any(line.startswith("new ") for line in shown)
 
 
-def test_it_knows_every_reason() -> None:
+def test_it_knows_every_reason_and_every_column() -> None:
+    """The script must run without the rest of the project, so it spells them itself."""
     assert set(WHY) == {*REASONS, None}
+    assert RoundRow._fields == tuple(COLUMNS)
 
 
 def test_choices_and_requests_without_rounds() -> None:
@@ -341,7 +344,7 @@ def test_choices_and_requests_without_rounds() -> None:
 
 def test_it_reads_what_the_live_page_is_told(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     client = FakeEngineClient()
-    app = create_app(client, live=Live(client))
+    app = create_app(client, live_page=LivePage(client))
     name = json.loads(call(app, PROMPT | {"n": 2, "max_tokens": 7}).reply)["id"]
     paths = ["/ui/api/requests", f"/ui/api/requests/{name}"]
     server = serve({path: (200, call(app, method="GET", path=path).reply) for path in paths})

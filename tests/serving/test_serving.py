@@ -90,7 +90,7 @@ def test_curl_without_a_json_content_type_streams_several_tokens_per_event(serve
 
 # httpx leaves sockets open that are cancelled while they connect: the client's leak, and the point of the test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_thousand_requests_with_cancels_and_disconnects_leak_nothing(served: Served) -> None:
+def test_hundreds_of_requests_with_cancels_and_disconnects_leak_nothing(served: Served) -> None:
     """Every request that is read to its end gets exactly one finish; the rest vanish without a trace."""
     rng = random.Random(0)
     outcomes: Counter[str] = Counter()
@@ -132,13 +132,13 @@ def test_a_thousand_requests_with_cancels_and_disconnects_leak_nothing(served: S
                 async with turns:
                     outcomes[await one(client)] += 1
 
-            await asyncio.gather(*(turn() for _ in range(1000)))
+            await asyncio.gather(*(turn() for _ in range(400)))
 
     asyncio.run(all_of_them())
     gc.collect()  # such sockets are reported here, and not in the next test
-    assert sum(outcomes.values()) == 1000
-    assert outcomes["finished"] > 50, outcomes  # how many of each is a matter of the machine's speed
-    assert outcomes["left"] > 50, outcomes
+    assert sum(outcomes.values()) == 400
+    assert outcomes["finished"] > 20, outcomes  # how many of each is a matter of the machine's speed
+    assert outcomes["left"] > 20, outcomes
     _wait_until_idle(served)
 
 

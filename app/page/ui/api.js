@@ -1,13 +1,13 @@
-// All that crosses the network: requests with the tab's key, streams of completions, and the live feed.
+// All network access of the page: requests with the tab's API key, streamed completions, and the live feed.
 
-const KEY = "foretoken.key"; // in this tab's session storage
-const SILENCE_MS = 6000; // the feed speaks every second: after so long without a word it is gone
-const LASTED_MS = 5000; // a feed that ends sooner did not last: the next is waited for
-const LONGEST_WAIT_MS = 60_000; // whatever the server asks for
-const WAITS_MS = [500, 1000, 2000, 4000, 8000]; // before the first, second, … try to reach the server again
+const KEY = "foretoken.key"; // its name in this tab's session storage
+const SILENCE_MS = 6000; // the feed sends an event every second; after this long without one it counts as gone
+const LASTED_MS = 5000; // the page waits before it follows again a feed that ended sooner
+const LONGEST_WAIT_MS = 60_000; // even if the server asks for a longer pause
+const WAITS_MS = [500, 1000, 2000, 4000, 8000]; // before the first, second, … new attempt to reach the server
 
 export class ApiError extends Error {
-  // status: 0 where no reply came; pause: ms that the server asks to be left alone for.
+  // status: 0 without a reply; pause: ms that the server asks clients to wait.
   constructor(status, code, message, pause = 0) {
     super(message);
     this.status = status;
@@ -22,8 +22,8 @@ export const key = {
   drop: () => sessionStorage.removeItem(KEY),
 };
 
-// Raises ApiError for an error's reply, and where the server cannot be reached.
-async function ask(path, options = {}) {
+// Returns the reply. Throws ApiError for an error reply, or if the server cannot be reached.
+async function request(path, options = {}) {
   const headers = { ...(options.headers ?? {}) };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   const reply = await fetch(path, { ...options, headers, cache: "no-store" }).catch(unreachable);
@@ -33,20 +33,20 @@ async function ask(path, options = {}) {
 
 async function refusal(reply) {
   const body = await reply.json().catch(() => ({}));
-  const said = body.error ?? {};
+  const error = body.error ?? {};
   const pause = 1000 * (Number(reply.headers.get("retry-after")) || 0);
-  return new ApiError(reply.status, said.code ?? null, said.message ?? `the server answered ${reply.status}`, pause);
+  return new ApiError(reply.status, error.code ?? null, error.message ?? `the server answered ${reply.status}`, pause);
 }
 
-// What the network raises, as an ApiError; what was aborted raises its own reason.
+// Throws a network error as an ApiError. Throws an ApiError or an abort unchanged.
 function unreachable(error) {
   if (error instanceof ApiError || error.name === "AbortError") throw error;
   throw new ApiError(0, "unreachable", "the server cannot be reached");
 }
 
-export const get = async (path) => (await ask(path, { signal: AbortSignal.timeout(SILENCE_MS) })).json();
+export const get = async (path) => (await request(path, { signal: AbortSignal.timeout(SILENCE_MS) })).json();
 
-// The data of each server-sent event, as the bytes come.
+// Yields the data of each server-sent event as it arrives.
 async function* events(reply) {
   const decoder = new TextDecoder();
   const reader = reply.body.getReader();
@@ -65,7 +65,7 @@ async function* events(reply) {
   }
 }
 
-// The chunks of one streamed completion; raises ApiError also for an error that comes within the stream.
+// Yields the chunks of one streamed completion. Throws ApiError, also for an error event within the stream.
 export async function* complete(body, signal) {
   const options = {
     method: "POST",
@@ -73,19 +73,19 @@ export async function* complete(body, signal) {
     body: JSON.stringify({ ...body, stream: true }),
     signal,
   };
-  for await (const data of events(await ask("v1/completions", options))) {
+  for await (const data of events(await request("v1/completions", options))) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(500, chunk.error.code, chunk.error.message);
     yield chunk;
   }
-  throw new ApiError(0, "cut_short", "the server ended the stream before the text was finished");
+  throw new ApiError(0, "cut_short", "the server ended the stream before the text was complete");
 }
 
-// Follow the feed for ever: listener.state(whole), .event(change), .gone(error, wait in ms), and .locked() where a key
-// is needed, after which it waits for the returned promise. Nothing is asked while the tab is hidden.
+// Follows the feed for ever. Calls listener.state(whole), listener.event(change) and listener.gone(error, wait in ms).
+// If a key is needed, calls listener.locked() and waits for its promise. A hidden tab requests nothing.
 export async function follow(listener) {
-  let tries = 0; // in a row, of feeds that did not last
+  let tries = 0; // feeds in a row that did not last
   for (;;) {
     let first = null; // when this feed's first event came
     let error = null;
@@ -114,32 +114,33 @@ const lasted = (first) => first !== null && performance.now() - first >= LASTED_
 
 const pause = (error) => Math.min(error.pause ?? 0, LONGEST_WAIT_MS);
 
-// Returns once the tab is hidden (true), or the server asks to come again; raises when the server is gone.
-async function listen(tell) {
+// Calls onEvent for each event of the feed. Returns true once the tab is hidden, false if the server ended the feed.
+// Throws if the server is gone.
+async function listen(onEvent) {
   const controller = new AbortController();
-  const silent = () => controller.abort(new ApiError(0, "silent", `no word for ${SILENCE_MS / 1000} s`));
-  let left = false;
+  const silent = () => controller.abort(new ApiError(0, "silent", `no event for ${SILENCE_MS / 1000} s`));
+  let tabHidden = false;
   const hide = () => {
     if (!document.hidden) return;
-    left = true;
+    tabHidden = true;
     controller.abort();
   };
   let timer = setTimeout(silent, SILENCE_MS);
   document.addEventListener("visibilitychange", hide);
   try {
-    for await (const data of events(await ask("ui/events", { signal: controller.signal }))) {
+    for await (const data of events(await request("ui/events", { signal: controller.signal }))) {
       clearTimeout(timer);
       timer = setTimeout(silent, SILENCE_MS);
-      tell(JSON.parse(data));
+      onEvent(JSON.parse(data));
     }
   } catch (error) {
-    if (!left) throw error;
+    if (!tabHidden) throw error;
   } finally {
     clearTimeout(timer);
     document.removeEventListener("visibilitychange", hide);
     controller.abort();
   }
-  return left;
+  return tabHidden;
 }
 
 function visible() {

@@ -1,4 +1,4 @@
-// The page's table of contents: builds its parts, and passes on what the live feed tells.
+// The page's table of contents: builds its parts and passes the live feed's events to them.
 
 import { ApiError, follow, key } from "./api.js";
 import { buildCharts, restart, take } from "./charts.js";
@@ -10,7 +10,7 @@ import { showStrip } from "./strip.js";
 import { buildTiles, showTiles } from "./tiles.js";
 
 let model = null;
-let fitted = ""; // what the form was last fitted to
+let fittedTo = ""; // the model and policy that the form was last fitted to, as JSON
 
 buildTiles();
 buildCharts();
@@ -43,18 +43,18 @@ function show(change) {
   showTiles(now);
   take(change);
   refreshRequests(now.requests);
-  const fits = JSON.stringify([model, now.policy, now.speculation.unasked]);
-  if (fits !== fitted) fitPlayground(model, now);
-  fitted = fits;
+  const current = JSON.stringify([model, now.policy, now.speculation.unasked]);
+  if (current !== fittedTo) fitPlayground(model, now);
+  fittedTo = current;
 }
 
 function gone(error, wait) {
   link("gone", error.status ? "no live figures" : "no connection");
   if (!(error instanceof ApiError)) console.error(error);
-  trouble(`${what(error)} Trying again in ${number(wait / 1000, wait < 1000 ? 1 : 0)} s.`);
+  trouble(`${describe(error)} Trying again in ${number(wait / 1000, wait < 1000 ? 1 : 0)} s.`);
 }
 
-function what(error) {
+function describe(error) {
   if (!(error instanceof ApiError)) return `The page failed (${error.message}).`;
   if (error.status) return `The server refuses its live figures: ${error.message}.`;
   return `The server is gone (${error.message}).`;
@@ -72,23 +72,23 @@ function trouble(text) {
   byId("trouble").hidden = !text;
 }
 
-let unlock = null; // called with a key, while one is waited for
+let unlock = null; // called once the user has given a key; null while no key is needed
 
 function buildKey() {
   byId("change-key").addEventListener("click", () => {
     key.drop();
     location.reload();
   });
-  // Escape closes a dialog, whatever is said against it; without a key the page is of no use.
+  // Escape always closes a dialog, but the page needs the key, so it asks again.
   byId("key-dialog").addEventListener("close", askKey);
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     key.set(byId("key").value.trim());
     byId("key").value = "";
-    const go = unlock;
+    const unlocked = unlock;
     unlock = null;
     byId("key-dialog").close();
-    go?.();
+    unlocked?.();
   });
 }
 

@@ -1,24 +1,24 @@
-// Live charts: what the feed tells, drawn by uPlot; survival by position as plain bars with their counts.
+// Live charts of the feed's series, drawn by uPlot. Survival by position is a list of plain bars with their counts.
 
-import { byId, el, number, percent, plural } from "./dom.js";
+import { byId, el, number, percent } from "./dom.js";
 
 const NOTHING = { steps: 0, emitted: 0, rounds: 0, accepted: 0, draft_us: 0, verify_us: 0, step_us: 0 };
 const KEPT_S = 300;
 const HEIGHT = 160;
 
-const points = new Map(); // Unix second: sums by name, of the quarters of a second in which there were steps
+const points = new Map(); // Unix time in s of a quarter of a second with steps → its sums by name
 let now = null;
 let span = 60;
 let charts = [];
 
-// [id, title, what it means].
+// [id, title, explanation].
 const FIGURES = [
-  ["rate", "Tokens per second", "Emitted by all requests together."],
-  ["accepted", "Accepted drafts per round", "Mean over the rounds of sequences that had drafts."],
-  ["time", "Time of a step", "Mean, by what it went to."],
-  ["survival", "Drafts that hold, by position", "How many were made at each place, and the share accepted."],
-  ["k", "k by batch size", "Mean k that was chosen, by sequences in the round."],
-  ["speedup", "Estimated speedup by batch size", "Against rounds without drafts; the dashed line is 1."],
+  ["rate", "Tokens per second", "All requests together emit so many."],
+  ["accepted", "Accepted drafts per round", "Mean over all rounds with drafts, per sequence."],
+  ["time", "Time of a step", "Mean time, split into drafting, verifying and the rest."],
+  ["survival", "Accepted drafts by position", "Number of drafts at each position, and the share that was accepted."],
+  ["k", "k by batch size", "Mean of the chosen k, by number of sequences in the round."],
+  ["speedup", "Estimated speedup by batch size", "Relative to plain decoding. The dashed line is 1."],
 ];
 
 export function buildCharts() {
@@ -57,10 +57,11 @@ export function take(change) {
   draw();
 }
 
-// Columns [t, ...values], one entry per stretch of a sixtieth of what is shown; each of `ratios` makes a value of a
-// stretch's sums, null where there is nothing to divide by. Only stretches that have ended, from the first step on.
+// Returns columns [t, ...values] with one entry per interval; the shown span has 60 intervals. Each function of
+// `ratios` computes a value from the sums of an interval, or null if it would divide by 0. Starts with the first step
+// and leaves out the interval that has not ended.
 function series(...ratios) {
-  const length = span / 60;
+  const length = span / 60; // s
   const sums = new Map();
   for (const [second, values] of points) {
     const start = Math.floor(second / length) * length;
@@ -77,11 +78,11 @@ function series(...ratios) {
   return columns;
 }
 
-const per = (above, below) => (below ? above / below : null);
+const per = (numerator, denominator) => (denominator ? numerator / denominator : null);
 const rate = (sum, length) => sum.emitted / length;
 const accepted = (sum) => per(sum.accepted, sum.rounds);
 
-// Milliseconds of a step, each part upon the ones before it.
+// Milliseconds of a step, stacked: each value includes the parts before it.
 const STACK = [
   (sum) => per(sum.draft_us / 1000, sum.steps),
   (sum) => per((sum.draft_us + sum.verify_us) / 1000, sum.steps),
@@ -118,17 +119,17 @@ function plot() {
   for (const chart of charts) chart.plot.destroy();
   const line = (color, more = {}) => ({ stroke: ink(color), width: 1.5, points: { show: false }, ...more });
   const dots = (color) => line(color, { points: { show: true, size: 7, fill: ink(color) } });
-  const few = { points: { show: true, size: 3 } }; // one value alone makes no line
+  const few = { points: { show: true, size: 3 } }; // shows a single value, which has no line
   const filled = line("bonus", { fill: tint("bonus"), ...few });
   const stack = [filled, line("recovered", { dash: [6, 3], ...few }), line("muted", { dash: [2, 2], ...few })];
   const bands = [{ series: [2, 1], fill: tint("recovered") }, { series: [3, 2], fill: tint("muted") }];
   const parts = [["draft ", words(2, " ms")], ["verify ", words(2, " ms")], ["other ", words(2, " ms")]];
   charts = [
-    timed("rate", [filled], () => series(rate), [["", words(0)]]),
-    timed("accepted", [line("draft", few)], () => series(accepted), [["", words(2)]]),
-    timed("time", stack, () => series(...STACK), parts, bands),
-    sized("k", [dots("draft")], () => byBatch("k"), [["", words(2)]]),
-    sized("speedup", [dots("bonus"), line("recovered", { dash: [5, 4] })], withOne, [["", basis]]),
+    timeChart("rate", [filled], () => series(rate), [["", words(0)]]),
+    timeChart("accepted", [line("draft", few)], () => series(accepted), [["", words(2)]]),
+    timeChart("time", stack, () => series(...STACK), parts, bands),
+    batchChart("k", [dots("draft")], () => byBatch("k"), [["", words(2)]]),
+    batchChart("speedup", [dots("bonus"), line("recovered", { dash: [5, 4] })], withOne, [["", words(2, " ×")]]),
   ];
   draw();
 }
@@ -137,14 +138,7 @@ function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-const tint = (name) => `${ink(name)}38`; // the colour at a fifth of its strength
-
-// An estimated speedup, and on how many rounds without drafts it stands; the padding of withOne comes first.
-function basis(value, index) {
-  const rounds = now.batches.plain_rounds[index - 1];
-  const plain = rounds ? plural(rounds, "round") : "earlier rounds";
-  return `${number(value, 2)} ×, against ${plain} without drafts`;
-}
+const tint = (name) => `${ink(name)}38`; // the colour at a fifth of its opacity
 
 const words = (digits, unit = "") => (value) => `${number(value, digits)}${unit}`;
 
@@ -154,7 +148,7 @@ function axes(below, beside) {
   return [{ ...common, size: 24, ...below }, { ...common, size: 40, space: 36, ...beside }];
 }
 
-// The line at 1.0 spans the axis, and is no value of its own.
+// Returns the speedups by batch size, and a line at 1 across the whole axis.
 function withOne() {
   const [sizes, speedups] = byBatch("speedup");
   if (!sizes.length) return [[], [], []];
@@ -162,27 +156,27 @@ function withOne() {
   return [wide, [null, ...speedups, null], wide.map(() => 1)];
 }
 
-function timed(id, drawn, data, told, bands) {
+function timeChart(id, drawn, data, labels, bands) {
   const x = { time: true, range: () => (now ? [now.t - span, now.t] : [0, 1]) };
   const splits = () => Array.from({ length: 5 }, (_, i) => (now ? now.t - span + (i * span) / 4 : i / 4));
   const below = { splits, values: (plot, ticks) => ticks.map(ago) };
-  return made(id, { scales: { x, y: { range: fromZero } }, axes: axes(below), bands }, drawn, data, told);
+  return chart(id, { scales: { x, y: { range: fromZero } }, axes: axes(below), bands }, drawn, data, labels);
 }
 
 const ago = (t) => (now && now.t - t > 0.5 ? `−${Math.round(now.t - t)} s` : "now");
 
-function sized(id, drawn, data, told) {
+function batchChart(id, drawn, data, labels) {
   const range = () => [0.5, Math.max(4, ...(now?.batches.batch ?? [])) + 0.5];
   const below = { incrs: [1, 2, 4, 8, 16, 32, 64] };
   const scales = { x: { time: false, range }, y: { range: fromZero } };
-  return made(id, { scales, axes: axes(below) }, drawn, data, told, "batch ");
+  return chart(id, { scales, axes: axes(below) }, drawn, data, labels, "batch ");
 }
 
 const fromZero = (plot, low, high) => [0, (high || 1) * 1.15];
 
-// told: [name, words of a value] of each series; a stack's values are told as the parts that they are.
-function made(id, options, drawn, data, told, place = "") {
-  const say = (at) => readout(id, data(), told, at, options.bands !== undefined, place);
+// labels: for each series its [name, function from a value to words]. A stack's readout shows the parts, not the sums.
+function chart(id, options, drawn, data, labels, xName = "") {
+  const say = (at) => readout(id, data(), labels, at, options.bands !== undefined, xName);
   const hooks = { setCursor: [(plot) => say(plot.cursor.left >= 0 ? plot.cursor.idx : null)] };
   const cursor = { y: false, points: { size: 6 }, drag: { x: false, y: false } };
   const root = byId(`plot-${id}`);
@@ -191,14 +185,14 @@ function made(id, options, drawn, data, told, place = "") {
   return { id, plot, data, say };
 }
 
-// Of the place that is pointed at, else of the latest value.
-function readout(id, data, told, at, isStack, place) {
+// Writes the values at index `at` above the chart, or the latest values if `at` is null.
+function readout(id, data, labels, at, isStack, xName) {
   const [x, ...columns] = data;
   const index = at ?? columns[0].findLastIndex((value) => value !== null);
   const known = (columns[0][index] ?? null) !== null;
   const part = (i) => columns[i][index] - (isStack && i ? columns[i - 1][index] : 0);
-  const values = known ? told.map(([name, inWords], i) => name + inWords(part(i), index)).join(" · ") : "";
-  const where = place ? `${place}${number(x[index])}: ` : at === null ? "" : `${ago(x[index])}: `;
+  const values = known ? labels.map(([name, inWords], i) => name + inWords(part(i), index)).join(" · ") : "";
+  const where = xName ? `${xName}${number(x[index])}: ` : at === null ? "" : `${ago(x[index])}: `;
   const root = byId(`plot-${id}`);
   byId(`readout-${id}`).textContent = known ? where + values : "";
   root.setAttribute("aria-label", `${byId(`title-${id}`).textContent}: ${values || missing(id)}`);
@@ -209,7 +203,7 @@ function missing(id) {
   if (id === "accepted") return "No rounds with drafts in the last 5 minutes.";
   if (id === "k") return "No k was chosen in the last 5 minutes.";
   if (id !== "speedup" || !now?.batches.batch.length) return "Nothing ran in the last 5 minutes.";
-  return "Unknown: too few rounds without drafts. A comparison runs some.";
+  return "Every step of the last 5 minutes read prompts too.";
 }
 
 function resize() {

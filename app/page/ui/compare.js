@@ -1,25 +1,25 @@
-// The same seeded prompt without drafts and with them: run one after the other, replayed on one clock.
+// Compares the same seeded prompt without and with drafts: runs both one after the other, then replays them together.
 
 import { byId, number } from "./dom.js";
 import {
-  asked,
+  completionBody,
   exclusively,
   facts,
-  filled,
+  formIsValid,
   hint,
   otherVerifier,
   recordOf,
   stream,
-  surelyDrafting,
+  draftingSurely,
 } from "./playground.js";
 import { TokenText } from "./tokens.js";
 
-const SEEDS = 2 ** 31; // of those that are drawn here
+const SEEDS = 2 ** 31; // seeds drawn here are below this
 
 export function buildCompare(chosen) {
   const lanes = Object.fromEntries(["off", "on"].map((name) => [name, new TokenText(byId(`text-${name}`), facts)]));
   byId("ab").addEventListener("click", () => {
-    if (filled()) exclusively((signal) => compare(lanes, chosen, signal));
+    if (formIsValid()) exclusively((signal) => compare(lanes, chosen, signal));
   });
 }
 
@@ -32,41 +32,42 @@ async function compare(lanes, chosen, signal) {
   }
   facts("");
   verdict("", "");
-  const body = asked();
+  const body = completionBody();
   body.seed ??= Math.floor(Math.random() * SEEDS);
   const off = await record(body, { mode: "off" }, "without drafts (1 of 2)", signal);
-  const on = await record(body, { ...surelyDrafting(), ...matching() }, "with drafts (2 of 2)", signal);
+  const on = await record(body, { ...draftingSurely(), ...matching() }, "with drafts (2 of 2)", signal);
   hint(otherVerifier() ? aboutVerifier() : "");
   await replay(lanes, { off, on }, signal);
   conclude(off, on, body.seed);
   for (const [name, run] of Object.entries({ off, on })) await remember(lanes[name], run, chosen);
 }
 
-// Only the verifier `match` promises a seed's text with drafts and without; a run without drafts takes no verifier.
+// Only the verifier `match` gives the same text for a seed with and without drafts.
 const matching = () => (otherVerifier() ? { verifier: "match" } : {});
 
 const aboutVerifier = () =>
-  `The drafts were verified by “match”. By this server’s own verifier, “${otherVerifier()}”, the text has the same ` +
+  `The drafts were verified by “match”. With this server’s own verifier, “${otherVerifier()}”, the text has the same ` +
   "distribution, but for a given seed it may differ from the text without drafts.";
 
-// One run: what came when, in ms since it was sent. With a salt of its own: else the second would find its prompt read.
-async function record(body, speculation, what, signal) {
+// Records one run: its chunks with the time of each, in ms since the request. Each run has a cache salt of its own:
+// otherwise the second run would find the first one's prompt in the cache.
+async function record(body, speculation, runName, signal) {
   const begun = performance.now();
   const run = { steps: [], text: "", tokens: 0 };
   const sent = { ...body, cache_salt: crypto.randomUUID?.() ?? String(Math.random()) };
   sent.speculation = { ...body.speculation, ...speculation };
-  const each = (rounds, text) => {
+  const onChunk = (rounds, text) => {
     run.steps.push({ at: performance.now() - begun, rounds });
     run.text += text;
     run.tokens += rounds.reduce((sum, round) => sum + round.tokens.length, 0);
-    hint(`Running ${what}: ${number(run.tokens)} tokens.`);
+    hint(`Running ${runName}: ${number(run.tokens)} tokens.`);
   };
-  run.closing = await stream(sent, each, signal);
+  run.closing = await stream(sent, onChunk, signal);
   run.ms = performance.now() - begun;
   return run;
 }
 
-// Both lanes in real time; at once for those who want no motion.
+// Replays both runs in real time, or at once if the user prefers no motion.
 async function replay(lanes, runs, signal) {
   const names = Object.keys(runs);
   const done = Object.fromEntries(names.map((name) => [name, 0]));
@@ -101,7 +102,7 @@ function conclude(off, on, seed) {
   }
 }
 
-// Counted from 1.
+// Returns the number of the first token that differs, from 1.
 function firstDifference(...runs) {
   const [one, other] = runs.map((run) => run.steps.flatMap((step) => step.rounds.flatMap((round) => round.tokens)));
   const at = one.findIndex((token, i) => token.text !== other[i]?.text);
@@ -116,8 +117,8 @@ function verdict(state, text) {
 }
 
 async function remember(lane, run, chosen) {
-  const found = await recordOf(run.closing.id);
-  if (!found) return;
-  lane.columns = found.choices[0].rounds;
-  chosen(found);
+  const serverRecord = await recordOf(run.closing.id);
+  if (!serverRecord) return;
+  lane.columns = serverRecord.choices[0].rounds;
+  chosen(serverRecord);
 }

@@ -1,4 +1,4 @@
-// Small helpers: elements, numbers in words, and clipboard.
+// Small helpers: elements, formatted numbers, keyboard steps and the clipboard.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,7 +20,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-// Keyboard steps through what is drawn in one element, which has the focus: calls choose(index), clamped.
+// Lets arrow keys, Home and End step through `count()` items while the node has the focus: calls choose(index).
 export function stepping(node, count, current, choose) {
   node.addEventListener("keydown", (event) => {
     const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
@@ -48,9 +48,9 @@ export const micros = (value) => (value >= 1000 ? `${number(value / 1000, 2)} ms
 
 export const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 
-// A button that copies, and says so; where the browser forbids it, the text is selected instead.
-export function copyButton(text, what) {
-  const button = el("button", { type: "button", class: "quiet copy", "aria-label": `Copy ${what}` }, "copy");
+// Returns a button that copies the text. If the browser forbids copying, it selects the text instead.
+export function copyButton(text, label) {
+  const button = el("button", { type: "button", class: "quiet copy", "aria-label": `Copy ${label}` }, "copy");
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(text);

@@ -1,18 +1,18 @@
-// The form, and one streamed text; compare.js runs the same form twice.
+// The form and one streamed text. compare.js runs the same form twice.
 
 import { ApiError, complete, get } from "./api.js";
 import { byId, el, number, percent } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
 let model = null;
-let most = 0; // drafts in a round; none without a drafter
-let unasked = true; // whether the server drafts by itself
-let running = null; // AbortController of what runs
+let maxK = 0; // largest number of drafts in a round; 0: the server has no drafter
+let draftsUnasked = true; // whether the server drafts for requests that do not ask for it
+let running = null; // AbortController of the running request or comparison
 
 export const facts = (text) => (byId("facts").textContent = text);
 
-// What the form asks for, without `speculation.mode` and k; those of "auto" are the server's own.
-export function asked() {
+// Returns the body of the form's request, without `speculation.mode`, k and drafter.
+export function completionBody() {
   const body = {
     model: model.name,
     prompt: byId("prompt").value,
@@ -24,6 +24,7 @@ export function asked() {
   return body;
 }
 
+// Returns the form's `speculation.mode`, k and drafter; {} leaves the choice to the server.
 export function drafting() {
   const k = byId("k").value;
   if (k === "off") return { mode: "off" };
@@ -31,28 +32,29 @@ export function drafting() {
   return byId("drafter").value ? { ...fixed, drafter: byId("drafter").value } : fixed;
 }
 
-// The same, but surely with drafts: where the server makes none by itself, those that its limits allow.
-export function surelyDrafting() {
-  const asks = drafting();
-  const own = asks.mode === "off" ? {} : asks;
-  if (unasked) return own;
-  return { mode: "fixed", k: Math.min(4, model.max_spec_length), drafter: model.drafter ?? drafters()[0], ...own };
+// Returns the same for a request that gets drafts in any case: k = 4, or less, if the server does not draft by itself.
+export function draftingSurely() {
+  const form = drafting();
+  const chosenByForm = form.mode === "off" ? {} : form;
+  if (draftsUnasked) return chosenByForm;
+  const drafter = model.drafter ?? drafters()[0];
+  return { mode: "fixed", k: Math.min(4, model.max_spec_length), drafter, ...chosenByForm };
 }
 
-const drafters = () => model.drafters.filter((name) => name !== "prediction"); // that needs the client's guess
+const drafters = () => model.drafters.filter((name) => name !== "prediction"); // it needs a prediction from the client
 
-// Stream one completion; each(rounds, text) for each chunk. Returns the reply's id and its closing fields.
-export async function stream(body, each, signal) {
+// Streams one completion and calls onChunk(rounds, text) for each chunk. Returns the last chunk: id, usage, metrics.
+export async function stream(body, onChunk, signal) {
   let closing = null;
   for await (const chunk of complete(body, signal)) {
     const choice = chunk.choices[0];
-    if (choice) each(choice.speculation?.rounds ?? [], choice.text);
+    if (choice) onChunk(choice.speculation?.rounds ?? [], choice.text);
     if (chunk.usage) closing = chunk;
   }
   return closing;
 }
 
-// What the server keeps of a request; null if it does not, or the one that answers is another replica.
+// Returns the server's record of a request; null if it keeps none, or if another replica answers.
 export async function recordOf(id) {
   try {
     return await get(`ui/api/requests/${id}`);
@@ -61,17 +63,17 @@ export async function recordOf(id) {
   }
 }
 
-// Whether the form is filled in; the browser says what is missing.
-export const filled = () => byId("ask").reportValidity();
+// Whether the form is valid. The browser shows what is missing.
+export const formIsValid = () => byId("ask").reportValidity();
 
-// The server's own verifier, if it is not `match`; else null.
+// The server's default verifier if it is not `match`, else null.
 export const otherVerifier = () => (model.verifier === "match" ? null : model.verifier);
 
-// Run one thing at a time: work(signal); its failure becomes the hint.
+// Runs work(signal) and aborts the work that runs already. An error of the work becomes the hint.
 export async function exclusively(work) {
   running?.abort();
   const controller = (running = new AbortController());
-  offer();
+  updateButtons();
   hint("");
   try {
     await work(controller.signal);
@@ -81,7 +83,7 @@ export async function exclusively(work) {
   } finally {
     if (running === controller) {
       running = null;
-      offer();
+      updateButtons();
     }
   }
 }
@@ -92,9 +94,9 @@ function failure(error) {
   return `The page failed (${error.message}).`;
 }
 
-function offer() {
+function updateButtons() {
   byId("go").disabled = running !== null;
-  byId("ab").disabled = running !== null || !most;
+  byId("ab").disabled = running !== null || !maxK;
   byId("stop").hidden = running === null;
 }
 
@@ -127,7 +129,7 @@ async function generate(text, chosen, signal) {
   byId("output").dataset.state = "running";
   facts("");
   try {
-    const body = asked();
+    const body = completionBody();
     Object.assign(body.speculation, drafting());
     const closing = await stream(body, (rounds) => text.add(rounds), signal);
     facts(summary(closing));
@@ -143,9 +145,9 @@ async function generate(text, chosen, signal) {
 
 function summary(closing) {
   const { metrics, usage, seed } = closing;
-  const said = metrics.speculative_decoding;
-  const drafts = said?.num_draft_tokens
-    ? `${percent(said.draft_acceptance_rate)} of ${number(said.num_draft_tokens)} drafts accepted`
+  const speculation = metrics.speculative_decoding;
+  const drafts = speculation?.num_draft_tokens
+    ? `${percent(speculation.draft_acceptance_rate)} of ${number(speculation.num_draft_tokens)} drafts accepted`
     : "no drafts";
   return [
     `${number(usage.completion_tokens)} tokens at ${number(metrics.tokens_per_second)} per second`,
@@ -155,21 +157,21 @@ function summary(closing) {
   ].join(" · ");
 }
 
-// Fit the form to the server: which k and which drafters there are, and why there may be none.
+// Fits the form to the server: the values of k, the drafters, and a hint if there are none.
 export function fitPlayground(card, now) {
   model = card;
-  unasked = now.speculation.unasked;
-  most = drafters().length ? card.max_spec_length : 0;
-  const fixed = Array.from({ length: most }, (_, i) => [String(i + 1), String(i + 1)]);
-  options(byId("k"), [["auto", most ? `auto (policy ${now.policy.name})` : "auto"], ["off", "off"], ...fixed]);
+  draftsUnasked = now.speculation.unasked;
+  maxK = drafters().length ? card.max_spec_length : 0;
+  const fixed = Array.from({ length: maxK }, (_, i) => [String(i + 1), String(i + 1)]);
+  options(byId("k"), [["auto", maxK ? `auto (policy ${now.policy.name})` : "auto"], ["off", "off"], ...fixed]);
   const own = card.drafter ? `server’s own (${card.drafter})` : "server’s own (none)";
   options(byId("drafter"), [["", own], ...drafters().map((name) => [name, name])]);
-  byId("k").disabled = !most;
-  byId("drafter").disabled = !most || byId("k").value === "off";
-  offer();
-  if (running) return; // the hint tells of what runs
-  if (!most) hint("This server has no drafter, so every token is the target’s own and there is nothing to compare.");
-  else if (!unasked) hint("This server drafts nothing by itself: choose a k and a drafter to see drafts.");
+  byId("k").disabled = !maxK;
+  byId("drafter").disabled = !maxK || byId("k").value === "off";
+  updateButtons();
+  if (running) return; // the hint belongs to the running work
+  if (!maxK) hint("This server has no drafter, so every token is the target’s own and there is nothing to compare.");
+  else if (!draftsUnasked) hint("This server drafts nothing by itself: choose a k and a drafter to see drafts.");
 }
 
 function options(select, entries) {

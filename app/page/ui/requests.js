@@ -1,19 +1,19 @@
-// The list of recent requests: which are kept, and which one is shown in the strip.
+// The list of recent requests. A click on one shows its rounds in the strip.
 
 import { get } from "./api.js";
 import { byId, el, millis, number, percent, plural } from "./dom.js";
 
-const SHOWN = 40; // of those that the server keeps, until more are asked for
-const MOST = 998; // more than any server keeps
+const SHOWN = 40; // rows at first; the button "more" shows all
+const ALL = 998; // more than any server keeps
 const STATUS = { ok: "✓", error: "✕", disconnected: "⤺" };
 
 let limit = SHOWN;
-let chosen = null; // id
+let chosen = null; // id of the request in the strip
 let known = -1; // how many requests had ended when the list was last read
-let next = 0; // when the list may be read again
-let later; // timer of the next reading
+let nextReading = 0; // earliest time to read the list again, ms of performance.now()
+let timer; // of the next reading
 
-// `open`: called with a request's whole record when it is chosen.
+// open(record) is called when the user chooses a request.
 export function buildRequests(open) {
   byId("rows").addEventListener("click", async (event) => {
     const row = event.target.closest("[data-id]");
@@ -23,7 +23,7 @@ export function buildRequests(open) {
     else row.querySelector(".when").textContent = "gone";
   });
   byId("more").addEventListener("click", async () => {
-    limit = MOST;
+    limit = ALL;
     await refreshRequests(known, true);
     byId("rows").children[SHOWN]?.focus();
   });
@@ -34,24 +34,24 @@ export function markChosen(id) {
   for (const row of byId("rows").children) row.setAttribute("aria-pressed", String(row.dataset.id === id));
 }
 
-// Read the list again if requests have ended since, at most once a second.
+// Reads the list again if requests have ended since the last reading, at most once a second.
 export async function refreshRequests(ended, force = false) {
   if (!force && ended === known) return;
-  clearTimeout(later);
-  const wait = next - performance.now();
+  clearTimeout(timer);
+  const wait = nextReading - performance.now();
   if (!force && wait > 0) {
-    later = setTimeout(() => refreshRequests(ended), wait);
+    timer = setTimeout(() => refreshRequests(ended), wait);
     return;
   }
   known = ended;
-  next = performance.now() + 1000;
+  nextReading = performance.now() + 1000;
   try {
     const { requests } = await get(`ui/api/requests?limit=${limit + 1}`);
     byId("no-requests").hidden = requests.length > 0;
     byId("more").hidden = requests.length <= limit;
     show(requests.slice(0, limit));
   } catch {
-    known = -1; // asked again with the next event; whoever follows the feed finds out what is wrong
+    known = -1; // the next event reads the list again; the feed reports the error
   }
 }
 

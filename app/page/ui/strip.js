@@ -1,13 +1,15 @@
-// One request, round by round: a column as high as k, filled as far as drafts were accepted, its time below.
+// The rounds of one request. Each round is a column: its height is k, its filled part the accepted drafts, with the
+// round's time below.
 
 import { byId, copyButton, el, millis, number, percent, plural, stepping, svg } from "./dom.js";
 import { REASONS, roundFacts } from "./tokens.js";
 
-const NARROWEST = 12; // of a column
+// All in px.
+const NARROWEST = 12; // width of a column
 const WIDEST = 26;
 const CELL = 11; // height of one draft
 const TIMES = 56; // height of the longest round's time
-const GAP = 22; // between the drafts and their times: the reasons stand there
+const GAP = 22; // between drafts and times; it holds the marks of the reasons
 
 const TIME = { draft: "draft_us", verify: "verify_us", other: "overhead_us" };
 const MARKS = { policy: "P", user: "U", cap: "C", cache: "M", acceptance: "A", load: "L", probe: "?" };
@@ -39,7 +41,7 @@ function facts(record) {
   return el("dl", { class: "record" }, ...pairs);
 }
 
-const named = (id, what) => el("span", { class: "named" }, el("code", {}, id), copyButton(id, what));
+const named = (id, label) => el("span", { class: "named" }, el("code", {}, id), copyButton(id, label));
 
 function drawing(choice, several) {
   const columns = choice.rounds;
@@ -51,15 +53,15 @@ function drawing(choice, several) {
   const picture = svg("svg", { width: count * pitch, height, role: "img", "aria-label": spoken(choice) });
   picture.append(hatching());
   for (let i = 0; i < count; i++) picture.append(column(i, columns, { pitch, tallest, longest }));
-  const told = el("p", { class: "facts", role: "status" }, "Point at a round, or step with the arrow keys.");
+  const factsLine = el("p", { class: "facts", role: "status" }, "Point at a round, or step with the arrow keys.");
   const scroll = el("div", { class: "rounds", tabindex: 0, role: "group", "aria-label": "Rounds, left to right" });
   scroll.append(picture);
   follow(scroll, picture, count, pitch, (i) => {
     const round = { drafted: columns.drafted[i], accepted: columns.accepted[i] };
-    told.textContent = roundFacts(i, round, columns);
+    factsLine.textContent = roundFacts(i, round, columns);
   });
   const title = several ? el("h3", {}, `Choice ${choice.index}`) : null;
-  return el("div", { class: "drawing" }, title, el("p", { class: "hint" }, spoken(choice)), scroll, told);
+  return el("div", { class: "drawing" }, title, el("p", { class: "hint" }, spoken(choice)), scroll, factsLine);
 }
 
 function spoken(choice) {
@@ -68,9 +70,9 @@ function spoken(choice) {
   const drafts = drafted ? `${number(sum("accepted"))} of ${number(drafted)} drafts accepted` : "no drafts";
   const share = drafted ? ` (${percent(sum("accepted") / drafted)})` : "";
   const k = choice.fixed_k === null ? `policy ${choice.policy}` : `k = ${choice.fixed_k} by request`;
-  const made = choice.drafter ? `drafter ${choice.drafter}, verifier ${choice.verifier}` : "speculation off";
+  const settings = choice.drafter ? `drafter ${choice.drafter}, verifier ${choice.verifier}` : "speculation off";
   const end = choice.finish_reason ? `, ended by ${choice.finish_reason}` : "";
-  return `${plural(choice.rounds.step.length, "round")}, ${drafts}${share}; ${k}; ${made}${end}`;
+  return `${plural(choice.rounds.step.length, "round")}, ${drafts}${share}; ${k}; ${settings}${end}`;
 }
 
 function column(i, columns, { pitch, tallest, longest }) {
@@ -78,9 +80,9 @@ function column(i, columns, { pitch, tallest, longest }) {
   const width = pitch - 3;
   const group = svg("g", { class: "column", "data-index": i });
   group.append(svg("rect", { class: "hit", x: i * pitch, y: 0, width: pitch, height: "100%" }));
-  for (let place = 0; place < Math.max(columns.k[i], columns.drafted[i]); place++) {
-    const y = (tallest - 1 - place) * CELL + 1;
-    group.append(svg("rect", { class: fate(place, i, columns), x, y, width, height: CELL - 3, rx: 1.5 }));
+  for (let position = 0; position < Math.max(columns.k[i], columns.drafted[i]); position++) {
+    const y = (tallest - 1 - position) * CELL + 1;
+    group.append(svg("rect", { class: fate(position, i, columns), x, y, width, height: CELL - 3, rx: 1.5 }));
   }
   const base = tallest * CELL;
   group.append(svg("line", { class: "base", x1: i * pitch, x2: (i + 1) * pitch, y1: base + 0.5, y2: base + 0.5 }));
@@ -92,9 +94,9 @@ function column(i, columns, { pitch, tallest, longest }) {
   return group;
 }
 
-function fate(place, i, columns) {
-  if (place < columns.accepted[i]) return "accepted";
-  return place < columns.drafted[i] ? "rejected" : "missing";
+function fate(position, i, columns) {
+  if (position < columns.accepted[i]) return "accepted";
+  return position < columns.drafted[i] ? "rejected" : "missing";
 }
 
 function times(i, columns, y, scale, x, width) {
@@ -112,7 +114,7 @@ function hatching() {
   return svg("defs", {}, svg("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse" }, line));
 }
 
-function follow(scroll, picture, count, pitch, tell) {
+function follow(scroll, picture, count, pitch, showFacts) {
   let current = null;
   const choose = (index) => {
     picture.querySelector(".chosen")?.classList.remove("chosen");
@@ -121,7 +123,7 @@ function follow(scroll, picture, count, pitch, tell) {
     const left = index * pitch;
     if (left < scroll.scrollLeft) scroll.scrollLeft = left;
     if (left + pitch > scroll.scrollLeft + scroll.clientWidth) scroll.scrollLeft = left + pitch - scroll.clientWidth;
-    tell(index);
+    showFacts(index);
   };
   picture.addEventListener("pointerover", (event) => {
     const column = event.target.closest("[data-index]");

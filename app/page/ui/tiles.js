@@ -1,8 +1,8 @@
-// The figures at the top.
+// The figures at the top of the page.
 
 import { byId, el, millis, number, percent } from "./dom.js";
 
-// [id, label, value, what stands below it], the last two of `now`.
+// [id, label, function from `now` to the value, function from `now` to the note below it].
 const TILES = [
   ["rate", "Tokens / s", (now) => number(now.tokens_per_s), () => "last 2 s"],
   ["speculation", "Speculation", (now) => now.speculation.state, speculationNote],
@@ -43,5 +43,5 @@ function speculationNote(now) {
 }
 
 function speedupNote(now) {
-  return now.speedup ? "over plain rounds" : "too few plain rounds";
+  return now.speedup ? "over plain decoding" : "no tokens were decoded";
 }

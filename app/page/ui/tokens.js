@@ -1,24 +1,24 @@
-// A text whose tokens show where they came from; pointing at one, or stepping with the keyboard, tells of its round.
+// A text that shows the origin of each token. Pointing at a token, or stepping with the keyboard, shows its round.
 
 import { el, micros, plural, stepping } from "./dom.js";
 
-const NEAR = 24; // px from its end, within which a text that grows is followed
+const NEAR = 24; // px: a growing text that is scrolled this near to its end stays at its end
 
 export const REASONS = {
-  policy: "the policy gives everybody this k",
-  user: "the request says so",
-  cap: "more would not be used",
-  cache: "there is no memory for more",
-  acceptance: "more would be rejected too often to pay",
-  load: "more would not pay beside the others of the round",
+  policy: "the policy gives every request this k",
+  user: "the request asks for this k",
+  cap: "the request could not use more drafts",
+  cache: "there is no memory for more drafts",
+  acceptance: "more drafts would be rejected too often to pay",
+  load: "more drafts would not pay beside the other sequences of the round",
   probe: "a trial, to learn whether drafts would pay",
 };
 
 export class TokenText {
-  // tell(text): where the facts of the round that is pointed at go.
-  constructor(root, tell) {
+  // showFacts(text) is called with the facts of the chosen round.
+  constructor(root, showFacts) {
     this.root = root;
-    this.tell = tell;
+    this.showFacts = showFacts;
     this.clear();
     root.addEventListener("pointerover", (event) => this.point(event.target.closest("[data-round]")));
     root.addEventListener("focus", () => this.current === null && this.rounds.length && this.choose(0));
@@ -26,8 +26,8 @@ export class TokenText {
   }
 
   clear() {
-    this.rounds = []; // as the stream told them
-    this.columns = null; // of the same rounds, from the server's record
+    this.rounds = []; // from the stream
+    this.columns = null; // of the same rounds, from the server's record; null while the request runs
     this.current = null;
     this.root.replaceChildren();
   }
@@ -62,11 +62,11 @@ export class TokenText {
     for (const node of nodes) node.classList.add("chosen");
     nodes[0]?.scrollIntoView({ block: "nearest" });
     this.current = index;
-    this.tell(roundFacts(this.rounds[index].round, this.rounds[index], this.columns));
+    this.showFacts(roundFacts(this.rounds[index].round, this.rounds[index], this.columns));
   }
 }
 
-// One round in words; columns may be missing while its request runs.
+// Returns one round in words. columns is null while the request runs.
 export function roundFacts(number, round, columns) {
   const parts = [`Round ${number}`];
   const by = columns?.drafter[number] ? ` by ${columns.drafter[number]}` : "";

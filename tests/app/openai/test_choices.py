@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, spell
 from app.errors import EngineFailure
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.openai.choices import merged
 from app.openai.replies import metrics, usage
-from engine.types import SEED_RANGE, Output, Request, RequestRecord
+from engine.types import SEED_RANGE, Output, Request, RequestRecord, RoundRecord
 from tests.app.harness import PROMPT, Exchange, call, events
 from tests.app.test_disconnect import run
 
@@ -74,7 +74,7 @@ def test_all_choices_are_submitted_or_none(free: int, status: int, stream: bool)
 
 
 def test_no_choice_waits_for_another() -> None:
-    """Each goes on only once the other has: read one after the other, they would never end."""
+    """Each stream goes on only once the other has gone on: read one after the other, they would never end."""
     client = FakeEngineClient()
     said = [0, 0]
 
@@ -170,20 +170,15 @@ def record(arrived: float, first: float | None, finished: float, tokens: int, **
     )
 
 
+def rounds(*facts: tuple[int, int, int, int]) -> list[RoundRecord]:
+    """facts: (k, reason, drafted, accepted)."""
+    return [RoundRecord(k, reason, 0, drafted, accepted, accepted + 1, 0) for k, reason, drafted, accepted in facts]
+
+
 def test_metrics_of_choices_span_and_sum_them() -> None:
     records = [
-        record(1.0, 1.1, 1.4, 4, planned=[3, 0], reasons=[0, 4], drafted=[3, 0], accepted=[2, 0], preemptions=1),
-        record(
-            1.02,
-            1.05,
-            1.45,
-            3,
-            planned=[3, 3, 3],
-            reasons=[0, 0, 2],
-            drafted=[3, 2, 3],
-            accepted=[0, 2, 3],
-            preemptions=2,
-        ),
+        record(1.0, 1.1, 1.4, 4, rounds=rounds((3, 0, 3, 2), (0, 4, 0, 0)), preemptions=1),
+        record(1.02, 1.05, 1.45, 3, rounds=rounds((3, 0, 3, 0), (3, 0, 2, 2), (3, 2, 3, 3)), preemptions=2),
     ]
     told = metrics(records)
     assert told == {
@@ -223,7 +218,7 @@ def test_usage_counts_a_prompt_once_for_all_its_choices() -> None:
 
 
 def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
-    """The others find what the first has read: counted too, they could exceed the prompt's tokens."""
+    """Only the first choice's cached tokens count: the others find what it has computed."""
     records = [record(1.0, 1.1, 1.2, 1, cached_tokens=cached) for cached in (1, 4, 2, 4)]
     assert usage(records, 1)["prompt_tokens_details"] == {"cached_tokens": 11}
     assert usage(records, 2)["prompt_tokens_details"] == {"cached_tokens": 3}
@@ -231,7 +226,7 @@ def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cached_tokens_and_preemptions_are_told_once_for_all_choices(stream: bool) -> None:
-    """The choices finish in the reverse of their order; it is their order that counts."""
+    """The choices finish in reverse order. The reply still lists them in their own order."""
 
     def script(request: Request) -> Iterator[Output]:
         *outputs, last = spell(request)

@@ -1,4 +1,4 @@
-"""POST /v1/completions on the happy path: shapes, chunks, usage, metrics, and what reaches the engine."""
+"""POST /v1/completions without errors: shapes, chunks, usage, metrics, and the engine's requests."""
 
 import asyncio
 import json
@@ -8,11 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import Body
-from engine.types import Output, Request, RequestRecord, SamplingParams
-from policies.reasons import REASONS
+from engine.types import REASONS, Output, Request, RequestRecord, RoundRecord, SamplingParams
 from tests.app.harness import PROMPT, Exchange, call, events
 
 USAGE = {
@@ -35,11 +34,11 @@ def record(request: Request, **values: Any) -> RequestRecord:
         "finished": 1.13,
         "output_tokens": 6,
         "policy": "goodput",
-        "planned": [4, 0, 4],
-        "reasons": [REASONS.index(reason) for reason in ("cap", "load", "policy")],
-        "drafted": [4, 0, 3],
-        "accepted": [2, 0, 1],
-        "emitted": [3, 1, 2],
+        "rounds": [
+            RoundRecord(4, REASONS.index("cap"), 0, 4, 2, 3, 0),
+            RoundRecord(0, REASONS.index("load"), 0, 0, 0, 1, -1),
+            RoundRecord(4, REASONS.index("policy"), 0, 3, 1, 2, 0),
+        ],
     }
     return RequestRecord(request.id, seed=42, prompt_tokens=len(request.prompt_ids), **facts | values)
 
@@ -96,9 +95,9 @@ def test_metrics_follow_from_the_record() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"k_max": 0, "planned": [0] * 3, "drafted": [0] * 3, "accepted": [0] * 3}, None),
+        ({"k_max": 0, "rounds": [RoundRecord(0, 0, 0, 0, 0, 1, -1)] * 3}, None),
         (
-            {"policy": "off", "planned": [0] * 3, "reasons": [-1, 0, 0], "drafted": [0] * 3, "accepted": [0] * 3},
+            {"policy": "off", "rounds": [RoundRecord(0, reason, 0, 0, 0, 1, -1) for reason in (-1, 0, 0)]},
             {
                 "mode": "auto",
                 "policy": "off",
@@ -174,7 +173,7 @@ def test_a_stream_and_a_whole_reply_say_the_same() -> None:
 
 
 def test_no_raw_line_end_but_the_events_own_reaches_the_wire() -> None:
-    """U+2028 inside JSON is legal, and ends a line for many readers of streams."""
+    """U+2028 is legal in JSON, but many readers of streams take it for the end of a line."""
     done = post(FakeEngineClient(three_rounds), stream=True)
     assert len(done.reply.decode().splitlines()) == done.reply.count(b"\n")
 
@@ -273,7 +272,7 @@ def test_a_finished_request_is_not_cancelled() -> None:
 
 
 def test_requests_run_side_by_side() -> None:
-    """With one at a time, neither of two requests that wait for each other would end."""
+    """If the server ran one request at a time, two requests that wait for each other would never end."""
     client = FakeEngineClient()
 
     def both_open(request: Request) -> Iterator[Output]:

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 from app import routes
-from app.client import FakeEngineClient, Token
+from app.client import Token
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai import replies
-from app.openai.logprobs import LEAST, Transcript
+from app.openai.logprobs import MIN_LOGPROB, LogprobColumns
 from engine.types import Output, Request, TokenLogprob
 from tests.app.harness import PROMPT, Exchange, call, events
 from tests.app.openai.test_completions import record
@@ -160,8 +161,8 @@ def words(token_id: int) -> Token:
 
 
 def offsets(ids: list[int], text: str) -> list[int]:
-    transcript = Transcript(words)
-    asyncio.run(transcript.prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text))
+    transcript = LogprobColumns(words)
+    asyncio.run(transcript.add_prompt(ids, [TokenLogprob(i, -1.0) for i in ids[1:]], text))
     transcript.add([TokenLogprob(3, -1.0)])
     return list(transcript.take()["text_offset"])
 
@@ -180,7 +181,7 @@ def test_the_output_goes_on_after_the_text_whatever_the_prompts_tokens_add_up_to
 
 
 def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
-    transcript = Transcript(words)
+    transcript = LogprobColumns(words)
     transcript.add([TokenLogprob(2, -3.0, ((1, -0.1), (3, -1.0)))])
     told = transcript.take()
     assert told["top_logprobs"] == [{" the": -0.1, " cat": -1.0}]
@@ -188,10 +189,13 @@ def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
 
 
 def test_a_probability_of_0_can_be_said() -> None:
-    transcript = Transcript(words)
+    transcript = LogprobColumns(words)
     transcript.add([TokenLogprob(3, float("-inf"), ((1, float("-inf")),))])
     told = transcript.take()
-    assert (told["token_logprobs"], told["top_logprobs"]) == ([LEAST], [{" the": LEAST, " cat": LEAST}])
+    assert (told["token_logprobs"], told["top_logprobs"]) == (
+        [MIN_LOGPROB],
+        [{" the": MIN_LOGPROB, " cat": MIN_LOGPROB}],
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,12 +212,12 @@ def ascii_ids(count: int) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_long_prompts_columns_are_whole(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    """Written and encoded in many pieces, they are what they are in one."""
+    """Log-probabilities in many pieces equal those in one piece."""
     fields = {"prompt": [ascii_ids(90), ascii_ids(35)], "max_tokens": 3, "logprobs": 3, "echo": True, "seed": 1}
     told: list[list[tuple[str, dict[str, list[Any]]]]] = []
     for piece in (7, 10**6):
-        monkeypatch.setattr("app.openai.logprobs.PIECE", piece)
-        monkeypatch.setattr("app.openai.replies.PIECE", piece)
+        monkeypatch.setattr("app.openai.logprobs.PIECE_TOKENS", piece)
+        monkeypatch.setattr("app.openai.replies.PIECE_TOKENS", piece)
         done = post(FakeEngineClient(), stream=stream, **fields)
         whole = [] if stream else json.loads(done.reply)["choices"]
         told.append([assembled(done, i) for i in (0, 1)] if stream else [(c["text"], c["logprobs"]) for c in whole])
@@ -224,12 +228,12 @@ def test_a_long_prompts_columns_are_whole(monkeypatch: pytest.MonkeyPatch, strea
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """Between two turns of another task no more than a piece's tokens are written down or encoded."""
-    monkeypatch.setattr("app.openai.logprobs.PIECE", 10)
-    monkeypatch.setattr("app.openai.replies.PIECE", 10)
-    written, encoded = Transcript._write, replies.encode_json
+    monkeypatch.setattr("app.openai.logprobs.PIECE_TOKENS", 10)
+    monkeypatch.setattr("app.openai.replies.PIECE_TOKENS", 10)
+    written, encoded = LogprobColumns._write, replies.encode_json
     work: list[int] = [0]
 
-    def write(self: Transcript, token_id: int, logprob: TokenLogprob | None) -> None:
+    def write(self: LogprobColumns, token_id: int, logprob: TokenLogprob | None) -> None:
         work[-1] += 1
         written(self, token_id, logprob)
 
@@ -237,7 +241,7 @@ def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.Monke
         work[-1] += len(value) if isinstance(value, list) else 0
         return encoded(value)
 
-    monkeypatch.setattr(Transcript, "_write", write)
+    monkeypatch.setattr(LogprobColumns, "_write", write)
     monkeypatch.setattr(replies, "encode_json", encode)
 
     async def other() -> None:
@@ -260,7 +264,7 @@ def test_a_large_reply_leaves_the_event_loop_to_others(monkeypatch: pytest.Monke
 
 def test_a_long_body_says_its_length() -> None:
     done = post(FakeEngineClient(), prompt=[ascii_ids(200)] * 8, max_tokens=0, logprobs=20, echo=True)
-    assert len(done.reply) > routes.LONG_BODY
+    assert len(done.reply) > routes.MAX_JOINED_BYTES
     assert int(done.reply_headers["content-length"]) == len(done.reply)
     assert len(json.loads(done.reply)["choices"]) == 8
     assert len(done.sent) == 1 + 8 + 2  # the start, a part for each choice, what is before and behind them

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.tenants import cache_salt
 from engine.types import Output, Request
@@ -150,7 +150,7 @@ def test_cached_tokens_are_parsed(stream: bool) -> None:
 
 @pytest.mark.parametrize(("code", "times"), [("deadline_exceeded", 1), ("engine_error", 2)])
 def test_the_client_waits_for_one_deadline_only(code: Any, times: int) -> None:
-    """By itself it tries again what ended with a status of 500 or more."""
+    """By default the client repeats requests that ended with a status of 500 or more."""
     engine = FakeEngineClient(lambda request: [Output(request.id, (), "", "error", "over", code)])
 
     async def scenario(client: AsyncOpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Where tokens came from: sources by the round's facts, texts that join to the text, every round told exactly once."""
+"""Origins of tokens: sources follow the round's outcome, texts join to the whole text, each round appears once."""
 
 import json
 import logging
@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.client import FakeEngineClient, Script, Token, spell
+from app.client import Token
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
-from app.openai.origins import Provenance
+from app.openai.origins import TokenOrigins
 from engine.detokenize import Detokenizer, TextStream
 from engine.types import FinishReason, Output, Request
 from tests.app.harness import PROMPT, Exchange, call, events
@@ -131,7 +132,7 @@ def test_no_tokens_are_no_rounds() -> None:
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("prompt", ["abc", "aé€🙂z"])
 def test_streams_and_whole_replies_tell_the_same_of_every_choice(prompt: str, logprobs: int | None, echo: bool) -> None:
-    """Characters are cut by rounds, and the echoed prompt has no provenance."""
+    """Rounds cut characters, and the echoed prompt has no origins."""
     size = len(prompt.encode())
     fields: dict[str, Any] = {
         "prompt": [prompt, "xy"],
@@ -183,7 +184,7 @@ STOPPED = [("a", "a", 0), ("xyb", "xy", 2), ("cd", "", 1)]  # "bcd" is a stop st
 
 @pytest.mark.parametrize("tell", [whole, streamed])
 def test_what_a_stop_string_removed_is_not_told(tell: Any) -> None:
-    """Its round is: what was drafted in it counts in the metrics."""
+    """The round without tokens still appears, because its drafts count in the metrics."""
     ((text, rounds),) = tell(lambda request: said(request, STOPPED, "stop"), stop="bcd")
     assert text == joined(rounds) == "axy"
     assert tokens(rounds) == [("a", "plain"), ("x", "draft"), ("y", "draft")]
@@ -222,7 +223,7 @@ def words(token_id: int) -> Token:
 
 
 def told_of(ids: tuple[int, ...], text: str, reason: FinishReason, *, keeps_end: bool = False) -> list[str]:
-    provenance = Provenance(words, keeps_end=keeps_end)
+    provenance = TokenOrigins(words, keeps_end=keeps_end)
     provenance.add(Output("r", ids, text, reason))
     return [token["text"] for told in provenance.take() for token in told["tokens"]]
 
@@ -250,7 +251,7 @@ def test_the_text_counts_where_a_vocabulary_spells_another() -> None:
 
 
 def test_all_tokens_of_a_character_that_a_stop_string_removed_are_removed() -> None:
-    provenance = Provenance(lambda byte: Token.of(bytes([byte])), keeps_end=False)
+    provenance = TokenOrigins(lambda byte: Token.of(bytes([byte])), keeps_end=False)
     provenance.add(Output("r", tuple("a€".encode()), "a", "stop"))
     (told,) = provenance.take()
     assert told["tokens"] == [{"text": "a", "source": "plain"}]
@@ -294,7 +295,7 @@ def test_token_texts_join_to_the_text_whatever_is_cut_or_held_back(
         return b"".join(spelt[i] for i in ids).decode("utf-8", "replace")
 
     stream = TextStream(Detokenizer(decode), stop, include=keeps_end)
-    provenance = Provenance(lambda i: Token.of(spelt[i]), keeps_end=keeps_end)
+    provenance = TokenOrigins(lambda i: Token.of(spelt[i]), keeps_end=keeps_end)
     text, told, used, stopped = "", [], 0, False
     while used < len(spelt) and not stopped:
         added, piece = [], ""

@@ -1,4 +1,4 @@
-"""What a request may say about its drafts, on servers that differ in what they draft, and what its reply says."""
+"""The speculation fields of a request, on servers with different drafters and policies, and the reply's fields."""
 
 import json
 from dataclasses import replace
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import parse
 from app.openai.speculation import Drafting
-from engine.types import InvalidRequest
-from policies.reasons import REASONS
+from engine.types import REASONS, InvalidRequest
 from tests.app.harness import PROMPT, call, events
 
 CARD = FakeEngineClient().model
@@ -148,7 +147,7 @@ def test_where_nobody_drafts_by_default_drafts_can_be_asked_for(card: dict[str, 
     ],
 )
 def test_mode_auto_is_the_policys_word_and_not_a_wish_for_drafts(fields: dict[str, Any], param: str) -> None:
-    """Where the policy is off, auto gets no drafts, and what would act on them is refused."""
+    """With policy off, mode auto gets no drafts, and fields that need drafts are refused."""
     assert refused(fields, policy="off").param == param
     assert settled({"speculation": {"mode": "auto", "max_k": 3}}, policy="off") == Drafting(max_k=3)
     settled(fields)

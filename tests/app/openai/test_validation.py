@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import INERT, NEUTRAL, Body, parse
 from tests.app.harness import PROMPT, call
@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "surrogate",
     ),
     ({"prediction": {"type": "content", "content": ""}}, "prediction", "at least one token"),
-    ({"prediction": {"type": "content", "content": "a" * 257}}, "prediction", "can never come true"),
+    ({"prediction": {"type": "content", "content": "a" * 257}}, "prediction", "the prediction has 257: shorten it"),
     ({"prediction": GUESS, "speculation": {"mode": "off"}}, "prediction", "no effect"),
     ({"prediction": GUESS, "speculation": {"k": 0}}, "prediction", "no effect"),
     ({"prediction": GUESS, "speculation": {"drafter": "lookup"}}, "prediction", "would not look at"),
@@ -335,6 +335,6 @@ def test_texts_are_tokenized_only_until_they_are_too_many() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_choices_of_one_prompt_share_its_reading(n: int) -> None:
-    """So that n does not count."""
+    """The limit counts each prompt once, whatever n is."""
     done = call(create_app(FakeEngineClient(max_prompt_tokens=60)), PROMPT | {"prompt": ["a" * 40, "b" * 20], "n": n})
     assert done.status == 200

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page import feed, routes
-from app.page.live import Live
+from app.page.live import LivePage
 from engine.types import Output
 from tests.app.harness import PROMPT, Exchange
 from tests.app.page.test_live import part, step
@@ -18,7 +18,7 @@ from tests.app.page.test_live import part, step
 
 def test_one_that_is_about_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient(lambda request: [Output(request.id, (97,), "a")])
-    app = create_app(client, live=Live(client))
+    app = create_app(client, live_page=LivePage(client))
 
     async def scenario() -> None:
         running = Exchange(app, json.dumps(PROMPT | {"stream": True}).encode())
@@ -34,7 +34,7 @@ def test_one_that_is_about_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         assert json.loads(asked.reply)["status"] == "disconnected"
 
     play(scenario)
-    monkeypatch.setattr(routes, "LAST_MOMENT_S", 0.0)
+    monkeypatch.setattr(routes, "WAIT_FOR_RECORD_S", 0.0)
 
     async def impatient() -> None:
         running = Exchange(app, json.dumps(PROMPT | {"stream": True}).encode())
@@ -55,13 +55,13 @@ def data(viewer: Exchange) -> list[Any]:
 
 
 class Watched:
-    """A server, and how often its feed worked something out."""
+    """A server that counts how often its feed computes something."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(feed, "EVENT_EVERY_S", 0.005)
         self.client = FakeEngineClient()
-        self.live = Live(self.client)
-        self.app = create_app(self.client, live=self.live)
+        self.live = LivePage(self.client)
+        self.app = create_app(self.client, live_page=self.live)
         self.made = 0
         event = self.live.event
 
@@ -142,26 +142,42 @@ def test_a_quiet_server_repeats_itself_a_quarter_as_often(monkeypatch: pytest.Mo
 
 def test_viewers_share_the_work_and_the_last_one_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
+    tick, sleep = asyncio.Event(), asyncio.sleep
+
+    async def nap(seconds: float) -> None:
+        """The feed's own nap ends when the test says so; others take their time."""
+        if seconds == feed.EVENT_EVERY_S:
+            await tick.wait()
+            tick.clear()
+        else:
+            await sleep(seconds)
 
     async def scenario() -> None:
         assert watched.made == 0
         viewers = [watched.join(str(i)) for i in range(5)]
-        await until(lambda: all(len(data(viewer)) >= 3 for viewer in viewers))
-        assert watched.made <= max(len(data(viewer)) for viewer in viewers) + 1
-        assert data(viewers[0])[:3] == data(viewers[4])[:3]
+        await until(lambda: all(len(data(viewer)) == 2 for viewer in viewers))
+        assert watched.made == 1, "an event is made once, for all"
+        watched.client.stepped([])  # so that the server is not quiet
+        tick.set()
+        await until(lambda: all(len(data(viewer)) == 3 for viewer in viewers))
+        assert watched.made == 2
+        assert all(data(viewer)[1:] == data(viewers[0])[1:] for viewer in viewers)
         await watched.leave(*viewers)
-        made = watched.made
-        await asyncio.sleep(0.05)
-        assert watched.made == made, "nothing is worked out for nobody"
+        watched.client.stepped([])
+        tick.set()
+        for _ in range(20):
+            await sleep(0)
+        assert watched.made == 2, "nothing is worked out for nobody"
         again = watched.join()
         await until(lambda: len(data(again)) >= 2)
         await watched.leave(again)
 
+    monkeypatch.setattr(asyncio, "sleep", nap)
     play(scenario)
 
 
 def test_a_viewer_whose_connection_breaks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some servers say so only at the next send."""
+    """Some servers report a disconnect only at the next send."""
     watched = Watched(monkeypatch)
 
     async def broken(message: Any) -> None:
@@ -209,7 +225,7 @@ def test_the_limit_holds_for_those_who_come_at_once(monkeypatch: pytest.MonkeyPa
 def test_a_viewer_that_neither_reads_nor_leaves_gives_up_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
     monkeypatch.setattr(feed, "FEED_S", 0.01)
-    monkeypatch.setattr(feed, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(feed, "SLOW_VIEWER_S", 0.01)
     watched = Watched(monkeypatch)
 
     async def full(message: Any) -> None:
@@ -249,7 +265,7 @@ def test_an_event_that_cannot_be_made_costs_only_itself(
 
 
 def test_a_viewer_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is to end waits for its clients."""
+    """A server that shuts down waits for its clients."""
     watched = Watched(monkeypatch)
     monkeypatch.setattr(feed, "FEED_S", 0.03)
 

@@ -1,4 +1,4 @@
-"""What the live page is told of the engine's steps: sums over the last minutes, in bounded memory."""
+"""The live page's figures of engine steps: sums over the last minutes, in bounded memory."""
 
 import json
 from collections.abc import Iterable
@@ -7,35 +7,34 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page import step_window
-from app.page.live import WHY, Live
-from engine.types import EngineStats, Part, StepStats
-from policies.reasons import REASONS
+from app.page.live import REASON_TEXTS, LivePage
+from engine.types import REASONS, EngineStats, RoundRecord, StepStats
 
 BASE = StepStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def part(k: int, accepted: int, *, drafted: int | None = None, reason: str = "policy") -> Part:
+def part(k: int, accepted: int, *, drafted: int | None = None, reason: str = "policy") -> RoundRecord:
     made = k if drafted is None else drafted
-    return Part(k, REASONS.index(reason), 500, made, accepted, accepted + 1, 0 if made else -1)
+    return RoundRecord(k, REASONS.index(reason), 500, made, accepted, accepted + 1, 0 if made else -1)
 
 
-def step(began: float, parts: Iterable[Part], step_us: int = 1000, **more: Any) -> StepStats:
+def step(began: float, parts: Iterable[RoundRecord], step_us: int = 1000, **more: Any) -> StepStats:
     had = tuple(parts)
     sums = {name: sum(getattr(p, name) for p in had) for name in ("drafted", "accepted", "emitted")}
     return replace(BASE, sequences=len(had), began=began, parts=had, step_us=step_us, **sums, **more)
 
 
 class Played:
-    """A Live whose clock is set by hand, in a server of its own."""
+    """A LivePage whose clock is set by hand, in a server of its own."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.client = FakeEngineClient()
-        self.live = Live(self.client, clock=lambda: self.now)
-        self.app = create_app(self.client, live=self.live)
+        self.live = LivePage(self.client, clock=lambda: self.now)
+        self.app = create_app(self.client, live_page=self.live)
 
     def step(self, *steps: StepStats) -> None:
         self.client.stepped(steps)
@@ -80,7 +79,7 @@ def test_steps_become_a_series_of_quarter_seconds() -> None:
 
 
 def test_steps_that_take_long_are_counted_when_they_end() -> None:
-    """Told of one as it ends, a page has forgotten the moment at which it began."""
+    """The page hears of a step only when it ends; the quarter of a second in which it began is over by then."""
     played = Played()
     for second in range(1000, 1010):
         played.now = second + 1.0
@@ -115,15 +114,11 @@ def test_acceptance_is_counted_by_position() -> None:
 
 def test_k_and_reasons_are_told_by_batch_size() -> None:
     played = Played()
-    nobody = Part(0, -1, 500, 0, 0, 1, -1)
+    nobody = RoundRecord(0, -1, 500, 0, 0, 1, -1)
     played.step(step(1000, [part(4, 0)]), step(1000, [part(1, 0), part(2, 0, reason="load"), nobody]))
     now = played.told
     assert (now["batches"]["batch"], now["batches"]["k"]) == ([1, 3], [4, 1.5])
     assert now["decisions"] == {"policy": 2, "load": 1}
-
-
-def plain(began: float, batch: int, step_us: int, **more: Any) -> StepStats:
-    return step(began, [part(0, 0)] * batch, step_us, **more)
 
 
 def speedups(played: Played) -> dict[int, float | None]:
@@ -131,72 +126,40 @@ def speedups(played: Played) -> dict[int, float | None]:
     return dict(zip(batches["batch"], batches["speedup"], strict=True))
 
 
-def test_the_speedup_is_tokens_per_second_over_those_of_rounds_without_drafts() -> None:
+def test_the_speedup_is_the_time_without_drafts_over_the_time_it_took() -> None:
     played = Played()
-    played.step(*(plain(1000, 1, 1000) for _ in range(step_window.MIN_PLAIN)))
+    played.step(step(1000, [part(0, 0)], 1000, plain_us=1000))
     assert speedups(played) == {1: 1.0}
-    played.step(*(step(1000, [part(4, 3)], 2000) for _ in range(step_window.MIN_PLAIN)))
-    # 5 tokens in 3 ms, where a token alone takes 1 ms.
-    assert speedups(played) == {1: round(5 / 3, 3)}
-    assert played.told["speedup"] == round(5 / 3, 3)
+    played.step(step(1000, [part(4, 3)], 2000, plain_us=4000), step(1000, [part(4, 3)] * 2, 9000, plain_us=4500))
+    assert speedups(played) == {1: round(5 / 3, 3), 2: 0.5}
+    assert played.told["speedup"] == round(9500 / 12_000, 3)
+    assert played.told["batches"]["plain_rounds"] == [1, 0]
 
 
-def test_the_speedup_is_unknown_without_enough_rounds_without_drafts() -> None:
+def test_the_speedup_is_unknown_without_a_step_that_only_decodes() -> None:
     played = Played()
-    played.step(*(plain(1000, 1, 1000) for _ in range(step_window.MIN_PLAIN - 1)), step(1000, [part(4, 3)], 2000))
+    played.step(step(1000, [part(4, 3)], 2000, prefill_tokens=64))
     assert (speedups(played), played.told["speedup"]) == ({1: None}, None)
 
 
-def test_sizes_of_unknown_speedup_do_not_count_in_the_whole() -> None:
+def test_a_step_that_reads_prompts_tells_nothing_of_the_speedup() -> None:
     played = Played()
-    played.step(
-        *(plain(1000, 1, 1000) for _ in range(step_window.MIN_PLAIN)),
-        *(step(1000, [part(4, 3)] * 2, 9000) for _ in range(step_window.MIN_PLAIN)),
-    )
-    assert speedups(played) == {1: 1.0, 2: None}
-    assert played.told["speedup"] == 1.0
+    played.step(step(1000, [part(4, 3)], 2000, plain_us=4000))
+    played.step(step(1000, [part(4, 3)], 99_000, prefill_tokens=64), step(1000, [part(0, 0)], 99_000, prefill_tokens=9))
+    assert (speedups(played), played.told["speedup"]) == ({1: 2.0}, 2.0)
 
 
-def test_the_speedup_is_that_of_all_the_sequences_of_a_round() -> None:
+def test_drafts_that_fail_lower_the_speedup() -> None:
     played = Played()
-    played.step(*(plain(1000, 2, 1000) for _ in range(step_window.MIN_PLAIN)))
-    played.step(*(step(1000, [part(4, 3)] * 2, 2000) for _ in range(step_window.MIN_PLAIN)))
-    assert speedups(played) == {2: round(5 / 3, 3)}
-
-
-@pytest.mark.parametrize("impure", [{"prefill_tokens": 64}, {"draft_faults": 1}, {"failed": True}])
-def test_steps_that_did_more_than_a_round_tell_nothing_of_the_speedup(impure: dict[str, Any]) -> None:
-    played = Played()
-    played.step(*(plain(1000, 1, 1000) for _ in range(step_window.MIN_PLAIN)))
-    played.step(*(step(1000, [part(4, 3)], 2000) for _ in range(step_window.MIN_PLAIN)))
-    played.step(*(plain(1000, 1, 99_000, **impure) for _ in range(9)))
-    played.step(*(step(1000, [part(4, 3)], 99_000, **impure) for _ in range(9)))
-    assert speedups(played) == {1: round(5 / 3, 3)}
+    played.step(step(1000, [part(0, 0)], 5000, plain_us=1000, draft_faults=1))
+    assert played.told["speedup"] == 0.2
+    assert played.told["batches"]["plain_rounds"] == [0]
 
 
 def test_faults_of_the_drafter_are_counted() -> None:
     played = Played()
     played.step(step(1000, [part(4, 0)], draft_faults=2), step(1000, [part(4, 0)]), step(1000, [], draft_faults=1))
     assert played.told["faults"] == 3
-
-
-def test_plain_rounds_that_left_the_window_are_remembered() -> None:
-    played = Played()
-    played.step(*(plain(1000, 1, 1000) for _ in range(step_window.MIN_PLAIN)))
-    played.now = 1400
-    played.step(step(1400, [part(4, 3)], 2000))
-    assert played.told["batches"]["rounds"] == [1]
-    assert speedups(played) == {1: 2.0}
-
-
-def test_remembered_rounds_weigh_less_with_time() -> None:
-    """Else a server that became slower, or faster, would be measured by its youth."""
-    played = Played()
-    for i in range(4):
-        played.step(*(plain(1000 + 400 * i, 1, 1000 if i == 0 else 3000) for _ in range(step_window.REMEMBERED)))
-    played.now = 9000
-    played.step(step(9000, [part(4, 3)], 4000))
-    assert 2.8 < (speedups(played)[1] or 0) <= 3.0
 
 
 def test_what_left_the_window_is_no_longer_told() -> None:
@@ -239,7 +202,7 @@ def test_steps_without_a_time_are_counted_when_they_are_told() -> None:
         ([part(4, 0, reason="probe"), part(0, 0, reason="acceptance")], "paused", "rejected too often"),
     ],
 )
-def test_speculation_says_why_it_is_off(parts: list[Part], state: str, why: str) -> None:
+def test_speculation_says_why_it_is_off(parts: list[RoundRecord], state: str, why: str) -> None:
     played = Played()
     played.step(step(1000, [part(4, 0)]), step(1020, parts))
     played.now = 1021
@@ -266,7 +229,7 @@ def test_a_server_that_cannot_draft_by_itself_says_why(card: dict[str, Any], sta
 
 
 def test_every_reason_has_words() -> None:
-    assert tuple(WHY) == REASONS
+    assert tuple(REASON_TEXTS) == REASONS
 
 
 def test_load_and_health_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

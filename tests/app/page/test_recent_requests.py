@@ -8,25 +8,24 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient, spell
+from app.fake_engine import FakeEngineClient, spell
 from app.main import create_app
 from app.page import recent_requests
-from app.page.live import Live, percentiles
-from engine.types import DRAFTERS, Output, Request
-from policies.reasons import REASONS
+from app.page.live import LivePage, percentiles
+from engine.types import DRAFTERS, REASONS, Output, Request, RoundRecord
 from tests.app.harness import PROMPT, Exchange, call
 
 
 class Kept:
-    """A server, and what its page is told of requests."""
+    """A server with its live page's data on requests."""
 
     def __init__(self, script: Any = spell) -> None:
         self.client = FakeEngineClient(script)
-        self.live = Live(self.client)
-        self.app = create_app(self.client, live=self.live)
+        self.live = LivePage(self.client)
+        self.app = create_app(self.client, live_page=self.live)
 
     def requests(self) -> list[dict[str, Any]]:
-        return [kept.summary() for kept in self.live.ring.latest()]
+        return [kept.summary() for kept in self.live.recent.latest()]
 
     @property
     def told(self) -> dict[str, Any]:
@@ -39,13 +38,24 @@ def with_columns(request: Request) -> Iterator[Output]:
     for output in spell(request):
         record = output.record
         if record is not None:
-            n = len(record.steps)
-            record.steps, record.planned, record.drafted = list(range(7, 7 + n)), [3] * n, [3] * n
-            record.reasons, record.alphas = [-1] + [REASONS.index("load")] * (n - 1), [750] * n
-            record.accepted = [2] * n
-            record.proposer, record.batch = [-1] + [DRAFTERS.index("model")] * (n - 1), [2] * n
-            record.began_us, record.draft_us = [10 * i for i in range(n)], [100] * n
-            record.score_us, record.step_us = [200] * n, [350] * n
+            record.rounds = [
+                RoundRecord(
+                    k=3,
+                    reason=REASONS.index("load") if i else -1,
+                    alpha=750,
+                    drafted=3,
+                    accepted=2,
+                    emitted=part.emitted,
+                    proposer=DRAFTERS.index("model") if i else -1,
+                    step=7 + i,
+                    batch=2,
+                    began_us=10 * i,
+                    draft_us=100,
+                    score_us=200,
+                    step_us=350,
+                )
+                for i, part in enumerate(record.rounds)
+            ]
             record.arrived, record.admitted, record.first_token, record.finished = 50.0, 50.001, 50.01, 50.05
         yield output
 
@@ -54,7 +64,7 @@ def test_an_exchange_is_kept_round_by_round() -> None:
     server = Kept(with_columns)
     asked = PROMPT | {"max_tokens": 6, "speculation": {"mode": "fixed", "k": 3}}
     reply = json.loads(call(server.app, asked).reply)
-    kept = server.live.ring.get(reply["id"])
+    kept = server.live.recent.get(reply["id"])
     assert kept is not None
     whole = kept.whole()
     assert {name: whole[name] for name in ("id", "trace_id", "status", "error", "model")} == {
@@ -94,7 +104,7 @@ def test_an_exchange_is_kept_round_by_round() -> None:
 
 
 class Tracer:
-    """As one that names traces does, it hears of an exchange before the page does."""
+    """This listener hears of an exchange before the page does, as the Tracer does."""
 
     def began(self, exchange: Any) -> None:
         exchange.trace_id = "ab" * 16
@@ -108,9 +118,9 @@ class Tracer:
 
 def test_an_exchange_is_kept_with_its_trace() -> None:
     client = FakeEngineClient()
-    live = Live(client)
-    call(create_app(client, [Tracer()], live=live), PROMPT)
-    (kept,) = live.ring.latest()
+    live = LivePage(client)
+    call(create_app(client, [Tracer()], live_page=live), PROMPT)
+    (kept,) = live.recent.latest()
     assert kept.whole()["trace_id"] == "ab" * 16
 
 
@@ -135,8 +145,8 @@ def test_a_request_is_found_by_its_replys_id_and_by_its_own() -> None:
     server = Kept()
     done = call(server.app, PROMPT)
     name = done.reply_headers["x-request-id"]
-    assert server.live.ring.get(name) is server.live.ring.get(f"cmpl-{name}") is not None
-    assert server.live.ring.get("x") is None
+    assert server.live.recent.get(name) is server.live.recent.get(f"cmpl-{name}") is not None
+    assert server.live.recent.get("x") is None
 
 
 def test_the_list_has_totals_and_no_rounds() -> None:
@@ -217,7 +227,7 @@ def test_a_server_that_gives_a_request_up_is_told() -> None:
 def test_no_text_is_kept() -> None:
     server = Kept()
     call(server.app, PROMPT | {"prompt": "my secret", "max_tokens": 9})
-    (kept,) = server.live.ring.latest()
+    (kept,) = server.live.recent.latest()
     assert "secret" not in json.dumps(kept.whole())
     assert "secret" not in repr(kept)
 
@@ -225,14 +235,17 @@ def test_no_text_is_kept() -> None:
 def test_the_oldest_exchange_makes_room() -> None:
     server = Kept()
     first = json.loads(call(server.app, PROMPT).reply)["id"]
-    for _ in range(recent_requests.KEPT):
+    for _ in range(recent_requests.MAX_REQUESTS):
         call(server.app, {})
-    assert server.live.ring.get(first) is None
-    assert (len(server.requests()), server.told["requests"]) == (recent_requests.KEPT, recent_requests.KEPT + 1)
+    assert server.live.recent.get(first) is None
+    assert (len(server.requests()), server.told["requests"]) == (
+        recent_requests.MAX_REQUESTS,
+        recent_requests.MAX_REQUESTS + 1,
+    )
 
 
 def test_rounds_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_requests, "ROUNDS", 10)
+    monkeypatch.setattr(recent_requests, "MAX_ROUNDS", 10)
     server = Kept()
     for tokens in (12, 9, 9):  # 4, 3 and 3 rounds
         call(server.app, PROMPT | {"max_tokens": tokens})

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from app.client import FakeEngineClient
+from app.fake_engine import FakeEngineClient
 from app.main import create_app
-from app.page.live import Live
+from app.page.live import LivePage
 from app.page.routes import FILES, FOLDER
 from tests.app.harness import PROMPT, Exchange, call
 from tests.app.page.test_live import part, step
 
 
-def make() -> tuple[FakeEngineClient, Live, Any]:
+def make() -> tuple[FakeEngineClient, LivePage, Any]:
     client = FakeEngineClient()
-    live = Live(client)
-    return client, live, create_app(client, live=live)
+    live = LivePage(client)
+    return client, live, create_app(client, live_page=live)
 
 
 def get(app: Any, path: str, **options: Any) -> Exchange:

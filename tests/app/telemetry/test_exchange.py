@@ -1,4 +1,4 @@
-"""Every exchange is followed to its end, whatever its end is, and what listeners do costs no request anything."""
+"""Every exchange is followed to its end, however it ends, and no listener can harm a request."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from app.client import FakeEngineClient, Script, spell
+from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
 from app.telemetry.exchange import Exchange as Followed
 from engine.types import InvalidRequest, Output, Overloaded, Request, StepStats
@@ -18,7 +18,7 @@ from tests.app.harness import PROMPT, Exchange, call
 
 
 class Recorder:
-    """A listener that keeps what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.started: list[Followed] = []
@@ -61,8 +61,8 @@ def test_a_whole_exchange(stream: bool) -> None:
     reply = call(app, PROMPT | {"n": 3, "stream": stream, "max_tokens": 4})
     exchange = the_one(recorder)
     assert exchange.id in reply.reply.decode()
-    assert exchange.asked is not None
-    assert exchange.asked.n == 3
+    assert exchange.request_body is not None
+    assert exchange.request_body.n == 3
     assert list(exchange.requests) == client.submitted
     assert [record.request_id for record in exchange.records] == [request.id for request in client.submitted]
     assert [output.finish_reason for output in exchange.outputs] == ["length"] * 3
@@ -87,7 +87,7 @@ def test_a_refused_body_ends_an_exchange_too() -> None:
     assert call(app, PROMPT | {"temperature": 9}).status == 400
     exchange = the_one(recorder)
     assert isinstance(exchange.error, InvalidRequest)
-    assert exchange.asked is None
+    assert exchange.request_body is None
     assert exchange.requests == ()
     assert exchange.records == []
 
@@ -154,7 +154,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_an_exchange_is_told_of_once_the_engine_let_go_of_it() -> None:
-    """The client is gone at once; what its requests did is known a round later."""
+    """The client leaves at once; the outcome of its requests is known a round later."""
     app, recorder, client = serve(lambda request: iter(()))
     told: list[Output] = []
     tell, client._ended = client._ended, told.append
@@ -178,7 +178,7 @@ def test_a_listener_that_fails_costs_nobody_anything(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.ERROR):
         assert call(app, PROMPT).status == 200
     the_one(recorder)
-    assert [record.message for record in caplog.records] == ["Broken failed to take what it was told"] * 2
+    assert [record.message for record in caplog.records] == ["the listener Broken failed"] * 2
 
 
 def test_steps_are_passed_on() -> None:

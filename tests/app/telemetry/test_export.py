@@ -1,4 +1,4 @@
-"""Where spans go, and that nobody waits for whoever takes them."""
+"""Spans go where the variables say, and no request waits for a collector."""
 
 import json
 import os
@@ -14,15 +14,15 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.util.types import AttributeValue
 
 from app.telemetry import export
-from app.telemetry.export import Dropped, Outbox, captures_text, processors, provider
-from app.telemetry.otlp import Exporter
+from app.telemetry.export import BoundedSpanProcessor, DroppedSpans, captures_text, processors, provider
+from app.telemetry.otlp import OtlpExporter
 from deployments.tracing import exporters
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
 
 
 class Collector(SpanExporter):
-    """Takes batches one at a time, each when it is let to; then says `result`, or raises it."""
+    """Takes one batch at a time, as soon as the test allows it, and then returns or raises `result`."""
 
     def __init__(self, result: SpanExportResult | Exception = SpanExportResult.SUCCESS, patience_s: float = 60) -> None:
         self.result = result
@@ -42,17 +42,17 @@ class Collector(SpanExporter):
         pass
 
 
-Opened = tuple[TracerProvider, Outbox]
+Opened = tuple[TracerProvider, BoundedSpanProcessor]
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]:
-    """Providers over an outbox, ended afterwards; the last word of a slow collector may take a moment only."""
+    """Makes providers over a BoundedSpanProcessor and ends them after the test, also with a slow collector."""
     monkeypatch.setattr(export, "SHUTDOWN_MS", 200)
     made: list[TracerProvider] = []
 
-    def open_(collector: SpanExporter, dropped: Dropped, **options: float) -> Opened:
-        outbox = Outbox(collector, dropped, **options)  # type: ignore[arg-type]
+    def open_(collector: SpanExporter, dropped: DroppedSpans, **options: float) -> Opened:
+        outbox = BoundedSpanProcessor(collector, dropped, **options)  # type: ignore[arg-type]
         made.append(TracerProvider(shutdown_on_exit=False))
         made[-1].add_span_processor(outbox)
         return made[-1], outbox
@@ -68,7 +68,7 @@ def write(provider: TracerProvider, *names: str) -> None:
 
 
 def test_what_is_exported_is_not_dropped(opened: Callable[..., Opened]) -> None:
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
     provider, _ = opened(collector, dropped)
     write(provider, "a", "b")
@@ -78,8 +78,8 @@ def test_what_is_exported_is_not_dropped(opened: Callable[..., Opened]) -> None:
 
 
 def test_a_full_queue_drops_what_comes_and_counts_it(opened: Callable[..., Opened]) -> None:
-    """While the collector holds one batch, three spans wait; it never delays whoever ends a span."""
-    collector, dropped = Collector(), Dropped()
+    """While the collector holds one batch, three spans wait. Ending a span never waits."""
+    collector, dropped = Collector(), DroppedSpans()
     provider, _ = opened(collector, dropped, queue=3, schedule_ms=1)
     write(provider, "held")
     assert collector.busy.wait(30)
@@ -95,7 +95,7 @@ def test_a_full_queue_drops_what_comes_and_counts_it(opened: Callable[..., Opene
 
 
 def long_span(provider: TracerProvider, name: str, rounds: int) -> None:
-    """As large as a decode's at level `packed`, with a column of integers that Python shares with nobody."""
+    """A span as large as a decode span at level `packed`, with a column of integers that Python does not share."""
     attributes = {f"specdec.rounds.c{i}": tuple(range(1000, 1000 + rounds)) for i in range(12)}
     provider.get_tracer("test").start_span(name, attributes=attributes).end()
 
@@ -103,7 +103,7 @@ def long_span(provider: TracerProvider, name: str, rounds: int) -> None:
 def test_the_queue_is_bounded_by_bytes_too(opened: Callable[..., Opened]) -> None:
     """Long spans fill it though there is room for their number. The batch that the collector holds counts until it is
     let go: its spans are as large in memory as before."""
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     provider, _ = opened(collector, dropped, queue_bytes=1_000_000, schedule_ms=1)
     long_span(provider, "held", 1000)
     assert collector.busy.wait(30)
@@ -124,7 +124,7 @@ def test_the_queue_is_bounded_by_bytes_too(opened: Callable[..., Opened]) -> Non
 def test_what_a_failed_export_held_is_room_again(
     opened: Callable[..., Opened], result: SpanExportResult | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector, dropped = Collector(result), Dropped()
+    collector, dropped = Collector(result), DroppedSpans()
     collector.let.set()
     provider, _ = opened(collector, dropped, queue_bytes=1_000_000)
     for _ in range(5):
@@ -143,7 +143,7 @@ def test_what_a_failed_export_held_is_room_again(
     ids=["short", "columns", "text"],
 )
 def test_the_estimate_of_what_a_span_holds_is_near(attributes: dict[str, AttributeValue]) -> None:
-    """Within a factor of two of what Python allocates for it."""
+    """The estimate is within a factor of two of what Python allocates."""
     kept: list[ReadableSpan] = []
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
     tracemalloc.start()
@@ -169,7 +169,7 @@ def own_values(attributes: dict[str, AttributeValue]) -> dict[str, AttributeValu
 def test_a_failed_export_is_counted(
     opened: Callable[..., Opened], result: SpanExportResult | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector, dropped = Collector(result), Dropped()
+    collector, dropped = Collector(result), DroppedSpans()
     collector.let.set()
     provider, _ = opened(collector, dropped)
     write(provider, *"abc")
@@ -178,8 +178,8 @@ def test_a_failed_export_is_counted(
 
 
 def test_the_end_does_not_wait_for_a_collector_that_hangs(opened: Callable[..., Opened]) -> None:
-    """It still hangs when `shutdown` has returned, and what waited behind it is counted; so is what comes later."""
-    collector, dropped = Collector(patience_s=10), Dropped()  # less than the SDK would wait for
+    """The collector still hangs when `shutdown` returns. Spans that waited or end later are counted as lost."""
+    collector, dropped = Collector(patience_s=10), DroppedSpans()  # less than the SDK would wait for
     provider, outbox = opened(collector, dropped, schedule_ms=1)
     write(provider, "held")
     assert collector.busy.wait(30)
@@ -194,7 +194,7 @@ def test_the_end_does_not_wait_for_a_collector_that_hangs(opened: Callable[..., 
 
 
 def test_the_end_exports_what_is_left(opened: Callable[..., Opened]) -> None:
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
     provider, outbox = opened(collector, dropped, schedule_ms=60_000)
     write(provider, *"abc")
@@ -204,10 +204,10 @@ def test_the_end_exports_what_is_left(opened: Callable[..., Opened]) -> None:
 
 
 def test_what_is_not_sampled_is_no_loss() -> None:
-    collector, dropped = Collector(), Dropped()
+    collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
     provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
-    provider.add_span_processor(Outbox(collector, dropped))
+    provider.add_span_processor(BoundedSpanProcessor(collector, dropped))
     write(provider, "a")
     provider.shutdown()
     assert collector.taken == []
@@ -216,7 +216,7 @@ def test_what_is_not_sampled_is_no_loss() -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    """Says these variables, and no other of OpenTelemetry's; the process has no provider."""
+    """Sets these OTEL_* variables and removes all others. The process has no provider."""
     for variable in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(variable)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: trace.ProxyTracerProvider())
@@ -236,14 +236,14 @@ Say = Callable[[dict[str, str]], None]
     ("variables", "kinds"),
     [
         ({}, []),
-        (ENDPOINT, [Exporter]),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9/v1/traces"}, [Exporter]),
-        ({"OTEL_TRACES_EXPORTER": "otlp"}, [Exporter]),
-        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, [ConsoleSpanExporter, Exporter]),
+        (ENDPOINT, [OtlpExporter]),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9/v1/traces"}, [OtlpExporter]),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, [OtlpExporter]),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, [ConsoleSpanExporter, OtlpExporter]),
         (ENDPOINT | {"OTEL_TRACES_EXPORTER": "console"}, [ConsoleSpanExporter]),
         (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, []),
         (ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, []),
-        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, [Exporter]),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, [OtlpExporter]),
     ],
 )
 def test_which_exporters_the_variables_ask_for(
@@ -252,12 +252,12 @@ def test_which_exporters_the_variables_ask_for(
     said(variables)
     made: list[SpanExporter] = []
 
-    class Kept(Outbox):
+    class Kept(BoundedSpanProcessor):
         def __init__(self, exporter: SpanExporter) -> None:
             made.append(exporter)
             super().__init__(exporter)
 
-    monkeypatch.setattr(export, "Outbox", Kept)
+    monkeypatch.setattr(export, "BoundedSpanProcessor", Kept)
     found = provider({})
     assert [type(exporter) for exporter in made] == kinds
     assert (found is None) == (not kinds)
@@ -282,7 +282,7 @@ def test_what_we_do_not_have_is_refused(said: Say, variables: dict[str, str], me
 
 
 def test_one_provider_per_process(said: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve's, if it made one, whether or not the variables say where ours would go; but never against the switch."""
+    """Serve's provider is used if there is one, whatever the variables say, unless OTEL_SDK_DISABLED is set."""
     serves = TracerProvider(shutdown_on_exit=False)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: serves)
     assert provider({}) is serves
@@ -330,11 +330,11 @@ def test_a_wish_for_text_that_we_cannot_follow_is_refused(monkeypatch: pytest.Mo
 
 
 def test_serves_own_spans_go_where_ours_go(said: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also to this machine's own collector, where no variable says where to."""
+    """Without an endpoint variable, spans go to the collector on this machine."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "")  # put back afterwards
     monkeypatch.delenv("OTEL_SERVICE_NAME")
     made = exporters()
-    assert [type(each) for each in made] == [Outbox]
+    assert [type(each) for each in made] == [BoundedSpanProcessor]
     assert TracerProvider(shutdown_on_exit=False).resource.attributes["service.name"] == "foretoken"
     for each in made:
         each.shutdown()

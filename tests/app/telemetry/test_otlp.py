@@ -1,4 +1,4 @@
-"""What is posted is what the SDK would post, and a collector reads it."""
+"""The posted bytes mean the same as the SDK's, and a collector reads them."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link
 
-from app.telemetry.otlp import Exporter, encode, pair
+from app.telemetry.otlp import OtlpExporter, encode, encode_column
 from tests.app.harness import PROMPT, call
 from tests.app.telemetry.tracing import Traced, step
 
@@ -50,7 +50,7 @@ def test_it_is_what_the_sdk_encodes(traced: Traced) -> None:
 
 
 def test_what_the_sdk_dropped_is_told() -> None:
-    """Of a span that has columns: attributes, events and links beyond the limits."""
+    """A span with columns counts the attributes, events and links that its limits dropped, too."""
     limits = SpanLimits(max_span_attributes=2, max_events=1, max_links=1)
     exporter, provider = InMemorySpanExporter(), TracerProvider(span_limits=limits, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -71,7 +71,7 @@ def test_every_integer() -> None:
     edges = [sign * 2**power + by for power in range(63) for by in (-1, 0, 1) for sign in (1, -1)]
     numbers = [*edges, 2**63 - 1, -(2**63), *(rng.randrange(2**40) for _ in range(500))]
     expected = AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=number) for number in numbers]))
-    assert pair("né", numbers) == KeyValue(key="né", value=expected).SerializeToString()
+    assert encode_column("né", numbers) == KeyValue(key="né", value=expected).SerializeToString()
 
 
 class Server(HTTPServer):
@@ -105,7 +105,7 @@ def collector() -> Iterator[Server]:
 
 def test_it_is_posted_and_what_the_collector_says_counts(traced: Traced, collector: Server) -> None:
     spans = traced.exporter.get_finished_spans()
-    exporter = Exporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
+    exporter = OtlpExporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
     assert exporter.export(spans) is SpanExportResult.SUCCESS
     posted = ExportTraceServiceRequest.FromString(collector.posted[0])
     assert in_order(posted) == in_order(encode_spans(spans))
@@ -121,7 +121,7 @@ def test_a_batch_that_is_too_large_is_not_posted(traced: Traced, collector: Serv
     size = len(encode(spans).SerializeToString())
     address = f"http://127.0.0.1:{collector.server_address[1]}/v1/traces"
     for limit, result in ((size - 1, "FAILURE"), (size, "SUCCESS"), (0, "SUCCESS")):  # 0: there is none
-        exporter = Exporter(address, max_request_size=limit)
+        exporter = OtlpExporter(address, max_request_size=limit)
         assert exporter.export(spans).name == result
         exporter.shutdown()
     assert len(collector.posted) == 2
@@ -131,15 +131,15 @@ def test_columns_that_are_none_of_ours_are_encoded_by_the_sdk(traced: Traced, co
     with traced.provider.get_tracer("theirs").start_span("theirs") as span:
         span.set_attribute("specdec.rounds.kinds", ("a", "b"))
     spans = traced.exporter.get_finished_spans()
-    exporter = Exporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
+    exporter = OtlpExporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
     assert exporter.export(spans) is SpanExportResult.SUCCESS
     assert ExportTraceServiceRequest.FromString(collector.posted[0]) == encode_spans(spans)
     exporter.shutdown()
 
 
 def test_what_cannot_be_encoded_is_a_failure(traced: Traced, collector: Server) -> None:
-    """And no exception in the thread that exports."""
-    exporter = Exporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
+    """The exporting thread raises no exception either."""
+    exporter = OtlpExporter(f"http://127.0.0.1:{collector.server_address[1]}/v1/traces")
     broken: Any = [*traced.exporter.get_finished_spans(), object()]
     assert exporter.export(broken) is SpanExportResult.FAILURE
     assert collector.posted == []

@@ -1,4 +1,4 @@
-"""How rounds are added up, packed and picked: laws that hold for any of them."""
+"""Rounds are added up, packed and selected: properties that hold for any rounds."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from app.telemetry.exchange import Exchange
 from app.telemetry.request_span import request_attributes
 from app.telemetry.spans import MAX_COLUMN, MAX_ROUND_SPANS, columns, kept, spoken_for, strip
-from engine.types import Output, Request
+from engine.types import Output, Request, RoundRecord
 from tests.app.harness import PROMPT, call
 from tests.app.telemetry.test_spans import COLUMNS
 from tests.app.telemetry.tracing import Traced, record_of
@@ -31,12 +31,12 @@ def noise(rng: random.Random, length: int) -> list[Any]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_identities_of_the_totals(seed: int) -> None:
-    """I8, and that no token is lost between the numbers."""
+    """I8, and no token is lost between the counts."""
     rng = random.Random(seed)
     request = Request("r", (1, 2, 3))
     record = record_of(request, noise(rng, rng.randint(1, 40)))
     exchange = Exchange("cmpl-r", Headers(), requests=[request], finished=1.0)
-    exchange.ended = {"r": Output("r", (), "", "stop", record=record)}
+    exchange.last_outputs = {"r": Output("r", (), "", "stop", record=record)}
     said: Any = request_attributes(exchange, "m")
     column: Any = columns(record)
     total = {name.removeprefix("specdec.tokens."): n for name, n in said.items() if name.startswith("specdec.tokens.")}
@@ -73,17 +73,18 @@ def test_what_long_columns_hold() -> None:
     said: Any = columns(record)
     index = said["specdec.rounds.index"]
     assert said["specdec.rounds.total"] == 700
-    assert said["specdec.rounds.accepted"] == [record.accepted[i] for i in index]
-    assert said["specdec.rounds.step"] == [record.steps[i] for i in index]
+    assert said["specdec.rounds.accepted"] == [record.rounds[i].accepted for i in index]
+    assert said["specdec.rounds.step"] == [record.rounds[i].step for i in index]
     assert {len(said[name]) for name in COLUMNS} == {MAX_COLUMN} == {len(said["specdec.rounds.strip"])}
 
 
 def test_the_strip_has_a_character_per_round() -> None:
-    assert strip([4, 0, 3, 35, 36, 40], [4, 0, 0, 35, 36, 40]) == "4.0zzz"
+    fates = [(4, 4), (0, 0), (3, 0), (35, 35), (36, 36), (40, 40)]
+    assert strip([RoundRecord(d, 0, 0, d, a, a + 1, 0) for d, a in fates]) == "4.0zzz"
 
 
 def test_which_rounds_have_spans() -> None:
-    """The ends and the slowest in any case; of the others first those where something happened."""
+    """The first, the last and the slowest rounds are always picked; then rounds in which something happened."""
     assert spoken_for(record_of(Request("r", (1,)))) == [0, 1, 2, 3, 4]
     dull = [(4, "policy", 500, 4, 2, 3, "model", 1, i * 4000, 300, 400, 1000) for i in range(200)]
     slow = {40, 41, 42, 43, 44, 45, 46, 47}

@@ -1,4 +1,4 @@
-"""What the spans of a finished exchange say, word by word: a name that goes missing here turns a test red."""
+"""All attributes of a finished exchange's spans. A test fails if a name goes missing."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.client import Script
+from app.fake_engine import Script
 from app.telemetry.spans import Piece, choice_pieces
 from engine.types import Output, Request
 from tests.app.harness import PROMPT, call
@@ -235,7 +235,7 @@ def test_a_piece_within_another() -> None:
 
 def test_a_first_round_never_begins_before_the_request_came() -> None:
     record = record_of(Request("r", (1,)))
-    record.began_us[0] = -4_000
+    record.rounds[0] = record.rounds[0]._replace(began_us=-4_000)
     queue, prefill, _ = choice_pieces(0, record, rounds=False)
     assert queue.began == queue.ended == prefill.began == record.arrived
 

@@ -1,4 +1,4 @@
-"""A finished exchange becomes one trace that says what the engine recorded, and nothing else leaves."""
+"""A finished exchange becomes one trace with the engine's records, and nothing else is exported."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from app.client import FakeEngineClient, Script
+from app.fake_engine import FakeEngineClient, Script
 from app.telemetry import names
 from app.telemetry.tracer import Level
 from engine.types import InvalidRequest, Output, Overloaded, Request
@@ -225,7 +225,7 @@ def stopped(request: Request) -> Iterator[Output]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_stops(stream: bool) -> None:
-    """Also of a stream, whose status was sent before."""
+    """Also for a stream, whose status was sent before the error."""
     traced = Traced(stopped)
     call(traced.app, PROMPT | {"stream": stream})
     assert traced.attributes()["error.type"] == "engine_stopped"

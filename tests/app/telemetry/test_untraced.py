@@ -1,4 +1,4 @@
-"""Whom the tracer leaves alone: a client that says so, whom a sampler left out, and whom it has forgotten."""
+"""Requests that the tracer leaves out: the client forbids it, a sampler leaves it out, or it ended too long ago."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from app.main import create_app
 from app.telemetry import tracer
 from app.telemetry.exchange import Exchange
-from app.telemetry.tracer import parent
+from app.telemetry.tracer import parent_context
 from tests.app.harness import PROMPT, call
 from tests.app.telemetry.tracing import Traced, step
 
@@ -19,7 +19,7 @@ NO, YES = (f"00-{TRACE}-{SPAN}-0{sampled}" for sampled in (0, 1))
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_client_that_says_not_to_trace_is_not_traced(within: bool) -> None:
-    """Also where Serve's tracing made a span of its own all the same; nor are the steps that served it."""
+    """Also if Serve has made a span of its own. The steps that served the request get no span either."""
     traced = Traced(level="rounds")
     header = {"traceparent": NO}
     if within:
@@ -45,11 +45,11 @@ def test_a_client_that_says_not_to_trace_is_not_traced(within: bool) -> None:
 )
 def test_of_several_contexts_any_may_say_no(said: list[str], traced: bool) -> None:
     headers = Headers(raw=[(b"traceparent", value.encode()) for value in said])
-    assert (parent(Exchange("cmpl-r", headers)) is not None) is traced
+    assert (parent_context(Exchange("cmpl-r", headers)) is not None) is traced
 
 
 class Kept:
-    """A listener that keeps what it is told of."""
+    """A listener that records its exchanges and steps."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []
@@ -66,7 +66,7 @@ class Kept:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_what_a_sampler_leaves_out_has_no_trace_and_no_text(sampled: bool) -> None:
-    """Not even an id to look for, and no step linked to it."""
+    """The exchange gets no trace id, and no step links to it."""
     traced, kept = Traced(text=True, sampler=ALWAYS_ON if sampled else ALWAYS_OFF), Kept()
     app = create_app(traced.client, [traced.tracer, kept])
     assert call(app, PROMPT).status == 200
@@ -76,7 +76,7 @@ def test_what_a_sampler_leaves_out_has_no_trace_and_no_text(sampled: bool) -> No
 
 
 def test_requests_that_ended_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracer, "REMEMBERED", 2)
+    monkeypatch.setattr(tracer, "MAX_ENDED_EXCHANGES", 2)
     traced = Traced()
     for _ in range(3):
         call(traced.app, PROMPT)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -10,12 +11,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import Sampler
 from starlette.types import ASGIApp
 
-from app.client import FakeEngineClient, Script
+from app.fake_engine import FakeEngineClient, Script
 from app.main import create_app
 from app.telemetry.exchange import Exchange
 from app.telemetry.tracer import Level, TraceConfig, Tracer
-from engine.types import DRAFTERS, Output, Request, RequestRecord, StepStats
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, Output, Request, RequestRecord, RoundRecord, StepStats
 
 # (k, reason, α ‰, drafted, accepted, emitted, drafter, batch, began, draft, verify, step µs): the prompt's end, a full
 # acceptance, a full rejection, a plain round, and one that a stop cut: two tokens were verified, one came through.
@@ -29,11 +29,19 @@ ROUNDS = [
 STEPS = [20, 21, 23, 24, 25]
 
 
+def round_of(step: int, *facts: Any) -> RoundRecord:
+    """A row of ROUNDS as the engine records it."""
+    k, reason, alpha, drafted, accepted, emitted, drafter, *times = facts
+    why = -1 if reason is None else REASONS.index(reason)
+    who = -1 if drafter is None else DRAFTERS.index(drafter)
+    return RoundRecord(k, why, alpha, drafted, accepted, emitted, who, step, *times)
+
+
 def record_of(request: Request, rounds: list[Any] | None = None) -> RequestRecord:
-    """Of a request that waited 10 ms, read its prompt for 20 ms and decoded for 70 ms."""
+    """The record of a request that waited 10 ms, read its prompt for 20 ms and decoded for 70 ms."""
     now = time.monotonic()
     rounds = ROUNDS if rounds is None else rounds
-    columns = list(zip(*rounds, strict=True)) if rounds else [()] * 12
+    parts = [round_of(step, *facts) for step, facts in zip(chain(STEPS, count(100)), rounds, strict=False)]
     return RequestRecord(
         request.id,
         seed=request.params.seed or 5,
@@ -46,23 +54,11 @@ def record_of(request: Request, rounds: list[Any] | None = None) -> RequestRecor
         drafter="cascade",
         cached_tokens=2,
         preemptions=1,
-        output_tokens=sum(columns[5]),
+        output_tokens=sum(part.emitted for part in parts),
         policy="goodput",
         fixed_k=request.k,
         lenience=request.lenience,
-        steps=STEPS[: len(rounds)] + list(range(100, 100 + len(rounds) - len(STEPS))),
-        planned=list(columns[0]),
-        reasons=[-1 if reason is None else REASONS.index(reason) for reason in columns[1]],
-        alphas=list(columns[2]),
-        drafted=list(columns[3]),
-        accepted=list(columns[4]),
-        emitted=list(columns[5]),
-        proposer=[-1 if drafter is None else DRAFTERS.index(drafter) for drafter in columns[6]],
-        batch=list(columns[7]),
-        began_us=list(columns[8]),
-        draft_us=list(columns[9]),
-        score_us=list(columns[10]),
-        step_us=list(columns[11]),
+        rounds=parts,
         waiting_ahead=6,
         prefill_passes=2,
         prediction_tokens=len(request.prediction_ids),
@@ -77,7 +73,7 @@ def recorded(request: Request) -> Iterator[Output]:
 
 
 class Patient:
-    """Lets an exchange last as long as its records say: the fake engine answers at once."""
+    """Makes an exchange as long as its records say, because the fake engine answers at once."""
 
     def began(self, exchange: Exchange) -> None:
         pass
@@ -111,7 +107,7 @@ class Traced:
         self.app: ASGIApp = create_app(self.client, [Patient(), self.tracer])
 
     def spans(self, name: str | None = None) -> list[ReadableSpan]:
-        """Those of this name, oldest first; None: of the requests."""
+        """Return the spans of this name, oldest first; None: the request spans."""
         spans = sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
         return [span for span in spans if (span.name == name if name else span.name.startswith("text_completion "))]
 
@@ -124,7 +120,7 @@ class Traced:
 
 
 def sticking_out(spans: Sequence[ReadableSpan]) -> list[str]:
-    """Names of the spans that begin before their parent, or end after it, of those whose parent is among them."""
+    """Return the names of the spans that begin before their parent or end after it."""
     by_id = {span.context.span_id: span for span in spans if span.context is not None}
     pairs = [(span, by_id.get(span.parent.span_id)) for span in spans if span.parent is not None]
     return [

@@ -1,11 +1,11 @@
-"""The engine's one drafter: who is asked, what is made of the offers, and what a failing drafter costs."""
+"""ChainedDrafter: which drafters are asked, how drafts are merged, and what a failing drafter costs."""
 
 import logging
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from graphlib import CycleError
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
-from engine.drafters.chain import Drafters
+from engine.drafters.chain import ChainedDrafter
 from engine.sequence import Sequence
 from engine.types import DRAFTERS, DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
@@ -25,8 +25,6 @@ VOCAB = 5
 
 class Fake:
     """Offers what its script says, its own tokens and, if `lawful`, its own laws; writes down what it is asked."""
-
-    needs_hidden: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, number: int, script: Mapping[int, int], *, lawful: bool = False, wider: int = 0) -> None:
         self.number, self.script, self.lawful, self.wider = number, script, lawful, wider
@@ -80,11 +78,11 @@ class Fake:
             raise RuntimeError(f"drafter {self.number} cannot {what}")
 
 
-def make_chains(fakes: Mapping[DrafterName, Fake]) -> Drafters:
+def make_chains(fakes: Mapping[DrafterName, Fake]) -> ChainedDrafter:
     """A chain of each one alone, and the cascade of all that are no n-grams."""
     chains: dict[DrafterName, tuple[tuple[DrafterName, Drafter], ...]] = {n: ((n, f),) for n, f in fakes.items()}
     chains["cascade"] = tuple((n, fakes[n]) for n in ("prediction", "lookup", "model"))
-    return Drafters(chains, CPU)
+    return ChainedDrafter(chains, CPU)
 
 
 def make_sequences(*drafters: DrafterName | None) -> tuple[Sequence, ...]:
@@ -152,7 +150,7 @@ def test_every_mix_of_chains_offers_and_laws(
 
 
 def test_a_model_behind_a_cascade_is_asked_once_for_all() -> None:
-    """Those that want nobody else wait for those whom the others could not help."""
+    """Its own sequences wait until the earlier drafters of `cascade` have been asked for theirs."""
     fakes = make_fakes(lookup={0: 4}, model={0: 4, 1: 4, 2: 4})
     draft = make_chains(fakes).propose(make_batch(*make_sequences("cascade", "cascade", "model")), [4, 4, 4])
     assert draft.proposers == ("lookup", "model", "model")
@@ -181,7 +179,7 @@ def test_a_single_offer_is_not_copied(chain: DrafterName) -> None:
 
 
 def test_the_first_in_the_chain_that_has_any_offers() -> None:
-    """Under its own name; who stands behind it is not asked."""
+    """The offer carries that drafter's name. Later drafters of the chain are not asked."""
     fakes = make_fakes(lookup={0: 2, 2: 9}, model={0: 9, 1: 9, 3: 9})
     sequences = make_sequences("cascade", "cascade", "lookup", "lookup", "model")
     offers = [make_chains(fakes).offer(s, 4) for s in sequences]
@@ -190,7 +188,7 @@ def test_the_first_in_the_chain_that_has_any_offers() -> None:
     assert asked == {"ngram": [], "prediction": [0, 1], "lookup": [0, 1, 2, 3], "model": [1, 4]}
 
 
-def test_nobody_offers_without_a_chain() -> None:
+def test_a_sequence_without_a_chain_gets_no_offer() -> None:
     fakes = make_fakes(model={0: 4})
     assert make_chains(fakes).offer(make_sequences(None)[0], 4) == NO_OFFER
     assert not any(fake.offered for fake in fakes.values())
@@ -213,20 +211,20 @@ def test_who_offers_is_who_proposes(
     drafters, (sequence,) = make_chains(fakes), make_sequences(chain)
     offer, draft = drafters.offer(sequence, k), drafters.propose(make_batch(sequence), [k])
     assert (draft.proposers or (None,)) == (offer.source,)
-    assert draft.ks == (offer.most,)
+    assert draft.ks == (offer.max_k,)
 
 
 def test_two_contradicting_chains() -> None:
     a, b = Fake(0, {}), Fake(1, {})
-    Drafters({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b),)}, CPU)
+    ChainedDrafter({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b),)}, CPU)
     with pytest.raises(CycleError):
-        Drafters({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b), ("ngram", a))}, CPU)
+        ChainedDrafter({"cascade": (("ngram", a), ("lookup", b)), "model": (("lookup", b), ("ngram", a))}, CPU)
 
 
 def test_a_drafter_named_differently_in_two_chains() -> None:
     """It is one drafter still, asked once."""
     fake = Fake(0, {0: 2, 1: 2})
-    drafters = Drafters({"cascade": (("lookup", fake),), "ngram": (("ngram", fake),)}, CPU)
+    drafters = ChainedDrafter({"cascade": (("lookup", fake),), "ngram": (("ngram", fake),)}, CPU)
     draft = drafters.propose(make_batch(*make_sequences("cascade", "ngram")), [2, 2])
     assert draft.proposers == ("lookup", "ngram")
     assert fake.asked == [[2, 2]]
@@ -304,7 +302,7 @@ def test_all_of_them_failing() -> None:
 
 
 def test_all_observe_though_one_of_them_cannot() -> None:
-    """It alone forgets, also where it cannot do that either; the caller is told."""
+    """Only that drafter forgets, even if forgetting fails too. The caller gets a DrafterFault."""
     fakes = make_fakes(model={0: 1})
     drafters, batch = make_chains(fakes), make_batch(*make_sequences("model", "cascade"))
     drafters.observe(batch, make_verdict(0, 0))

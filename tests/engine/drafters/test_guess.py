@@ -69,7 +69,7 @@ def test_it_is_fed_every_committed_token_once_whatever_rounds_it_is_asked_in() -
         assert length > 20
 
 
-def test_what_lies_beyond_its_reach_is_not_fed() -> None:
+def test_tokens_before_the_lookback_are_not_fed() -> None:
     """At the first look, and after rounds in which it was not asked."""
     made: list[Echo] = []
 
@@ -77,12 +77,12 @@ def test_what_lies_beyond_its_reach_is_not_fed() -> None:
         made.append(Echo())
         return made[-1]
 
-    drafter = GuessDrafter(make, CPU, reach=5)
+    drafter = GuessDrafter(make, CPU, lookback=5)
     sequence = make_sequence(0, [*range(40)])
     for length, fed in ((40, [*range(35, 40)]), (42, [40, 41]), (42, []), (60, [*range(55, 60)])):
         sequence.tokens[:] = range(length)
         before = len(made[0].fed) if made else 0
-        drafter.caught_up(sequence)
+        drafter.catch_up(sequence)
         assert made[0].fed[before:] == fed
 
 
@@ -142,7 +142,7 @@ def test_a_pause_is_of_its_own_sequence_and_counts_the_rounds_it_was_asked_in() 
     assert drafter.propose(make_batch(*batch.sequences), [1, 1]).ks == (1, 1)
 
 
-def test_who_was_offered_nothing_is_left_alone() -> None:
+def test_a_sequence_without_a_draft_gets_no_pause() -> None:
     """Another drafter's failure is not its own."""
     drafter, _ = echoes()
     first, second = make_sequence(0, [1, 2]), make_sequence(1, [3, 4])
@@ -173,20 +173,20 @@ def planned(drafter: GuessDrafter[Echo], sequence: Sequence, k: int, accepted: i
     batch, draft = make_batch(sequence), None
     if k:
         draft = drafter.propose(batch, [k])
-        assert offer is None or draft.ks[0] == min(k, offer.most)
+        assert offer is None or draft.ks[0] == min(k, offer.max_k)
     drafter.observe(batch, make_verdict(accepted if draft and draft.ks[0] else 0))
     sequence.tokens.append(7)
     if offer is None:
         return draft.ks[0] if draft else 0
     assert (offer.source, offer.gap) == (sequence.drafter, 0)
-    return offer.most
+    return offer.max_k
 
 
 def test_a_proposal_is_cut_from_what_was_offered() -> None:
     drafter, _ = echoes()
     sequence = make_sequence(0, [1, 2, 3, 4])
-    assert drafter.offer(sequence, 3).most == 3
-    assert drafter.offer(sequence, 1).most == 1  # asked again in the same round
+    assert drafter.offer(sequence, 3).max_k == 3
+    assert drafter.offer(sequence, 1).max_k == 1  # asked again in the same round
     assert rows(drafter.propose(make_batch(sequence), [2])) == [[2, 3]]
 
 
@@ -209,15 +209,15 @@ def test_what_was_offered_for_an_earlier_round_is_not_proposed() -> None:
     assert rows(drafter.propose(make_batch(sequence), [2])) == [[3, 4]]
 
 
-def test_no_offer_for_who_may_not_have_drafts() -> None:
+def test_no_offer_for_k_of_0() -> None:
     """Nor is that a round of a pause."""
     drafter, made = echoes()
     sequence = make_sequence(0, [1, 2])
-    assert drafter.offer(sequence, 0).most == 0
+    assert drafter.offer(sequence, 0).max_k == 0
     assert not made
     planned(drafter, sequence, 2)
     for _ in range(9):
-        assert drafter.offer(sequence, 0).most == 0
+        assert drafter.offer(sequence, 0).max_k == 0
     assert planned(drafter, sequence, 2) == 0  # the pause of one round
 
 
@@ -229,7 +229,7 @@ def test_a_round_counts_once_whether_or_not_it_was_offered_for(ahead: bool) -> N
     assert [len(pause) for pause in said.split("x")][1:-1] == [1, 2, 4, 8, 16]
 
 
-def test_a_pause_ends_though_nobody_takes_the_offers() -> None:
+def test_a_pause_ends_even_if_no_proposal_is_requested() -> None:
     """k is 0 while nothing is offered, and may be 0 after that."""
     drafter, _ = echoes()
     sequence = make_sequence(0, [1, 2, 3])

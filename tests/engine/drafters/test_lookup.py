@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drafters import lookup as lookup_module
-from engine.drafters.lookup import Lookup, Occurrence, lookup_drafter
+from engine.drafters.lookup import Lookup, lookup_drafter
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
 
-OCCURRENCES: tuple[Occurrence, ...] = ("recent", "earliest")
 
-
-def pushed(tokens: list[int], min_match: int = 3, occurrence: Occurrence = "recent") -> Lookup:
-    lookup = Lookup(min_match, occurrence)
+def pushed(tokens: list[int], min_match: int = 3) -> Lookup:
+    lookup = Lookup(min_match)
     for token in tokens:
         lookup.push(token)
     return lookup
@@ -30,12 +28,10 @@ def agreement(tokens: list[int], end: int) -> int:
     return length
 
 
-def reference(
-    tokens: list[int], k: int, min_match: int, occurrence: Occurrence, candidates: int, max_match: int
-) -> list[int]:
+def reference(tokens: list[int], k: int, min_match: int, candidates: int, max_match: int) -> list[int]:
     """The promise, from the text alone: every place is looked at."""
     places = [end for end in range(len(tokens)) if agreement(tokens, end) >= min_match]
-    places = places[::-1][:candidates] if occurrence == "recent" else places[:candidates]
+    places = places[::-1][:candidates]
     if not places:
         return []
     source = max(places, key=lambda end: min(agreement(tokens, end), max_match))
@@ -45,19 +41,16 @@ def reference(
     return text[len(tokens) :]
 
 
-@pytest.mark.parametrize("occurrence", OCCURRENCES)
 @pytest.mark.parametrize(("candidates", "max_match"), [(64, 32), (3, 5), (1, 32), (64, 3)])
-def test_a_guess_keeps_the_promise(
-    monkeypatch: pytest.MonkeyPatch, occurrence: Occurrence, candidates: int, max_match: int
-) -> None:
+def test_a_guess_keeps_the_promise(monkeypatch: pytest.MonkeyPatch, candidates: int, max_match: int) -> None:
     monkeypatch.setattr(lookup_module, "CANDIDATES", candidates)
     monkeypatch.setattr(lookup_module, "MAX_MATCH", max_match)
 
     @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 6), st.integers(1, 3))
     @settings(deadline=None, derandomize=True, max_examples=200)
     def check(tokens: list[int], k: int, min_match: int) -> None:
-        lookup = pushed(tokens, min_match, occurrence)
-        expected = reference(tokens, k, min_match, occurrence, candidates, max_match)
+        lookup = pushed(tokens, min_match)
+        expected = reference(tokens, k, min_match, candidates, max_match)
         assert lookup.guess(k) == expected
         assert lookup.guess(k) == expected  # guessing changes nothing
 
@@ -69,7 +62,7 @@ def test_with_the_shipped_limits_the_match_is_the_longest() -> None:
     rng = random.Random(4)
     for _ in range(200):
         tokens = [rng.randrange(3) for _ in range(100)]
-        assert pushed(tokens).guess(5) == reference(tokens, 5, 3, "recent", 1000, 1000)
+        assert pushed(tokens).guess(5) == reference(tokens, 5, 3, 1000, 1000)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +81,6 @@ def test_with_the_shipped_limits_the_match_is_the_longest() -> None:
 )
 def test_guesses(tokens: list[int], k: int, guess: list[int]) -> None:
     assert pushed(tokens).guess(k) == guess
-
-
-def test_the_earliest_occurrence() -> None:
-    tokens = [1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3]
-    assert pushed(tokens, occurrence="earliest").guess(2) == [4, 8]
-    assert pushed(tokens, occurrence="recent").guess(2) == [5, 9]
 
 
 def test_the_drafter_on_a_copy_and_on_text_without_any() -> None:

@@ -92,7 +92,7 @@ def test_the_first_look_at_a_long_prompt_is_one_at_the_window(monkeypatch: pytes
     prompt = [i % 97 for i in range(5000)]
     offer = ngram_drafter(torch.device("cpu")).offer(make_sequence(0, prompt), 3)
     assert pushes == prompt[-512:]
-    assert offer.most == 3
+    assert offer.max_k == 3
 
 
 def test_memory_is_bounded() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafters.prediction import Follower, PredictionDrafter
+from engine.drafters.prediction import PredictionDrafter, PredictionFollower
 from engine.sequence import Sequence
 from tests.engine.drafters.rounds import make_batch, play
 from tests.engine.driving import make_sequence
@@ -22,8 +22,8 @@ def make_predicted(prompt: list[int], prediction: tuple[int, ...]) -> Sequence:
     return sequence
 
 
-def after(output: list[int], guess: tuple[int, ...] = GUESS, prompt: int = 0) -> Follower:
-    follower = Follower(guess, prompt)
+def after(output: list[int], guess: tuple[int, ...] = GUESS, prompt: int = 0) -> PredictionFollower:
+    follower = PredictionFollower(guess, prompt)
     for token in output:
         follower.push(token)
     return follower
@@ -199,7 +199,7 @@ def test_a_sequence_without_a_prediction() -> None:
 def test_what_cannot_be_counted_is_forgotten_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence, drafter = make_predicted([1], GUESS), PredictionDrafter(CPU)
     drafter.propose(make_batch(sequence), [2])
-    monkeypatch.setattr(Follower, "push", lambda *_: 1 / 0)
+    monkeypatch.setattr(PredictionFollower, "push", lambda *_: 1 / 0)
     sequence.tokens.append(10)
     with pytest.raises(ZeroDivisionError):
         drafter.forget(sequence)

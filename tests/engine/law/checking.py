@@ -9,8 +9,7 @@ from typing import Any
 from zlib import crc32
 
 from engine.engine import Engine
-from engine.types import DRAFTERS, DrafterName, Output, Request, RequestRecord, SamplingParams
-from policies.reasons import REASONS
+from engine.types import DRAFTERS, REASONS, DrafterName, Output, Request, RequestRecord, SamplingParams
 from tests.engine.law.configurations import MAX_TOKENS, SETTINGS, Configuration
 from tests.engine.law.exact import Text, exact_law
 from tests.engine.law.statistics import g_test
@@ -55,15 +54,15 @@ class Sample:
 
     def add(self, tokens: Text, record: RequestRecord) -> None:
         self.texts.append(tokens[:LENGTH])
-        self.drafted += sum(record.drafted)
-        self.accepted += sum(record.accepted)
-        self.proposers |= {DRAFTERS[n] for n in record.proposer if n >= 0}
+        self.drafted += sum(record.column("drafted"))
+        self.accepted += sum(record.column("accepted"))
+        self.proposers |= {DRAFTERS[n] for n in record.column("proposer") if n >= 0}
         rounds, told = 0, 0
-        for drafted, emitted in zip(record.drafted, record.emitted, strict=True):
+        for drafted, emitted in zip(record.column("drafted"), record.column("emitted"), strict=True):
             rounds += drafted > 0 and told < LENGTH
             told += emitted
         self.joint += rounds >= 2
-        for step, k, reason, drafted in zip(record.steps, record.planned, record.reasons, record.drafted, strict=True):
+        for step, k, reason, drafted in ((r.step, r.k, r.reason, r.drafted) for r in record.rounds):
             if reason in CHOSEN or (k == MOST and reason >= 0):
                 self.chosen.setdefault(step, set()).add(k)
             if k == MOST:

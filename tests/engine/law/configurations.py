@@ -23,7 +23,7 @@ SETTINGS: Mapping[str, SamplingParams] = {
     "min_p": _params(min_p=0.15),
     "presence": _params(presence_penalty=1.2),
     "frequency": _params(frequency_penalty=0.9),
-    "repetition": _params(repetition_penalty=1.8),
+    "repetition": _params(repetition_penalty=6.0),
     "logit_bias": _params(logit_bias=((0, -0.8), (2, 1.2))),
     "min_tokens": _params(min_tokens=3, logit_bias=((END, 1.5),)),
     "stop_token_ids": _params(stop_token_ids=(2,)),

@@ -58,7 +58,7 @@ def engine_with(policy: PolicyName) -> Engine:
     return engine
 
 
-def sample_of(policy: PolicyName, configuration: Configuration, draws: int = 4000) -> Sample:
+def sample_of(policy: PolicyName, configuration: Configuration, draws: int = 2000) -> Sample:
     sample = draw(configuration, draws, engine=engine_with(policy), k=None)
     check_speculation(configuration, sample)
     return sample

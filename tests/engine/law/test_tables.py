@@ -66,7 +66,7 @@ def test_a_fault_in_the_cache_changes_the_row(fault: str) -> None:
     if fault == "token lost":
         runner.cache.truncate_to(0, len(text) - 2)
     elif fault == "cache overwritten":
-        (row,) = runner.storage.places(runner.cache.slot(0), 2, 3)
+        (row,) = runner.storage.row_numbers(runner.cache.slot(0), 2, 3)
         runner.storage.rows[0][row, 1] += 1
     else:
         runner.cache.reserve(0, 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import Laws, ModelDrafter
+from engine.drafters.model import DraftLaws, ModelDrafter
 from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
@@ -38,7 +38,7 @@ def ask(verifier: Verifier, setting: str = "plain", k: int = 3) -> Configuration
     return Configuration(setting, "model", verifier, k, mixed=False)
 
 
-def p_value(configuration: Configuration, draws: int = 8000) -> float:
+def p_value(configuration: Configuration, draws: int = 2400) -> float:
     """0 for a text that the law excludes."""
     try:
         return check(configuration, draws)
@@ -52,7 +52,7 @@ def p_value(configuration: Configuration, draws: int = 8000) -> float:
 def test_the_drafts_noise_reused_for_the_residual(verifier: Verifier, monkeypatch: Patch) -> None:
     """vLLM #47386 and #54282."""
     monkeypatch.setattr(sampler, "RESIDUAL_STREAM", DRAFT_STREAM)
-    assert p_value(ask(verifier), draws=24_000) < REFUSED
+    assert p_value(ask(verifier), draws=16_000) < REFUSED
 
 
 def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patch) -> None:
@@ -62,18 +62,18 @@ def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patc
         return stream_key(sequence.key, stream)
 
     monkeypatch.setattr(sampler, "_key", timeless)
-    assert p_value(ask("block"), draws=40_000) < REFUSED
+    assert p_value(ask("block"), draws=16_000) < REFUSED
 
 
 @EXACT
 def test_the_draft_models_raw_law_returned(verifier: Verifier, monkeypatch: Patch) -> None:
     """transformers #47932: q before the temperature."""
-    keep = Laws._keep
+    keep = DraftLaws._keep
 
-    def raw(self: Laws, sequences: Seq[int], column: int, laws: Tensor) -> None:
+    def raw(self: DraftLaws, sequences: Seq[int], column: int, laws: Tensor) -> None:
         keep(self, sequences, column, (laws * COLD).log_softmax(-1))
 
-    monkeypatch.setattr(Laws, "_keep", raw)
+    monkeypatch.setattr(DraftLaws, "_keep", raw)
     assert p_value(ask(verifier, "temperature")) < REFUSED
 
 
@@ -159,7 +159,7 @@ def test_penalties_frozen_at_the_rounds_start(verifier: Verifier, setting: str, 
         return penalised(logits, histories, drafted[:0], owners[:0])
 
     monkeypatch.setattr(sampler, "penalised", frozen)
-    assert p_value(ask(verifier, setting), draws=16_000) < REFUSED
+    assert p_value(ask(verifier, setting), draws=4000) < REFUSED
 
 
 @EXACT

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.models.linear import PLAIN_LIMIT, Linear
+from engine.models.linear import UNPACKED_LIMIT, Linear
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.5}  # sums of 300 products of order 1
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -35,9 +35,9 @@ def test_which_product_is_taken() -> None:
         make(2000, 300, torch.float32, True)[0],
         make(400, 300, torch.float64, True)[0],
     )
-    assert small.plain_rows == PLAIN_LIMIT // 120_000 == 3
+    assert small.unpacked_rows == UNPACKED_LIMIT // 120_000 == 3
     assert small.packed
     assert large.packed
-    assert large.plain is None
+    assert large.unpacked is None
     assert not exact.packed
-    assert exact.plain is None
+    assert exact.unpacked is None

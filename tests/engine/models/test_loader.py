@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
 from engine.config import ConfigError, EngineConfig
-from engine.load import load_pair
+from engine.load import load_models
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.tokenizer import Tokenizer
 from engine.types import Request, SamplingParams
@@ -23,7 +23,7 @@ def refused(target: str | Path, draft: str | Path | None = None, max_model_len: 
     other = None if draft is None else str(draft)
     config = EngineConfig(str(target), other, dtype="float64", max_model_len=max_model_len)
     with pytest.raises(ConfigError) as caught:
-        load_pair(config)
+        load_models(config)
     return str(caught.value)
 
 
@@ -96,7 +96,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_what_a_config_only_mentions_is_no_damage(changes: dict[str, object], pair: Pair, tmp_path: Path) -> None:
     path = copy_of(pair.target, tmp_path / "whole")
     edit_json(path / "config.json", **changes)
-    load_pair(EngineConfig(str(path), dtype="float64"))
+    load_models(EngineConfig(str(path), dtype="float64"))
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGES))
@@ -191,7 +191,7 @@ def test_a_device_that_this_machine_has_not(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):
-        load_pair(EngineConfig(pair.target, device=device))
+        load_models(EngineConfig(pair.target, device=device))
 
 
 def test_prompts_are_whole_whatever_the_checkpoint_saved(pair: Pair, tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def wrong_rows(kind: Kind, dtype: torch.dtype) -> int:
 
 @pytest.fixture
 def every_row_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filters, "SORTED", 0)
-    monkeypatch.setattr(cuts, "SORTED", 0)
+    monkeypatch.setattr(filters, "SORT_LIMIT", 0)
+    monkeypatch.setattr(cuts, "SORT_LIMIT", 0)
 
 
 @pytest.mark.usefixtures("every_row_is_long")
@@ -143,7 +143,7 @@ def test_where_rounding_decides_the_definition_does() -> None:
 
 @pytest.mark.usefixtures("every_row_is_long")
 def test_a_cut_that_trusts_its_rounding_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "DOUBT", 0.0)
+    monkeypatch.setattr(cuts, "ROUNDING_PER_TOKEN", 0.0)
     assert decided_by_rounding() > 10
 
 

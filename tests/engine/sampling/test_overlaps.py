@@ -12,7 +12,7 @@ from engine.drafters.base import Draft, DraftBatch, Drafter
 from engine.models.runner import Runner
 from engine.round import Outcome, run_round
 from engine.sampling import acceptance
-from engine.sampling.acceptance import PARTS
+from engine.sampling.acceptance import OVERLAP_SCALE
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Plan
 from engine.sequence import Sequence
@@ -23,7 +23,7 @@ from tests.engine.enumeration import KINDS, VOCAB, Start, batch_of, number, pair
 from tests.engine.law.tables import DRAFT, TARGET, row_of, table_engine
 
 CPU = torch.device("cpu")
-ROUNDED = 0.51 / PARTS
+ROUNDED = 0.51 / OVERLAP_SCALE
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6])
@@ -33,7 +33,7 @@ def test_it_is_the_probability_that_rejection_accepts(kind: str, lenience: float
     for p, q in pairs(kind, 6):
         batch = batch_of([Start(p, q, 3, lenience=lenience)])
         chances = acceptance.rejection(batch.logp, batch.logq, batch.drafts, batch.ks, batch.leniences).chances
-        told = acceptance.overlaps(batch.logp, batch.logq, batch.leniences) / PARTS
+        told = acceptance.overlaps(batch.logp, batch.logq, batch.leniences) / OVERLAP_SCALE
         for j in range(3):
             before = number(batch.drafts[:, :j])
             nothing = torch.zeros(VOCAB**j, dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_it_is_the_probability_that_rejection_accepts(kind: str, lenience: float
 def test_it_is_a_share_whatever_the_scores(p: float, shared: float) -> None:
     """NaN is no share; a lenience makes no more than one."""
     logp = torch.full((1, 2, 1), p)
-    assert acceptance.overlaps(logp, torch.zeros(1, 1, 1), torch.tensor([0.5])).tolist() == [[shared * PARTS]]
+    assert acceptance.overlaps(logp, torch.zeros(1, 1, 1), torch.tensor([0.5])).tolist() == [[shared * OVERLAP_SCALE]]
 
 
 # What a round tells

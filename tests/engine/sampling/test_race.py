@@ -20,7 +20,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import noise as noise_module
 from engine.sampling import race as race_module
 from engine.sampling.hashing import BLOCK
-from engine.sampling.noise import PLAIN, Race, gumbel_noise, sequence_key, stream_key, uniforms
+from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise, sequence_key, stream_key, uniforms
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams
@@ -91,7 +91,7 @@ Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def race(scores: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    return Race(keys, positions, temperatures, scores.shape[1]).run(scores, range(len(scores)))
+    return GumbelRace(keys, positions, temperatures, scores.shape[1]).run(scores, range(len(scores)))
 
 
 def finals(scores: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
@@ -120,12 +120,12 @@ def draws_apart(kind: Kind, dtype: torch.dtype, draw: Draw = race) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("threshold", [0, PLAIN, 10**9], ids=["pruned", "as configured", "dense"])
+@pytest.mark.parametrize("threshold", [0, DENSE_NOISE_LIMIT, 10**9], ids=["pruned", "as configured", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Id for id, above and below the threshold, for every size of the last block."""
-    monkeypatch.setattr(noise_module, "PLAIN", threshold)
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
     assert draws_apart(kind, dtype) == 0
 
 
@@ -133,21 +133,21 @@ def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, m
 @pytest.mark.parametrize("vocab", [40, 600, 4096])
 def test_a_score_that_is_not_a_number_wins(vocab: int, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it stands, so that it is seen: the verifier ends a sequence whose token has no finite score."""
-    monkeypatch.setattr(noise_module, "PLAIN", threshold)
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
     g = torch.Generator().manual_seed(vocab)
     scores, (temperatures, keys, positions) = normal((50, vocab), g), parameters(50, g)
     scores[torch.arange(50), torch.randint(vocab, (50,), generator=g)] = torch.nan
-    drawn = Race(keys, positions, temperatures, vocab).run(scores, range(50))
+    drawn = GumbelRace(keys, positions, temperatures, vocab).run(scores, range(50))
     assert scores.gather(1, drawn[:, None]).isnan().all()
 
 
 @pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
 def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any rows, in any order, several times, over smaller vocabularies too: the noise stays what it was."""
-    monkeypatch.setattr(noise_module, "PLAIN", threshold)
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
     g = torch.Generator().manual_seed(0)
     scores, noise = peaks((20, 1000), g) + normal((20, 1000), g), parameters(20, g)
-    dense, once = finals(scores, *noise), Race(noise[1], noise[2], noise[0], 1000)
+    dense, once = finals(scores, *noise), GumbelRace(noise[1], noise[2], noise[0], 1000)
     for at in ([*range(20)], [3], [19, 0, 7], [*range(20)][::-1], [5, 5]):
         for vocab in (1000, 999, 961, 960, 31, 1):
             drawn = once.run(scores[at, :vocab], at)
@@ -210,7 +210,7 @@ def test_extreme_bits_race(bits: int, score: float, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(race_module, "mix_array", lambda z: np.full_like(z, filled))
     scores = torch.full((2, 100), -inf, dtype=torch.float64)
     scores[:, 70] = score
-    monkeypatch.setattr(noise_module, "PLAIN", 0)
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", 0)
     drawn = race(scores, torch.ones(2, dtype=torch.float64), torch.arange(2), torch.arange(2))
     assert drawn.tolist() == [70 if score == 0 else 0] * 2
 

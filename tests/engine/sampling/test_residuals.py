@@ -200,7 +200,7 @@ def test_residuals_of_what_is_forbidden() -> None:
 
 
 class Scripted(Sampler):
-    """Coins as told; what is emitted is watched, not drawn."""
+    """Coins as claimed; what is emitted is watched, not drawn."""
 
     coin_table: Tensor
     drawn: dict[int, tuple[int, Tensor]]
@@ -252,7 +252,7 @@ def test_verify_decides_by_these_laws() -> None:
                 assert verdict.accepted[i] == count == accepted[i]
                 assert verdict.emitted[i] == [*batch.drafts[i, :count].tolist(), 0]
                 assert torch.allclose(law, laws[i], rtol=0, atol=EXACT)
-                assert not verdict.bad[i]
+                assert not verdict.non_finite[i]
 
 
 # A target that gives NaN
@@ -267,7 +267,7 @@ def with_nan(rows: Seq[int], verifier: Verifier, coins: Seq[float], drafts: Seq[
     sampler = Scripted([sequence], [3], VOCAB, CPU)
     sampler.coin_table, sampler.drawn = torch.tensor([coins], dtype=torch.float64), {}
     verdict = verify(DraftBatch((sequence,), sampler), Draft((3,), torch.tensor([drafts])), logits)
-    return verdict.accepted[0], verdict.bad[0]
+    return verdict.accepted[0], verdict.non_finite[0]
 
 
 @pytest.mark.parametrize("row", range(4))
@@ -299,6 +299,6 @@ def test_scores_behind_an_id_that_is_no_token_do_not_matter(verifier: Verifier, 
 
 
 def test_worst_sees_a_law_that_is_not_p() -> None:
-    """Control of the yardstick: drafts told as if from another law."""
+    """Control of the yardstick: drafts claimed as if from another law."""
     (start,) = starts_of("random", 1)
-    assert worst([replace(start, told=start.p)], "rejection") > 1e-3
+    assert worst([replace(start, claimed=start.p)], "rejection") > 1e-3

@@ -18,7 +18,7 @@ from transformers import (
 
 import engine.sampling.sampler as sampling_module
 from engine.sampling.filters import Filters, removed
-from engine.sampling.noise import Race, sequence_key
+from engine.sampling.noise import GumbelRace, sequence_key
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams
@@ -51,7 +51,7 @@ def filters(params: Seq[SamplingParams], vocab: int) -> Filters:
         top_k=torch.tensor([p.top_k or vocab for p in params]),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64),
-        nucleus=any(p.top_p < 1 for p in params),
+        any_top_p=any(p.top_p < 1 for p in params),
     )
 
 
@@ -262,12 +262,12 @@ def test_parameters_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.Monk
     assert mixed.scores(logits, range(7)) is logits
     raced = []
 
-    class Watched(Race):
+    class Watched(GumbelRace):
         def run(self, scores: Tensor, at: Seq[int]) -> Tensor:
             raced.append(scores.shape[0])
             return super().run(scores, at)
 
-    monkeypatch.setattr(sampling_module, "Race", Watched)
+    monkeypatch.setattr(sampling_module, "GumbelRace", Watched)
     sample(mixed, logits)
     sample(sampler_of([greedy], [3], 10), logits[:4])
     assert raced == [3]

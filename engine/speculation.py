@@ -1,0 +1,148 @@
+"""Decides how a request speculates on this server, or why it is refused. The edge and the engine both call `resolve`.
+
+Standard library only: the HTTP edge imports this module.
+"""
+
+from dataclasses import dataclass
+
+from engine.types import VERIFIERS, DrafterName, InvalidRequest, Verifier
+
+DEFAULT_SPEC_LENGTH = 5  # drafts per round for a request that names a drafter where the policy never drafts
+FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the drafters that read the client's guess
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationFields:
+    """What a request says about its drafts. None: the server's own choice."""
+
+    k: int | None = None  # None: the policy chooses
+    max_k: int | None = None
+    drafter: DrafterName | None = None
+    verifier: Verifier | None = None
+    predicted: bool = False  # whether it brings a guess of its output
+    lenience: float | None = None
+    temperature: float = 1.0
+    auto: bool = False  # the policy chooses k even where it never drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a server can do for a request's drafts, and what it does for a request that says nothing."""
+
+    drafters: tuple[DrafterName, ...]  # those that a request may name
+    drafter: DrafterName | None  # for requests that do not say; None: they get no drafts
+    verifier: Verifier  # for requests that do not say
+    max_spec_length: int  # the largest k; 0 without a drafter
+    policy_drafts: bool  # whether the policy ever drafts for requests that do not fix their k
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request speculates."""
+
+    k: int | None  # None: the policy decides
+    k_max: int  # the most that it may get
+    drafter: DrafterName | None  # None: it gets no drafts
+    verifier: Verifier
+
+
+def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = False) -> Speculation:
+    """Return how a request with these fields speculates.
+
+    Raises InvalidRequest, with the field's name in the client's vocabulary, for what this server cannot do. strict:
+    also refuses a field that would have no effect, as the HTTP API promises.
+    """
+    _check_k(fields, can)
+    if strict:
+        _check_effect(fields, can)
+    plan = _plan(fields, can)
+    _check_names(fields, plan, can)
+    if fields.predicted:
+        _check_prediction(fields, plan, can)
+    if fields.lenience is not None:
+        _check_lenience(fields.lenience, plan, fields.temperature)
+    return plan
+
+
+def _plan(fields: SpeculationFields, can: Capabilities) -> Speculation:
+    named = fields.drafter or ("cascade" if fields.predicted else None)
+    drafter = named or can.drafter
+    k = fields.k
+    if k is None and named and not (can.policy_drafts or fields.auto):
+        k = DEFAULT_SPEC_LENGTH  # a drafter that a request names drafts for it, whatever the policy
+    most = can.max_spec_length if fields.max_k is None else fields.max_k
+    k_max = most if k is None else min(k, most)
+    if not k_max or drafter is None:
+        return Speculation(0, 0, None, fields.verifier or can.verifier)
+    return Speculation(None if k is None else k_max, k_max, drafter, fields.verifier or can.verifier)
+
+
+def _check_k(fields: SpeculationFields, can: Capabilities) -> None:
+    if fields.k is not None and fields.max_k is not None:
+        _check_range("k", fields.k, can)
+        raise InvalidRequest("max_k has no effect unless the policy chooses k (mode 'auto')", "speculation.max_k")
+    _check_range("k", fields.k, can)
+    _check_range("max_k", fields.max_k, can)
+
+
+def _check_range(name: str, value: int | None, can: Capabilities) -> None:
+    if value is not None and not 0 <= value <= can.max_spec_length:
+        raise InvalidRequest(
+            f"speculation.{name} {value} does not lie between 0 and this server's maximum, {can.max_spec_length}",
+            f"speculation.{name}",
+        )
+
+
+def _check_effect(fields: SpeculationFields, can: Capabilities) -> None:
+    """Refuse fields that act on drafts in a request that gets none, and drafter 'prediction' without a prediction."""
+    named = fields.drafter is not None or fields.predicted
+    quiet = (not can.policy_drafts and (fields.auto or not named)) or (can.drafter is None and not named)
+    if fields.k == 0 or (fields.k is None and quiet):
+        because = "speculation is off" if fields.k == 0 else "this server by itself drafts nothing"
+        idle = {
+            "speculation.drafter": fields.drafter is not None,
+            "speculation.verifier": fields.verifier is not None,
+            "prediction": fields.predicted,
+            "lossy": fields.lenience is not None,
+        }
+        for name, given in idle.items():
+            if given:
+                raise InvalidRequest(f"{name} has no effect while {because}", name)
+    if fields.drafter == "prediction" and not fields.predicted and fields.drafter in can.drafters:
+        raise InvalidRequest("the drafter 'prediction' needs a prediction", "speculation.drafter")
+
+
+def _check_names(fields: SpeculationFields, plan: Speculation, can: Capabilities) -> None:
+    if fields.drafter is not None and fields.drafter not in can.drafters:
+        has = ", ".join(can.drafters) or "none"
+        raise InvalidRequest(f"this server has no drafter {fields.drafter!r}; it has: {has}", "speculation.drafter")
+    if fields.verifier is not None and fields.verifier not in VERIFIERS:
+        known = ", ".join(VERIFIERS)
+        raise InvalidRequest(f"verifier {fields.verifier!r} is not one of {known}", "speculation.verifier")
+    if fields.k and plan.drafter is None:
+        raise InvalidRequest("no drafter is configured here, and the request names none", "speculation.drafter")
+
+
+def _check_prediction(fields: SpeculationFields, plan: Speculation, can: Capabilities) -> None:
+    if fields.drafter is not None and fields.drafter not in FOR_PREDICTIONS:
+        readers = " or ".join(map(repr, FOR_PREDICTIONS))
+        raise InvalidRequest(
+            f"the drafter {fields.drafter!r} would not look at the prediction, which needs drafter {readers}",
+            "prediction",
+        )
+    if not any(name in can.drafters for name in FOR_PREDICTIONS):
+        raise InvalidRequest("this server has no drafter for predictions", "prediction")
+    if plan.drafter is None:
+        raise InvalidRequest("a prediction needs drafts: k and max_k above 0", "prediction")
+
+
+def _check_lenience(lenience: float, plan: Speculation, temperature: float) -> None:
+    """The reply is labelled as lossy, so lenience is refused where it would not act."""
+    if not 0 < lenience < 1:
+        raise InvalidRequest("lenience must lie between 0 and 1, both excluded", "lossy.lenience")
+    if plan.verifier != "rejection":
+        raise InvalidRequest(f"lossy needs the verifier 'rejection'; this request's is {plan.verifier!r}", "lossy")
+    if plan.drafter is None:
+        raise InvalidRequest("lossy needs drafts, and this request gets none", "lossy")
+    if temperature == 0:
+        raise InvalidRequest("lossy needs a temperature above 0", "lossy")
