@@ -19,7 +19,23 @@ MAX_LENGTH_DIGITS = 15  # digits of a content-length; int() refuses to read thou
 log = logging.getLogger(__name__)
 
 
-class RequestId:
+class HttpMiddleware:
+    """Calls `handle` for HTTP requests and passes everything else on to the wrapped application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self.handle(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class RequestId(HttpMiddleware):
     """Gives every request a new id in `scope["state"]["request_id"]` and sends it to the client as x-request-id.
 
     A client that sent a valid x-request-id gets its own id back instead: Serve's proxy adds one to every request and
@@ -27,13 +43,7 @@ class RequestId:
     printable ASCII characters.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = uuid.uuid4().hex
         # A copy, because a server may share one state object among requests.
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
@@ -51,16 +61,10 @@ class RequestId:
         await self.app(scope, receive, send if keeps_id else send_with_id)
 
 
-class LastResort:
+class LastResort(HttpMiddleware):
     """Logs an unexpected exception. Sends a 500 without internal details if no reply has begun."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def watch(message: Message) -> None:
@@ -77,20 +81,17 @@ class LastResort:
             await error_reply(error)(scope, receive, send)
 
 
-class BodyLimit:
+class BodyLimit(HttpMiddleware):
     """Limits the length of a request body: reading it raises BodyTooLarge.
 
     The content-length header or the bytes that have arrived decide, whichever exceeds the limit first.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
+        super().__init__(app)
         self.max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         declared = Headers(scope=scope).get("content-length", "")
         declared_too_large = declared.isdecimal() and (
             len(declared) > MAX_LENGTH_DIGITS or int(declared) > self.max_bytes
@@ -113,19 +114,13 @@ class BodyLimit:
         return BodyTooLarge(f"the request body exceeds {self.max_bytes} bytes, the most that this server accepts")
 
 
-class DisconnectErrors:
+class DisconnectErrors(HttpMiddleware):
     """Turns every exception of the server's `receive` into ClientDisconnect.
 
     Ray Serve's `receive` raises TaskCancelledError when a client leaves before its body has arrived (Ray 2.60).
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
 
         async def receive_or_disconnect() -> Message:
             try:
@@ -152,7 +147,7 @@ class _Body:
             self.timeout.reschedule(self.deadline_s)
 
 
-class BodyDeadline:
+class BodyDeadline(HttpMiddleware):
     """Limits the time in which a request body may arrive: reading it later than `timeout_s` raises BodyTimeout.
 
     The server waits for at most `max_unfinished` bodies at once. Each further body makes the oldest unfinished one time
@@ -160,15 +155,12 @@ class BodyDeadline:
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float, max_unfinished: int = MAX_UNFINISHED_BODIES) -> None:
-        self.app = app
+        super().__init__(app)
         self.timeout_s = timeout_s
         self.max_unfinished = max_unfinished
         self._unfinished: dict[_Body, None] = {}  # oldest first
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         now = asyncio.get_running_loop().time()
         body = _Body(now, now + self.timeout_s)
         complete = False

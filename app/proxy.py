@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import error_object
+from app.middleware import HttpMiddleware
 from app.openai.replies import JSON, encode_json
 from app.request_ids import is_request_id
 
@@ -40,19 +41,13 @@ SERVE_ERRORS = {
 log = logging.getLogger(__name__)
 
 
-class CleanHeaders:
+class CleanHeaders(HttpMiddleware):
     """Gives every request an x-request-id that can be logged. Refuses headers that Serve's proxy cannot read with 400.
 
     Removes a `traceparent` that is not ASCII, as W3C Trace Context, section 4.3, demands for an invalid one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         client_headers = Headers(scope=scope)
         request_id = client_headers.get("x-request-id", "")
         if not is_request_id(request_id):
@@ -90,14 +85,11 @@ def _is_number(text: str) -> bool:
         return False
 
 
-class HiddenPaths:
+class HiddenPaths(HttpMiddleware):
     """Answers 404 for paths that Serve itself would answer without an API key."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in HIDDEN_PATHS:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HIDDEN_PATHS:
             message = f"the path {scope['path']} does not exist; GET / lists the paths of this server"
             refusal = error_object(message, "invalid_request_error", "not_found")
             await _reply(404, refusal, scope)(scope, receive, send)
@@ -105,7 +97,7 @@ class HiddenPaths:
             await self.app(scope, receive, send)
 
 
-class Draining:
+class Draining(HttpMiddleware):
     """Lets the proxy drain: after the drain command it refuses new requests with 503 and counts the running ones.
 
     The command is POST DRAIN_PATH?seconds=S with `Authorization: Bearer TOKEN`. It starts the drain and answers
@@ -114,16 +106,14 @@ class Draining:
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self.app = app
+        super().__init__(app)
         self._authorization = None if token is None else f"Bearer {token}"
         self._open_posts: set[asyncio.Task[Any]] = set()  # each task serves one POST
         self._ends_at: float | None = None  # monotonic seconds at which the server should be gone; None: no drain
         self._cancelled = False  # whether the drain cancelled the running POSTs
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-        elif self._is_drain_command(scope):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_drain_command(scope):
             left_s = _seconds(scope["query_string"])
             self._ends_at = time.monotonic() + left_s
             await JSON({"open": len(self._open_posts)})(scope, receive, send)
@@ -177,20 +167,14 @@ def _seconds(query: bytes) -> float:
     return float(value) if name == "seconds" and _is_number(value) else 0.0
 
 
-class ErrorShape:
+class ErrorShape(HttpMiddleware):
     """Reports Serve's own failures in OpenAI's shape.
 
     A plain-text error becomes OpenAI's error object. A request without a reply gets a 500. A stream that breaks off
     ends with an error event.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(scope, receive, send)
         try:
             await self.app(scope, receive, reply.send)

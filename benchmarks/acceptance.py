@@ -1,21 +1,20 @@
-"""How many drafts are accepted, measured and expected, per drafter, verifier and temperature.
+"""How many drafts are accepted, measured and expected, by drafter, verifier and temperature.
 
     python -m benchmarks.acceptance --target models/demo/target --draft models/demo/draft --temperatures 0,0.7,1
 
-The target writes one text per prompt without drafts, at each temperature (the paper's Table 3: α is about the target's
-own text). First table: both models read those texts, which gives p and q at every output position, and from them α of
-rejection, Σ min(p, q), and of match, the agreement of two draws with the same Gumbel noise; `greedy draft` is p of the
-draft's likeliest token; `tok/round` is (1 − α^(k+1)) / (1 − α) for these α. `repeated` is the share of repeated
-8-grams: where it is large, the figures are those of loops.
+At each temperature the target writes one text per prompt without drafts, because α is about the target's own text
+(Leviathan et al. 2023, Table 3). First table: both models read these texts, which gives p and q at every output
+position. From them follow α of rejection, Σ min(p, q), and α of match, the agreement of two draws with the same Gumbel
+noise. `greedy draft` is p of the draft's likeliest token. `tok/round` is (1 − α^(k+1)) / (1 − α). `repeated` is the
+share of repeated 8-grams: if it is large, the figures are about loops.
 
-Second table: the engine at k drafts a round. `alpha` is accepted over reached drafts; `predicted` the tokens per round
-if every reached draft of the row were accepted with that α, at the number of drafts that each round really had. For
-the draft model under match and rejection, p and q give the chance of acceptance at exactly the positions that were
-reached in that very text: `expected` is its mean, `points above` is α less that, in percentage points, and its
-standard error follows from the coins alone: √Σ c(1 − c) / n. At temperature 0 all verifiers come to equality, and only
-the first one runs.
+Second table: the engine at k drafts a round. `alpha` is accepted over reached drafts. `predicted` is the tokens per
+round if every reached draft were accepted with that α, with each round's real number of drafts. For the draft model
+under match and rejection, p and q give the chance c of acceptance at the positions that were reached: `expected` is its
+mean, `points above` is α minus that mean, in percentage points, with standard error √Σ c(1 − c) / n. At temperature 0
+all verifiers decide alike, and only the first one runs.
 
-Third table: tokens per round of block less those of rejection, on the same prompts. Other standard errors (±) are over
+Third table: tokens per round of block minus those of rejection, on the same prompts. Other standard errors (±) are over
 texts.
 """
 
@@ -28,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import common
-from benchmarks.forced import Column, Force, Forced, Reader, make_force
+from benchmarks.forced import Column, ForcedAcceptance, ForcedReader, TextReader, make_forced_reader
 from benchmarks.identity import seeded
 from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
@@ -41,7 +40,7 @@ Texts = Sequence[Sequence[int]]
 
 
 class LawCase(NamedTuple):
-    """What one run of the engine is about; without a drafter it is plain."""
+    """The setting of one run; without a drafter it is plain decoding."""
 
     temperature: float
     drafter: DrafterName | None
@@ -51,19 +50,19 @@ class LawCase(NamedTuple):
 def reached(record: RequestRecord) -> Iterator[tuple[int, bool]]:
     """(output position, whether accepted) of each draft that was reached, in order."""
     position = 0
-    for part in record.rounds:
-        for j in range(min(part.accepted + 1, part.drafted)):
-            yield position + j, j < part.accepted
-        position += part.emitted
+    for round_ in record.rounds:
+        for j in range(min(round_.accepted + 1, round_.drafted)):
+            yield position + j, j < round_.accepted
+        position += round_.emitted
 
 
 def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> dict[str, object]:
-    """α at the reached positions against the mean of their chances [output tokens], one array per record.
+    """α at the reached positions against the mean of their chances; one array [output tokens] per record.
 
-    Whether a position is reached is settled before its coin falls, so their difference has mean 0 and variance
+    Whether a position is reached does not depend on its coin, so the difference has mean 0 and variance
     Σ c(1 − c) / n², whatever the text.
     """
-    pairs = [(ok, c[at]) for record, c in zip(records, chances, strict=True) for at, ok in reached(record)]
+    pairs = [(ok, c[position]) for record, c in zip(records, chances, strict=True) for position, ok in reached(record)]
     if not pairs:
         return {"expected": None, "points above": None, "points ±": None}
     accepted, chance = np.array(pairs, np.float64).T
@@ -76,27 +75,27 @@ def expectation(records: Sequence[RequestRecord], chances: Sequence[Column]) -> 
 
 
 def predicted(run: Run) -> float | None:
-    """Tokens per round by equation 1, at the row's α and each round's own number of drafts."""
-    drafts = [part.drafted for record in run.records for part in record.rounds if part.drafted]
+    """Tokens per round by equation 1 of Leviathan et al., at the row's α and each round's number of drafts."""
+    drafts = [round_.drafted for record in run.records for round_ in record.rounds if round_.drafted]
     if run.alpha is None:
         return None
     return sum(expected_tokens(run.alpha, d) for d in drafts) / len(drafts)
 
 
 def influence(run: Run) -> Column:
-    """[texts] what each moves the tokens per round by: (emitted − mean · rounds) / all rounds; they add up to 0."""
+    """[texts] how much each text moves the tokens per round: (emitted − mean · rounds) / all rounds; their sum is 0."""
     rounds = np.array([acceptance_of(record).rounds for record in run.records], np.float64)
-    emitted = np.array([sum(part.emitted for part in record.rounds if part.drafted) for record in run.records])
+    emitted = np.array([sum(round_.emitted for round_ in record.rounds if round_.drafted) for record in run.records])
     return (emitted - emitted.sum() / rounds.sum() * rounds) / rounds.sum()
 
 
 def clustered_error(influences: Column) -> float | None:
-    """Standard error of a figure from the influence of each text on it; None for a single text."""
+    """Standard error of a figure, from each text's influence on it; None for a single text."""
     n = influences.size
     return sqrt(n / (n - 1) * float((influences**2).sum())) if n > 1 else None
 
 
-def forced_row(temperature: float, k: int, plain: Run, texts: Sequence[Forced]) -> dict[str, object]:
+def forced_row(temperature: float, k: int, plain: Run, texts: Sequence[ForcedAcceptance]) -> dict[str, object]:
     row: dict[str, object] = {"T": temperature, "positions": sum(text.match.size for text in texts)}
     for name in ("rejection", "match"):
         means = np.array([getattr(text, name).mean() for text in texts])
@@ -108,7 +107,7 @@ def forced_row(temperature: float, k: int, plain: Run, texts: Sequence[Forced]) 
     return row
 
 
-def run_row(case: LawCase, run: Run, prompts: Texts, force: Force) -> dict[str, object]:
+def run_row(case: LawCase, run: Run, prompts: Texts, read_forced: ForcedReader) -> dict[str, object]:
     drafts = run.alpha is not None
     row: dict[str, object] = {
         "T": case.temperature,
@@ -124,7 +123,7 @@ def run_row(case: LawCase, run: Run, prompts: Texts, force: Force) -> dict[str, 
     records: Sequence[RequestRecord] = []
     if case.drafter == "model" and case.verifier != "block":  # block's coins depend on the drafts before them
         records = run.records
-        texts = [force(case.temperature, prompt, out) for prompt, out in zip(prompts, run.outputs, strict=True)]
+        texts = [read_forced(case.temperature, prompt, out) for prompt, out in zip(prompts, run.outputs, strict=True)]
         chances = [text.match if case.verifier == "match" else text.rejection for text in texts]
     return row | expectation(records, chances)
 
@@ -148,7 +147,7 @@ def block_rows(runs: dict[LawCase, Run]) -> list[dict[str, object]]:
 def cases(
     temperatures: Sequence[float], drafters: Sequence[DrafterName], verifiers: Sequence[Verifier]
 ) -> list[LawCase]:
-    """Per temperature the plain run, then every drafter with every verifier (at temperature 0 with the first)."""
+    """Per temperature the plain run, then every drafter with every verifier (at temperature 0 with the first one)."""
     return [
         case
         for t in temperatures
@@ -164,7 +163,7 @@ def cases(
 
 
 def measure(args: argparse.Namespace, prompts: Texts) -> dict[LawCase, Run]:
-    """The engine's runs. Seeds are the same in all of them, so that match writes the plain text again."""
+    """The engine's runs. All have the same seeds, so match writes the same text as the plain run."""
     llm = LLM(args.target, args.draft, **common.engine_config(args, [0, args.spec], BATCH, len(prompts)))
     runs: dict[LawCase, Run] = {}
     for case in cases(args.temperatures, args.drafters, args.verifiers):
@@ -178,17 +177,21 @@ def measure(args: argparse.Namespace, prompts: Texts) -> dict[LawCase, Run]:
 
 
 def report_tables(args: argparse.Namespace, prompts: Texts, runs: dict[LawCase, Run]) -> list[list[dict[str, object]]]:
-    """The three tables. The engine is gone by now: the readers load the models again."""
+    """The three tables. The readers load the models again, after the engine is gone."""
     longest = max(map(len, prompts)) + args.max_tokens
-    force = make_force(*(Reader(path, args.dtype, args.device, longest) for path in (args.target, args.draft)))
+    read_forced = make_forced_reader(
+        *(TextReader(path, args.dtype, args.device, longest) for path in (args.target, args.draft))
+    )
     by_text: list[dict[str, object]] = []
     by_run: list[dict[str, object]] = []
     for case, run in runs.items():
         if case.drafter is None:
-            texts = [force(case.temperature, prompt, out) for prompt, out in zip(prompts, run.outputs, strict=True)]
+            texts = [
+                read_forced(case.temperature, prompt, out) for prompt, out in zip(prompts, run.outputs, strict=True)
+            ]
             by_text.append(forced_row(case.temperature, args.spec, run, texts))
         else:
-            by_run.append(run_row(case, run, prompts, force))
+            by_run.append(run_row(case, run, prompts, read_forced))
     return [by_text, by_run, block_rows(runs)]
 
 

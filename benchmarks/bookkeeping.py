@@ -1,9 +1,9 @@
 """What scheduler and cache cost per step: part `bookkeeping` of benchmarks/memory.py.
 
-The methods of METHODS are wrapped with a timer while --sequences sequences decode; what one of them calls of the others
-counts once, as the outer one's. Choosing k is called within `plan` and is not counted; `policy ms` is that, and what
-the policy learns after the round. `timer ms` is what the timing itself adds within the measured time. The steps are
-those with every sequence in them, drafting, and no prompt.
+The methods in METHODS are timed while --sequences sequences decode. A timed call within another one counts as part of
+the outer one. The choice of k, which `plan` calls, is not counted; `policy ms` is its time, with that of learning after
+the round. `timer ms` is what the timing adds to the measured time. Only steps in which every sequence drafts and no
+prompt is read are counted.
 """
 
 import argparse
@@ -34,44 +34,44 @@ METHODS = {
 
 
 class TimeLedger:
-    """Nanoseconds by name since the last `take`; calls within timed calls are part of these."""
+    """Nanoseconds by method since the last `take`. Calls within a timed call are part of it."""
 
     def __init__(self) -> None:
         self._spent: Counter[str] = Counter()
         self._calls = 0
-        self._within = False
-        self._apart = 0  # nanoseconds of what was left out, ever
+        self._within = False  # a timed call
+        self._excluded_ns = 0  # of all excluded calls
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._within:
                 return function(*args, **kwargs)
             self._within = True
-            started, apart = perf_counter_ns(), self._apart
+            started, excluded_ns = perf_counter_ns(), self._excluded_ns
             try:
                 return function(*args, **kwargs)
             finally:
-                self._spent[name] += perf_counter_ns() - started - (self._apart - apart)
+                self._spent[name] += perf_counter_ns() - started - (self._excluded_ns - excluded_ns)
                 self._calls += 1
                 self._within = False
 
         return timed
 
-    def leave_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For what timed calls call and is not theirs; nothing counts that it calls in turn."""
+    def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time taken out of the timed call that calls it."""
 
-        def apart(*args: Any, **kwargs: Any) -> Any:
+        def excluded(*args: Any, **kwargs: Any) -> Any:
             started, within, self._within = perf_counter_ns(), self._within, True
             try:
                 return function(*args, **kwargs)
             finally:
-                self._apart += perf_counter_ns() - started
+                self._excluded_ns += perf_counter_ns() - started
                 self._within = within
 
-        return apart
+        return excluded
 
     def take(self) -> tuple[Counter[str], int]:
-        """(nanoseconds by name, timed calls) since the last time."""
+        """(nanoseconds by method, number of timed calls) since the last `take`."""
         taken = self._spent, self._calls
         self._spent, self._calls = Counter(), 0
         return taken
@@ -79,20 +79,23 @@ class TimeLedger:
 
 def runners(engine: Engine) -> list[Runner]:
     """The target's and the draft model's."""
-    parts = engine.drafter.drafters if isinstance(engine.drafter, ChainedDrafter) else ()
-    return [engine.target, *(part.runner for part in parts if isinstance(part, ModelDrafter))]
+    drafters = engine.drafter.drafters if isinstance(engine.drafter, ChainedDrafter) else ()
+    return [engine.target, *(drafter.runner for drafter in drafters if isinstance(drafter, ModelDrafter))]
 
 
 @contextmanager
 def timed_methods(engine: Engine) -> Iterator[TimeLedger]:
-    """Wrapped in their classes, so both models' are timed; put back at the end. AttributeError: one is gone."""
+    """Time METHODS of both models by wrapping them in their classes, until the block ends.
+
+    Raises AttributeError for a method that does not exist.
+    """
     ledger = TimeLedger()
     owners: dict[type, tuple[str, ...]] = {type(engine.scheduler): METHODS["scheduler"]}
     for runner in runners(engine):
         owners |= {type(runner.cache): METHODS["cache"], type(runner.storage): METHODS["storage"]}
     scheduler = engine.scheduler
     with ExitStack() as stack:
-        stack.enter_context(patch.object(scheduler, "_choose_k", ledger.leave_out(scheduler._choose_k)))
+        stack.enter_context(patch.object(scheduler, "_choose_k", ledger.exclude(scheduler._choose_k)))
         for owner, names in owners.items():
             for name in names:
                 stack.enter_context(patch.object(owner, name, ledger.wrap(name, getattr(owner, name))))
@@ -100,7 +103,7 @@ def timed_methods(engine: Engine) -> Iterator[TimeLedger]:
 
 
 def timer_ns(count: int = 10_000) -> float:
-    """Of the timed nanoseconds of a call, those that are the timer's own: what it says of doing nothing."""
+    """Nanoseconds that the timer itself adds to each timed call: measured on a function that does nothing."""
     ledger = TimeLedger()
     nothing = ledger.wrap("nothing", lambda: None)
     for _ in range(count):
@@ -112,9 +115,9 @@ Step = tuple[StepStats, Counter[str], int]  # nanoseconds by name, timed calls
 
 
 def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[Step]:
-    """--steps steps of one batch, from the first on in which all its sequences decode and draft.
+    """--steps steps of one batch, after the first step in which all its sequences decode and draft.
 
-    Raises RuntimeError if a sequence ends before the last one.
+    Raises RuntimeError if a sequence ends before the last step.
     """
     prompts = [text.take(args.prompt_tokens) for _ in range(args.sequences)]
     room = greedy(driver.engine.max_model_len - args.prompt_tokens)
@@ -131,13 +134,13 @@ def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[
                 stats.sequences == args.sequences and not stats.prefill_tokens and stats.drafted == k * stats.sequences
             )
             if any(sequence.ended for sequence in sequences):
-                raise RuntimeError(f"a sequence ended after {len(steps)} of {args.steps} steps: ask for fewer")
+                raise RuntimeError(f"a sequence ended after {len(steps)} of {args.steps} steps: lower --steps")
     driver.clear()
     return steps
 
 
 def measure_bookkeeping(args: argparse.Namespace, text: Text) -> list[dict[str, object]]:
-    """The caches have room for what the sequences may come to while they are read and timed, and no more."""
+    """The rows. The caches are just large enough for the sequences at the end of the timed steps."""
     rounds = args.sequences + 2 * args.steps
     length = min(args.max_model_len, args.prompt_tokens + rounds * (1 + max(args.spec)))
     settings: dict[CacheKind, dict[str, Any]] = {
@@ -154,10 +157,10 @@ def measure_bookkeeping(args: argparse.Namespace, text: Text) -> list[dict[str, 
         if repeat >= 0:
             steps.setdefault((name, k), []).extend(watched)
     cost = timer_ns()
-    called = {method for own in steps.values() for _, spent, _ in own for method in spent}
+    called = {method for timed in steps.values() for _, spent, _ in timed for method in spent}
     return [
-        {"cache": name, "block": block_size(drivers[name].engine)} | summarise(k, own, sorted(called), cost)
-        for (name, k), own in steps.items()
+        {"cache": name, "block": block_size(drivers[name].engine)} | summarise(k, timed, sorted(called), cost)
+        for (name, k), timed in steps.items()
     ]
 
 

@@ -1,14 +1,14 @@
-"""What a crowd costs the others: bodies that stop half-way beside good streams, then a burst; /health all the time.
+"""How much stalled bodies and a burst of requests disturb good streams and /health.
 
     python -m benchmarks.burst --url http://127.0.0.1:8000 --half-bodies 200 --burst 200
 
-Three phases, each --repeats times: `quiet`, --good streams one after another; `half bodies`, the same beside
---half-bodies requests that send half of what they declare and stop; `burst`, --burst streams sent at once on open
-connections, with the half bodies gone. In every phase a new connection asks /health every 20 ms, one at a time.
+Three phases, each --repeats times. `quiet`: --good streams, one after another. `half bodies`: the same beside
+--half-bodies requests that send half of their declared body and stop. `burst`: --burst streams sent at once on open
+connections, without half bodies. In every phase new connections ask for /health, one at a time, every 20 ms.
 
-Times, medians and worst in ms, run from sending a request to the first byte of its reply. `served`: to the end;
-`429`: with a Retry-After; `failed`: anything else, such as no end within --limit seconds. `client CPU`: this program's
-own processor time over the phase's time: what it took from a server on the same machine.
+Times (median and worst, in ms) run from sending a request to the first byte of its reply. `served`: streamed to the
+end. `429`: refused with a Retry-After. `failed`: anything else, such as no end within --limit seconds. `client CPU`:
+the processor time of this program over the phase's time, which a server on the same machine did not get.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from benchmarks import common
 from benchmarks.serving import served_model
 
 HEALTH_PAUSE_S = 0.02
-SETTLE_S = 0.5  # until a server has taken what was sent, or noticed who left
-CONNECTS_AT_ONCE = 32  # servers listen for few connections at a time
+SETTLE_S = 0.5  # until the server has read what was sent, or noticed closed connections
+CONNECTS_AT_ONCE = 32  # a server's backlog of new connections is short
 DONE = b"data: [DONE]"
 
 
@@ -36,8 +36,8 @@ class Call(asyncio.Protocol):
     """One request on a connection of its own, which the server closes."""
 
     def __init__(self) -> None:
-        self.status: int | None = None  # None: no reply came
-        self.whole = False  # whether a stream said that it was
+        self.status: int | None = None  # None: no reply yet
+        self.whole = False  # whether the stream ended with [DONE]
         self.retry_after = False
         self.sent = 0.0  # seconds of perf_counter, as the next two
         self.first_byte: float | None = None
@@ -79,7 +79,7 @@ class Call(asyncio.Protocol):
 
 @dataclass
 class Phase:
-    """What became of one phase's requests, over all repeats."""
+    """The requests of one phase, over all repeats."""
 
     name: str
     seconds: float = 0.0
@@ -123,7 +123,7 @@ class Server:
         return call
 
     async def connect_all(self, count: int) -> list[Call]:
-        """Some at a time, so that none waits for a full backlog."""
+        """Open connections, CONNECTS_AT_ONCE at a time, so that none waits for a full backlog."""
         turns = asyncio.Semaphore(CONNECTS_AT_ONCE)
 
         async def connect() -> Call:
@@ -148,7 +148,7 @@ class Server:
 
 @asynccontextmanager
 async def measured(server: Server, phase: Phase) -> AsyncIterator[None]:
-    """Clocks run and /health is asked while the block does."""
+    """Measure the time of the block, and ask for /health meanwhile."""
 
     over = asyncio.Event()
 
@@ -186,7 +186,7 @@ async def measure(args: argparse.Namespace, server: Server, model: str) -> list[
     fields = {"model": model, "prompt": args.prompt, "max_tokens": args.max_tokens, "temperature": 0, "stream": True}
     request = server.post(json.dumps(fields).encode())
     half = request[: len(request) - len(json.dumps(fields)) // 2]
-    quiet, beside, crowd = phases = [Phase("quiet"), Phase("half bodies"), Phase("burst")]
+    quiet, half_bodies, at_once = phases = [Phase("quiet"), Phase("half bodies"), Phase("burst")]
     for _ in range(args.repeats):
         async with measured(server, quiet):
             await good_streams(server, quiet, request, args.good)
@@ -195,14 +195,14 @@ async def measure(args: argparse.Namespace, server: Server, model: str) -> list[
             for call in halves:
                 call.send(half)
             await asyncio.sleep(SETTLE_S)
-            async with measured(server, beside):
-                await good_streams(server, beside, request, args.good)
+            async with measured(server, half_bodies):
+                await good_streams(server, half_bodies, request, args.good)
             for call in halves:
                 call.transport.abort()
             await asyncio.sleep(SETTLE_S)
         if args.burst:
-            async with measured(server, crowd):
-                await burst(server, crowd, request, args.burst)
+            async with measured(server, at_once):
+                await burst(server, at_once, request, args.burst)
             await asyncio.sleep(SETTLE_S)
     return [phase for phase in phases if phase.streams]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, prompts, the description of machine, models and workload, and the report."""
+"""Shared by all benchmarks: arguments, prompts, the description of machine, models and workload, the report."""
 
 import argparse
 import json
@@ -21,9 +21,9 @@ from engine.engine import Engine
 from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 
-Spec = int | PolicyName  # k of everyone, 0 being plain decoding; or the policy that chooses k
+Spec = int | PolicyName  # a fixed k, 0 for plain decoding; or the policy that chooses k
 POLICIES: tuple[PolicyName, ...] = ("heuristic", "optimal", "confidence", "goodput")
-MAX_K = EngineConfig("").max_spec_length  # the most that these may choose, unless a k beside them is larger
+MAX_K = EngineConfig("").max_spec_length  # the largest k of a policy, unless a larger fixed k runs beside it
 STEP_TOKENS = 512  # token budget of a pass; more where one verification of every sequence needs it
 SHAPE_FIELDS = (
     "model_type",
@@ -65,7 +65,7 @@ def positive(text: str) -> int:
 
 
 def spec_list(text: str) -> list[int]:
-    """The text off,2,4 → [0, 2, 4]; plain decoding always comes first, as the baseline of every ratio."""
+    """The text off,2,4 → [0, 2, 4]. Plain decoding always comes first, as the baseline of every ratio."""
     values = [0 if part == "off" else int(part) for part in text.split(",")]
     if min(values) < 0:
         raise argparse.ArgumentTypeError("drafts per round cannot be negative")
@@ -88,14 +88,14 @@ def spec_name(spec: Spec) -> str:
 
 
 def policy(spec: Spec) -> PolicyConfig:
-    """Who chooses k. For plain decoding and a fixed k these are policies too."""
+    """The policy for a spec: plain decoding and a fixed k are policies too."""
     if isinstance(spec, str):
         return PolicyConfig(spec)
     return PolicyConfig("fixed", k=spec) if spec else PolicyConfig("off")
 
 
 class Chooser:
-    """Who chooses k in one engine, by name: each learns from its own rounds only, and keeps what it has learned."""
+    """Switches one engine between variants by name. Each variant learns from its own rounds and keeps its knowledge."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class Chooser:
         self._controls: dict[str, SpecControl] = {}
 
     def use(self, name: str, spec: Spec) -> None:
-        """From the next round on; there should be no sequence that another one has begun to learn about."""
+        """Use a variant from the next round on. No sequence should be running."""
         if name not in self._controls:
             self._controls[name] = SpecControl(policy(spec), self._engine.max_spec_length, self._timings)
         self._engine.speculator.control = self._controls[name]
@@ -135,7 +135,7 @@ def prepare(args: argparse.Namespace) -> Workload:
 
 
 def engine_config(args: argparse.Namespace, specs: Sequence[Spec], max_running: int, waiting: int) -> dict[str, Any]:
-    """Keyword arguments of LLM for an engine that can run all of `specs`; it begins with the last one."""
+    """Keyword arguments of LLM for an engine that can run all of `specs`. It starts with the last one's policy."""
     longest = max(MAX_K if isinstance(spec, str) else spec for spec in specs)
     return {
         "device": args.device,

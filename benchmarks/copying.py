@@ -1,14 +1,14 @@
-"""Drafters without a model, where there is something to copy and where there is nothing.
+"""Drafters without a model, on text with much to copy and on text with nothing to copy.
 
     python -m benchmarks.copying --target models/demo/target --draft models/demo/draft --threads 2
 
-Workloads, all of them the target's own text:
-  copy     the prompt ends in --max-tokens of the target's greedy text, of which it goes on to repeat at least 80 %
-           (8-grams of the continuation that stand in the prompt); other prompts are left out, and counted
-  predict  any prompt at temperature 0; the client's guess is the target's own output with every tenth token replaced
+Workloads, all with the target's own text:
+  copy     the prompt ends in --max-tokens of the target's greedy text, and the target then repeats at least 80 % of it
+           (share of the continuation's 8-grams that are in the prompt); other prompts are left out and counted
+  predict  any prompt at temperature 0; the client's prediction is the target's output with every tenth token replaced
   fresh    any prompt at temperature 1, where text hardly repeats
-Each group of prompts is continued by every variant in turn before the next group's turn; `off again` is the control.
-Speedups are ratios of tokens per second, prefill included, within each repeat; decode speedup leaves the prefill out.
+Every variant continues a group of prompts before the next group's turn; `off again` is the control. Speedups are ratios
+of tokens per second, with prefill, within each repeat; `decode speedup` is without prefill.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from engine.types import DrafterName, SamplingParams
 
 WARMUP_TOKENS = 16
 GRAM = 8
-REPEATED = 0.8  # of a continuation's 8-grams, for the prompt to count as one that is copied from
-WRONG = 10  # every so manieth token of a guess is wrong
+MIN_COPIED = 0.8  # share of a continuation's 8-grams that must be in its prompt for `copy`
+WRONG_EVERY = 10  # every tenth token of a prediction is wrong
 Ids = list[int]
 
 
@@ -49,23 +49,25 @@ class CopyVariant:
 
 
 def copied_share(prompt: Sequence[int], output: Sequence[int]) -> float:
-    """Share of the output's 8-grams that stand in the prompt."""
+    """Share of the output's 8-grams that are in the prompt."""
     known = {tuple(prompt[i : i + GRAM]) for i in range(len(prompt) - GRAM + 1)}
     grams = [tuple(output[i : i + GRAM]) for i in range(len(output) - GRAM + 1)]
     return sum(gram in known for gram in grams) / len(grams)
 
 
-def spoiled(output: Sequence[int], vocab: int, seed: int) -> Ids:
+def with_wrong_tokens(output: Sequence[int], vocab: int, seed: int) -> Ids:
     """The output with every tenth token replaced by another."""
     rng = random.Random(seed)
-    return [(t + rng.randrange(1, vocab)) % vocab if i % WRONG == WRONG - 1 else t for i, t in enumerate(output)]
+    return [
+        (t + rng.randrange(1, vocab)) % vocab if i % WRONG_EVERY == WRONG_EVERY - 1 else t for i, t in enumerate(output)
+    ]
 
 
 def copied_prompts(prompts: Sequence[Ids], outputs: Sequence[Ids], length: int) -> list[Ids]:
-    """Of prompts with the first `length` tokens of their outputs, those that the rest of the output copies from."""
-    begun = [[*p, *out[:length]] for p, out in zip(prompts, outputs, strict=True)]
-    shares = [copied_share(p, out[length:]) for p, out in zip(begun, outputs, strict=True)]
-    return [p for p, share in zip(begun, shares, strict=True) if share >= REPEATED]
+    """Prompts extended by the first `length` tokens of their outputs, if the rest of the output copies from them."""
+    extended = [[*p, *out[:length]] for p, out in zip(prompts, outputs, strict=True)]
+    shares = [copied_share(p, out[length:]) for p, out in zip(extended, outputs, strict=True)]
+    return [p for p, share in zip(extended, shares, strict=True) if share >= MIN_COPIED]
 
 
 def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[CopyWork]:
@@ -74,7 +76,7 @@ def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[CopyWork]:
     outputs = [list(c.token_ids) for c in twice]
     copied = copied_prompts(prompts, outputs, length)
     vocab = llm.engine.target.vocab_size
-    guesses = [spoiled(out[:length], vocab, seed) for seed, out in enumerate(outputs)]
+    guesses = [with_wrong_tokens(out[:length], vocab, seed) for seed, out in enumerate(outputs)]
     sampled = replace(greedy, temperature=1.0)
     fresh = llm.generate(prompts, sampled, 0)
     share = repeated_ngram_share([list(c.token_ids) for c in fresh])
@@ -98,7 +100,7 @@ def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[CopyWork]:
 
 
 def measure(llm: LLM, workload: CopyWork, k: int, batch: int, repeats: int) -> list[CopyVariant]:
-    """`off`, each drafter, then `off` once more; the places of a group's guesses follow its prompts."""
+    """`off`, each drafter, then `off` once more."""
     variants = (
         [CopyVariant("off", None, [])]
         + [CopyVariant(d, d, []) for d in workload.drafters]
@@ -108,14 +110,14 @@ def measure(llm: LLM, workload: CopyWork, k: int, batch: int, repeats: int) -> l
     guesses = workload.guesses or [[]] * len(prompts)
     groups = list(zip(split(prompts, batch), split(guesses, batch), strict=True))
     for repeat in range(-1, repeats):
-        parts: list[list[Run]] = [[] for _ in variants]
-        for group, told in groups[:1] if repeat < 0 else groups:
-            for variant, done in zip(variants, parts, strict=True):
-                predicted = told if variant.drafter in ("prediction", "cascade") else None
+        runs: list[list[Run]] = [[] for _ in variants]
+        for group, group_guesses in groups[:1] if repeat < 0 else groups:
+            for variant, done in zip(variants, runs, strict=True):
+                predicted = group_guesses if variant.drafter in ("prediction", "cascade") else None
                 generate = partial(llm.generate, drafter=variant.drafter, predictions=predicted)
                 done.append(timed_run(llm, group, workload.params, k if variant.drafter else 0, generate))
         if repeat >= 0:
-            for variant, done in zip(variants, parts, strict=True):
+            for variant, done in zip(variants, runs, strict=True):
                 variant.runs.append(merge(done))
     return variants
 
@@ -141,7 +143,7 @@ def summarise(workload: CopyWork, batch: int, variants: Sequence[CopyVariant]) -
 
 
 def _share_drafted(run: Run) -> float:
-    rounds = [part.drafted > 0 for record in run.records for part in record.rounds]
+    rounds = [round_.drafted > 0 for record in run.records for round_ in record.rounds]
     return sum(rounds) / len(rounds)
 
 

@@ -3,26 +3,26 @@
     python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --threads 2 \\
         --spec off,1,2,4,8,goodput --concurrency 1,4,8,16 --repeats 20 --plot decode.svg
 
---spec takes off, numbers (that k for everyone) and policies. One engine per batch size runs all of them: each
-continues a group of prompts, three batches of them, before the next group's turn, and who goes first changes from turn
-to turn. No prompt shares memory with another, and prompts are read in large chunks, so that most steps only decode.
-Texts are of --max-tokens on average, from half to one and a half of that, so that they do not end all at once.
-Before what is counted every variant has one turn that is not. What is learned of acceptance and cost is kept from turn
-to turn, as in a server, and each variant learns from its own rounds only.
+--spec takes off, numbers (a fixed k) and policies; each is a variant. One engine per batch size runs all variants. In a
+turn every variant continues the same group of prompts, three batches of them; the first variant changes from turn to
+turn. No prompt shares memory with another, and prompts are read in large chunks, so that most steps only decode.
+Outputs have from half to one and a half of --max-tokens, so that they do not end all at once. Every variant first has
+one uncounted turn. As in a server, each variant keeps what it has learned of acceptance and cost from its own rounds.
 
-First table, as long as all places are taken, with prefill and for decode steps alone: tokens per second; over `off` and
-over the best fixed k of that batch size, off being k = 0. These are medians of ratios within turns, with 95 %
-intervals; turns are what is resampled (some 20 are needed for that), and the best fixed k is chosen on other turns than
+First table, up to the last step of a full batch, with prefill and for decode steps alone: tokens per second; their
+ratio to `off` and to the best fixed k of that batch size (off is k = 0). Ratios are medians of the ratios within turns,
+with 95 % intervals. Turns are resampled, which needs about 20 of them. The best fixed k is chosen on other turns than
 those compared, see compare.py; `best k` is the choice for even and for odd repeats. `off again` is `off` measured
-twice: what it differs from 1 by is noise.
-Second table: geometric means over the batch sizes, the lowest of these, and the lowest lower bound. Third table: α of
-reached drafts; tokens per sequence and round; milliseconds per draft step and per target forward; overhead, the wall
-time of a step over that of its forwards; the decode speedup predicted from α and the two times; achieved over
-predicted. Fourth table, of policies: mean k; the share of rounds by why k was what it was (see policies/reasons.py);
-predicted over realised seconds and tokens, as sums over steps without prompts; the median error of a step's predicted
-seconds; microseconds per step in the policy's code.
+twice: its difference from 1 is noise.
+Second table: geometric means over the batch sizes, the lowest ratio, and the lowest lower bound.
+Third table: α of reached drafts; tokens per sequence and round; milliseconds per draft step and per target forward;
+overhead, the wall time of a step over that of its forwards; the decode speedup predicted from α and the two times;
+achieved over predicted.
+Fourth table, for policies: mean k; the share of rounds by the reason for k (see policies/reasons.py); predicted over
+realised seconds and tokens, as sums over steps without prompts; the median error of a step's predicted seconds;
+microseconds per step in the policy's code.
 
-On other devices than the CPU a forward returns before it is done, so what is derived from its time is left out (-).
+On other devices than the CPU a forward returns before it is done, so figures from its time are left out (-).
 """
 
 import argparse
@@ -44,8 +44,8 @@ from engine.types import REASONS, SamplingParams
 
 FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieved/predicted")
 RATES = {"": "busy_tokens_per_s", "decode ": "decode_tokens_per_s"}
-WAVES = 3  # batches of a group
-SHARES = (4, 2, 5, 3, 6)  # quarters of max_tokens, one after the other
+WAVES = 3  # batches in a group of prompts
+LENGTH_QUARTERS = (4, 2, 5, 3, 6)  # output lengths in quarters of max_tokens, in turn
 Prompts = Sequence[Sequence[int]]
 Rows = list[dict[str, object]]
 
@@ -66,7 +66,7 @@ class Cell:
 
     batch: int
     variants: list[Decoding]
-    folds: list[int]  # of each turn: whether its repeat is odd
+    folds: list[int]  # per turn: 1 if its repeat is odd, else 0
 
     @property
     def fixed(self) -> list[Decoding]:
@@ -76,7 +76,7 @@ class Cell:
         return ratio(variant.rates(rate), self.variants[0].rates(rate), self.folds)
 
     def over_best(self, variant: Decoding, rate: str) -> tuple[Estimate | None, str]:
-        """With what was best; None without turns of even and of odd repeats."""
+        """(ratio to the best fixed k, its name); None unless there are even and odd repeats."""
         if set(self.folds) != {0, 1}:
             return None, "-"
         rivals = {fixed.name: fixed.rates(rate) for fixed in self.fixed}
@@ -90,28 +90,29 @@ def make_variants(specs: Sequence[Spec]) -> list[Decoding]:
 
 
 def split(prompts: Prompts, batch: int) -> list[Prompts]:
-    """Groups of a few batches: the others fill the places that the first one's early finishers leave."""
+    """Groups of WAVES batches: later prompts take the places of those that finish early."""
     return [prompts[i : i + WAVES * batch] for i in range(0, len(prompts), WAVES * batch)]
 
 
 def whole_groups(prompts: Prompts, batch: int) -> list[Prompts]:
-    """Groups of the same size, so that turns weigh the same; a single smaller one if there are not enough prompts."""
+    """Groups of the same size, so that turns weigh the same; one smaller group if there are too few prompts."""
     groups = split(prompts, batch)
     return [group for group in groups if len(group) == WAVES * batch] or groups
 
 
 def spread(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Lengths from half to one and a half of max_tokens: in step, plain requests would all end at once, and wait for
-    each other's prompts, as those of other variants never do."""
+    """Output lengths from half to one and a half of max_tokens. With equal lengths all plain requests would end at
+    once and wait for each other's prompts, which those of other variants never do."""
     return [
-        replace(params, max_tokens=max(1, params.max_tokens * share // 4)) for share in islice(cycle(SHARES), count)
+        replace(params, max_tokens=max(1, params.max_tokens * share // 4))
+        for share in islice(cycle(LENGTH_QUARTERS), count)
     ]
 
 
 def run_turn(
     llm: LLM, chooser: Chooser, group: Prompts, params: SamplingParams, variants: Sequence[Decoding], first: int
 ) -> list[Run]:
-    """One run of every variant on the same prompts, in the order of the variants; the one at place `first` began."""
+    """One run of every variant on the same prompts, returned in the order of the variants; index `first` runs first."""
     runs: dict[str, Run] = {}
     shift = first % len(variants)
     for variant in [*variants[shift:], *variants[:shift]]:
@@ -121,7 +122,7 @@ def run_turn(
 
 
 def measure(args: argparse.Namespace, prompts: Prompts) -> list[Cell]:
-    """One engine per batch size, all of them loaded; every batch size has its turns within each repeat."""
+    """One engine per batch size, all loaded at once. Every batch size has its turns within each repeat."""
     params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.max_tokens, ignore_eos=True)
     alone = {"prefix_cache": False, "prefill_chunk": common.STEP_TOKENS}
     engines = {
@@ -161,12 +162,12 @@ def speed_rows(cells: Sequence[Cell]) -> Rows:
 
 
 def mean_rows(cells: Sequence[Cell]) -> Rows:
-    """Per variant but `off` and per figure: over all cells. Only policies are compared with the best fixed k."""
+    """A row per figure and variant except `off`, over all cells. Only policies are compared with the best fixed k."""
     rows: Rows = []
-    for place, variant in enumerate(cells[0].variants[1:], 1):
+    for index, variant in enumerate(cells[0].variants[1:], 1):
         for label, rate in RATES.items():
-            over_off = [cell.over_off(cell.variants[place], rate) for cell in cells]
-            over_best = [cell.over_best(cell.variants[place], rate)[0] for cell in cells]
+            over_off = [cell.over_off(cell.variants[index], rate) for cell in cells]
+            over_best = [cell.over_best(cell.variants[index], rate)[0] for cell in cells]
             known = [best for best in over_best if best is not None and isinstance(variant.spec, str)]
             rows.append({"spec": variant.name, "figure": f"{label}over off", **_means(over_off)})
             rows += [{"spec": variant.name, "figure": f"{label}over best", **_means(known)}] if known else []
@@ -183,7 +184,7 @@ def _means(cells: Sequence[Estimate]) -> dict[str, object]:
 
 
 def round_row(cell: Cell, variant: Decoding, device: str = "cpu") -> dict[str, object]:
-    """What a round is like: medians over turns, ratios taken within each turn against `off`."""
+    """Figures of a round: medians over turns; ratios are to `off` within each turn."""
     runs = variant.runs
     row: dict[str, object] = {
         "batch": cell.batch,
@@ -206,7 +207,7 @@ def round_row(cell: Cell, variant: Decoding, device: str = "cpu") -> dict[str, o
 
 
 def _predictions(variant: Decoding, plain: Decoding) -> list[float]:
-    """Of each turn; none for a policy, whose k varies, and for a variant that drafted nothing in some turn."""
+    """The predicted speedup of each turn; none for a policy, whose k varies, or if a turn had no drafts."""
     predicted = [
         predicted_speedup(run.alpha, variant.spec, base.target_s, run.draft_step_s, run.target_s)
         for run, base in zip(variant.runs, plain.runs, strict=True)
@@ -221,7 +222,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def policy_row(cell: Cell, variant: Decoding) -> dict[str, object]:
-    """What a policy did: of all turns together."""
+    """Figures of a policy, over all turns together."""
     run = merge(variant.runs)
     rounds = run.reasons.total()
     shares: dict[str, object] = {reason: run.reasons[reason] / rounds if rounds else None for reason in REASONS}
@@ -239,7 +240,7 @@ def policy_row(cell: Cell, variant: Decoding) -> dict[str, object]:
 
 
 def scaling(cells: Sequence[Cell]) -> Rows:
-    """Throughput of each batch size over the smallest one, per variant (same k, same place among the turns)."""
+    """Throughput of each batch size over that of the smallest one, per variant."""
     smallest, *others = cells
     return [
         {
@@ -254,11 +255,11 @@ def scaling(cells: Sequence[Cell]) -> Rows:
 
 
 def draw(cells: Sequence[Cell], title: str) -> str:
-    """The plot: speedup over `off`, prefill included, by batch size."""
+    """The plot as SVG: speedup over `off`, with prefill, by batch size."""
     names = [variant.name for variant in cells[0].variants[1:]]
     lines = {
-        name: [cell.over_off(cell.variants[place], "busy_tokens_per_s").interval for cell in cells]
-        for place, name in enumerate(names, 1)
+        name: [cell.over_off(cell.variants[index], "busy_tokens_per_s").interval for cell in cells]
+        for index, name in enumerate(names, 1)
     }
     labels = [str(cell.batch) for cell in cells]
     return chart(lines, labels, title=title, x_title="sequences that run together", y_title="tokens/s over off")

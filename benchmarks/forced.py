@@ -1,4 +1,4 @@
-"""p and q at every position of a text that is already there: both models read it, and nothing is drawn."""
+"""p and q at every position of a given text: both models read it, and nothing is drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,29 +20,29 @@ Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Forced:
-    """Acceptance at each output position of one text, given what stands before it there: arrays [output tokens]."""
+class ForcedAcceptance:
+    """The chance of acceptance at each output position of one text: arrays [output tokens]."""
 
     rejection: Column
     match: Column
-    greedy: Column  # of the draft's likeliest token, accepted with its p
+    greedy: Column  # p of the draft's likeliest token
 
 
-Force = Callable[[float, Sequence[int], Sequence[int]], Forced]  # temperature, prompt, output
+ForcedReader = Callable[[float, Sequence[int], Sequence[int]], ForcedAcceptance]  # temperature, prompt, output
 
 
-class Reader:
-    """One model that reads whole texts, one at a time."""
+class TextReader:
+    """One model, which reads whole texts, one at a time."""
 
     def __init__(self, directory: str, dtype: str, device: str, max_len: int) -> None:
-        where = torch.device(device)
+        on = torch.device(device)
         checkpoint = open_checkpoint(directory)
-        decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype), device=where, max_len=max_len)
-        self._runner = Runner(decoder, Layout(1, max_len), where)
+        decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype), device=on, max_len=max_len)
+        self._runner = Runner(decoder, Layout(1, max_len), on)
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-        """[output tokens, vocab] fp64 on the host: row t is what the model made of the text before output[t]."""
+        """[output tokens, vocab] fp64 on the host: row t holds the logits for output[t]."""
         sequence = _sequence([*prompt, *output[:-1]])
         logits = self._runner.run([Feed(sequence, len(sequence.tokens), outputs=len(output))])
         self._runner.cache.release(sequence.handle)
@@ -67,7 +67,7 @@ def _sequence(tokens: list[int]) -> EngineSequence:
 
 
 def law(logits: Tensor, temperature: float, vocab: int) -> Column:
-    """[n, vocab] probabilities; at temperature 0 one-hot at the argmax, the lowest of equals. Missing ids have none."""
+    """[n, vocab] probabilities; at temperature 0 one-hot at the argmax, lowest id first. Missing ids get 0."""
     table = torch.full((logits.shape[0], vocab), -torch.inf, dtype=torch.float64)
     width = min(vocab, logits.shape[1])
     table[:, :width] = logits[:, :width]
@@ -78,19 +78,19 @@ def law(logits: Tensor, temperature: float, vocab: int) -> Column:
     return one_hot
 
 
-def forced(target: Tensor, draft: Tensor, temperature: float) -> Forced:
-    """From both models' logits [n, vocab] of one text; the draft's table may be smaller or larger."""
+def forced(target: Tensor, draft: Tensor, temperature: float) -> ForcedAcceptance:
+    """From both models' logits [n, vocab] of one text; the draft's vocabulary may be smaller or larger."""
     vocab = target.shape[1]
     p, q = law(target, temperature, vocab), law(draft, temperature, vocab)
     greedy = np.take_along_axis(p, q.argmax(-1)[:, None], axis=-1)[:, 0]
-    return Forced(rejection_acceptance(p, q), coupling_acceptance(p, q), greedy)
+    return ForcedAcceptance(rejection_acceptance(p, q), coupling_acceptance(p, q), greedy)
 
 
-def make_force(target: Reader, draft: Reader) -> Force:
-    """Forced of a text; of the same text at the same temperature, which match writes again, computed once."""
-    known: dict[tuple[float, tuple[int, ...], tuple[int, ...]], Forced] = {}
+def make_forced_reader(target: TextReader, draft: TextReader) -> ForcedReader:
+    """A function that reads texts. It keeps its results, since `match` writes the same text again."""
+    known: dict[tuple[float, tuple[int, ...], tuple[int, ...]], ForcedAcceptance] = {}
 
-    def force(temperature: float, prompt: Sequence[int], output: Sequence[int]) -> Forced:
+    def force(temperature: float, prompt: Sequence[int], output: Sequence[int]) -> ForcedAcceptance:
         key = temperature, tuple(prompt), tuple(output)
         if key not in known:
             known[key] = forced(target.logits(prompt, output), draft.logits(prompt, output), temperature)

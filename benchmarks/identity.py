@@ -3,10 +3,10 @@
     python -m benchmarks.identity --target models/demo/target --draft models/demo/draft --prompts-count 64
 
 The reference of each request is its text alone at k = 0. Every other row runs the same requests with the same seeds, at
-some k or as the policy chooses it.
-`mismatched` counts requests whose text differs; `per million` the first differences per million tokens compared (those
-up to it). For greedy text each first difference comes with the target's float64 margin there: the gap of the two
-largest logits. A difference where that gap is wide is a bug, one where it is about the rounding error is arithmetic.
+a fixed k or with a policy. `mismatched` counts requests with another text. `per million` is the number of first
+differences per million compared tokens; tokens after a first difference are not compared. For greedy text each first
+difference comes with the gap of the target's two largest float64 logits there. With a wide gap it is a bug; with a gap
+about as large as the rounding error it is arithmetic.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def seeded(count: int, temperature: float, max_tokens: int) -> list[SamplingPara
 
 
 def compare(reference_outputs: Outputs, outputs: Outputs) -> dict[str, object]:
-    """Mismatched requests, and first differences over the tokens compared."""
+    """Mismatched requests, and first differences per compared token."""
     firsts = [first_divergence(a, b) for a, b in zip(reference_outputs, outputs, strict=True)]
     mismatched = sum(first is not None for first in firsts)
     compared = sum(len(a) if first is None else first + 1 for a, first in zip(reference_outputs, firsts, strict=True))
@@ -51,7 +51,7 @@ def compare(reference_outputs: Outputs, outputs: Outputs) -> dict[str, object]:
 
 
 def run_all(args: argparse.Namespace, prompts: Outputs) -> dict[tuple[float, str, Spec], Outputs]:
-    """Outputs by temperature, mode and k. Alone: an engine with room for one sequence; indices stay the same."""
+    """Outputs by temperature, mode and k. `alone` is an engine that runs one sequence at a time."""
     outputs: dict[tuple[float, str, Spec], Outputs] = {}
     for mode, batch in (("alone", 1), ("batch", BATCH)):
         llm = LLM(args.target, args.draft, **common.engine_config(args, SPECS, batch, len(prompts)))
@@ -67,7 +67,7 @@ def run_all(args: argparse.Namespace, prompts: Outputs) -> dict[tuple[float, str
 def rows(
     outputs: dict[tuple[float, str, Spec], Outputs], prompts: Outputs, exact: Callable[[], PreTrainedModel]
 ) -> list[dict[str, object]]:
-    """One row per run beside the reference of its temperature."""
+    """One row per run, compared with the reference of its temperature."""
     found: list[dict[str, object]] = []
     for (temperature, mode, k), texts in outputs.items():
         base = outputs[temperature, "alone", 0]

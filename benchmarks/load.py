@@ -1,21 +1,21 @@
-"""A load that rises and falls, half of it copying: plain decoding, fixed k and policies that choose k, in turn.
+"""A load that rises and falls: plain decoding, fixed k and policies that choose k, in turn.
 
     python -m benchmarks.load --target models/demo/target --draft models/demo/draft --threads 2 \\
         --spec 1,2,4,8,goodput --repeats 10
 
-A stage is a number of requests of which so many are always running (--stages; as soon as one ends the next one comes).
-Every other request is copy-like: its prompt ends in --max-tokens of the target's greedy text, of which it goes on to
-repeat at least 80 % (see copying.py). The others are free text at temperature 1. All have the drafter `cascade`, which
-looks for what can be copied and else asks the draft model. Requests, seeds and lengths are the same for every variant;
-no prompt shares memory with another. One engine runs all variants, each a whole stage before the next stage's turn, and
-who goes first changes. Before what is counted every variant has one turn at the largest stage that is not. What is
-learned of acceptance and cost is kept, as in a server, and each variant learns from its own rounds only.
+A stage keeps a number of requests running (--stages): as soon as one ends, the next one starts. Every other request is
+copy-like: its prompt ends in --max-tokens of the target's greedy text, and the target then repeats at least 80 % of it
+(see copying.py). The others are free text at temperature 1. All use the drafter `cascade`, which copies where it can
+and asks the draft model otherwise. Requests, seeds and lengths are the same for every variant; no prompt shares memory
+with another. One engine runs all variants. Each runs a whole stage before the next variant's turn; the first one
+changes. Every variant first has one uncounted turn at the largest stage. As in a server, each variant keeps what it has
+learned of acceptance and cost from its own rounds.
 
-First table: tokens per second of all stages together, prompts included; their ratio to `off` and to the best single
-fixed k (off being k = 0), with 95 % intervals: repeats are resampled within each stage (some 8 are needed for that),
-and the best fixed k is chosen on other repeats than those compared, see compare.py; `best k` is the choice for even and
-for odd repeats. `off again` is `off` measured twice: what it differs from 1 by is noise. Then, of copy-like and of free
-requests: mean k, and tokens per round with drafts. Second table: tokens per second by stage, medians over repeats.
+First table: tokens per second of all stages together, with prefill; their ratio to `off` and to the best single fixed
+k (off is k = 0), with 95 % intervals. Repeats are resampled within each stage, which needs about 8 of them. The best
+fixed k is chosen on other repeats than those compared, see compare.py; `best k` is the choice for even and for odd
+repeats. `off again` is `off` measured twice: its difference from 1 is noise. Then, for copy-like and for free requests:
+mean k and tokens per round with drafts. Second table: tokens per second by stage, medians over repeats.
 """
 
 import argparse
@@ -34,28 +34,28 @@ from benchmarks.common import Chooser, Spec
 from benchmarks.compare import Floats, ratio_of_totals, totals_to_best
 from benchmarks.copying import copied_prompts
 from benchmarks.measure import Run
-from benchmarks.stepping import Driver, Ids, Told, greedy, make_engine
+from benchmarks.stepping import DrivenRequest, Driver, Ids, greedy, make_engine
 from engine.types import SamplingParams
 
-LEAST = 4  # requests of a stage, which else has two per place
+MIN_REQUESTS = 4  # of a stage; larger stages have two requests per running one
 Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request to be."""
+class PlannedRequest:
+    """A request that every variant will run."""
 
     prompt: Ids
     params: SamplingParams
-    copies: bool
+    copies: bool  # whether it is copy-like
 
 
 @dataclass(frozen=True)
 class LoadVariant:
     name: str
     spec: Spec
-    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by place of the stage
-    told: dict[bool, list[Told]] = field(default_factory=lambda: defaultdict(list))  # by whether they copy
+    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by index of the stage
+    requests: dict[bool, list[DrivenRequest]] = field(default_factory=lambda: defaultdict(list))  # by whether they copy
 
     @property
     def table(self) -> Floats:
@@ -63,85 +63,87 @@ class LoadVariant:
         return np.array([self.seconds[stage] for stage in sorted(self.seconds)]).T
 
     def run(self, copies: bool) -> Run:
-        """Its requests of one kind, of all stages; without steps and times, which they share with the other kind."""
-        told = self.told[copies]
-        return Run(0.0, [each.token_ids for each in told], [each.record for each in told], [])
+        """Its requests of one kind, in all stages. Steps and seconds are left out: both kinds share them."""
+        requests = self.requests[copies]
+        return Run(0.0, [r.token_ids for r in requests], [r.record for r in requests], [])
 
 
-def make_asks(driver: Driver, prompts: Sequence[Ids], max_tokens: int) -> Iterator[Ask]:
-    """Copy-like and free text in turn, without end. Raises ValueError if the target copies from none of the prompts."""
-    texts = [list(told.token_ids) for told in _alone(driver, prompts, greedy(2 * max_tokens))]
+def plan_requests(driver: Driver, prompts: Sequence[Ids], max_tokens: int) -> Iterator[PlannedRequest]:
+    """Copy-like and free requests in turn, without end. Raises ValueError if the target copies from no prompt."""
+    texts = [list(request.token_ids) for request in _run_plain(driver, prompts, greedy(2 * max_tokens))]
     copied = copied_prompts(prompts, texts, max_tokens)
     if not copied:
-        raise ValueError(f"the target goes on to repeat none of its {len(prompts)} texts: ask for more prompts")
+        raise ValueError(f"the target repeats none of its {len(prompts)} texts: raise --prompts-count")
     print(f"copy-like prompts: {len(copied)} of {len(prompts)}", flush=True)
     return _alternate(copied, prompts, max_tokens)
 
 
-def _alternate(copied: Sequence[Ids], free: Sequence[Ids], max_tokens: int) -> Iterator[Ask]:
+def _alternate(copied: Sequence[Ids], free: Sequence[Ids], max_tokens: int) -> Iterator[PlannedRequest]:
     for seed, (copy, prompt) in enumerate(zip(cycle(copied), cycle(free), strict=False)):
-        yield Ask(copy, greedy(max_tokens), copies=True)
-        yield Ask(prompt, replace(greedy(max_tokens), temperature=1.0, seed=seed), copies=False)
+        yield PlannedRequest(copy, greedy(max_tokens), copies=True)
+        yield PlannedRequest(prompt, replace(greedy(max_tokens), temperature=1.0, seed=seed), copies=False)
 
 
-def _alone(driver: Driver, prompts: Sequence[Ids], params: SamplingParams) -> list[Told]:
-    """Plain, as many at a time as the engine runs."""
-    most = driver.engine.config.max_running
-    return [t for i in range(0, len(prompts), most) for t in driver.generate(prompts[i : i + most], params, 0)]
+def _run_plain(driver: Driver, prompts: Sequence[Ids], params: SamplingParams) -> list[DrivenRequest]:
+    """Run the prompts at k = 0, as many at a time as the engine runs."""
+    size = driver.engine.config.max_running
+    return [r for i in range(0, len(prompts), size) for r in driver.generate(prompts[i : i + size], params, 0)]
 
 
-def make_stages(asks: Iterator[Ask], sizes: Sequence[int]) -> list[list[Ask]]:
-    return [[next(asks) for _ in range(max(LEAST, 2 * size))] for size in sizes]
+def make_stages(planned: Iterator[PlannedRequest], sizes: Sequence[int]) -> list[list[PlannedRequest]]:
+    return [[next(planned) for _ in range(max(MIN_REQUESTS, 2 * size))] for size in sizes]
 
 
-def run_stage(driver: Driver, asks: Sequence[Ask], size: int, k: int | None) -> tuple[float, list[Told]]:
-    """(seconds, what became of each request), `size` at a time. k None: the policy's."""
-    waiting = iter(asks)
-    told: list[Told] = []
-    running: list[Told] = []
+def run_stage(
+    driver: Driver, planned: Sequence[PlannedRequest], size: int, k: int | None
+) -> tuple[float, list[DrivenRequest]]:
+    """(seconds, the requests), with `size` running at a time. k None: the policy chooses."""
+    waiting = iter(planned)
+    requests: list[DrivenRequest] = []
+    running: list[DrivenRequest] = []
     started = time.perf_counter()
-    while len(told) < len(asks) or running:
-        while len(running) < size and (ask := next(waiting, None)) is not None:
-            running.append(driver.submit(ask.prompt, ask.params, k, drafter="cascade"))
-            told.append(running[-1])
+    while len(requests) < len(planned) or running:
+        while len(running) < size and (plan := next(waiting, None)) is not None:
+            running.append(driver.submit(plan.prompt, plan.params, k, drafter="cascade"))
+            requests.append(running[-1])
         driver.step()
-        running = [each for each in running if each.ended is None]
-    return time.perf_counter() - started, told
+        running = [request for request in running if request.ended is None]
+    return time.perf_counter() - started, requests
 
 
 def run_variant(
-    driver: Driver, chooser: Chooser, variant: LoadVariant, asks: Sequence[Ask], size: int
-) -> tuple[float, list[Told]]:
-    """A drafter that is named acts even where the policy is off, so plain requests ask for k = 0."""
+    driver: Driver, chooser: Chooser, variant: LoadVariant, planned: Sequence[PlannedRequest], size: int
+) -> tuple[float, list[DrivenRequest]]:
+    """Plain requests ask for k = 0, because a request that names a drafter drafts even if the policy is off."""
     chooser.use(variant.name, variant.spec)
-    return run_stage(driver, asks, size, None if variant.spec else 0)
+    return run_stage(driver, planned, size, None if variant.spec else 0)
 
 
-def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[LoadVariant], list[list[Ask]]]:
-    """Every variant once per stage and repeat. Raises RuntimeError for an output of another length than asked."""
+def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[LoadVariant], list[list[PlannedRequest]]]:
+    """Every variant once per stage and repeat. Raises RuntimeError for an output without max_tokens tokens."""
     driver = Driver(make_engine(args, "paged", max(args.stages)))
     chooser = Chooser(driver.engine)
-    stages = make_stages(make_asks(driver, prompts, args.max_tokens), args.stages)
+    stages = make_stages(plan_requests(driver, prompts, args.max_tokens), args.stages)
     variants = [*(LoadVariant(common.spec_name(spec), spec) for spec in args.spec), LoadVariant("off again", 0)]
     largest = args.stages.index(max(args.stages))
     for variant in variants:
         run_variant(driver, chooser, variant, stages[largest], args.stages[largest])
     for repeat in range(args.repeats):
         print(f"repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
-        for place, (asks, size) in enumerate(zip(stages, args.stages, strict=True)):
-            shift = (repeat * len(stages) + place) % len(variants)
+        for index, (planned, size) in enumerate(zip(stages, args.stages, strict=True)):
+            shift = (repeat * len(stages) + index) % len(variants)
             for variant in [*variants[shift:], *variants[:shift]]:
-                seconds, told = run_variant(driver, chooser, variant, asks, size)
-                if any(len(each.token_ids) != args.max_tokens for each in told):
-                    raise RuntimeError(f"{variant.name}: an output has not {args.max_tokens} tokens")
-                variant.seconds[place].append(seconds)
-                for ask, each in zip(asks, told, strict=True):
-                    variant.told[ask.copies].append(each)
+                seconds, requests = run_variant(driver, chooser, variant, planned, size)
+                if any(len(request.token_ids) != args.max_tokens for request in requests):
+                    raise RuntimeError(f"{variant.name}: an output does not have {args.max_tokens} tokens")
+                variant.seconds[index].append(seconds)
+                for plan, request in zip(planned, requests, strict=True):
+                    variant.requests[plan.copies].append(request)
     return variants, stages
 
 
 def speed_rows(variants: Sequence[LoadVariant], tokens: int) -> Rows:
-    """tokens: of one repeat, all stages together."""
+    """tokens: emitted in one repeat of all stages."""
     off = variants[0].table
     folds = [repeat % 2 for repeat in range(len(off))]
     rivals = {v.name: v.table for v in variants[:-1] if isinstance(v.spec, int)}
@@ -162,15 +164,20 @@ def speed_rows(variants: Sequence[LoadVariant], tokens: int) -> Rows:
     return rows
 
 
-def stage_rows(variants: Sequence[LoadVariant], stages: Sequence[Sequence[Ask]], sizes: Sequence[int]) -> Rows:
+def stage_rows(
+    variants: Sequence[LoadVariant], stages: Sequence[Sequence[PlannedRequest]], sizes: Sequence[int]
+) -> Rows:
     return [
         {
-            "stage": place + 1,
+            "stage": index + 1,
             "at once": size,
-            "requests": len(asks),
-            **{v.name: median(sum(a.params.max_tokens for a in asks) / s for s in v.seconds[place]) for v in variants},
+            "requests": len(planned),
+            **{
+                v.name: median(sum(a.params.max_tokens for a in planned) / s for s in v.seconds[index])
+                for v in variants
+            },
         }
-        for place, (asks, size) in enumerate(zip(stages, sizes, strict=True))
+        for index, (planned, size) in enumerate(zip(stages, sizes, strict=True))
     ]
 
 

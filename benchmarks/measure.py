@@ -1,4 +1,4 @@
-"""One timed `generate` call of the engine, and what can be derived from its records."""
+"""One timed `generate` call of the engine, and the rates that follow from its records."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from engine.types import RequestRecord, RoundRecord, SamplingParams, StepStats, 
 
 
 class Generated(Protocol):
-    """The part of a Completion that is measured."""
+    """What is measured of a Completion."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -22,7 +22,7 @@ class Generated(Protocol):
 
 
 class Generator(Protocol):
-    """The part of LLM that is measured."""
+    """What is measured of LLM."""
 
     @property
     def steps(self) -> list[StepStats]: ...
@@ -50,10 +50,10 @@ class Run:
 
     @property
     def busy_tokens_per_s(self) -> float:
-        """Emitted tokens per second, prefill included, up to the last step in which all places were taken.
+        """Emitted tokens per second, with prefill, up to the last step with the fullest batch.
 
-        Behind it requests end and none is left to take their places, so that batches get smaller than what is to be
-        measured: the sooner, the more their speeds differ. Of a single call only.
+        After it requests end and none takes their places, so that batches get smaller than the size to be measured.
+        Only for a Run of a single call.
         """
         full = max(step.sequences for step in self.steps)
         last = max(i for i, step in enumerate(self.steps) if step.sequences == full)
@@ -67,7 +67,7 @@ class Run:
     @property
     def tokens_per_round(self) -> float | None:
         """Tokens emitted per sequence and speculative round; None without drafts."""
-        emitted = [part.emitted for part in self._rounds if part.drafted]
+        emitted = [round_.emitted for round_ in self._rounds if round_.drafted]
         return sum(emitted) / len(emitted) if emitted else None
 
     @property
@@ -83,30 +83,30 @@ class Run:
 
     @property
     def overhead(self) -> float:
-        """A decode step's wall time over that of its forwards alone."""
+        """Wall time of the decode steps over that of their forwards."""
         forwards = sum(step.draft_forward_us + step.target_forward_us for step in self._decode)
         return sum(step.step_us for step in self._decode) / forwards
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Emitted tokens per second of the decode steps alone."""
+        """Emitted tokens per second in decode steps."""
         return sum(step.emitted for step in self._decode) / sum(step.step_us for step in self._decode) * 1e6
 
     @property
     def mean_k(self) -> float | None:
-        """Drafts per round of a sequence, of rounds in which its k was chosen; None: there was none."""
-        rounds = [part.drafted for part in self._rounds if part.reason >= 0]
+        """Drafts per sequence and round, over rounds in which the policy chose k; None if there were none."""
+        rounds = [round_.drafted for round_ in self._rounds if round_.reason >= 0]
         return sum(rounds) / len(rounds) if rounds else None
 
     @property
     def reasons(self) -> Counter[str]:
-        """Rounds of a sequence by why its k was what it was."""
+        """Number of rounds by the reason for k, summed over sequences."""
         return Counter(acceptance_of(*self.records).decisions)
 
     @property
     def predicted_over_real(self) -> tuple[float, float] | None:
-        """Sums of predicted over those of realised (seconds, tokens) of the steps in which k was chosen and no prompt
-        was read; None: there was none."""
+        """(seconds, tokens): sum predicted over sum realised, in steps where the policy chose k and no prompt was read.
+        None if there were none."""
         known = self._predicted
         if not known:
             return None
@@ -115,13 +115,13 @@ class Run:
 
     @property
     def time_error(self) -> float | None:
-        """Median of |predicted − realised| over realised seconds, of the same steps."""
+        """Median of |predicted − realised| / realised seconds, over the same steps."""
         errors = [abs(step.predicted_us - step.step_us) / step.step_us for step in self._predicted]
         return median(errors) if errors else None
 
     @property
     def policy_s(self) -> float:
-        """Median seconds that choosing k, and learning, took of a step in which k was chosen; 0.0 without any."""
+        """Median seconds in the policy's code per step in which k was chosen; 0.0 if there were none."""
         spent = [step.policy_us for step in self.steps if step.decoding]
         return median(spent) / 1e6 if spent else 0.0
 
@@ -135,11 +135,11 @@ class Run:
 
     @property
     def _rounds(self) -> list[RoundRecord]:
-        return [part for record in self.records for part in record.rounds]
+        return [round_ for record in self.records for round_ in record.rounds]
 
     @property
     def _drafts(self) -> tuple[list[int], list[int]]:
-        return [part.drafted for part in self._rounds], [part.accepted for part in self._rounds]
+        return [round_.drafted for round_ in self._rounds], [round_.accepted for round_ in self._rounds]
 
 
 def merge(runs: Sequence[Run]) -> Run:
@@ -152,7 +152,7 @@ def merge(runs: Sequence[Run]) -> Run:
     )
 
 
-Params = SamplingParams | Sequence[SamplingParams]  # of all prompts, or of each
+Params = SamplingParams | Sequence[SamplingParams]  # one for all prompts, or one per prompt
 Generate = Callable[[Sequence[Sequence[int]], Params, int | None], Sequence[Generated]]
 
 
@@ -163,17 +163,16 @@ def timed_run(
     k: int | None,
     generate: Generate | None = None,
 ) -> Run:
-    """Generate for all prompts at k drafts per round (None: the policy's); `generate`: llm's own with more arguments
-    bound.
+    """Generate for all prompts at k drafts per round; None: the policy chooses. generate: in place of llm.generate.
 
-    Raises RuntimeError when a request emitted another number of tokens than asked, since rates would not compare.
+    Raises RuntimeError if an output does not have max_tokens tokens: rates would not compare.
     """
     start = time.perf_counter()
     completions = (generate or llm.generate)(prompts, params, k)
     seconds = time.perf_counter() - start
     outputs = [list(c.token_ids) for c in completions]
     lengths = [len(tokens) for tokens in outputs]
-    asked = [p.max_tokens for p in ([params] * len(prompts) if isinstance(params, SamplingParams) else params)]
-    if lengths != asked:
-        raise RuntimeError(f"outputs of {sorted({*lengths})} tokens where {sorted({*asked})} were asked for")
+    expected = [p.max_tokens for p in ([params] * len(prompts) if isinstance(params, SamplingParams) else params)]
+    if lengths != expected:
+        raise RuntimeError(f"outputs have {sorted({*lengths})} tokens, not {sorted({*expected})}")
     return Run(seconds, outputs, [c.record for c in completions], list(llm.steps))

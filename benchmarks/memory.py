@@ -1,13 +1,13 @@
-"""What the KV cache and the scheduler make of a fixed memory, paged against slotted.
+"""What the KV cache and the scheduler get out of a fixed memory: paged against slotted.
 
     python -m benchmarks.memory --threads 2 --part prefix,decode
 
-The pair is the embedded one unless --target and --draft say otherwise. Every part runs each k of --spec. Parts:
-  prefix        a prompt of --shared tokens and a tail of its own, twice: the second time its blocks are found (hit).
-                The control is the same prompt under another salt, which must cost what the first time did
-  decode        the same prompts through two slotted engines (what differs between these is noise), a paged one, and a
-                paged one whose blocks do not fill pages of the host's memory, so that attention gathers them
-  concurrency   how many sequences run at once in the memory of --slots slots, while others wait, weighted by time
+Without --target and --draft it runs the embedded pair. Every part runs each k of --spec. Parts:
+  prefix        two prompts with --shared tokens in common and a tail of their own: the second one finds the blocks of
+                the first (hit). The control is the second prompt under another salt, which must cost as much as a miss
+  decode        the same prompts through two slotted engines (their difference is noise), a paged one, and a paged one
+                whose blocks do not fill pages of the host's memory, so that attention gathers them
+  concurrency   how many sequences run at once in the memory of --slots slots while others wait, weighted by time
   interference  streams while a long prompt is read: benchmarks/interference.py
   bookkeeping   what scheduler and cache cost per step: benchmarks/bookkeeping.py
 """
@@ -35,44 +35,46 @@ Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
-class First:
-    """How one request began."""
+class RequestStart:
+    """The start of one request."""
 
     token_s: float
-    draft_s: float | None  # until the end of the first round that drafted; None: none did
+    draft_s: float | None  # until the end of the first round with drafts; None: no round had any
     cached: int
     output: Ids
 
 
-def begin(driver: Driver, prompt: Ids, k: int, salt: str) -> First:
-    """Alone on the engine; the output goes on until the draft model, too, has read a prompt that it does not know."""
-    told = driver.submit(prompt, greedy(2 * k + 8), k, salt)
+def start_alone(driver: Driver, prompt: Ids, k: int, salt: str) -> RequestStart:
+    """Run one request alone, with enough output for the draft model to read the whole prompt."""
+    request = driver.submit(prompt, greedy(2 * k + 8), k, salt)
     draft_s = None
     while driver.engine.has_work:
         result = driver.step()
         if draft_s is None and result.stats.drafted:
-            draft_s = time.perf_counter() - told.submitted
-    return First(told.first_token_s, draft_s, told.record.cached_tokens, told.token_ids)
+            draft_s = time.perf_counter() - request.submitted
+    return RequestStart(request.first_token_s, draft_s, request.record.cached_tokens, request.token_ids)
 
 
 def measure_prefix(args: argparse.Namespace, text: Text) -> Rows:
-    """Raises RuntimeError unless the hits were hits and nothing else was: the ratio would be of something else."""
+    """Raises RuntimeError unless exactly the hits find cached tokens."""
     driver = Driver(make_engine(args, "paged", 2, block_size=args.block_size, kv_tokens=4 * args.max_model_len))
-    begun: dict[tuple[int, str], list[First]] = {}
+    starts: dict[tuple[int, str], list[RequestStart]] = {}
     for repeat, k in itertools.product(range(-1, args.repeats), args.spec):
         shared, salt = text.take(args.shared), f"{repeat}-{k}"
         first, second = [shared + text.take(args.tail) for _ in range(2)]
         turns = {"miss": (first, salt), "hit": (second, salt), "other salt": (second, f"{salt}-other")}
-        for name, (prompt, own) in turns.items():
-            one = begin(driver, prompt, k, own)
-            if (one.cached > 0) != (name == "hit"):
-                raise RuntimeError(f"{name}: {one.cached} tokens of {len(prompt)} were found in the cache")
+        for name, (prompt, cache_salt) in turns.items():
+            start = start_alone(driver, prompt, k, cache_salt)
+            if (start.cached > 0) != (name == "hit"):
+                raise RuntimeError(f"{name}: {start.cached} tokens of {len(prompt)} were found in the cache")
             if repeat >= 0:
-                begun.setdefault((k, name), []).append(one)
-    return [_prefix_row(k, name, ones, begun[k, "miss"], begun[k, "hit"]) for (k, name), ones in begun.items()]
+                starts.setdefault((k, name), []).append(start)
+    return [_prefix_row(k, name, own, starts[k, "miss"], starts[k, "hit"]) for (k, name), own in starts.items()]
 
 
-def _prefix_row(k: int, name: str, ones: list[First], misses: list[First], hits: list[First]) -> dict[str, object]:
+def _prefix_row(
+    k: int, name: str, ones: list[RequestStart], misses: list[RequestStart], hits: list[RequestStart]
+) -> dict[str, object]:
     drafts, without = ([d.draft_s for d in each if d.draft_s is not None] for each in (ones, misses))
     whole = len(drafts) == len(without) == len(ones)
     return {
@@ -89,11 +91,13 @@ def _prefix_row(k: int, name: str, ones: list[First], misses: list[First], hits:
 
 
 def decode_drivers(args: argparse.Namespace) -> dict[str, Driver]:
-    most = max(args.concurrency)
+    max_running = max(args.concurrency)
     paged = {"paged": args.block_size, "paged, gathered": args.gathered_block}
-    drivers = {name: Driver(make_engine(args, "slotted", most)) for name in ("slotted", "slotted again")}
+    drivers = {name: Driver(make_engine(args, "slotted", max_running)) for name in ("slotted", "slotted again")}
     for name, size in paged.items():
-        drivers[name] = Driver(make_engine(args, "paged", most, block_size=size, kv_tokens=most * args.max_model_len))
+        drivers[name] = Driver(
+            make_engine(args, "paged", max_running, block_size=size, kv_tokens=max_running * args.max_model_len)
+        )
     return drivers
 
 
@@ -114,23 +118,23 @@ def measure_decode(args: argparse.Namespace, text: Text) -> Rows:
 
 
 def _in_turn(drivers: dict[str, Driver], groups: list[list[Ids]], max_tokens: int, k: int, turn: int) -> dict[str, Run]:
-    """Each group through every engine before the next group's turn; who goes first changes from group to group."""
-    parts: dict[str, list[Run]] = {name: [] for name in drivers}
-    for place, group in enumerate(groups):
+    """Every engine runs a group before the next group's turn; the first engine changes from group to group."""
+    group_runs: dict[str, list[Run]] = {name: [] for name in drivers}
+    for index, group in enumerate(groups):
         names = list(drivers)
-        shift = (turn + place) % len(names)
+        shift = (turn + index) % len(names)
         for name in names[shift:] + names[:shift]:
-            parts[name].append(timed_run(drivers[name], group, greedy(max_tokens), k))
+            group_runs[name].append(timed_run(drivers[name], group, greedy(max_tokens), k))
         for name in names[1:]:
-            _require_same_text(name, parts[name][-1].outputs, parts[names[0]][-1].outputs)
-    return {name: merge(runs) for name, runs in parts.items()}
+            _require_same_text(name, group_runs[name][-1].outputs, group_runs[names[0]][-1].outputs)
+    return {name: merge(runs) for name, runs in group_runs.items()}
 
 
 def _require_same_text(name: str, outputs: list[Ids], expected: list[Ids]) -> None:
-    for i, (own, other) in enumerate(zip(outputs, expected, strict=True)):
-        place = first_divergence(own, other)
-        if place is not None:
-            raise RuntimeError(f"{name}: sequence {i} differs from the slotted engine's from token {place} on")
+    for i, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
+        position = first_divergence(output, reference)
+        if position is not None:
+            raise RuntimeError(f"{name}: sequence {i} differs from the slotted engine's text from token {position} on")
 
 
 def _rates(runs: list[Run], slotted: list[Run]) -> dict[str, object]:
@@ -144,7 +148,7 @@ def _rates(runs: list[Run], slotted: list[Run]) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class ConcurrencyRun:
     """One run of the workload of `concurrency`."""
 
     mean_running: float  # while others wait, weighted by time
@@ -153,8 +157,8 @@ class Crowd:
     tokens_per_s: float
 
 
-def crowd(driver: Driver, requests: Sequence[tuple[Ids, int]], k: int) -> Crowd:
-    """All requests (prompt, output tokens) are there from the beginning. Raises RuntimeError if none had to wait."""
+def run_together(driver: Driver, requests: Sequence[tuple[Ids, int]], k: int) -> ConcurrencyRun:
+    """Run requests (prompt, output tokens) that all arrive at once. Raises RuntimeError if none had to wait."""
     for prompt, output in requests:
         driver.submit(prompt, greedy(output), k)
     backlog: list[tuple[int, float]] = []
@@ -163,20 +167,20 @@ def crowd(driver: Driver, requests: Sequence[tuple[Ids, int]], k: int) -> Crowd:
     while driver.engine.has_work:
         result = driver.step()
         stats = result.stats
-        # The statistics count who is left after the step; those that it ended ran in it.
+        # The statistics count sequences that are left after the step; those that it ended ran in it too.
         running = stats.running + sum(o.finish_reason is not None for o in result.outputs)
         peak, preempted = max(peak, running), preempted + stats.preempted
         if stats.waiting:
             backlog.append((running, stats.step_us))
     seconds = time.perf_counter() - started
     if not backlog:
-        raise RuntimeError(f"all {len(requests)} requests ran at once: ask for more of them")
+        raise RuntimeError(f"all {len(requests)} requests ran at once: raise --requests")
     mean = sum(running * us for running, us in backlog) / sum(us for _, us in backlog)
-    return Crowd(mean, peak, preempted, sum(output for _, output in requests) / seconds)
+    return ConcurrencyRun(mean, peak, preempted, sum(output for _, output in requests) / seconds)
 
 
 def measure_concurrency(args: argparse.Namespace, text: Text) -> Rows:
-    """The same memory twice: `slots` slots of max_model_len, and as many positions in blocks."""
+    """The same memory as --slots slots of max_model_len and as the same number of positions in blocks."""
     positions = args.slots * args.max_model_len
     drivers: dict[CacheKind, Driver] = {
         "slotted": Driver(make_engine(args, "slotted", args.slots)),
@@ -187,13 +191,15 @@ def measure_concurrency(args: argparse.Namespace, text: Text) -> Rows:
     for _ in range(args.requests):
         length = lengths.randint(*args.lengths)
         requests.append((text.take(length // 2), length - length // 2))
-    crowds: dict[tuple[int, CacheKind], list[Crowd]] = {}
+    runs: dict[tuple[int, CacheKind], list[ConcurrencyRun]] = {}
     for _, k, name in itertools.product(range(args.passes), args.spec, drivers):
-        crowds.setdefault((k, name), []).append(crowd(drivers[name], requests, k))
-    return [_crowd_row(k, name, own, crowds[k, "slotted"], positions) for (k, name), own in crowds.items()]
+        runs.setdefault((k, name), []).append(run_together(drivers[name], requests, k))
+    return [_concurrency_row(k, name, own, runs[k, "slotted"], positions) for (k, name), own in runs.items()]
 
 
-def _crowd_row(k: int, name: CacheKind, own: list[Crowd], slotted: list[Crowd], positions: int) -> dict[str, object]:
+def _concurrency_row(
+    k: int, name: CacheKind, own: list[ConcurrencyRun], slotted: list[ConcurrencyRun], positions: int
+) -> dict[str, object]:
     return {
         "k": common.spec_name(k),
         "cache": name,

@@ -1,14 +1,14 @@
-"""What short requests notice of a large one that came before them: one HTTP request with many long prompts.
+"""How one large HTTP request with many long prompts slows down short requests that come after it.
 
     python -m benchmarks.newcomers --threads 1
     python -m benchmarks.newcomers --url http://127.0.0.1:8000
 
-The large request has --prompts-count prompts of --long-prompt tokens, and generates nothing. --after seconds later
-short streamed requests come, one after another, until it is answered. The kinds of large request are: `one plain` (one
-such prompt, asked again and again), `plain` (all of them in one request) and `echo` (the same with echo and --logprobs
-alternatives per token). `first` is the time to the first token of the newcomers, and `gap` the time between two events
-of one of them. In this process (without --url) `loop` is by how much a timer of 5 ms on the event loop came too late,
-and `step` the time of an engine step; the replies are not sent anywhere. Over HTTP start the server beforehand.
+The large request has --prompts-count prompts of --long-prompt tokens and generates nothing. --after seconds later short
+streamed requests (newcomers) come, one after another, until the large one is answered. Kinds of large request: `one
+plain` (one prompt per request, one request after another), `plain` (all prompts in one request) and `echo` (the same
+with echo and --logprobs alternatives per token). `first` is a newcomer's time to its first token, `gap` the time
+between two of its events. Without --url the engine runs in this process: `loop` is the lateness of a 5 ms timer on the
+event loop, `step` the time of an engine step, and no reply is sent anywhere. With --url start the server beforehand.
 """
 
 import argparse
@@ -37,27 +37,29 @@ from engine.engine import Engine
 from engine.types import StepStats
 
 DEMO = ["--target", "models/demo/target", "--draft", "models/demo/draft"]
-TICK_S = 0.005  # of the timer that shows how long the event loop is held
+TICK_S = 0.005  # period of the timer that shows how long the event loop is blocked
 LIMIT_S = 600.0  # for one reply
 KINDS = ("one plain", "plain", "echo")
 
 Fields = dict[str, Any]
-Post = Callable[[Fields, Callable[[bytes], None]], Awaitable[None]]  # a request, and who is given its reply's parts
+Post = Callable[
+    [Fields, Callable[[bytes], None]], Awaitable[None]
+]  # (request, function that takes the parts of its reply)
 
 
 @dataclass
-class Seen:
-    """Seconds, of one kind of large request."""
+class NewcomerTimes:
+    """Seconds measured beside one kind of large request."""
 
-    firsts: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    large: list[float] = field(default_factory=list)  # until it was answered
-    lags: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)  # to a newcomer's first token
+    gaps: list[float] = field(default_factory=list)  # between two events of a newcomer
+    large: list[float] = field(default_factory=list)  # until the large request was answered
+    lags: list[float] = field(default_factory=list)  # of the timer
     steps: list[float] = field(default_factory=list)
 
 
 class StepTimes:
-    """A listener that keeps how long steps took."""
+    """A listener that keeps the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -108,10 +110,10 @@ def over_http(client: httpx.AsyncClient) -> Post:
 class NewcomersBench:
     def __init__(self, args: argparse.Namespace, text: Text, post: Post, model: str) -> None:
         self._args, self._text, self._post, self._model = args, text, post, model
-        self._salts = (f"{random.random()}-{i}" for i in itertools.count())  # nothing is found in a cache
+        self._salts = (f"{random.random()}-{i}" for i in itertools.count())  # no prompt is found in the cache
 
-    async def turn(self, kind: str, seen: Seen) -> None:
-        """One large request, or as many plain ones as it has prompts, and the newcomers beside it."""
+    async def turn(self, kind: str, seen: NewcomerTimes) -> None:
+        """One large request, or one request per prompt for `one plain`, and the newcomers beside it."""
         prompts = [self._text.take(self._args.long_prompt) for _ in range(self._args.prompts_count)]
         if kind == "one plain":
             work = self._one_by_one(prompts)
@@ -132,7 +134,7 @@ class NewcomersBench:
         for prompt in prompts:
             await self._ask({"prompt": list(prompt), "max_tokens": 0}, _ignore)
 
-    async def _newcomer(self, seen: Seen) -> None:
+    async def _newcomer(self, seen: NewcomerTimes) -> None:
         times: list[float] = []
         asked = time.perf_counter()
         fields = {"prompt": self._text.take(self._args.prompt_tokens), "max_tokens": self._args.max_tokens}
@@ -158,7 +160,7 @@ async def _tick(lags: list[float]) -> None:
 
 @asynccontextmanager
 async def server(args: argparse.Namespace) -> AsyncIterator[tuple[Post, str, StepTimes | None]]:
-    """(how to post, the model's name, the engine's steps; None: they are another process's)."""
+    """(function that posts, the model's name, the engine's steps; None: the engine is in another process)."""
     if args.url is not None:
         async with httpx.AsyncClient(base_url=args.url, timeout=LIMIT_S) as client:
             models = (await client.get("/v1/models")).json()
@@ -176,8 +178,8 @@ async def server(args: argparse.Namespace) -> AsyncIterator[tuple[Post, str, Ste
         client_here.close()
 
 
-async def measure(args: argparse.Namespace, text: Text) -> dict[str, Seen]:
-    seen = {kind: Seen() for kind in args.kinds}
+async def measure(args: argparse.Namespace, text: Text) -> dict[str, NewcomerTimes]:
+    seen = {kind: NewcomerTimes() for kind in args.kinds}
     async with server(args) as (post, model, steps):
         bench = NewcomersBench(args, text, post, model)
         for repeat in range(args.repeats):
@@ -185,13 +187,13 @@ async def measure(args: argparse.Namespace, text: Text) -> dict[str, Seen]:
                 print(f"repeat {repeat + 1} of {args.repeats}: {kind}", file=sys.stderr, flush=True)
                 await bench.turn(kind, own)
                 if steps is not None:
-                    await asyncio.sleep(1.0)  # until the last steps are told
+                    await asyncio.sleep(1.0)  # until the listener has the last steps
                     own.steps, steps.seconds = own.steps + steps.seconds, []
     return seen
 
 
-def summarise(kind: str, seen: Seen, here: bool) -> dict[str, object]:
-    """Milliseconds, but for the large request's seconds."""
+def summarise(kind: str, seen: NewcomerTimes, here: bool) -> dict[str, object]:
+    """A row: milliseconds, except `large s`."""
 
     def ms(values: Sequence[float], share: float) -> float | None:
         return float(np.percentile(values, 100 * share)) * 1e3 if values else None

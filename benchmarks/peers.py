@@ -2,11 +2,11 @@
 
     python -m benchmarks.peers --target models/demo/target --draft models/demo/draft --spec off,4 --max-tokens 64
 
-Batch 1 (the only size transformers' assisted generation takes), greedy, same prompts, dtype, threads and number of
-emitted tokens; within each repeat every system continues one prompt before the next prompt's turn. `ours/theirs` is the
-median over repeats of the ratio of tokens per second: our plain decoding over their plain decoding, our k over their
-assisted generation and prompt lookup with the same k. `agree` is the share of prompts whose whole text equals that of
-transformers' plain generation.
+Batch 1 (the only size of transformers' assisted generation), greedy, with the same prompts, dtype, threads and number
+of emitted tokens. Within each repeat every system continues one prompt before the next prompt's turn. `ours/theirs` is
+the median over repeats of the ratio of tokens per second: our plain decoding to theirs, and our k to their assisted
+generation and prompt lookup with the same k. `agree` is the share of prompts with the same text as transformers' plain
+generation.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass
 class System:
-    """One way to continue a prompt, and what it did in each repeat."""
+    """One way to continue a prompt, and its times."""
 
     name: str
     k: int
@@ -75,7 +75,7 @@ def their_systems(args: argparse.Namespace) -> list[System]:
 
 
 def ratio_rows(ours: Sequence[System], theirs: Sequence[System], emitted: int) -> list[dict[str, object]]:
-    """One row per system of transformers, beside our run with the same k; lowest and highest show the noise."""
+    """One row per system of transformers, beside ours with the same k. `lowest` and `highest` show the noise."""
     ours_by_k = {system.k: system for system in ours}
     rows: list[dict[str, object]] = []
     for peer in theirs:
@@ -98,7 +98,7 @@ def ratio_rows(ours: Sequence[System], theirs: Sequence[System], emitted: int) -
 def agreement_rows(
     systems: Sequence[System], baseline: System, prompts: Prompts, exact: Callable[[], PreTrainedModel]
 ) -> list[dict[str, object]]:
-    """Per system: share of prompts with the baseline's text, and the widest fp64 margin at a first difference."""
+    """Per system: the share of prompts with the baseline's text, and the widest fp64 gap at a first difference."""
     rows: list[dict[str, object]] = []
     for system in systems:
         found = reference.divergences(exact, prompts, baseline.outputs, system.outputs)

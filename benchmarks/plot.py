@@ -8,11 +8,11 @@ from math import ceil, floor
 from benchmarks.compare import Interval
 
 WIDTH, HEIGHT = 760, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 130, 44, 56  # margins; the legend stands in the right one
+LEFT, RIGHT, TOP, BOTTOM = 64, 130, 44, 56  # margins; the legend is in the right one
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # Okabe and Ito
-STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # between ticks
-MOST_TICKS = 8
-SPREAD = 7  # pixels between the bars of neighbouring lines
+TICK_STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # between ticks
+MAX_TICKS = 8
+BAR_DISTANCE = 7  # pixels between the bars of neighbouring lines
 
 
 class Scale:
@@ -21,7 +21,7 @@ class Scale:
     def __init__(self, lines: Mapping[str, Sequence[Interval]]) -> None:
         low = min(1.0, *(point.low for line in lines.values() for point in line))
         high = max(1.0, *(point.high for line in lines.values() for point in line))
-        self.step = next((s for s in STEPS if (high - low) / s <= MOST_TICKS - 2), STEPS[-1])
+        self.step = next((s for s in TICK_STEPS if (high - low) / s <= MAX_TICKS - 2), TICK_STEPS[-1])
         self._first, self._last = floor(low / self.step), ceil(high / self.step)
         if self._first == self._last:
             self._last += 1
@@ -38,7 +38,7 @@ class Scale:
 def chart(
     lines: Mapping[str, Sequence[Interval]], labels: Sequence[str], *, title: str, x_title: str, y_title: str
 ) -> str:
-    """One line per name, with a point per label. Raises ValueError where a line has another number of points."""
+    """One line per name, with one point per label. Raises ValueError if a line has another number of points."""
     for name, line in lines.items():
         if len(line) != len(labels):
             raise ValueError(f"{name} has {len(line)} points for {len(labels)} labels")
@@ -51,7 +51,7 @@ def chart(
         *_axes(scale, labels, x_title, y_title),
     ]
     for place, ((name, line), colour) in enumerate(zip(lines.items(), cycle(COLOURS), strict=False)):
-        shift = (place - (len(lines) - 1) / 2) * SPREAD
+        shift = (place - (len(lines) - 1) / 2) * BAR_DISTANCE
         points = [(_x(i, len(labels)) + shift, point) for i, point in enumerate(line)]
         parts += [_line(points, scale, colour), *_legend(place, name, colour)]
     return "\n".join([*parts, "</svg>", ""])

@@ -1,22 +1,22 @@
-"""Policies compared on the same texts: on a recorded run, or on made-up ones. Only --record runs any model.
+"""Compare policies on the same texts, of a recorded run or made up. Only --record runs a model.
 
     python -m benchmarks.policy --record run.jsonl --target models/demo/target --draft models/demo/draft \
         --concurrency 8 --spec goodput
     python -m benchmarks.policy --trace run.jsonl
     python -m benchmarks.policy --simulate
 
---record takes the arguments of the other benchmarks too, and writes what was decided, why, and what came of it in every
+--record also takes the arguments of the other benchmarks. It writes the decision, its reason and the outcome of every
 round (see trace.py). --trace lets every policy decide for the recorded texts, at the prices that the engine measured at
-its start: a draft that was looked at ends as it did, whoever asks for it; the others are drawn (the share of known bits
-is told, and the recording policy's own run shows what the prices leave out). Prompts are read whole, by one pass.
-`confidence` cuts drafts by the draft model's own laws, which no trace holds. Clairvoyant are plans by the true prices
-and each request's mean rate, or by what will become of every draft.
+its start. A draft that the recorded run verified ends as it did there, whichever policy asks for it. Other drafts are
+drawn. The report gives the share of known bits, and the recording policy's own run shows what the prices leave out.
+One pass reads a whole prompt. `confidence` cuts drafts by the draft model's own laws, which a trace does not hold. The
+clairvoyant plans know the true prices, and each request's mean rate or the fate of every draft.
 
---simulate draws requests whose acceptance drifts and changes, on prices like a GPU's with noise in what is measured:
-goodput against the plan of one who knows prices and chances, and against the best fixed k of this very run, which no
-server knows beforehand; milliseconds per round in the policy's code; a load that ramps 1 → 16 → 1 of requests that copy
-and that do not, on prices like the demo pair's; and rounds until a broken drafter is left alone, and is used again.
-The first tenth of the rounds, in which all prompts come at once, is left out of the rates.
+--simulate draws requests whose acceptance drifts and changes, on prices like a GPU's with noise in the measurements. It
+compares goodput with a plan that knows prices and chances, and with the best fixed k of this run, which no server knows
+beforehand. It also reports milliseconds per round in the policy's code; a load that ramps 1 → 16 → 1, half of whose
+requests copy, on prices like the demo pair's; and the rounds until a broken drafter is left alone, and until it is used
+again after its repair. The rates leave out the first tenth of the rounds, in which all prompts come at once.
 """
 
 import argparse
@@ -54,7 +54,7 @@ Rows = list[dict[str, object]]
 
 
 class Timed:
-    """A controller whose time is taken."""
+    """Measures the time of a controller."""
 
     def __init__(self, control: Controller) -> None:
         self._control = control
@@ -81,15 +81,15 @@ class Timed:
 
 
 def policy(spec: Spec, depth: int) -> PolicyConfig:
-    """As common.policy; where k is only the start of what a policy does, it is at most the depth."""
+    """As common.policy. A k that is only where a policy starts is at most the depth."""
     return PolicyConfig(spec, k=min(PolicyConfig().k, depth)) if isinstance(spec, str) else common.policy(spec)
 
 
-def row(name: str, report: Report, plain: Report) -> dict[str, object]:
+def row(name: str, report: Report, undrafted: Report) -> dict[str, object]:
     return {
         "policy": name,
         "tok/s": report.tokens_per_s,
-        "over off": report.tokens_per_s / plain.tokens_per_s,
+        "over off": report.tokens_per_s / undrafted.tokens_per_s,
         "mean k": report.mean_k,
         "accepted": report.accepted / max(1, report.drafted),
         "probes": report.probe_share,
@@ -100,7 +100,7 @@ def row(name: str, report: Report, plain: Report) -> dict[str, object]:
 
 
 def compare(worlds: Callable[[], World], specs: Sequence[Spec], depth: int, timings: Sequence[Timing]) -> list[Report]:
-    """A run of each in a new world."""
+    """The report of each policy, each in a new world."""
     return [simulate(worlds(), SpecControl(policy(spec, depth), depth, timings)) for spec in specs]
 
 
@@ -122,7 +122,7 @@ def replay(recorded: trace.Trace, seed: int) -> tuple[Rows, float]:
 
 
 def simulated(batch: int, rounds: int, seed: int) -> dict[str, object]:
-    """goodput against its rivals, on prices like a GPU's."""
+    """goodput and its rivals, on prices like a GPU's."""
     machine = partial(gpu, DEPTH)
     timings = profile(machine, DEPTH, batch)
     control = partial(SpecControl, depth=DEPTH, timings=timings)
@@ -155,7 +155,7 @@ def simulated(batch: int, rounds: int, seed: int) -> dict[str, object]:
 
 
 def timed(batch: int, rounds: int, seed: int) -> dict[str, object]:
-    """What the policy's code takes of a round: the GPU's prices, at which it has most to weigh at these batches."""
+    """Milliseconds of a round in the policy's code, at the GPU's prices: there it has most to weigh."""
     machine = partial(gpu, DEPTH)
     control = Timed(SpecControl(PolicyConfig(), DEPTH, profile(machine, DEPTH, batch)))
     simulate(World(drifting(batch, seed), machine, NOISE, seed), control, rounds)
@@ -173,7 +173,7 @@ def ramp(seed: int) -> Rows:
 
 
 def damage(prices: str, batch: int, seed: int) -> dict[str, object]:
-    """Rounds until a drafter that goes wrong altogether is left alone, and from its repair until it is used again."""
+    """Rounds until a drafter that is always wrong is left alone, and from its repair until it is used again."""
     machine = partial(PRICES[prices], DEPTH)
     world = World(drifting(batch, seed), machine, NOISE, seed, BROKEN)
     control = SpecControl(PolicyConfig(), DEPTH, profile(machine, DEPTH, batch))
@@ -182,7 +182,7 @@ def damage(prices: str, batch: int, seed: int) -> dict[str, object]:
 
 
 def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Run the prompts, write the trace; returns its head."""
+    """Run the prompts and write the trace. Returns its head."""
     workload = common.prepare(args)
     about = workload.describe(max_tokens=args.max_tokens, temperature=args.temperature, concurrency=args.concurrency)
     described = common.describe_run(args, "policy", about)
@@ -203,7 +203,7 @@ def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def request_line(record: RequestRecord, params: SamplingParams) -> dict[str, object]:
-    """Of the trace. Its source is who drafted most; all requests were there before the first step."""
+    """A request's line in the trace: its source drafted most, and all requests arrive before the first step."""
     proposers = [DRAFTERS[part.proposer] for part in record.rounds if part.proposer >= 0]
     return {
         "request": record.request_id,
@@ -247,9 +247,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def main_record(args: argparse.Namespace, rest: Sequence[str]) -> None:
     p = common.parser(__doc__)
-    p.add_argument("--concurrency", type=common.positive, default=8, help="sequences that run together")
+    p.add_argument("--concurrency", type=common.positive, default=8, help="sequences that run at once")
     p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--spec", type=one_spec, default="goodput", help="who chooses k: off, a number or a policy")
+    p.add_argument("--spec", type=one_spec, default="goodput", help="what chooses k: off, a number or a policy")
     head = record(p.parse_args(rest), args.record)
     print(f"{args.record}: policy {head['policy']}, k up to {head['depth']}, workload {head['workload']}")
     if args.json:

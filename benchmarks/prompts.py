@@ -1,4 +1,4 @@
-"""The built-in prompts: slices of source files of the Python standard library that training never saw."""
+"""The built-in prompts: slices of Python standard library sources that the demo pair was not trained on."""
 
 import hashlib
 import sysconfig
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 SHORTEST, LONGEST = 64, 128  # tokens of a built-in prompt
-CHARS_PER_TOKEN = 8  # generous: enough text for LONGEST tokens of any tokenizer that compresses code
+CHARS_PER_TOKEN = 8  # more than any tokenizer that compresses code needs
 
 
 class PromptTokenizer(Protocol):
@@ -26,7 +26,7 @@ def builtin_prompts(tokenizer: PromptTokenizer, count: int) -> list[list[int]]:
     """
     sources = dict(_held_out_sources())
     if not sources:
-        raise ValueError("no source file of the standard library found; pass --prompts FILE")
+        raise ValueError("no source file of the standard library was found: pass --prompts FILE")
     order = sorted(sources, key=_digest)
     prompts: list[list[int]] = []
     draw = 0
@@ -37,7 +37,7 @@ def builtin_prompts(tokenizer: PromptTokenizer, count: int) -> list[list[int]]:
         if len(prompt) >= SHORTEST:
             prompts.append(prompt)
         elif draw > 100 * (count + len(order)):
-            raise ValueError("the standard library's sources are too short for this tokenizer; pass --prompts FILE")
+            raise ValueError("the standard library's sources are too short for this tokenizer: pass --prompts FILE")
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""The peer: transformers' own generation, set up as a careful user would."""
+"""transformers' own generation as the reference, set up as a careful user would."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def assisted(target: PreTrainedModel, draft: PreTrainedModel, k: int, max_tokens
 
 @torch.inference_mode()
 def top2_gap(exact: PreTrainedModel, tokens: Sequence[int]) -> float:
-    """Difference of the two largest logits after `tokens`: how close the greedy choice there is to a tie."""
+    """Difference of the two largest logits after `tokens`: the margin of the greedy choice."""
     logits = exact(torch.tensor([list(tokens)], device=exact.device)).logits[0, -1]  # [vocab]
     best, second = logits.topk(2).values.tolist()
     return float(best - second)
@@ -67,7 +67,7 @@ def top2_gap(exact: PreTrainedModel, tokens: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where one greedy output first leaves another, and the target's float64 margin there."""
+    """The first difference of two greedy outputs, and the target's float64 margin there."""
 
     prompt: int
     position: int  # in the output
@@ -80,7 +80,7 @@ def divergences(
     left: Sequence[Sequence[int]],
     right: Sequence[Sequence[int]],
 ) -> list[Divergence]:
-    """First differences of two sets of greedy outputs. `exact` gives the float64 target; called only if needed."""
+    """First differences of two sets of greedy outputs. `exact` loads the float64 target; called only if needed."""
     found: list[Divergence] = []
     for i, (prompt, a, b) in enumerate(zip(prompts, left, right, strict=True)):
         at = first_divergence(a, b)

@@ -1,11 +1,11 @@
-"""What sampling and acceptance cost per round, beside the forwards: by verifier, temperature and vocabulary.
+"""What sampling and acceptance cost per round, without the forwards, by verifier, temperature and vocabulary.
 
     python -m benchmarks.sampling --target models/demo/target --draft models/demo/draft --threads 2
 
-Logits are synthetic: a Zipf law over the vocabulary (exponent 1.1, entropy near a language model's), the draft's
-disturbed by noise. Columns, in microseconds per round, medians: prepare (the round's parameters), draft (drawing k
-drafts from their logits), verify (laws, draws, acceptance, the copy to the host), total; and total over the time of a
-whole round of the pair given, same batch and k, measured before and after at temperature 0 with `match`.
+The target's logits are synthetic: a Zipf law over the vocabulary (exponent 1.1, with about the entropy of a language
+model). The draft's logits are the same with noise. Columns are medians in microseconds per round: prepare (the round's
+parameters), draft (drawing k drafts from their logits), verify (laws, draws, acceptance, the copy to the host), total.
+`of a round` is the total over a whole round of the given pair with the same batch and k at temperature 0.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def run_round(case: SamplingCase, target: Tensor, draft: Tensor, k: int, times: 
 
 
 def draw_drafts(batch: DraftBatch, logits: Tensor, k: int) -> Draft:
-    """What the model drafter does with its logits, column by column."""
+    """Draw drafts from logits column by column, as ModelDrafter does."""
     active = range(len(batch.sequences))
     laws = DraftLaws([i for i in active if not batch.sequences[i].coupled], k)
     columns = torch.zeros(k, len(active), dtype=torch.int64)

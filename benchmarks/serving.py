@@ -1,9 +1,9 @@
-"""What serving adds to the time to first token: an idle server against the same request in process, in turn.
+"""What HTTP serving adds to the time to first token: an idle server and an engine in this process, in turn.
 
     python -m benchmarks.serving --target models/demo/target --draft models/demo/draft --url http://127.0.0.1:8000
 
-`http` is from sending the request on an open connection to the first byte of the streamed body; `in process` is from
-arrival to first token in an engine of this process. Start the server with the same models and dtype.
+`http` is the time from sending the request on an open connection to the first byte of the streamed body. `in process`
+is the time from arrival to first token in an engine of this process. Start the server with the same models and dtype.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""What becomes of a replica's memory under a long, mixed load: one row a minute, and the slope of the last third.
+"""How a replica's memory grows under a long, mixed load: one row a minute, and the slope of the last third.
 
     python -m benchmarks.soak --target models/demo/target --draft models/demo/draft --url http://127.0.0.1:8000 --json
 
 The server runs on this machine, with the same models. --concurrency clients ask for streams and whole replies, several
-choices, logprobs, echoes and predictions, leave some streams, send bad requests and look at the live page. No two
+choices, logprobs, echoes and predictions. They leave some streams, send bad requests and open the live page. No two
 prompts are the same. Sizes are MB of 10^6 bytes:
-  rss    as the kernel counts it: a page of KV memory counts once for each place where it is mapped
-  anon   heaps, stacks and tensors: what leaks would show in
-  kv     pages of the memory files of the KV caches: one is used once a block was used, and the budget bounds them
+  rss    as the kernel counts it: a page of KV memory counts once per mapping
+  anon   heaps, stacks and tensors: leaks would show here
+  kv     pages of the KV caches' memory files: a page counts from its block's first use on; the budget limits them
   files  libraries and other mapped files
-The slope is that of `anon` over requests, by least squares over the samples of the last third, with its 95 % interval
-(Student's t; samples of one process are not independent, so it is rather too narrow).
+The slope is that of `anon` over requests, by least squares over the samples of the last third, with a 95 % interval
+(Student's t; it is too narrow, because samples of one process are not independent).
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Sample:
 
 
 def measure(pid: int, seconds: float, requests: int, proc: Path = PROC) -> Sample:
-    """Raises OSError when the process is gone or belongs to somebody else."""
+    """A sample of the process. Raises OSError if the process has ended or belongs to another user."""
     process = proc / str(pid)
     sizes = _sizes(process / "smaps_rollup")
     threads = _sizes(process / "status")["Threads"]
@@ -79,7 +79,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def find_replica(proc: Path = PROC) -> int:
-    """The process of the one replica of this machine. Raises RuntimeError if there are none or several."""
+    """The process id of the only replica on this machine. Raises RuntimeError if there are none or several."""
     found = []
     for folder in proc.iterdir():
         if folder.name.isdecimal():
@@ -109,7 +109,7 @@ def slope(samples: Sequence[Sample]) -> Interval | None:
 
 
 def make_bodies(prompts: Sequence[Sequence[int]], model: str, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Without end: each is a body of /v1/completions, or a path to get. `leave`: after the first event."""
+    """Bodies of /v1/completions, without end. `get`: fetch this path instead. `leave`: close after the first event."""
     draw = random.Random(seed)
     for number in itertools.count():
         prompt = list(draw.choice(prompts))
@@ -148,7 +148,7 @@ def _variant(draw: random.Random, number: int) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that ask one thing after the other, until they are cancelled."""
+    """Clients that send one request after another until they are cancelled."""
 
     def __init__(self, client: httpx.AsyncClient, bodies: Iterator[dict[str, Any]], pause_s: float) -> None:
         self.statuses: Counter[str] = Counter()  # of replies, and the names of errors

@@ -8,11 +8,11 @@ from benchmarks.compare import Interval
 from benchmarks.lab.analysis import expected_tokens
 from engine.types import StepStats
 
-REPETITION_LIMIT = 0.10  # from this share of repeated 8-grams on, α is that of loops
+REPETITION_LIMIT = 0.10  # share of repeated 8-grams from which on α says more about loops than about text
 
 
 def acceptance_rate(drafted: Sequence[int], accepted: Sequence[int]) -> float | None:
-    """α: accepted drafts over drafts whose position was reached (the first rejection hides those behind it).
+    """α: accepted drafts over reached drafts. A draft is reached if all drafts before it are accepted.
 
     The maximum-likelihood estimate when each reached draft is accepted with the same probability. None: no drafts.
     """
@@ -21,12 +21,12 @@ def acceptance_rate(drafted: Sequence[int], accepted: Sequence[int]) -> float | 
 
 
 def predicted_speedup(alpha: float, k: int, plain_s: float, draft_step_s: float, verify_s: float) -> float:
-    """Speedup over plain decoding if a round cost nothing but its forwards; all times in the same unit."""
+    """Speedup over plain decoding if a round costs only its forwards; all times in the same unit."""
     return expected_tokens(alpha, k) * plain_s / (k * draft_step_s + verify_s)
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median over repeats of the ratio within each repeat, which cancels what slows a whole repeat down."""
+    """Median over repeats of the ratio within each repeat, so that a slow repeat cancels out."""
     return statistics.median(n / d for n, d in zip(numerators, denominators, strict=True))
 
 
@@ -38,7 +38,7 @@ def decode_steps(steps: Sequence[StepStats]) -> list[StepStats]:
     """
     settled = [now for before, now in pairwise(steps) if not before.prefill_tokens and not now.prefill_tokens]
     if not settled:
-        raise ValueError("no step is free of prefill; ask for more tokens per prompt")
+        raise ValueError("no step is free of prefill: raise --max-tokens")
     full = max(step.sequences for step in settled)
     return [step for step in settled if step.sequences == full]
 

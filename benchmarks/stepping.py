@@ -1,4 +1,4 @@
-"""Drive an engine step by step, with the wall time of every output; and text of any length to feed it."""
+"""Drives an engine step by step and keeps the wall time of every output. Also: prompts of any length."""
 
 import argparse
 import itertools
@@ -17,25 +17,25 @@ Ids = list[int]
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Exactly so many tokens, the same for everyone."""
+    """Greedy sampling of exactly `max_tokens` tokens."""
     return SamplingParams(temperature=0, seed=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def make_engine(args: argparse.Namespace, cache: CacheKind, max_running: int, **more: Any) -> Engine:
-    """An engine that can run every k of `args.spec`; `more`: EngineConfig's other fields, which go before the rest."""
+    """An engine that can run every k of `args.spec`. `more`: further fields of EngineConfig, which go before others."""
     settings = common.engine_config(args, args.spec, max_running, waiting=0)
     settings |= {"cache": cache, "max_model_len": args.max_model_len} | more
     return Engine.from_config(EngineConfig(args.target, args.draft, **settings))
 
 
 def block_size(engine: Engine) -> int | None:
-    """Positions of a block, as configured or as the engine chose; None: its cache has none."""
+    """Positions per block of a paged cache; None for a slotted one."""
     cache = engine.target.cache
     return cache.block_size if isinstance(cache, PagedCache) else None
 
 
 class Text:
-    """The prompts as one text, of which every `take` gives the next tokens; after its end it begins again."""
+    """The prompts as one endless text; each `take` gives its next tokens."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._ids = itertools.cycle([token for prompt in prompts for token in prompt])
@@ -45,19 +45,19 @@ class Text:
 
 
 @dataclass(slots=True)
-class Told:
-    """What an engine said of one request, and when, in seconds of `time.perf_counter()`."""
+class DrivenRequest:
+    """A request and its outputs. Times are seconds of `time.perf_counter()`."""
 
     request_id: str
     submitted: float
-    times: list[float] = field(default_factory=list)  # one per step that had tokens for it
+    times: list[float] = field(default_factory=list)  # one per step with tokens for it
     token_ids: Ids = field(default_factory=list)
     ended: RequestRecord | None = None
 
     @property
     def record(self) -> RequestRecord:
         if self.ended is None:
-            raise RuntimeError(f"request {self.request_id} has not finished")
+            raise RuntimeError(f"request {self.request_id} has not finished: run the driver to its end first")
         return self.ended
 
     @property
@@ -67,12 +67,12 @@ class Told:
 
 
 class Driver:
-    """Submits and steps. Unless told otherwise each request has a salt of its own, and so shares no prefix."""
+    """Submits requests and steps the engine. A request without a given salt gets its own, so it shares no prefix."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.steps: list[StepStats] = []  # since the last `generate` began
-        self._told: dict[str, Told] = {}
+        self._running: dict[str, DrivenRequest] = {}
         self._numbers = itertools.count()
 
     def submit(
@@ -82,46 +82,46 @@ class Driver:
         k: int | None,
         salt: str | None = None,
         drafter: DrafterName | None = None,
-    ) -> Told:
-        """k None: the policy's; drafter None: the engine's own."""
+    ) -> DrivenRequest:
+        """k None: the policy chooses. salt None: one of its own. drafter None: the engine's default."""
         number = next(self._numbers)
         name = f"request-{number}"
-        own = f"own-{number}" if salt is None else salt
-        request = Request(name, tuple(prompt), params, k, drafter=drafter, cache_salt=own)
+        cache_salt = f"own-{number}" if salt is None else salt
+        request = Request(name, tuple(prompt), params, k, drafter=drafter, cache_salt=cache_salt)
         self.engine.check(request)
-        told = self._told[name] = Told(name, time.perf_counter())
+        driven = self._running[name] = DrivenRequest(name, time.perf_counter())
         self.engine.submit(request)
-        return told
+        return driven
 
     def step(self) -> StepResult:
-        """Raises RuntimeError if a request ended with an error: what is measured then is not what was asked for."""
+        """One step of the engine. Raises RuntimeError if a request ends with an error."""
         result = self.engine.step()
         now = time.perf_counter()
         self.steps.append(result.stats)
         for output in result.outputs:
-            told = self._told[output.request_id]
+            request = self._running[output.request_id]
             if output.token_ids:
-                told.times.append(now)
-                told.token_ids += output.token_ids
+                request.times.append(now)
+                request.token_ids += output.token_ids
             if output.finish_reason is not None:
-                told.ended = self._told.pop(output.request_id).ended = output.record
+                request.ended = self._running.pop(output.request_id).ended = output.record
             if output.finish_reason == "error":
                 raise RuntimeError(f"{output.request_id}: {output.error}")
         return result
 
     def run(self) -> None:
-        """Step until nothing is left."""
+        """Step until all requests have ended."""
         while self.engine.has_work:
             self.step()
 
     def clear(self) -> None:
-        """End what is still running."""
+        """Cancel all requests."""
         self.engine.cancel_all()
         self.run()
 
-    def generate(self, prompts: Sequence[Any], params: Any, k: Any = None) -> list[Told]:
-        """All prompts at once with the same parameters, to the end: what measure.timed_run times."""
+    def generate(self, prompts: Sequence[Any], params: Any, k: Any = None) -> list[DrivenRequest]:
+        """Run all prompts at once with the same parameters to their end. measure.timed_run times this."""
         self.steps = []
-        told = [self.submit(prompt, params, k) for prompt in prompts]
+        requests = [self.submit(prompt, params, k) for prompt in prompts]
         self.run()
-        return told
+        return requests

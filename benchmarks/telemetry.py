@@ -1,13 +1,13 @@
-"""What telemetry costs: traces at level `packed` and, where Ray is installed, the metrics, over the time of a step.
+"""What telemetry costs per step: traces at level `packed` and, if Ray is installed, metrics.
 
     python -m benchmarks.telemetry --target models/demo/target --draft models/demo/draft --concurrency 8 --json
 
 Bursts of --concurrency streamed requests run through the HTTP edge and an engine thread of this process, without and
 with telemetry in turn. `µs per step` is processor time of the listeners (on the event loop) and of the exporter's
-thread, which encodes and posts to a collector in another process; `of a step` is that over the mean step without
-telemetry. `on / off` compares the bursts' wall time per step, each with its neighbour's: what it has beyond noise is
-what else there may be. `bytes` are those of one request's ExportTraceServiceRequest, uncompressed, of a request with
---rounds rounds.
+thread, which encodes spans and posts them to a collector in another process. `of a step` is this time over the mean
+step without telemetry. `on / off` is the wall time per step of a burst with telemetry over that of its neighbour
+without: it contains all costs, and noise. `bytes` is the size of one request's ExportTraceServiceRequest, uncompressed,
+for a request with --rounds rounds.
 """
 
 import argparse
@@ -45,12 +45,12 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import Output, Request, RequestRecord, StepStats
 
-QUIET_S = 3 * REPORT_EVERY_S  # after which everybody was told of the last step
-TOKENS_PER_ROUND = 5  # to ask for: a round seldom emits more
+QUIET_S = 3 * REPORT_EVERY_S  # until all listeners have the last step
+TOKENS_PER_ROUND = 5  # for max_tokens: a round seldom emits more
 
 
-class Listening:
-    """Forwards to other listeners, and adds up the processor time that they take; keeps what it was told."""
+class TimedListeners:
+    """Forwards to other listeners, adds up their processor time, and keeps steps and exchanges."""
 
     def __init__(self, listeners: Sequence[Listener], spent: Counter[str]) -> None:
         self.steps: list[StepStats] = []
@@ -91,7 +91,7 @@ class TimedExporter(SpanExporter):
 
 
 class Sink(BaseHTTPRequestHandler):
-    """A collector that throws everything away."""
+    """A trace collector that discards all it gets."""
 
     protocol_version = "HTTP/1.1"
 
@@ -113,7 +113,7 @@ def _collect(port: Connection) -> None:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """Where to post to: a process of its own, so that its work is not counted as ours."""
+    """The URL of a collector in a process of its own, so that its work is not measured."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_collect, args=(there,), daemon=True)
@@ -160,7 +160,7 @@ class BurstBench:
         self._salts = itertools.count()
 
     async def burst(self, listeners: Sequence[Listener], spent: Counter[str], provider: TracerProvider | None) -> Burst:
-        listening = Listening(listeners, spent)
+        listening = TimedListeners(listeners, spent)
         app = create_app(self.client, [listening])
         requests = [self._request(i) for i in range(self._args.concurrency)]
         spent.clear()
@@ -174,14 +174,14 @@ class BurstBench:
         return Burst(wall / count * 1e6, listening.steps, {part: ns / 1e3 / count for part, ns in spent.items()})
 
     def _request(self, number: int) -> dict[str, Any]:
-        """With a salt of its own: the prompts of every burst are the same, and none is to be found in the cache."""
+        """A request with a salt of its own: all bursts have the same prompts, and none may be found in the cache."""
         prompt = list(self._prompts[number % len(self._prompts)])
         fixed = {"temperature": 0, "ignore_eos": True, "cache_salt": f"salt-{next(self._salts)}"}
         return {"prompt": prompt, "max_tokens": self._args.max_tokens, **fixed}
 
     async def long_record(self, rounds: int) -> RequestRecord:
-        """Of a request with so many rounds and no more. Raises RuntimeError if it ended before."""
-        listening = Listening([], Counter())
+        """The record of a request with exactly `rounds` rounds. Raises RuntimeError if it has fewer."""
+        listening = TimedListeners([], Counter())
         request = self._request(0)
         room = self.client.model.max_model_len - len(request["prompt"])
         request["max_tokens"] = min(room, TOKENS_PER_ROUND * rounds)
@@ -189,13 +189,13 @@ class BurstBench:
         (record,) = listening.exchanges[0].records
         if len(record.rounds) < rounds:
             raise RuntimeError(
-                f"{record.output_tokens} tokens took {len(record.rounds)} rounds: --rounds asks for more"
+                f"{record.output_tokens} tokens took {len(record.rounds)} rounds: lower --rounds, which is {rounds}"
             )
         return replace(record, rounds=record.rounds[:rounds])
 
 
 def exported_bytes(client: LocalClient, record: RequestRecord) -> int:
-    """Of one request's spans at level `packed`, as they are posted."""
+    """Size of one request's spans at level `packed`, as they are posted."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = Tracer(client, provider, TraceConfig("packed"))
@@ -210,27 +210,27 @@ def exported_bytes(client: LocalClient, record: RequestRecord) -> int:
 
 
 def meters(client: LocalClient) -> list[Listener]:
-    """None where Ray is not installed; it is not needed here."""
+    """The listener of the metrics; none if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         return []
     return [importlib.import_module("deployments.metrics").Meter(client, client.model.name)]
 
 
 async def measure(bench: BurstBench, args: argparse.Namespace, url: str) -> tuple[list[tuple[Burst, Burst]], bool, int]:
-    """(pairs of bursts without and with telemetry, whether the metrics were among it, spans lost)."""
+    """(pairs of bursts without and with telemetry, whether metrics were included, spans lost)."""
     spent: Counter[str] = Counter()
     dropped = DroppedSpans()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BoundedSpanProcessor(TimedExporter(OtlpExporter(url), spent), dropped))
-    told = [Tracer(bench.client, provider, TraceConfig("packed")), *meters(bench.client)]
+    listeners = [Tracer(bench.client, provider, TraceConfig("packed")), *meters(bench.client)]
     pairs = []
     for repeat in range(-1, args.repeats):
         off = await bench.burst([], Counter(), None)
-        pair = off, await bench.burst(told, spent, provider)
+        pair = off, await bench.burst(listeners, spent, provider)
         if repeat >= 0:
             pairs.append(pair)
     provider.shutdown()
-    return pairs, len(told) > 1, dropped.total
+    return pairs, len(listeners) > 1, dropped.total
 
 
 def summarise(pairs: Sequence[tuple[Burst, Burst]]) -> list[dict[str, object]]:
@@ -246,7 +246,7 @@ def summarise(pairs: Sequence[tuple[Burst, Burst]]) -> list[dict[str, object]]:
 
 
 async def run(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> tuple[list[dict[str, object]], Any]:
-    """(rows, what else is to be told)."""
+    """(rows, further figures)."""
     settings = common.engine_config(args, ["goodput"], args.concurrency, waiting=args.concurrency)
     engine = Engine.from_config(EngineConfig(args.target, args.draft, **settings))
     client = LocalClient(engine, "demo")
@@ -258,8 +258,8 @@ async def run(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> tup
     finally:
         client.close()
     steps = sum(len(on.steps) for _, on in pairs)
-    told = {"bytes": exported_bytes(client, record), "rounds": args.rounds, "steps": steps}
-    return summarise(pairs), told | {"metrics": metered, "spans lost": lost}
+    figures = {"bytes": exported_bytes(client, record), "rounds": args.rounds, "steps": steps}
+    return summarise(pairs), figures | {"metrics": metered, "spans lost": lost}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -272,9 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     workload = common.prepare(args)
     about = workload.describe(max_tokens=args.max_tokens, concurrency=args.concurrency)
     report = common.describe_run(args, "telemetry", about)
-    rows, told = asyncio.run(run(args, workload.prompts))
-    report["results"], report["told"] = rows, told
-    common.print_report(report, [rows, [told]], args.json)
+    rows, figures = asyncio.run(run(args, workload.prompts))
+    report["results"], report["told"] = rows, figures
+    common.print_report(report, [rows, [figures]], args.json)
 
 
 if __name__ == "__main__":

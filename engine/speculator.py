@@ -1,4 +1,4 @@
-"""Between the engine and its policy: sequences become candidates, rounds become what the policy learns from."""
+"""Between the engine and its policy: makes candidates of sequences, and measurements of rounds."""
 
 from collections.abc import Sequence as Seq
 from time import perf_counter_ns
@@ -14,7 +14,7 @@ from policies.observation import Candidate, Drafted, Timing
 
 
 class Speculator:
-    """Asks the policy for the k of a round's sequences, and tells it what came of them."""
+    """Asks the policy for the k of a round's sequences, and reports to it what came of them."""
 
     def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache) -> None:
         self.control = control
@@ -23,9 +23,9 @@ class Speculator:
         self._spent_ns = 0
 
     def plan(self, decoding: Seq[Sequence], prefill: int) -> Decision:
-        """k for sequences that decode in the coming round, whose pass reads about `prefill` tokens of prompts as well.
+        """k for sequences that decode in the coming round, whose pass also reads about `prefill` tokens of prompts.
 
-        Each holds memory for one more token already.
+        Each sequence must hold memory for one more token.
         """
         started = perf_counter_ns()
         decision = self.control.plan([self._candidate(s) for s in decoding], prefill)
@@ -45,11 +45,11 @@ class Speculator:
             read=drafts.read,
             draft_s=outcome.draft_us / 1e6,
             score_s=outcome.score_us / 1e6,
-            rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # choosing k takes as long whatever is chosen
+            rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # the time of choosing k does not depend on k
         )
         drafted = [one for i, part in enumerate(outcome.slices) if (one := _drafted(part, i, outcome))]
-        told = {one.handle for one in drafted}
-        idle = [part.sequence.handle for part in outcome.slices if part.sequence.handle not in told]
+        with_drafts = {one.handle for one in drafted}
+        idle = [part.sequence.handle for part in outcome.slices if part.sequence.handle not in with_drafts]
         self.control.observe(timing, drafted, idle)
         self._spent_ns += perf_counter_ns() - started
 
@@ -58,7 +58,7 @@ class Speculator:
         self.control.forget(handle)
 
     def spent_us(self) -> int:
-        """Microseconds in the policy's code since this was asked last."""
+        """Microseconds in the policy's code since the last call."""
         spent, self._spent_ns = self._spent_ns, 0
         return spent // 1000
 
@@ -79,9 +79,9 @@ class Speculator:
 
 
 def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
-    """What became of the drafts of the round's i-th sequence; None without any.
+    """What became of the drafts of the round's i-th sequence; None if it had none.
 
-    A drafter that failed to make those that were asked of it is as good as one whose drafts are rejected.
+    If the drafter failed to make the drafts that it was asked for, they count as rejected.
     """
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
     if verdict.non_finite[i] or sequence.drafter is None:

@@ -22,7 +22,7 @@ from engine.types import (
 )
 from policies.admission import Admission
 from policies.config import PolicyConfig
-from policies.token_cost import Work
+from policies.token_cost import TokenCost
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class EngineWorker:
         self._lock = threading.Lock()  # guards _open, _open_kv_tokens, _admission and _stopping
         self._open: dict[str, _OpenRequest] = {}  # by request id
         self._open_kv_tokens = 0  # sum over the open requests
-        self._work = Work.of(engine.speculator.control.timings, engine.config.max_running)
+        self._work = TokenCost.measured(engine.speculator.control.timings, engine.config.max_running)
         config = engine.config
         self._admission = Admission(
             config.max_running, config.max_waiting, engine.target.layout.tokens, config.max_demand

@@ -31,19 +31,17 @@ from policies.observation import Candidate, Drafted, Floats
 BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
 BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
 BASE_TAIL = 0.2  # share of requests that may have any hazard
-BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first, and the weight that ageing leaves
 DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
+BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first, and the weight that ageing leaves
 MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
-AGEING = 0.98  # share of that evidence which remains after a round without drafts
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 
-OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # hazard relative to BASE_RATE's: acceptance from 0.997 down to 0.008
-LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES
-LOG_ACCEPT, LOG_REJECT = -LEVELS, np.log(-np.expm1(-LEVELS))
+LEVELS: Floats = -np.log(BASE_RATE) * 2.0 ** np.arange(-7.0, 3.51, 0.5)  # hazards: acceptance from 0.997 to 0.008
 
 
 def _base_law() -> Floats:
-    near = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
+    octaves = np.log2(LEVELS / -np.log(BASE_RATE))
+    near = np.exp(-0.5 * (octaves / BASE_SPREAD) ** 2)
     law: Floats = (1 - BASE_TAIL) * near / near.sum() + BASE_TAIL / len(LEVELS)
     return law
 
@@ -68,7 +66,7 @@ class Population:
         if not outcomes:
             return
         accepted, rejected, rounds = np.array(list(outcomes.values())).T
-        likelihood = np.outer(accepted, LOG_ACCEPT) + np.outer(rejected, LOG_REJECT)
+        likelihood = np.outer(rejected, np.log(-np.expm1(-LEVELS))) - np.outer(accepted, LEVELS)
         beliefs = self.believed(outcomes) * np.exp(likelihood - likelihood.max(1, keepdims=True))
         beliefs /= beliefs.sum(1, keepdims=True)
         self.beliefs.update(zip(outcomes, beliefs, strict=True))
@@ -77,7 +75,7 @@ class Population:
 
     def age(self, rounds: int) -> None:
         """Take weight off the evidence after rounds without drafts. Its mean stays."""
-        self._evidence = self._evidence * max(AGEING**rounds, min(1.0, BASE_WEIGHT / self._evidence.sum()))
+        self._evidence = self._evidence * max((1 - SWITCH) ** rounds, min(1.0, BASE_WEIGHT / self._evidence.sum()))
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""

@@ -1,8 +1,8 @@
 """Whether to take more requests, and what to tell a client that is turned away. Standard library only.
 
-Work is counted in seconds that an engine with all slots taken is expected to spend on it, by what it measured at its
-start. Two ratios correct that: what such an engine takes for a second of work, and how much of the work that requests
-ask for they turn out to need. The first is learned only from steps during which requests wait, the second from every
+Work is counted in the seconds that a full engine is expected to spend on it, by its measurements at the start. Two
+ratios correct this: the seconds that a full engine takes for a second of work, and the share of the requested work that
+requests turn out to need. The first is learned only from steps during which requests wait, the second from every
 request that reaches its own end.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
-LONGEST_WAIT_S = 60
-MEMORY_S = 10.0  # of work, after which what was learned counts 1 / e
-DOUBT_S = 0.2  # of work that the first guess, 1, counts as
+LONGEST_WAIT_S = 60  # seconds: the longest advice to a client
+MEMORY_S = 10.0  # seconds of work after which what was learned counts 1 / e
+DOUBT_S = 0.2  # seconds of work that the first guess, a ratio of 1, counts as
 
 
 @dataclass(slots=True)
 class Ratio:
-    """A quotient of two sums in which the recent counts most."""
+    """A quotient of two sums in which recent work counts most."""
 
     part: float = DOUBT_S
     whole: float = DOUBT_S
@@ -37,17 +37,17 @@ class Ratio:
 class Admission:
     """Admit up to max_running + max_waiting requests that may need up to max_demand × kv_tokens tokens of KV memory.
 
-    A request's tokens are those of its prompt and the most that it may generate. Requests end sooner than that, and
-    share what their prompts have in common, so max_demand is above 1; it bounds how long the last of them waits, and
-    how often memory is taken back and computed again. Callers serialise access.
+    A request may need the tokens of its prompt and the most tokens that it may generate. Requests end sooner, and share
+    the common beginnings of their prompts, so max_demand is above 1. It bounds how long the last request waits, and how
+    often memory is taken back and computed again. Callers serialise access.
     """
 
     max_running: int
     max_waiting: int
-    kv_tokens: int  # that the cache has room for
+    kv_tokens: int  # tokens that the cache has room for
     max_demand: float
     slowness: Ratio = field(default_factory=Ratio)  # seconds that a second of work takes
-    usage: Ratio = field(default_factory=Ratio)  # work that requests needed, over what they asked for
+    usage: Ratio = field(default_factory=Ratio)  # work that requests needed over work that they asked for
 
     @property
     def places(self) -> int:
@@ -55,13 +55,13 @@ class Admission:
 
     @property
     def most_tokens(self) -> float:
-        """That requests which are open at the same time may come to need."""
+        """The most tokens that all open requests together may need."""
         return self.max_demand * self.kv_tokens
 
     def refusal(self, open_requests: int, open_tokens: int, more: int, more_tokens: int) -> str | None:
         """Why `more` requests of `more_tokens` together are not taken, in words for the client; None: take them.
 
-        Never for memory when nothing is open: one after another they do fit, by the engine's check of each.
+        Without open requests memory is no reason: the engine has checked that each of them fits by itself.
         """
         if open_requests + more > self.places:
             return f"{open_requests} requests are running or waiting; {more} more exceed {self.places}"
@@ -73,14 +73,14 @@ class Admission:
         return None
 
     def retry_after(self, running: Sequence[float], waiting: Sequence[float], slots: int) -> int:
-        """Whole seconds, 1 … 60, after which a request that is admitted at this moment would run.
+        """Whole seconds, 1 to 60, after which a request that is admitted at this moment would run.
 
-        running: work that those still ask for which have a slot; waiting: that of those who go first, in their order;
-        slots: that there are, or that there is memory for. Slots share the engine evenly, and whoever is the next takes
-        the first that is free.
+        running: remaining work of each request that runs; waiting: work of each request that waits, in their order;
+        slots: requests that may run at once, or that there is memory for. Slots share the engine evenly, and the next
+        request takes the first free slot.
         """
         slots = max(1, slots, len(running))
-        ends = [*running, *[0.0] * (slots - len(running))]  # of what each slot has to do
+        ends = [*running, *[0.0] * (slots - len(running))]  # work of each slot until it is free
         heapify(ends)
         for work in waiting:
             heapreplace(ends, ends[0] + work)
@@ -88,9 +88,9 @@ class Admission:
         return min(LONGEST_WAIT_S, max(1, math.ceil(wait)))
 
     def worked(self, work_s: float, took_s: float) -> None:
-        """A step took so long while requests waited."""
+        """Learn from a step during which requests waited."""
         self.slowness.add(took_s, work_s)
 
     def finished(self, needed_s: float, asked_s: float) -> None:
-        """A request reached its own end. Leave out those that were cut short."""
+        """Learn from a request that reached its own end. Leave out requests that were cut short."""
         self.usage.add(needed_s, asked_s)

@@ -1,4 +1,4 @@
-"""Which policy chooses k, and its parameters. Standard library only."""
+"""The policy that chooses k, and its parameters. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,18 +8,18 @@ PolicyName = Literal["off", "fixed", "heuristic", "optimal", "confidence", "good
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which policy, and its parameters; each policy reads its own. Raises ValueError naming the field."""
+    """A policy and its parameters; each policy reads its own. Raises ValueError that names the field."""
 
     name: PolicyName = "goodput"
-    k: int = 5  # fixed: of everybody; heuristic: of a sequence's first round
-    max_k: int | None = None  # most drafts for any sequence whose request does not fix them
-    threshold: float = 0.4  # confidence: a draft ends before a position at which its joint confidence is lower
-    hysteresis: float = 0.02  # goodput: share by which another plan must be better to replace the last one
-    probe_share: float = 0.01  # goodput: share of time spent on learning whether drafts would pay again
+    k: int = 5  # fixed: for every sequence; heuristic: for a sequence's first round
+    max_k: int | None = None  # most drafts of a sequence whose request does not fix its k
+    threshold: float = 0.4  # confidence: a draft ends before the first position with a lower joint confidence
+    hysteresis: float = 0.02  # goodput: share by which a plan must beat the last one, and no drafts
+    probe_share: float = 0.01  # goodput: share of all time to spend on learning whether drafts would pay again
 
     @property
     def drafts(self) -> bool:
-        """Whether it ever drafts for requests that do not fix their k."""
+        """Whether the policy ever drafts for requests that do not fix their k."""
         started = self.name not in ("fixed", "heuristic") or self.k > 0
         return self.name != "off" and started and self.max_k != 0
 

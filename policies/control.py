@@ -7,14 +7,13 @@ import numpy as np
 
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
-from policies.cost import CostModel
+from policies.cost import REFRESH, CostModel
 from policies.held_choice import Decision, HeldChoice, Limits
 from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
 
 HORIZON = 64  # rounds: reading what the draft model has missed is taken to pay off over no more
-MOST_WAITING = 16  # rounds that wait to be learned from while nothing is chosen
 
 
 class SpecControl:
@@ -82,7 +81,7 @@ class SpecControl:
         self._timings.append(timing)
         self._drafted += drafted
         self._idle += idle
-        if len(self._timings) >= MOST_WAITING:
+        if len(self._timings) >= REFRESH:  # where nothing is chosen, rounds must not pile up
             self._learn()
 
     def forget(self, handle: int) -> None:

@@ -101,17 +101,17 @@ class Corrections:
 
 
 class HostWork:
-    """Seconds of a step around its passes: medians of rounds without prompts, by batch."""
+    """Seconds of a step outside of its passes: medians of rounds without prompts, by batch."""
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, bool], deque[float]] = {}  # by batch, and whether there were drafts
         self._medians: dict[tuple[int, bool], float] = {}
         self._visited: set[tuple[int, bool]] = set()  # since the last refresh
-        self._base = Table()
-        self._drafting = Table()
+        self._base = ByBatch()
+        self._drafting = ByBatch()
 
     def observe(self, timing: Timing) -> None:
-        """Drafts that no model made cost the host time, and nothing else."""
+        """Drafting without a model counts as host work."""
         if timing.prefill or not timing.rest_s > 0:
             return
         seconds = timing.rest_s + (timing.draft_s if timing.drafts and not timing.read else 0.0)
@@ -120,23 +120,26 @@ class HostWork:
         self._visited.add(key)
 
     def refresh(self) -> None:
-        """What drafting costs is told by the batches that ran with and without. The others ran with the same work."""
+        """Use what was observed from here on.
+
+        Batches that ran both with and without drafts show what drafting costs. Other batches are taken to pay the same.
+        """
         self._medians |= {key: median(self._rounds[key]) for key in self._visited if len(self._rounds[key]) >= FEW}
         self._visited.clear()
-        plain = {batch: seconds for (batch, drafted), seconds in self._medians.items() if not drafted}
+        without = {batch: seconds for (batch, drafted), seconds in self._medians.items() if not drafted}
         drafted = {batch: seconds for (batch, drafted), seconds in self._medians.items() if drafted}
-        self._drafting = Table({b: max(0.0, drafted[b] - plain[b]) for b in plain.keys() & drafted.keys()})
+        self._drafting = ByBatch({b: max(0.0, drafted[b] - without[b]) for b in without.keys() & drafted.keys()})
         more = self._drafting.at(list(drafted)).tolist()
         rest = {b: max(0.0, seconds - extra) for (b, seconds), extra in zip(drafted.items(), more, strict=True)}
-        self._base = Table(rest | plain)
+        self._base = ByBatch(rest | without)
 
     def seconds(self, batch: int) -> tuple[float, float]:
-        """(of a round without drafts, how much more one with drafts takes); 0 while nothing is known."""
+        """(seconds of a round without drafts, seconds that drafts add); 0 while nothing is known."""
         return float(self._base.at([batch])[0]), float(self._drafting.at([batch])[0])
 
 
-class Table:
-    """Values by batch, linear between the known ones, beyond them as at the end; 0 where none is known."""
+class ByBatch:
+    """Values by batch: linear between known batches, constant beyond them; 0 if none is known."""
 
     def __init__(self, known: Mapping[int, float] = {}) -> None:
         self._batches = np.array(sorted(known) or [0], dtype=np.float64)

@@ -1,11 +1,10 @@
 """Seconds of a round, predicted: profiled when the engine starts, corrected by the rounds that it then runs.
 
-The profile stays the backbone: what is learned are ratios of realised to profiled seconds, so that what was never tried
-keeps the shape that was measured. Nothing is known of a machine without a profile; it is then taken for one on which a
-forward of the draft model costs a tenth of the target's pass over one token, and every further token of that pass a
-fiftieth, until rounds have shown otherwise.
+Rounds teach ratios of measured to profiled seconds, so that rounds which were never tried keep the profile's shape.
+Without a profile, a forward of the draft model is taken to cost a tenth of the target's pass over one token, and every
+further token of that pass a fiftieth, until rounds show otherwise.
 
-Sources: medians over buckets and an isotonic fit over tokens by pooling adjacent violators (Barlow et al. 1972,
+Sources: medians over buckets, and an isotonic fit over tokens by pooling adjacent violators (Barlow et al. 1972,
 Statistical Inference under Order Restrictions, section 1.2).
 """
 
@@ -16,13 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.corrections import FEW, Corrections, HostWork, isotonic
-from policies.draft_cost import Drafts
+from policies.draft_cost import TOKEN_SHARE, DraftCost
 from policies.observation import Floats, RoundCost, Timing
 
-PASS_S = 0.01  # of a machine that nothing is known of: the target's pass over one token
-TOKEN_SHARE = 0.02  # of that, what every further token costs, where there is no second measurement
+PASS_S = 0.01  # seconds of the target's pass over one token on an unmeasured machine
 REFRESH = 16  # rounds after which what they taught is used: predicting anew takes about 0.3 ms
-CATCH_UP = 4  # tokens read per draft, beyond which a round measured how the draft model reads a prompt
+CATCH_UP = 4  # tokens read per draft: beyond, a round measures how the draft model reads a prompt, not how it drafts
 
 
 class CostModel:
@@ -30,15 +28,15 @@ class CostModel:
 
     def __init__(self, depth: int, timings: Sequence[Timing] = ()) -> None:
         self._depth = depth
-        self._passes = Passes(timings)
-        self._drafts = Drafts(timings, float(self._passes.seconds(1, np.zeros(1))[0]))
+        self._pass_cost = PassCost(timings)
+        self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
         self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
         self._host = HostWork()
         self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
-        self._rounds = 0  # looked at
+        self._rounds = 0  # learned from
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
-        """Of rounds in which `batch` ≥ 1 sequences emit, beside `prefill` tokens of prompts."""
+        """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""
         key = batch, _bucket(prefill, 4) if prefill else -1
         cost = self._known.get(key)
         if cost is None:
@@ -59,8 +57,8 @@ class CostModel:
 
     def _cost(self, batch: int, prefill: int) -> RoundCost:
         evenly = self._verification(batch, prefill)
-        padding = self._passes.padding
-        model, step, token = self._drafts.cost(batch) * self._draft.factor((_bucket(batch),))
+        padding = self._pass_cost.padding
+        model, step, token = self._draft_cost.cost(batch) * self._draft.factor((_bucket(batch),))
         base, drafting = self._host.seconds(batch)
         return RoundCost(
             base_s=base,
@@ -68,16 +66,16 @@ class CostModel:
             model_s=float(model),
             step_s=float(step),
             token_s=float(token),
-            # A pass costs between that of its tokens spread evenly and that of everybody as deep as the deepest. Both
-            # are exact for even passes, whatever the share.
+            # A pass costs between an even one with as many tokens and an even one with the same largest k. For an even
+            # pass both are the same.
             verify_s=(1 - padding) * evenly + padding * evenly[0],
             padding_s=padding * (evenly[::batch] - evenly[0]),
         )
 
     def _verification(self, batch: int, prefill: int) -> Floats:
-        """[1 + batch · depth] seconds of passes by number of drafts, as if evenly spread, non-decreasing."""
+        """[1 + batch · depth] seconds of even passes by number of drafts, non-decreasing."""
         drafts = np.arange(1 + batch * self._depth, dtype=np.float64)
-        profiled = self._passes.seconds(batch, drafts, prefill)
+        profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         learned = self._mixed if prefill and self._mixed.samples else self._score
         keys = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
@@ -98,9 +96,9 @@ class CostModel:
         batch = _bucket(timing.batch)
         tokens = timing.batch + timing.drafts + timing.prefill
         learned = self._mixed if timing.prefill else self._score
-        learned.observe((batch, _bucket(tokens)), timing.score_s, self._passes.round_seconds(timing), log2(tokens))
+        learned.observe((batch, _bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
         if timing.forwards and timing.read <= CATCH_UP * timing.drafts:
-            model, step, token = self._drafts.cost(timing.batch)
+            model, step, token = self._draft_cost.cost(timing.batch)
             predicted = model + timing.forwards * step + timing.read * token
             self._draft.observe((batch,), timing.draft_s, float(predicted), log2(timing.batch))
 
@@ -124,11 +122,11 @@ class Curve(NamedTuple):
         return np.interp(tokens, self.tokens, self.seconds) + beyond * self.slope
 
 
-class Passes:
-    """The target's pass as profiled, by batch and tokens.
+class PassCost:
+    """Seconds of the target's pass as profiled, by batch and tokens.
 
-    Between two profiled batches it lies where the batch does, at as many tokens per sequence; beyond the last one its
-    curve goes on. A curve goes on as that of the longest passes does, and that one by its last slope.
+    Between two profiled batches the seconds are interpolated at the same number of tokens per sequence. A curve is
+    continued in parallel to the curve of the longest passes, and that one by its last slope.
     """
 
     def __init__(self, timings: Sequence[Timing]) -> None:
@@ -136,11 +134,13 @@ class Passes:
         self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
         self._longest = max(self._curves, key=lambda curve: float(curve.tokens[-1]))
         self._batches = [curve.batch for curve in self._curves]
-        self.padding = 0.0  # share of the seconds that even passes as deep as the deepest sequence would take more
+        self.padding = (
+            0.0  # share of the additional seconds of an even pass with the same largest k that an uneven one takes
+        )
         self.padding = self._fit_padding([t for t in rounds if t.drafts < t.batch * t.depth])
 
     def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:
-        """Of passes with so many drafts, ascending, as if evenly spread. Same shape as drafts."""
+        """Seconds of even passes. drafts: ascending; the result has its shape."""
         above = int(np.searchsorted(self._batches, batch))
         if above in (0, len(self._curves)) and batch not in self._batches:
             return self._follow(self._curves[min(above, len(self._curves) - 1)], drafts + (batch + prefill))
@@ -154,7 +154,7 @@ class Passes:
         return (1 - share) * self._follow(low, low.batch * depth + prefill) + share * at_high
 
     def round_seconds(self, timing: Timing) -> float:
-        """Of a round like this one."""
+        """Seconds of the pass of a round like this one."""
         own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
         return float((1 - self.padding) * own + self.padding * deepest)
 
@@ -166,7 +166,7 @@ class Passes:
         return np.interp(tokens, curve.tokens, curve.seconds) + beyond
 
     def _fit_padding(self, ragged: Sequence[Timing]) -> float:
-        """The median over uneven rounds of where each lies, weighted by how far apart the two bounds are."""
+        """The median over uneven rounds of where each lies between its two bounds, weighted by their distance."""
         places: list[tuple[float, float]] = []
         for timing in ragged:
             own, deepest = self.seconds(timing.batch, _bounds(timing)).tolist()
@@ -178,15 +178,15 @@ class Passes:
 
 
 def _bounds(timing: Timing) -> Floats:
-    """[2] the drafts of a round, and those of an even one that is as deep."""
+    """[2] the drafts of a round, and the drafts of an even one with the same largest k."""
     return np.array([timing.drafts, timing.batch * timing.depth], dtype=np.float64)
 
 
 def _curves(even: Sequence[Timing]) -> list[Curve]:
-    """By batch, ascending; of a machine that nothing is known of, if there are no timings.
+    """Curves in ascending order of their batch; without timings, one of an unmeasured machine.
 
-    A pass takes no longer than one of no fewer sequences and no fewer tokens: where one was measured to, it was
-    interrupted, and the other is the better measurement of it.
+    A pass takes no longer than another of at least as many sequences and tokens. If it was measured to take longer, it
+    was interrupted, and the other measurement replaces it.
     """
     points = np.array([(t.batch, t.batch + t.drafts, t.score_s) for t in even]).reshape(-1, 3)
     batches, tokens, seconds = points.T

@@ -1,4 +1,4 @@
-"""What the draft model costs, fitted to the rounds that were profiled. See cost.py, which corrects it while serving."""
+"""Seconds of the draft model, fitted to the profiled rounds. cost.py corrects them while serving."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -7,17 +7,16 @@ import numpy as np
 
 from policies.observation import Floats, Timing
 
-STEP_SHARE = 0.1  # what a forward costs on a machine that nothing is known of, of the target's pass over one token
-READ_SHARE = 0.005  # and each token that it reads in it
-FITS = 8
-CLOSE = 0.03  # relative error below which a smaller one is no better
+STEP_SHARE = 0.1  # a forward of an unmeasured draft model takes this share of the target's pass over one token
+TOKEN_SHARE = 0.02  # a further token takes this share of a pass over one token, where no second pass was measured
+CLOSE = 0.03  # relative error of a fit: a smaller one is no better
 
 
-class Drafts:
-    """What the draft model costs as profiled: (once, per forward, per token that it reads), by batch.
+class DraftCost:
+    """Seconds of the draft model as profiled: (once, per forward, per token that it reads), by batch.
 
-    Its cost is not affine in the batch, so that each profiled batch is fitted on its own; neighbours only tell a
-    forward from a token, where the batch's own rounds do not.
+    The cost is not affine in the batch, so each profiled batch has its own fit. Rounds of other batches only separate
+    the cost of a forward from that of a token where the batch's own rounds do not.
     """
 
     def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
@@ -25,19 +24,21 @@ class Drafts:
         self._batches = sorted({t.batch for t in rounds}) or [1]
         self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])  # [P, 3]
         if not rounds:
-            self._costs = np.array([[0.0, STEP_SHARE, READ_SHARE]]) * pass_s
+            self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s
         self._known: dict[int, Floats] = {}
 
     def cost(self, batch: int) -> Floats:
-        """[3] seconds; to be read only."""
+        """[3] seconds; do not write to it."""
         if batch not in self._known:
             self._known[batch] = np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
         return self._known[batch]
 
 
 def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
-    """[3], none negative, by least absolute relative errors, so that a few interrupted rounds change little; a batch
-    twice or half as large counts for a tenth."""
+    """[3] non-negative costs with the least absolute relative errors, so that a few interrupted rounds change little.
+
+    A round of twice or half the batch has a tenth of the weight.
+    """
     if not rounds:
         return np.zeros(3)
     seconds = np.array([t.draft_s for t in rounds])
@@ -45,15 +46,17 @@ def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
     design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
     near = 10.0 ** -np.minimum(np.abs(distance), 6.0)
     weights = np.sqrt(near)
-    for _ in range(FITS):  # iteratively reweighted least squares
+    for _ in range(8):  # iteratively reweighted least squares, which settles within 8 steps
         costs = _non_negative(design * weights[:, None], weights)
         weights = np.sqrt(near / np.maximum(np.abs(design @ costs - 1), CLOSE))
     return costs
 
 
 def _non_negative(design: Floats, wanted: Floats) -> Floats:
-    """x ≥ 0 that minimises |design · x − wanted|: the best of the least squares over each subset of the columns, which
-    is the optimum (its own support is one of them)."""
+    """x ≥ 0 that minimises |design · x − wanted|.
+
+    It is the best of the least squares over each subset of the columns: the optimum's own support is one of them.
+    """
     best, least = np.zeros(design.shape[1]), float(wanted @ wanted)
     for size in range(1, design.shape[1] + 1):
         for support in combinations(range(design.shape[1]), size):

@@ -1,7 +1,7 @@
-"""What the policies are told before a round and what they answer; what they learn from after it.
+"""What the policies see before a round, what they answer, and what they learn from after it.
 
-Arrays are in the order of the round's candidates, one per sequence that decodes. K is the largest k that the server
-allows. Times are seconds, lengths tokens.
+Arrays have one entry per sequence that decodes, in the order of the round's candidates. K is the largest k that the
+server allows. Times are in seconds, lengths in tokens.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ class Candidate(NamedTuple):
     """A sequence that decodes in the coming round, as the engine knows it."""
 
     handle: int
-    fixed: int | None  # k that its request asked for; None: the policy's to choose
+    fixed: int | None  # k that its request asks for; None: the policy chooses
     max_k: int | None  # most drafts that its request allows
-    left: int  # drafts after which, were all accepted, it would have emitted all its tokens
-    room: int  # drafts that the cache has memory for
-    source: str | None  # who would draft for it in this round; None: nobody
-    offered: int  # most drafts that the source has; a draft model's: as many as asked for
+    left: int  # drafts that would, all accepted, emit all of its tokens
+    room: int  # drafts that its KV cache has memory for
+    source: str | None  # the drafter that would draft for it in this round; None: there is none
+    offered: int  # most drafts that the source has; a draft model has as many as asked for
     gap: int  # committed tokens that the draft model has not read; 0: the source runs no model
 
     @property
@@ -40,22 +40,22 @@ class Candidate(NamedTuple):
 class RoundCost:
     """Predicted seconds of one round of a given batch, as a function of what is drafted in it.
 
-    n is the number of all drafts, D the largest k. The draft model's forwards are as many as its longest draft, and it
-    reads m tokens: gap + k − 1 for each sequence that it drafts for. A round takes base + verify[n] + padding[D], with
-    drafts also `drafting`, and if a model makes any also model + forwards · step + m · token.
+    n is the number of all drafts, D the largest k. The draft model runs as many forwards as its longest draft has
+    tokens, and reads m tokens: gap + k − 1 for each sequence that it drafts for. A round takes base + verify[n] +
+    padding[D]. Drafts add `drafting`. Drafts of the model add model + forwards · step + m · token.
     """
 
-    base_s: float  # host work of any round
-    drafting_s: float  # more of it, in rounds with drafts
-    model_s: float  # once, if the draft model runs
+    base_s: float  # host work of every round
+    drafting_s: float  # additional host work of rounds with drafts
+    model_s: float  # once per round in which the draft model runs
     step_s: float  # per forward of the draft model
     token_s: float  # per token that the draft model reads
-    verify_s: Floats  # [≥ 1 + most drafts of the round]: the target's pass with n tokens more than one per sequence
-    padding_s: Floats  # [≥ 1 + K]: more of it where some k are large, as attention may be computed as if all were;
-    # non-decreasing, 0 at 0
+    verify_s: Floats  # [≥ 1 + most drafts of the round] the target's pass with n tokens more than one per sequence
+    padding_s: Floats  # [≥ 1 + K] additional time of the pass if the largest k is D: attention may be computed as if
+    # every k were D; non-decreasing, 0 at 0
 
     def seconds(self, drafts: int, depth: int, forwards: int, read: int) -> float:
-        """n, D, the draft model's forwards, and m."""
+        """Arguments: n, D, the draft model's forwards, and m."""
         total = self.base_s + float(self.verify_s[drafts] + self.padding_s[depth])
         if drafts:
             total += self.drafting_s
@@ -66,12 +66,12 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a policy decides on. Sequences whose k their request fixed are in it: their drafts are made in any case."""
+    """What a policy decides on. It includes sequences whose request fixed k: their drafts are made in any case."""
 
     handles: tuple[int, ...]
-    fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy's to choose
+    fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy chooses
     limits: Ints  # [B] most drafts that each may get
-    bounds: tuple[Reason, ...]  # [B] what a k at its limit is due to: user, cap or cache
+    bounds: tuple[Reason, ...]  # [B] reason of a k at its limit: user, cap or cache
     survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted
     gaps: Ints  # [B] as Candidate.gap
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
@@ -80,11 +80,11 @@ class Observation:
     held: Mapping[int, int]  # handle → k of the last plan
     last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
     rounds: int  # since the last choice
-    round_s: float  # mean of what they took; 0: there was none
+    round_s: float  # their mean duration; 0: there was none
 
     @property
     def free(self) -> Ints:
-        """[F] places of those that the policy decides about and that may get any draft."""
+        """[F] places of the sequences that the policy decides about and that may get any draft."""
         return np.flatnonzero((self.fixed < 0) & (self.limits > 0))
 
 
@@ -108,25 +108,25 @@ class Choice:
 
 
 class Drafted(NamedTuple):
-    """What became of one sequence's drafts in a round. Only sequences for which anything was drafted have one."""
+    """What became of a sequence's drafts in a round. A sequence without drafts has none."""
 
     handle: int
     source: str
     drafted: int
     accepted: int
-    overlaps: tuple[float, ...] = ()  # Σ min(p, q) at the positions that were reached; (): only `accepted` is known
+    overlaps: tuple[float, ...] = ()  # Σ min(p, q) at the positions that were reached; (): unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A round that was measured."""
+    """A measured round."""
 
     batch: int  # sequences that emit
-    drafts: int  # of all of them
+    drafts: int  # of all sequences
     depth: int  # the largest k
     prefill: int  # tokens of prompts in the target's pass
     forwards: int  # of the draft model
-    read: int  # tokens that it was fed in them
-    draft_s: float  # proposing
+    read: int  # tokens that the draft model read in them
+    draft_s: float  # the drafters' time
     score_s: float  # the target's pass: input, forward, sampling, acceptance
-    rest_s: float  # the rest of the step: planning, committing, publishing
+    rest_s: float  # the rest of the step: scheduling, committing, publishing; 0: unknown

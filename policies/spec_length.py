@@ -19,7 +19,6 @@ Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
 PROBE_DRAFTS = 4  # drafts of a probe: several outcomes for one reading of the gap
-MOST_SAVED = 64  # rounds whose duration may be saved up for probes: beyond, a probe has too much to read
 
 
 def make_policy(config: PolicyConfig) -> Policy:
@@ -150,8 +149,8 @@ class Goodput:
     def _saved(self, observation: Observation, budget: ProbeBudget, drafting: bool) -> ProbeBudget:
         """The budget after the rounds since the last choice."""
         saved_s = budget.saved_s + self.probe_share * observation.round_s * observation.rounds
-        if observation.round_s:
-            saved_s = min(saved_s, MOST_SAVED * observation.round_s)
+        if observation.round_s:  # a probe that takes longer than this has too much to read
+            saved_s = min(saved_s, 2 * PROBE_EVERY * observation.round_s)
         return ProbeBudget(saved_s, 0 if drafting else budget.rounds + observation.rounds)
 
 

@@ -1,32 +1,35 @@
-"""What a full engine is expected to spend on a token, by the rounds that it measured at its start."""
+"""Seconds that a full engine is expected to spend on a token, by the rounds that it measured at its start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from policies.observation import Timing
 
-UNKNOWN_S = 1e-3  # for a token, where nothing was measured
+UNKNOWN_S = 1e-3  # seconds per token, where nothing was measured
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TokenCost:
     """Seconds per token while as many sequences decode as may run."""
 
-    read_s: float = UNKNOWN_S  # of a prompt
-    decode_s: float = UNKNOWN_S
+    read_s: float = UNKNOWN_S  # per token of a prompt
+    decode_s: float = UNKNOWN_S  # per generated token
 
     @classmethod
-    def of(cls, timings: Sequence[Timing], most: int) -> "Work":
-        """By the passes over the largest batch that was measured, without drafts and with the most. What a row more
-        takes in them, a prompt's token takes, and so does each sequence up to `most`."""
-        plain = max((t for t in timings if not t.drafts), key=lambda t: t.batch, default=None)
-        if plain is None or plain.score_s <= 0:
+    def measured(cls, timings: Sequence[Timing], most: int) -> "TokenCost":
+        """From the passes over the largest batch that was measured: without drafts, and with the most drafts.
+
+        The additional seconds per row of the longer pass are those of a prompt's token, and of each sequence from that
+        batch up to `most`.
+        """
+        undrafted = max((t for t in timings if not t.drafts), key=lambda t: t.batch, default=None)
+        if undrafted is None or undrafted.score_s <= 0:
             return cls()
-        longest = max((t for t in timings if t.batch == plain.batch), key=lambda t: t.drafts)
-        read_s = plain.score_s / plain.batch
-        if longest.drafts and longest.score_s > plain.score_s:
-            read_s = (longest.score_s - plain.score_s) / longest.drafts
-        return cls(read_s, (plain.score_s + read_s * (most - plain.batch)) / most)
+        longest = max((t for t in timings if t.batch == undrafted.batch), key=lambda t: t.drafts)
+        read_s = undrafted.score_s / undrafted.batch
+        if longest.drafts and longest.score_s > undrafted.score_s:
+            read_s = (longest.score_s - undrafted.score_s) / longest.drafts
+        return cls(read_s, (undrafted.score_s + read_s * (most - undrafted.batch)) / most)
 
     def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
         return prompt_tokens * self.read_s + output_tokens * self.decode_s

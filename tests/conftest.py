@@ -45,16 +45,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(items: list[pytest.Item]) -> None:
-    """Give every test the group that one worker runs in one piece, and put groups first that take long.
+    """Give every test a group, which one worker runs as a whole. Groups that take long come first.
 
-    A module is a group, because its tests share fixtures. All tests that start Ray are one group: they mostly wait, and
-    two clusters at a time would take the cores from the other workers.
+    Modules of one name are a group, because a module's tests share fixtures. All tests that start Ray are one group,
+    because two clusters would take the cores from the other workers.
     """
-    groups = {item: "ray" if item.get_closest_marker("integration") else str(item.path) for item in items}
+    groups = {item: "ray" if item.get_closest_marker("integration") else item.path.stem for item in items}
     slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
     for item, group in groups.items():
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: (groups[item] != "ray", groups[item] not in slow))
 
 

@@ -1,8 +1,8 @@
-"""What speculation can give: the analysis of Leviathan, Kalman and Matias 2023 (arXiv 2211.17192), and of `match`.
+"""The gain that speculation can bring, by Leviathan, Kalman and Matias 2023 (arXiv 2211.17192), and for `match`.
 
 α is the chance that a draft whose position was reached is accepted. The formulas take it to be the same and independent
-at each position, which real text is not: rounds in easy passages accept in runs. k is the number of drafts per round
-(the paper's γ). Every factor is a ratio against plain decoding, without a unit. Standard library and numpy only.
+at each position. Real text differs: easy passages accept in runs. k is the number of drafts per round (the paper's γ).
+Every factor is a ratio to plain decoding, without a unit. Standard library and numpy only.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The best that planning one round at a time could do in a simulation: to measure policies by. See simulate.py."""
+"""The best plan of one round at a time in a simulation, which knows the truth: the yardstick of policies."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,10 +16,11 @@ from policies.planner import plan
 
 
 class Clairvoyant(SpecControl):
-    """The plan of one who knows the machine's table and each request's present chance, or with `bits` each bit.
+    """Plans with the machine's true table and each request's present chance, or with `bits` each request's bits.
 
     It looks one round ahead, as the planner does, and does not foresee that a chance will change. Prompts beside the
-    round do not mislead it: reading a gap pays off over many rounds only for those that would draft without them, too.
+    round do not mislead it: reading a gap pays off over many rounds only for sequences that would also draft without
+    these prompts.
     """
 
     def __init__(self, world: World, depth: int, bits: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What simulations run on: machines made of tables, and loads whose acceptance drifts. See simulate.py."""
+"""Machines made of tables, and loads whose acceptance drifts, for simulator.py."""
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -19,8 +19,8 @@ US = 1e-6
 def gpu(depth: int, batch: int, prefill: int) -> RoundCost:
     """Like an 8B target with a 0.5B draft model on one large GPU.
 
-    A pass reads 16 GB of weights in 5.2 ms, during which it computes some 200 tokens; more are paid for, 26 µs each.
-    Up to 512 tokens it replays the smallest captured graph that holds them; beyond, it is launched kernel by kernel.
+    A pass reads 16 GB of weights in 5.2 ms and computes up to 200 tokens in this time. Each further token takes 26 µs.
+    Up to 512 tokens it replays the smallest captured graph that holds them. A longer pass is launched kernel by kernel.
     """
     tokens = batch + prefill + np.arange(1 + batch * depth)
     return RoundCost(
@@ -41,20 +41,20 @@ def _gpu_pass(tokens: Tokens) -> Floats:
 
 
 def _captured(tokens: Tokens) -> Tokens:
-    """Tokens that a pass computes; without a graph, whole tiles of 64."""
+    """Tokens that a pass computes: those of its graph, or whole tiles of 64 without a graph."""
     places = np.minimum(np.searchsorted(GRAPHS, tokens), len(GRAPHS) - 1)
     return np.where(tokens > GRAPHS[-1], -(-tokens // 64) * 64, GRAPHS[places])
 
 
-# Measured on the demo pair with two cores: tokens of a pass, and its microseconds beside what the padding takes.
+# Measured on the demo pair with two cores: tokens of a pass, and its microseconds without the padding.
 CPU_TOKENS = [1, 2, 8, 16, 24, 40, 72]
 CPU_PASS_US = [1800, 2150, 3240, 3575, 3840, 4430, 5000]
-CPU_TOKEN_US = 30  # each beyond the last of these
+CPU_TOKEN_US = 30  # microseconds of each token beyond these
 
 
 @lru_cache(maxsize=1024)
 def cpu(depth: int, batch: int, prefill: int) -> RoundCost:
-    """Like the demo pair on two cores: no plateau, dear drafts, and attention computed as if all k were the largest."""
+    """Like the demo pair on two cores: no plateau, dear drafts, and attention as if every k were the largest."""
     tokens = batch + prefill + np.arange(1 + batch * depth)
     beyond = np.maximum(0, tokens - CPU_TOKENS[-1])
     return RoundCost(
@@ -73,9 +73,9 @@ PROFILED_GAP = 64  # tokens that the draft model must read first, once per batch
 
 
 def profile(machine: Machine, depth: int, largest: int) -> list[Timing]:
-    """What a start-up would measure: every batch of a power of two up to the largest, at a few k.
+    """The measurements of a start-up: batches of a power of two up to the largest, at a few k.
 
-    Besides, for each, a round in which every other sequence drafts, and one in which the draft model reads gaps.
+    Each batch also has a round in which every other sequence drafts, and one in which the draft model reads gaps.
     """
     timings: list[Timing] = []
     for batch in sorted({*(2**i for i in range(largest.bit_length())), largest}):
@@ -91,9 +91,9 @@ def profile(machine: Machine, depth: int, largest: int) -> list[Timing]:
 def drifting(
     batch: int, seed: int, beta: tuple[float, float] = (3.0, 1.6), switch: float = 0.01, tokens: float = 256
 ) -> Iterator[Job]:
-    """Endless requests, `batch` of them at a time, of geometric lengths with that mean, 8 to 1,024.
+    """Endless requests, `batch` at a time. Their lengths are geometric with mean `tokens`, from 8 to 1,024.
 
-    The chance of a draft is drawn from Beta(*beta), and drawn anew at a position with probability `switch`.
+    The chance of a draft comes from Beta(*beta). At each position it is drawn anew with probability `switch`.
     """
     index = 0
     while True:
@@ -106,7 +106,7 @@ def drifting(
 
 
 def drawn(rng: np.random.Generator, alphas: Floats, **fields: Any) -> Job:
-    """A job whose bits are drawn with these chances; fields: others of Job."""
+    """A job with bits drawn with these chances. fields: other fields of Job."""
     return make_job(rng.random(len(alphas)) < alphas, alphas, **fields)
 
 
@@ -114,9 +114,9 @@ RAMP = (1, 2, 4, 8, 16, 8, 4, 2, 1)
 
 
 def mixed(seed: int, tokens: int = 128, each: int = 4, ramp: Iterable[int] = RAMP) -> list[Job]:
-    """Every other request copies (its drafts are right with .95), the others write freely (.5), as the load ramps.
+    """A ramp of load in which every other request copies: its drafts are right with chance 0.95, the others' with 0.5.
 
-    At each level, `each` times as many requests as run at once.
+    Each level has `each` times as many requests as run at once.
     """
     rng = np.random.default_rng(seed)
     besides = [level for level in ramp for _ in range(each * level)]
@@ -133,8 +133,8 @@ WINDOW = 10  # rounds over which a level is a mean
 def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | None]:
     """(rounds until a broken drafter is left alone, rounds from its repair until it is used again); None: never.
 
-    Left alone: mean k below a tenth of what it was. Used again: the mean of ten rounds is at least half of that of all
-    before the damage.
+    It is left alone once a round's mean k is below a tenth of the mean before the damage. It is used again once the
+    mean of ten rounds is at least half of it.
     """
     before = float(np.mean(mean_ks[: broken.start]))
     left = next((i for i, k in enumerate(mean_ks[broken.start : broken.stop]) if k < before / 10), None)

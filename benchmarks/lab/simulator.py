@@ -1,8 +1,8 @@
-"""Policies put to the test without models: rounds on a virtual clock, over texts whose acceptance is known.
+"""Tests policies without models: rounds on a virtual clock, over texts whose acceptance is known.
 
-Under verifier `match` a draft for position t, given what really stands before it, is right or wrong whatever round it
-is made in. A text is therefore a string of bits, one per position, and any policy's run over the same bits is exact.
-What a round takes comes from a table. Standard library and numpy only.
+Under verifier `match` a draft for position t, given the true text before it, is right or wrong in whatever round it is
+made. A text is therefore a string of bits, one per position, and the run of any policy over the same bits is exact. A
+table gives the seconds of a round. Standard library and numpy only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,27 +15,27 @@ from numpy.typing import ArrayLike
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, RoundCost, Timing
 
-MODEL = "model"  # the source whose drafts cost forwards
-PLENTY = 1 << 30  # memory is no limit here
-NOTHING = Decision([], [], [], 0.0, 0.0, 0.0)  # where nobody decodes
+MODEL = "model"  # the source whose drafts cost forwards of a model
+PLENTY = 1 << 30  # drafts: neither memory nor a drafter is a limit here
+NOTHING = Decision([], [], [], 0.0, 0.0, 0.0)  # where no sequence decodes
 
-Machine = Callable[[int, int], RoundCost]  # (sequences that decode, tokens of prompts) → what a round with them takes
+Machine = Callable[[int, int], RoundCost]  # (sequences that decode, tokens of prompts) → cost of a round with them
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, and what would become of any draft for it; see make_job. Its prompt's pass emits position 0."""
+    """A request and the fate of any draft for it; see make_job. The pass over its prompt emits position 0."""
 
     runs: tuple[int, ...]  # at each position, how many drafts from there on are right
-    alphas: tuple[float, ...]  # at each position, the chance that its bit was drawn with
+    alphas: tuple[float, ...]  # the chance that the bit of each position was drawn with
     length: int  # tokens that it emits
-    allowed: int  # tokens that it might emit, for all that is known while it runs
+    allowed: int  # tokens that it may emit, as far as is known while it runs
     prompt: int = 1  # tokens
     source: str | None = MODEL
     fixed: int | None = None  # k that it asks for
     max_k: int | None = None
     arrived_s: float = 0.0
-    beside: int = 1  # it starts once fewer than this many run
+    beside: int = 1  # it starts when fewer jobs than this run
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= min(self.allowed, len(self.runs), len(self.alphas)) or self.beside < 1:
@@ -43,17 +43,19 @@ class Job:
 
 
 def make_job(bits: ArrayLike, alphas: ArrayLike, length: int | None = None, **fields: Any) -> Job:
-    """From bits and chances [positions]; fields: others of Job. Bits past the length are of drafts that a stop cut."""
+    """From bits and chances [positions]. Bits past the length belong to drafts that a stop cut."""
     right = np.asarray(bits, bool)
     places = np.arange(len(right))
-    wrong = np.minimum.accumulate(np.where(right, len(right), places)[::-1])[::-1]  # the next one, from each place on
+    wrong = np.minimum.accumulate(np.where(right, len(right), places)[::-1])[
+        ::-1
+    ]  # the next wrong position, from each position on
     length = len(right) if length is None else length
     chances = tuple(np.asarray(alphas, np.float64).tolist())
     return Job(tuple((wrong - places).tolist()), chances, length, **({"allowed": length} | fields))
 
 
 class Controller(Protocol):
-    """What is put to the test: SpecControl, or something in its place."""
+    """What is tested: SpecControl, or something in its place."""
 
     def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision: ...
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int]) -> None: ...
@@ -85,13 +87,13 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class SimRound:
-    """What came of a decision; lists are in the order of the candidates."""
+    """A decision and its outcome; lists are in the order of the candidates."""
 
     handles: list[int]
     decision: Decision
     accepted: list[int]
     emitted: list[int]
-    alphas: list[float]  # that a draft of the next token truly had
+    alphas: list[float]  # true chances of a draft of the next token
     seconds: float
     joined: int  # requests whose prompts were read, each of which emitted a token
 
@@ -156,7 +158,7 @@ class World:
         )
 
     def _join(self) -> list[Running]:
-        """Start whoever may; where nobody runs, the clock goes on to the next arrival."""
+        """Start the jobs that may start. If none runs, the clock goes on to the next arrival."""
         joined: list[Running] = []
         while self._next is not None and len(self.running) < self._next[1].beside:
             handle, job = self._next
@@ -194,7 +196,7 @@ class World:
 def _outcomes(
     decoding: Iterable[Running], ks: Iterable[int], accepted: Iterable[int]
 ) -> tuple[list[Drafted], list[int]]:
-    """(what became of drafts, handles of those without)."""
+    """(what became of drafts, handles of the sequences without any)."""
     drafted, idle = [], []
     for running, k, a in zip(decoding, ks, accepted, strict=True):
         if k:
@@ -215,18 +217,18 @@ def timing_of(cost: RoundCost, batch: int, drafts: int, depth: int, prefill: int
 
 @dataclass(slots=True)
 class Report:
-    """A run in figures. Errors are means of |predicted − true|: of seconds over the true ones, of chances plain."""
+    """A run in figures. Errors are means of |predicted − true|, for seconds as a share of the true ones."""
 
     seconds: float = 0.0  # virtual
-    rounds: int = 0  # in which anybody decoded
+    rounds: int = 0  # in which any sequence decoded
     tokens: int = 0
     plans: int = 0  # of one sequence in one round
     drafted: int = 0
     accepted: int = 0
     probes: int = 0  # plans whose reason is one
-    mean_ks: list[float] = field(default_factory=list)  # of each round; 0 where nobody decoded
+    mean_ks: list[float] = field(default_factory=list)  # of each round; 0 where no sequence decoded
     predicted_tokens: float = 0.0
-    decoded: int = 0  # the tokens that were predicted: those of sequences that decoded
+    decoded: int = 0  # tokens of sequences that decoded, which predicted_tokens predicts
     _seconds_errors: float = 0.0
     _predicted: int = 0  # rounds
     _alpha_errors: float = 0.0
@@ -269,14 +271,14 @@ class Report:
         self.probes += decision.reasons.count("probe")
         self.predicted_tokens += decision.tokens
         self.decoded += sum(result.emitted)
-        if decision.seconds:  # else nobody was asked
+        if decision.seconds:  # 0: a held choice served other sequences
             self._seconds_errors += abs(decision.seconds / result.seconds - 1)
             self._predicted += 1
         self._alpha_errors += sum(abs(a - b) for a, b in zip(decision.alphas, result.alphas, strict=True))
 
 
 def simulate(world: World, control: Controller, rounds: int | None = None, skip: int = 0) -> Report:
-    """Run to the end, or for so many rounds. The first `skip` are not reported: those in which a load begins."""
+    """Run to the end, or for `rounds` rounds. The first `skip` rounds, in which a load begins, are not reported."""
     for _ in range(skip):
         world.step(control)
     report, start = Report(), world.clock_s

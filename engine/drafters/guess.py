@@ -103,7 +103,7 @@ class GuessDrafter(Generic[G]):
 
     def audit(self, live: Set[int]) -> None:
         leaked = self._states.keys() - live
-        assert not leaked, f"guessers are held for sequences that have ended: {sorted(leaked)}"
+        assert not leaked, f"guessers are held for sequences that are gone: {sorted(leaked)}"
 
     def catch_up(self, sequence: Sequence) -> G:
         """Push the committed tokens that the sequence's guesser has not seen; returns the guesser."""

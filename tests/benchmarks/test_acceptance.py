@@ -122,7 +122,7 @@ def test_laws_of_other_vocabularies_and_of_temperature_0() -> None:
 
 def test_a_reader_gives_the_logits_before_each_output_token(pair: Pair) -> None:
     """Of a second text as of the first: nothing of a text stays behind."""
-    reader = forced.Reader(pair.target, "float64", "cpu", 32)
+    reader = forced.TextReader(pair.target, "float64", "cpu", 32)
     model = reference_model(pair.target)
     for prompt, output in (([5, 6, 7], [8, 9, 10, 11]), ([30, 31], [5]), ([40], [41, 42, 43])):
         with torch.inference_mode():
@@ -131,7 +131,7 @@ def test_a_reader_gives_the_logits_before_each_output_token(pair: Pair) -> None:
 
 
 def test_a_text_is_read_once_per_temperature() -> None:
-    class Counting(forced.Reader):
+    class Counting(forced.TextReader):
         def __init__(self) -> None:
             self.calls = 0
 
@@ -140,7 +140,7 @@ def test_a_text_is_read_once_per_temperature() -> None:
             return torch.tensor([[0.0, 1.0]], dtype=torch.float64)
 
     target, draft = Counting(), Counting()
-    force = forced.make_force(target, draft)
+    force = forced.make_forced_reader(target, draft)
     first = force(1.0, [1], [2])
     assert force(1.0, (1,), [2]) is first
     assert force(0.0, [1], [2]).match.tolist() == [1.0]

@@ -96,10 +96,10 @@ def test_the_choice_is_part_of_what_is_resampled() -> None:
     assert low < high
 
 
-def test_one_fold_has_nobody_to_choose_for_it() -> None:
-    with pytest.raises(ValueError, match="two folds"):
+def test_one_fold_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="folds must hold 0 and 1"):
         compare.ratio_to_best([1.0], {"a": [1.0]}, [0])
-    with pytest.raises(ValueError, match="two folds"):
+    with pytest.raises(ValueError, match="folds must hold 0 and 1"):
         compare.totals_to_best(np.ones((1, 1)), {"a": np.ones((1, 1))}, [0])
 
 

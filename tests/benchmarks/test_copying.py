@@ -1,4 +1,4 @@
-"""The copying benchmark: what counts as copied, how guesses are spoiled, and the demo pair, whose texts must agree."""
+"""The copying benchmark: what counts as copied, which predicted tokens are wrong; all variants write the same text."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_copied_share() -> None:
 
 def test_spoiled_replaces_every_tenth_token() -> None:
     output = list(range(50))
-    guess = copying.spoiled(output, vocab=64, seed=1)
+    guess = copying.with_wrong_tokens(output, vocab=64, seed=1)
     assert [i for i, (a, b) in enumerate(zip(output, guess, strict=True)) if a != b] == [9, 19, 29, 39, 49]
     assert all(0 <= token < 64 for token in guess)
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from benchmarks import load
-from benchmarks.load import Ask, LoadVariant
-from benchmarks.stepping import Told, greedy
+from benchmarks.load import LoadVariant, PlannedRequest
+from benchmarks.stepping import DrivenRequest, greedy
 from tests.benchmarks.scripted import record
 
 PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads=1", "--json"]
 
 
-def ask(copies: bool = True) -> Ask:
-    return Ask([1, 2], greedy(4), copies)
+def ask(copies: bool = True) -> PlannedRequest:
+    return PlannedRequest([1, 2], greedy(4), copies)
 
 
 def test_half_of_every_stage_copies() -> None:
     asks = load._alternate([[1]], [[2], [3]], 8)
     stages = load.make_stages(asks, [1, 4])
-    assert [len(stage) for stage in stages] == [load.LEAST, 8]
+    assert [len(stage) for stage in stages] == [load.MIN_REQUESTS, 8]
     flat = [a for stage in stages for a in stage]
     assert [a.copies for a in flat] == [True, False] * 6
     assert [a.prompt for a in flat[:4]] == [[1], [2], [1], [3]]
@@ -35,13 +35,13 @@ def test_half_of_every_stage_copies() -> None:
 class ScriptedDriver:
     """Every request takes as many steps as it has tokens to emit."""
 
-    running: dict[str, tuple[Told, int]] = field(default_factory=dict)
+    running: dict[str, tuple[DrivenRequest, int]] = field(default_factory=dict)
     most: int = 0
     asked: list[tuple[int | None, object]] = field(default_factory=list)
 
-    def submit(self, prompt: object, params: Any, k: int | None, *, drafter: object) -> Told:
+    def submit(self, prompt: object, params: Any, k: int | None, *, drafter: object) -> DrivenRequest:
         self.asked.append((k, drafter))
-        told = Told(str(len(self.asked)), 0.0)
+        told = DrivenRequest(str(len(self.asked)), 0.0)
         self.running[told.request_id] = told, params.max_tokens
         self.most = max(self.most, len(self.running))
         return told
@@ -59,7 +59,7 @@ class ScriptedDriver:
 def test_a_stage_keeps_its_places_filled(k: int | None) -> None:
     driver = ScriptedDriver()
     lengths = [1, 5, 2, 2, 3]
-    asks = [Ask([1], greedy(length), copies=True) for length in lengths]
+    asks = [PlannedRequest([1], greedy(length), copies=True) for length in lengths]
     seconds, told = load.run_stage(driver, asks, 2, k)  # type: ignore[arg-type]
     assert seconds >= 0
     assert [len(each.token_ids) for each in told] == lengths
@@ -73,9 +73,9 @@ def variant(name: str, spec: Any, *stages: list[float]) -> LoadVariant:
         made.seconds[place].extend(seconds)
     for copies in (True, False):
         drafted = 0 if spec == 0 else 8 if copies else 2
-        told = Told("r", 0.0)
+        told = DrivenRequest("r", 0.0)
         told.ended = record([0, drafted], [0, drafted // 2], [1, drafted // 2 + 1], "policy")
-        made.told[copies].append(told)
+        made.requests[copies].append(told)
     return made
 
 
@@ -119,11 +119,11 @@ def test_text_that_is_never_copied_is_refused() -> None:
         def engine(self) -> Any:
             return SimpleNamespace(config=SimpleNamespace(max_running=2))
 
-        def generate(self, prompts: list[list[int]], params: Any, k: int) -> list[Told]:
-            return [Told("r", 0.0, token_ids=list(range(100, 100 + params.max_tokens))) for _ in prompts]
+        def generate(self, prompts: list[list[int]], params: Any, k: int) -> list[DrivenRequest]:
+            return [DrivenRequest("r", 0.0, token_ids=list(range(100, 100 + params.max_tokens))) for _ in prompts]
 
     with pytest.raises(ValueError, match="none of its 3 texts"):
-        load.make_asks(Fresh(), [[1], [2], [3]], 32)  # type: ignore[arg-type]
+        load.plan_requests(Fresh(), [[1], [2], [3]], 32)  # type: ignore[arg-type]
 
 
 def test_the_benchmark_on_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import bookkeeping, interference, memory
 from benchmarks.bookkeeping import TimeLedger
-from benchmarks.interference import Passage
-from benchmarks.stepping import Driver, Text, Told, greedy, make_engine
+from benchmarks.interference import InterferenceRun
+from benchmarks.stepping import DrivenRequest, Driver, Text, greedy, make_engine
 from engine.types import RequestRecord
 from tests.engine.pairs import Shape, save_pair
 
@@ -98,9 +98,9 @@ def test_prefix_refuses_a_hit_that_was_none(args: argparse.Namespace, monkeypatc
 def test_prefix_refuses_a_miss_that_was_none(args: argparse.Namespace) -> None:
     driver = Driver(make_engine(args, "paged", 2, block_size=8))
     prompt = text().take(48)
-    assert memory.begin(driver, prompt, 0, "same").cached == 0
-    assert memory.begin(driver, prompt, 0, "same").cached == 40  # never all of a prompt
-    assert memory.begin(driver, prompt, 0, "other").cached == 0
+    assert memory.start_alone(driver, prompt, 0, "same").cached == 0
+    assert memory.start_alone(driver, prompt, 0, "same").cached == 40  # never all of a prompt
+    assert memory.start_alone(driver, prompt, 0, "other").cached == 0
 
 
 def test_decode(run: Run) -> None:
@@ -168,7 +168,7 @@ def test_interference_by_chunk(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     passages: dict[int, int] = {}
     summarise = interference.summarise
 
-    def counted(chunk: int, k: int, own: list[Passage]) -> dict[str, object]:
+    def counted(chunk: int, k: int, own: list[InterferenceRun]) -> dict[str, object]:
         passages[chunk] = len(own[0].during)
         return summarise(chunk, k, own)
 
@@ -187,23 +187,23 @@ def test_interference_by_chunk(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_gaps_are_of_one_stream_and_of_the_time_asked_for() -> None:
-    streams = [Told("a", 0.0, [1.0, 2.0, 5.0, 6.0]), Told("b", 0.0, [2.0, 4.5])]
+    streams = [DrivenRequest("a", 0.0, [1.0, 2.0, 5.0, 6.0]), DrivenRequest("b", 0.0, [2.0, 4.5])]
     assert interference.gaps(streams, 1.0, 5.0) == [1.0, 3.0, 2.5]
     assert interference.gaps(streams, 5.0, 9.0) == [1.0]
 
 
 def test_a_stream_that_stalls_is_waited_for() -> None:
     """It has its token a step after the newcomer: without that step its long gap would not be seen."""
-    streams = [Told("a", 0.0, [1.0]), Told("b", 0.0, [1.0])]
-    newcomer = Told("new", 1.0)
+    streams = [DrivenRequest("a", 0.0, [1.0]), DrivenRequest("b", 0.0, [1.0])]
+    newcomer = DrivenRequest("new", 1.0)
     script = [[streams[0]], [streams[0], newcomer], [streams[0]], streams, streams]
     now = iter(range(2, 9))
 
     class Scripted:
         def step(self) -> Any:
             at = float(next(now))
-            for told in script[int(at) - 2]:
-                told.times.append(at)
+            for request in script[int(at) - 2]:
+                request.times.append(at)
             newcomer.ended = RequestRecord("new", 0, 1, 0, 0.0) if newcomer.times else None
             return argparse.Namespace(stats=argparse.Namespace(drafted=0))
 
@@ -213,15 +213,15 @@ def test_a_stream_that_stalls_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("length", "window"), [(14, 4), (64, 60), (128, 112)])
 def test_interference_refuses_streams_that_end_too_early(args: argparse.Namespace, length: int, window: int) -> None:
-    """Before they have settled, in the window, and while the prompt is read."""
+    """Before the streams have settled, in the window, and while the prompt is read."""
     args.max_model_len, args.window, args.long_prompt, args.spec = length, window, length - 28, [0]
     with pytest.raises(RuntimeError, match="a stream ended before the prompt was read"):
         interference.measure_interference(args, text())
 
 
 def test_interference_ratios_are_within_a_repeat() -> None:
-    calm = Passage(([1.0, 1.0], [1.0, 2.0]), [2.0, 2.0, 4.0], first=3.0, alone=2.0)
-    slow = Passage(([10.0, 10.0], [10.0, 10.0]), [30.0], first=60.0, alone=20.0)
+    calm = InterferenceRun(([1.0, 1.0], [1.0, 2.0]), [2.0, 2.0, 4.0], first=3.0, alone=2.0)
+    slow = InterferenceRun(([10.0, 10.0], [10.0, 10.0]), [30.0], first=60.0, alone=20.0)
     row = interference.summarise(64, 0, [calm, slow, calm])
     assert (row["chunk"], row["k"], row["median ratio"], row["first token ratio"]) == (64, "off", 2.0, 1.5)
     assert (row["with max"], row["alone ms"]) == (30e3, 2e3)
@@ -276,7 +276,7 @@ def test_what_is_left_out_is_no_part_of_who_calls_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bookkeeping, "perf_counter_ns", lambda: 10 * next(ticks))
     ledger = TimeLedger()
     inner = ledger.wrap("inner", lambda: None)
-    chosen = ledger.leave_out(inner)
+    chosen = ledger.exclude(inner)
     ledger.wrap("outer", chosen)()
     assert ledger.take() == ({"outer": 20}, 1)  # 30 from first to last reading, 10 of them left out
     ledger.wrap("outer", inner)()
@@ -340,19 +340,19 @@ def test_text_of_any_length() -> None:
     assert [endless.take(2), endless.take(5)] == [[1, 2], [3, 1, 2, 3, 1]]
 
 
-def test_requests_share_only_what_they_are_told_to(args: argparse.Namespace) -> None:
+def test_requests_share_only_what_their_salt_allows(args: argparse.Namespace) -> None:
     driver = Driver(make_engine(args, "paged", 2, block_size=8))
     prompt = text().take(30)
     for _ in range(2):
-        (told,) = driver.generate([prompt], greedy(2), 0)
-        assert (len(told.token_ids), told.record.cached_tokens) == (2, 0)
+        (request,) = driver.generate([prompt], greedy(2), 0)
+        assert (len(request.token_ids), request.record.cached_tokens) == (2, 0)
 
 
 def test_a_request_that_fails_is_no_measurement(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(make_engine(args, "slotted", 2))
-    told = driver.submit(text().take(12), greedy(2), 0)
+    request = driver.submit(text().take(12), greedy(2), 0)
     with pytest.raises(RuntimeError, match="has not finished"):
-        _ = told.record
+        _ = request.record
     step = driver.engine.step
 
     def failing() -> Any:

@@ -50,7 +50,7 @@ def test_one_is_always_on_the_chart(value: float) -> None:
     one = next(line for line in root.findall(f"{SVG}line") if line.get("id") == "one")
     assert plot.TOP <= float(one.get("y1", "")) <= plot.HEIGHT - plot.BOTTOM
     ticks = [t for t in root.findall(f"{SVG}text") if t.get("text-anchor") == "end"]
-    assert 2 <= len(ticks) <= plot.MOST_TICKS + 1
+    assert 2 <= len(ticks) <= plot.MAX_TICKS + 1
 
 
 def test_names_are_text() -> None:

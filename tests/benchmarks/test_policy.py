@@ -1,4 +1,4 @@
-"""Traces and their replay: what was recorded comes back, what is broken is refused, and a real run is replayed."""
+"""Traces and their replay: a recorded run is repeated, a broken trace is refused, and a real run is replayed."""
 
 import json
 from collections.abc import Callable
@@ -82,7 +82,7 @@ Recorder = Callable[[PolicyConfig], tuple[Rows, Path]]
 def test_the_recording_policy_repeats_what_it_did(recorded: Recorder, k: int, seed: int) -> None:
     rows, path = recorded(PolicyConfig("fixed", k=k))
     loaded = trace.load(path)
-    texts, known = trace.jobs(loaded, seed)  # what is drawn lies where these rounds never look
+    texts, known = trace.jobs(loaded, seed)  # drawn bits lie at positions that these rounds never verify
     assert 0 < known < 1
     assert run(World(texts, MACHINE), PolicyConfig("fixed", k=k))[0] == rows
     assert run(World(texts, MACHINE), PolicyConfig("fixed", k=k - 1))[0] != rows
@@ -107,7 +107,7 @@ def test_a_known_bit_is_what_any_policy_meets(recorded: Recorder) -> None:
 def test_unknown_bits_are_drawn_with_the_rate_of_the_known() -> None:
     def traced(name: str, rounds: list[list[int]]) -> trace.Traced:
         rows = [trace.TraceRow(*row) for row in rounds]
-        return trace.Traced(name, "model", 0, 5, 10_000, 0.0, None, None, rows)
+        return trace.Traced(name, "model", 5, 10_000, 0.0, None, None, rows)
 
     first = [1, 0, 0, 0, 1, 0, -1]
     mostly_right = [first, *([[2, 4, 4, 4, 5, 0, 0]] * 400)]
@@ -118,7 +118,7 @@ def test_unknown_bits_are_drawn_with_the_rate_of_the_known() -> None:
     assert known == pytest.approx(1600 / 4000)
     assert set(right.alphas) == {1.0}
     assert right.runs[0] >= right.length
-    assert set(drawn.alphas) == {1.0}  # nothing is known of it but what is of all
+    assert set(drawn.alphas) == {1.0}  # nothing is known of this request, so the rate of all counts
     alone = trace.jobs(trace.Trace({}, DEPTH, 2, [], requests[1:], []))[0][0]
     assert sum(run > 0 for run in alone.runs) / len(alone.runs) == pytest.approx(trace.UNKNOWN_RATE, abs=0.05)
 

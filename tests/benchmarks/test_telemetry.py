@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from benchmarks import telemetry
-from benchmarks.telemetry import Burst, Listening, TimedExporter, complete, exported_bytes, summarise
+from benchmarks.telemetry import Burst, TimedExporter, TimedListeners, complete, exported_bytes, summarise
 from engine.types import Output, Request
 from tests.app.telemetry.tracing import ROUNDS, record_of, step
 
@@ -52,7 +52,7 @@ class Busy:
 
 def test_processor_time_of_listeners_is_added_up_by_name() -> None:
     spent: Counter[str] = Counter()
-    listening = Listening([Busy()], spent)
+    listening = TimedListeners([Busy()], spent)
     listening.stepped([step()])
     listening.stepped([step()])
     assert spent.keys() == {"Busy"}

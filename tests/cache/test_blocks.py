@@ -113,7 +113,7 @@ def _cached_without_node(pool: BlockPool) -> None:
         (_both_states, r"4 free \+ 1 referenced \+ 1 cached \+ 0 withheld blocks do not make 5: \[0, 0,"),
         (_lost, r"2 free \+ 1 referenced \+ 1 cached \+ 0 withheld blocks do not make 5"),
         (_count_too_high, r"wrong counts, block: \(count, tables that refer to it\): \{0: \(3, 2\)\}"),
-        (_cached_without_node, r"cached \[1, 2\], indexed without a reference \[1\]"),
+        (_cached_without_node, r"cached blocks \[1, 2\] differ from indexed ones without a reference \[1\]"),
     ],
 )
 def test_the_audit_finds(damage: Callable[[BlockPool], None], says: str) -> None:

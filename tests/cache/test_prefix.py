@@ -124,7 +124,7 @@ def _empty_root(index: PrefixIndex) -> None:
     [
         (_lost_from_table, r"in the tree \[10, 11, 12, 21\], in its table \[10, 11, 21\]"),
         (_moved, "block 11 does not know its parent 10"),
-        (_renamed, "block 12 is filed under other tokens"),
+        (_renamed, "block 12 has another key than its own tokens"),
         (_cut_short, "block 10 has a key of 1 tokens"),
         (_empty_root, "an empty root"),
     ],

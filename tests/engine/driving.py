@@ -32,14 +32,14 @@ DEFAULT = SamplingParams()
 
 
 def load(pair: Pair, **config: Any) -> Engine:
-    """An engine over a tiny pair, in fp64 and with as many drafts as there may be, at most 5, unless told otherwise."""
+    """An engine over a tiny pair. Defaults: fp64, and a fixed k of 5, or max_spec_length if that is smaller."""
     policy = PolicyConfig("fixed", k=min(5, config.get("max_spec_length", 5)))
     settings = {"dtype": "float64", "max_model_len": 96, "policy": policy, **kv_config(), **config}
     return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
 
 
 def model_drafter(engine: Engine) -> ModelDrafter:
-    """The draft model's, of all that the engine has."""
+    """The engine's draft-model drafter."""
     assert isinstance(engine.drafter, ChainedDrafter)
     (drafter,) = (part for part in engine.drafter.drafters if isinstance(part, ModelDrafter))
     return drafter
@@ -71,7 +71,7 @@ def make_sequence(
 
 
 @dataclass(slots=True)
-class Told:
+class Received:
     """What an engine said of one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -87,14 +87,14 @@ class Told:
 
 @dataclass(slots=True)
 class Drive:
-    """A whole run: what became of each request, and what each step did."""
+    """A whole run: what each request received, and the statistics of each step."""
 
-    told: dict[str, Told] = field(default_factory=dict)
+    received: dict[str, Received] = field(default_factory=dict)
     steps: list[StepStats] = field(default_factory=list)
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        return {name: told.tokens for name, told in self.told.items()}
+        return {name: told.tokens for name, told in self.received.items()}
 
     @property
     def drafted(self) -> int:
@@ -116,7 +116,7 @@ def drive(
     Checks I5 (one finish event each, nothing after it), I8, that steps and records tell the same and, once idle, I3.
     """
     timetable = arrivals if isinstance(arrivals, Mapping) else {0: arrivals}
-    run = Drive({r.id: Told() for requests in timetable.values() for r in requests})
+    run = Drive({r.id: Received() for requests in timetable.values() for r in requests})
     step = 0
     while engine.has_work or step <= max(timetable, default=0):
         for request in timetable.get(step, ()):
@@ -128,7 +128,7 @@ def drive(
         run.steps.append(result.stats)
         for output in result.outputs:
             check_drafts(output)
-            told = run.told[output.request_id]
+            told = run.received[output.request_id]
             assert told.reason is None, f"{output.request_id} spoke after it had finished"
             told.tokens += output.token_ids
             told.pieces.append(output.text)
@@ -139,7 +139,7 @@ def drive(
     assert engine.target.cache.free_slots == engine.config.max_running
     if isinstance(engine.drafter, ChainedDrafter):
         assert model_drafter(engine).runner.cache.free_slots == engine.config.max_running
-    for request_id, told in run.told.items():
+    for request_id, told in run.received.items():
         check_finished(request_id, told)
     check_steps(run)
     return run
@@ -156,7 +156,7 @@ def check_drafts(output: Output) -> None:
 def check_steps(run: Drive) -> None:
     """A step's statistics are those of its requests' records."""
     rounds = defaultdict[int, list[RoundRecord]](list)
-    for told in run.told.values():
+    for told in run.received.values():
         if told.record is not None:
             for part in told.record.rounds:
                 rounds[part.step].append(part)
@@ -165,7 +165,7 @@ def check_steps(run: Drive) -> None:
         assert len(stats.parts) <= len(set(stats.requests)) == stats.sequences
 
 
-def check_finished(request_id: str, told: Told) -> None:
+def check_finished(request_id: str, told: Received) -> None:
     """I5, and the record's identities I8."""
     assert told.reason is not None, f"{request_id} never finished"
     record = told.record

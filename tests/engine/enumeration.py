@@ -34,9 +34,11 @@ class Start:
     p: Tree  # k + 1 levels at least
     q: Tree  # k levels at least: what its drafts are really drawn from
     k: int
-    told: Tree | None = None  # what the drafter says they were drawn from; None: q, or nothing where the draft is fixed
+    claimed: Tree | None = (
+        None  # what the drafter says they were drawn from; None: q, or nothing where the draft is fixed
+    )
     fixed: tuple[int, ...] | None = (
-        None  # the one draft of a deterministic drafter, legal or not; q and told are unused
+        None  # the one draft of a deterministic drafter, legal or not; q and claimed are unused
     )
     lenience: float = 1.0
     cut: Cut | None = None  # drafts [n, k] → how many of their tokens are submitted [n]; None: all
@@ -74,30 +76,30 @@ def subtree(tree: Tree, length: int, text: int, depth: int) -> Tree:
 def batch_of(starts: Seq[Start]) -> Batch:
     depth = max(start.k for start in starts)
     parts = [_rows(start, depth) for start in starts]
-    drafts, masses, logp, told, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
+    drafts, masses, logp, claimed, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
     counts = torch.tensor([len(part[0]) for part in parts])
     owners = torch.arange(len(starts)).repeat_interleave(counts)
     ks: list[int] = lengths.tolist()
-    rows = {n: n for n, i in enumerate(owners.tolist()) if starts[i].told or starts[i].fixed is None}
-    logq = draft_laws(Draft(tuple(ks), drafts, told, rows), range(len(ks)), drafts, logp)
-    logq[~acceptance.proposed(ks, logq.device)] = nan
+    rows = {n: n for n, i in enumerate(owners.tolist()) if starts[i].claimed or starts[i].fixed is None}
+    logq = draft_laws(Draft(tuple(ks), drafts, claimed, rows), range(len(ks)), drafts, logp)
+    logq[~acceptance.is_draft(ks, logq.device)] = nan
     leniences = torch.tensor([starts[i].lenience for i in owners.tolist()])
     return Batch(logp, logq, drafts.clamp(0, VOCAB - 1), ks, masses, owners, leniences)
 
 
 def _rows(start: Start, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(drafts [n, depth], masses [n], logp [n, depth + 1, vocab], told laws [n, depth, vocab], lengths [n]): its
+    """(drafts [n, depth], masses [n], logp [n, depth + 1, vocab], claimed laws [n, depth, vocab], lengths [n]): its
     possible drafts. Those that are the same where they are cut stand there one by one."""
     k = start.k
     x = texts(k) if start.fixed is None else torch.tensor([start.fixed], dtype=torch.int64).view(1, k)
     codes = [number(x[:, :j]) for j in range(k + 1)]
     mass = torch.ones(len(x), dtype=torch.float64)
     logp = torch.full((len(x), depth + 1, VOCAB), nan, dtype=torch.float64)
-    told = torch.full((len(x), depth, VOCAB), nan, dtype=torch.float64)
+    claimed = torch.full((len(x), depth, VOCAB), nan, dtype=torch.float64)
     for j, code in enumerate(codes):
         logp[:, j] = start.p[j][code]
         if j < k:
-            told[:, j] = (start.told or start.q)[j][code]
+            claimed[:, j] = (start.claimed or start.q)[j][code]
             if start.fixed is None:
                 mass = mass * start.q[j][code].gather(1, x[:, j : j + 1])[:, 0].exp()
     drafts = torch.nn.functional.pad(x, (0, depth - k), value=JUNK)
@@ -105,10 +107,10 @@ def _rows(start: Start, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     places = torch.arange(depth + 1)
     logp[places > lengths[:, None]] = nan
     beyond = places[:-1] >= lengths[:, None]
-    told[beyond] = nan
+    claimed[beyond] = nan
     drafts[beyond] = JUNK
     possible = mass > 0
-    return drafts[possible], mass[possible], logp[possible], told[possible], lengths[possible]
+    return drafts[possible], mass[possible], logp[possible], claimed[possible], lengths[possible]
 
 
 def emissions(starts: Seq[Start], verifier: Verifier) -> list[Tensor]:

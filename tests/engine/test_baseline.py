@@ -86,7 +86,7 @@ def test_every_step_that_only_decodes_has_an_estimate(pair: Pair) -> None:
 
 def test_steps_without_drafts_have_a_speedup_of_one(pair: Pair) -> None:
     done = run(pair, PolicyConfig("off"))
-    records = [told.record for told in done.told.values() if told.record is not None]
+    records = [told.record for told in done.received.values() if told.record is not None]
     assert acceptance_of(*records).drafted == 0
     decoded = [stats for stats in done.steps if stats.decode_only]
     assert sum(stats.plain_us for stats in decoded) == sum(stats.step_us for stats in decoded) > 0

@@ -141,6 +141,6 @@ def test_no_round_makes_the_draft_read_more_than_a_pass(pair: Pair, monkeypatch:
     requests = [Request(f"r{i}", tuple(range(10 + i, 60 + i)), params, k=5) for i in range(3)]
     result = drive(engine, requests, after_step=lambda: read.append(0))
     assert max(read) == 18
-    for told in result.told.values():
+    for told in result.received.values():
         assert told.record is not None
         assert sum(told.record.column("accepted")) > 0

@@ -125,7 +125,7 @@ def test_abort_ends_everything(engine: Engine) -> None:
 
 def test_first_come_first_served(engine: Engine) -> None:
     run = drive(engine, [request(name) for name in "abcdef"])
-    admitted = [told.record.admitted for told in run.told.values() if told.record and told.record.admitted]
+    admitted = [told.record.admitted for told in run.received.values() if told.record and told.record.admitted]
     assert admitted == sorted(admitted)
     assert len(admitted) == 6
     assert max(s.running for s in run.steps) <= 2
@@ -141,7 +141,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_read(engine: Engine) -> None:
 
 def test_records_of_rounds(engine: Engine) -> None:
     run = drive(engine, [request("a", k=3), request("b", k=0)])
-    a, b = (run.told[name].record for name in "ab")
+    a, b = (run.received[name].record for name in "ab")
     assert a is not None
     assert b is not None
     assert (a.prompt_tokens, a.output_tokens, a.k_max, b.k_max) == (3, 20, 3, 0)
@@ -163,7 +163,7 @@ def test_accepted_counts_what_the_verifier_kept_not_what_a_stop_left(twins: Pair
     plain = drive(engine, [Request("p", prompt, PARAMS, k=0)]).tokens["p"]
     n = next(n for n in range(3, 9) if plain[n] not in plain[:n])
     engine.intake.eos_ids = frozenset({plain[n]})
-    record = drive(engine, [Request("r", prompt, replace(PARAMS, ignore_eos=False), k=8)]).told["r"].record
+    record = drive(engine, [Request("r", prompt, replace(PARAMS, ignore_eos=False), k=8)]).received["r"].record
     assert record is not None
     assert record.column("accepted") == [0, 8]
     assert record.column("emitted") == [1, n]
@@ -178,8 +178,8 @@ def test_accepted_counts_what_the_verifier_kept_not_what_a_stop_left(twins: Pair
         (Request("r", (1, -1)), "prompt", "id -1 is outside"),
         (Request("r", (5,) * 90, PARAMS), "max_tokens", "90 tokens and max_tokens 20 exceed the context of 96"),
         (Request("r", (5,) * 96, replace(PARAMS, max_tokens=1)), "prompt", "exceed the context"),
-        (Request("r", (5,), PARAMS, k=5), "speculation.k", "between 0 and 4"),
-        (Request("r", (5,), PARAMS, k=-1), "speculation.k", "between 0 and 4"),
+        (Request("r", (5,), PARAMS, k=5), "speculation.k", "between 0 and this server's maximum, 4"),
+        (Request("r", (5,), PARAMS, k=-1), "speculation.k", "between 0 and this server's maximum, 4"),
     ],
 )
 def test_requests_that_can_never_be_served(engine: Engine, bad: Request, param: str, message: str) -> None:
@@ -196,7 +196,7 @@ def test_what_just_fits_is_served(engine: Engine) -> None:
     ]
     run = drive(engine, fits)
     assert [len(t) for t in run.tokens.values()] == [20, 95, 1]
-    assert {told.reason for told in run.told.values()} == {"length"}
+    assert {told.reason for told in run.received.values()} == {"length"}
 
 
 def test_a_draft_with_a_smaller_table(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -41,7 +41,7 @@ def apart(requests: list[Request]) -> list[Request]:
 
 def read_steps(run: Drive) -> dict[str, int]:
     """The step in which each request's prompt had been read."""
-    return {name: told.record.column("step")[0] for name, told in run.told.items() if told.record is not None}
+    return {name: told.record.column("step")[0] for name, told in run.received.items() if told.record is not None}
 
 
 def read_by_group(engine: Engine) -> Counter[str]:
@@ -64,7 +64,7 @@ def test_a_newcomer_does_not_wait_for_all_prompts_of_another_request(pair: Pair,
     run = drive(make_engine(pair, 4), {0: prompts, 3: [ask("newcomer", 10, 3)]})
     first = read_steps(run)["newcomer"]
     assert (first <= 3 + 2) == grouped
-    assert all(told.reason == "length" for told in run.told.values())
+    assert all(told.reason == "length" for told in run.received.values())
 
 
 def test_what_a_pass_reads_is_divided_between_groups(pair: Pair) -> None:
@@ -122,7 +122,7 @@ def test_who_reads_advances_however_little_a_pass_may_read(pair: Pair, chunk: in
     engine = make_engine(pair, 5, prefill_chunk=chunk)
     requests = [ask("stream", 1, 20), *(ask(f"r{i}", 60, 1) for i in range(3))]
     run = drive(engine, requests, after_step=Watch(engine))
-    assert all(told.reason == "length" for told in run.told.values())
+    assert all(told.reason == "length" for told in run.received.values())
     assert all(s.prefill_tokens <= max(chunk, 3) for s in run.steps[1:19])
 
 
@@ -174,4 +174,4 @@ def test_every_request_ends_whatever_the_groups(pair: Pair, seed: int) -> None:
     run = drive(engine, arrivals, after_step=Watch(engine))
     expected = drive(load(pair, max_running=5, **CONFIG), apart([r for rs in arrivals.values() for r in rs]))
     assert run.tokens == expected.tokens
-    assert all(told.reason == "length" for told in run.told.values())
+    assert all(told.reason == "length" for told in run.received.values())

@@ -147,9 +147,9 @@ def test_illegal_draft_ids_cost_their_own_sequence_its_drafts(
     monkeypatch.setattr(ModelDrafter, "propose", illegal)
     run = drive(engine, make_requests(), after_step=Checker(engine))
     assert run.tokens == expected
-    assert run.told["r0"].record is not None
-    assert sum(run.told["r0"].record.column("accepted")) == 0
-    assert faults(run) == sum(1 for k in run.told["r0"].record.column("drafted") if k) > 0
+    assert run.received["r0"].record is not None
+    assert sum(run.received["r0"].record.column("accepted")) == 0
+    assert faults(run) == sum(1 for k in run.received["r0"].record.column("drafted") if k) > 0
     assert run.accepted  # the others' drafts were kept
 
 
@@ -229,7 +229,7 @@ def test_a_drafter_that_raises_when_requests_finish_or_are_cancelled(
 ) -> None:
     asked = forgetful(monkeypatch)
     run = drive(engine, make_requests(), cancels={0: ["r6"], 6: ["r1"]})
-    assert {run.told[name].reason for name in ("r1", "r6")} == {"cancelled"}
+    assert {run.received[name].reason for name in ("r1", "r6")} == {"cancelled"}
     assert {n: t for n, t in run.tokens.items() if n not in ("r1", "r6")} == {
         n: t for n, t in expected.items() if n not in ("r1", "r6")
     }
@@ -349,12 +349,12 @@ def test_a_pass_that_always_fails_ends_its_requests_and_only_those(
 ) -> None:
     fail_run(engine, monkeypatch, lambda: engine.steps == 6, after=False)
     run = drive(engine, make_requests())
-    ended = {name for name, told in run.told.items() if told.reason == "error"}
+    ended = {name for name, told in run.received.items() if told.reason == "error"}
     assert 0 < len(ended) <= 4
     assert sum(s.failed for s in run.steps) == 1
-    for name, told in run.told.items():
+    for name, told in run.received.items():
         assert told.tokens == (expected[name][: len(told.tokens)] if name in ended else expected[name])
-    assert all(run.told[name].error == "the model failed to process this request" for name in ended)
+    assert all(run.received[name].error == "the model failed to process this request" for name in ended)
 
 
 def test_a_broken_model_ends_everything_and_then_serves_again(
@@ -363,9 +363,9 @@ def test_a_broken_model_ends_everything_and_then_serves_again(
     with monkeypatch.context() as patch:
         fail_run(engine, patch, lambda: True, after=True)
         run = drive(engine, make_requests())
-    assert {told.reason for told in run.told.values()} == {"error"}
-    assert all(not told.tokens for told in run.told.values())
-    assert "memory" not in "".join(told.error or "" for told in run.told.values())  # what failed is for the log
+    assert {told.reason for told in run.received.values()} == {"error"}
+    assert all(not told.tokens for told in run.received.values())
+    assert "memory" not in "".join(told.error or "" for told in run.received.values())  # what failed is for the log
     engine.audit()
     assert drive(engine, make_requests()).tokens == expected
 
@@ -397,12 +397,12 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
 ) -> None:
     """And leaves nothing of it to those that get its memory next."""
     run = drive(engine, make_requests(k), after_step=poison(engine, name))
-    bad = run.told.pop(name)
+    bad = run.received.pop(name)
     assert bad.reason == "error"
     assert bad.error == "the model gave no valid distribution for this request"
     assert 5 <= len(bad.tokens) < 16
     assert bad.tokens == expected[name][: len(bad.tokens)]
-    assert {n: told.tokens for n, told in run.told.items()} == {n: t for n, t in expected.items() if n != name}
+    assert {n: told.tokens for n, told in run.received.items()} == {n: t for n, t in expected.items() if n != name}
     assert all_finite(engine)
 
 
@@ -438,8 +438,10 @@ def test_a_request_whose_text_fails_ends_alone(
 
     monkeypatch.setattr(engine.intake, "sequence", sabotaged)
     run = drive(engine, make_requests())
-    bad = run.told.pop("r3")
-    assert {name: told.tokens for name, told in run.told.items()} == {n: t for n, t in expected.items() if n != "r3"}
+    bad = run.received.pop("r3")
+    assert {name: told.tokens for name, told in run.received.items()} == {
+        n: t for n, t in expected.items() if n != "r3"
+    }
     assert bad.reason == "error"
     assert bad.error is not None
     assert "secret" not in bad.error

@@ -24,7 +24,7 @@ from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
 from tests.kv import without_prefixes
 
-COUNT = 80
+COUNT = 60
 MANY = 200  # in proofs
 MAX_LEN = 128
 FILTERS: tuple[dict[str, Any], ...] = (
@@ -134,10 +134,10 @@ def test_in_a_batch_with_arrivals_and_departures(
             cancels.setdefault(i // 3 + 1 + i % 11, []).append(f"twin-{request.id}")
     run = drive(engine, arrivals, cancels)
     assert {r.id: run.tokens[r.id] for r in requests} == expected
-    for name, told in run.told.items():
+    for name, told in run.received.items():
         twin_of = expected[name.removeprefix("twin-")]
         assert told.tokens == twin_of[: len(told.tokens)]
-    assert any(told.reason == "cancelled" for told in run.told.values())
+    assert any(told.reason == "cancelled" for told in run.received.values())
     if k != 0:
         assert 0 < run.accepted < run.drafted
         # Chunks that emit nothing and sequences with different k share passes: see the next test for the sharpest case.
@@ -233,7 +233,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     run = drive(engine, [Request("one", (7, 8, 9), params), Request("two", (7, 8, 9), params)])
     assert run.tokens["one"] != run.tokens["two"]
-    record = run.told["one"].record
+    record = run.received["one"].record
     assert record is not None
     again = drive(engine, [Request("again", (7, 8, 9), replace(params, seed=record.seed), k=0)])
     assert again.tokens["again"] == run.tokens["one"]

@@ -64,7 +64,7 @@ def test_nothing(llm: LLM) -> None:
 def test_an_invalid_request_stops_all_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="exceed the context of 64"):
         llm.generate(["fine", [5] * 60], GREEDY)
-    with pytest.raises(InvalidRequest, match="k must lie between 0 and 16"):
+    with pytest.raises(InvalidRequest, match="does not lie between 0 and this server's maximum, 16"):
         llm.generate(["fine", "also fine"], GREEDY, k=[1, 17])
     with pytest.raises(InvalidRequest, match="no tokens"):
         llm.generate(["fine", ""], GREEDY)

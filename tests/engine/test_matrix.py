@@ -98,7 +98,7 @@ class Got:
 
 def got(heard: Heard) -> dict[str, Got]:
     results = {}
-    for name, told in heard.run.told.items():
+    for name, told in heard.run.received.items():
         assert told.reason in ("stop", "length"), f"{name}: {told.error}"
         assert told.record is not None
         logprobs, prompt = tuple(heard.logprobs[name]), tuple(heard.prompts[name])

@@ -120,10 +120,10 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(pair: Pair, kind: str, 
     assert total_preempted(undisturbed) == 0
     assert total_preempted(run) == len(order.preempted) > 1
     assert "r0" not in order.preempted
-    for name, told in run.told.items():
+    for name, told in run.received.items():
         assert told.record is not None
         assert told.record.preemptions == order.preempted.count(name)
-        assert (told.tokens, told.text) == (undisturbed.told[name].tokens, undisturbed.told[name].text)
+        assert (told.tokens, told.text) == (undisturbed.received[name].tokens, undisturbed.received[name].text)
         assert len(told.tokens) == OUTPUT
     if k:
         assert run.accepted
@@ -135,7 +135,7 @@ def test_verifiers_with_noise_of_their_own_finish(pair: Pair, kind: str, verifie
     run = drive(load_with(pair, kind, TIGHT), requests)
     assert total_preempted(run) > 1
     assert run.accepted
-    assert all(len(told.tokens) == OUTPUT and told.reason == "length" for told in run.told.values())
+    assert all(len(told.tokens) == OUTPUT and told.reason == "length" for told in run.received.values())
 
 
 def test_negative_control_another_gives_way(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,17 +169,17 @@ def test_a_stop_string_across_a_preemption(pair: Pair, kind: str) -> None:
     """At every token of the text: what stops it may have begun before its memory was taken back."""
     engine = load_with(pair, kind, AMPLE)
     companion, plain = make_requests(2, k=0)
-    text = drive(engine, [plain]).told[plain.id].text
+    text = drive(engine, [plain]).received[plain.id].text
     stop = text[15:21]
     assert text.index(stop) == 15
     request = replace(plain, k=3, params=replace(plain.params, stop=(stop,)))
-    expected = drive(engine, [request]).told[plain.id]
+    expected = drive(engine, [request]).received[plain.id]
     assert (expected.reason, expected.text) == ("stop", text[:15])
     moment: list[int] = []  # tokens after which it is preempted, until it was
     done = force(engine, lambda s: bool(moment) and s.num_output >= moment[0] and bool(moment.pop()))
     for count in range(1, len(expected.tokens)):
         moment[:] = [count]
-        told = drive(engine, [companion, request]).told[plain.id]
+        told = drive(engine, [companion, request]).received[plain.id]
         assert (told.tokens, told.text, told.reason) == (expected.tokens, expected.text, "stop")
     assert len({emitted for _, emitted in done}) > len(expected.tokens) // 2
 
@@ -295,14 +295,14 @@ def test_a_request_that_is_overdue_ends_with_an_error_and_frees_its_memory(
 
     monkeypatch.setattr(engine, "step", listening)
     run = overdue(engine, monkeypatch, state)
-    told = run.told[younger.id]
+    told = run.received[younger.id]
     assert (told.reason, told.error) == ("error", "the request was not finished within 5 s")
     assert codes == ["deadline_exceeded"]
     assert told.record is not None
     assert told.record.preemptions == (state == "preempted")
     assert told.tokens == expected.tokens[younger.id][: len(told.tokens)]
     assert (len(told.tokens) > 4) == (state != "waiting")
-    assert run.told[older.id].tokens == expected.tokens[older.id]
+    assert run.received[older.id].tokens == expected.tokens[older.id]
 
 
 def test_negative_control_an_overdue_request_keeps_its_memory(
@@ -336,7 +336,7 @@ def test_drafters_begin_anew(pair: Pair, kind: str, drafter: DrafterName) -> Non
     # What they copy has to have been there: the prompt holds the output.
     prompt = plain.prompt_ids if guess else (*plain.prompt_ids, *output[:25], *plain.prompt_ids[:5])
     request = replace(plain, k=4, drafter=drafter, prompt_ids=prompt, prediction_ids=guess)
-    undisturbed = drive(engine, [request]).told[plain.id]
+    undisturbed = drive(engine, [request]).received[plain.id]
     forgotten: list[bool] = []
 
     def after_step() -> None:
@@ -344,7 +344,7 @@ def test_drafters_begin_anew(pair: Pair, kind: str, drafter: DrafterName) -> Non
         forgotten.extend(not guessing(engine, sequence.handle) for sequence in gone)
 
     done = force(engine, once_each(after(4), after(20)))
-    told = drive(engine, [companion, request], after_step=after_step).told[plain.id]
+    told = drive(engine, [companion, request], after_step=after_step).received[plain.id]
     assert len(done) == 2
     assert forgotten
     assert all(forgotten)
@@ -377,7 +377,7 @@ def test_a_draft_without_memory_costs_the_drafts_of_its_sequence(pair: Pair, kin
     assert run.tokens == expected.tokens
     assert sum(s.draft_faults for s in run.steps) == 0
     assert 0 < run.drafted < expected.drafted
-    starved = [told.record.column("drafted").count(0) for told in run.told.values() if told.record is not None]
+    starved = [told.record.column("drafted").count(0) for told in run.received.values() if told.record is not None]
     assert max(starved) > 5
 
 

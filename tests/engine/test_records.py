@@ -22,7 +22,7 @@ def run(pair: Pair, **changes: object) -> Drive:
 def test_rounds_are_timed_within_their_request(pair: Pair) -> None:
     done = run(pair)
     steps = {stats.step: stats for stats in done.steps}
-    for told in done.told.values():
+    for told in done.received.values():
         record = told.record
         assert record is not None
         assert record.admitted is not None
@@ -39,7 +39,7 @@ def test_rounds_are_timed_within_their_request(pair: Pair) -> None:
 
 def test_who_ran_and_who_waited(pair: Pair) -> None:
     done = run(pair)
-    first, second, third = (done.told[f"r{n}"].record for n in range(3))
+    first, second, third = (done.received[f"r{n}"].record for n in range(3))
     assert first is not None
     assert second is not None
     assert third is not None
@@ -75,6 +75,8 @@ def test_a_step_that_breaks_down_leaves_whole_records(pair: Pair, monkeypatch: p
 
 def test_passes_that_only_read_the_prompt_are_counted(pair: Pair) -> None:
     whole, chunked = run(pair), run(pair, max_step_tokens=20, max_spec_length=4)
-    passes = [[told.record.prefill_passes for told in done.told.values() if told.record] for done in (whole, chunked)]
+    passes = [
+        [told.record.prefill_passes for told in done.received.values() if told.record] for done in (whole, chunked)
+    ]
     assert passes[0] == [0, 0, 0]
     assert passes[1][1] > 1

@@ -96,7 +96,7 @@ class Passes:
 
 
 def check_others(run: Drive, expected: dict[str, list[int]], *bad: str) -> None:
-    for name, told in run.told.items():
+    for name, told in run.received.items():
         if name in bad:
             assert told.reason == "error"
             assert "secret" not in (told.error or "")
@@ -119,8 +119,8 @@ def test_a_request_that_fails_every_pass_ends_alone(
     passes.check = Checker(engine)
     run = drive(engine, make_requests(), after_step=passes.next_step)
     check_others(run, expected, name)
-    assert run.told[name].error == "there was not enough memory to process this request"
-    assert len(run.told[name].tokens) >= 5
+    assert run.received[name].error == "there was not enough memory to process this request"
+    assert len(run.received[name].tokens) >= 5
     (failing,) = passes.failing
     assert failing[:2] == [failing[0]] * 2
     assert len(failing) <= 2 + 2 * ceil(log2(failing[0]))
@@ -135,7 +135,7 @@ def test_a_prompt_that_cannot_be_read_ends_alone(
     passes = Passes(engine, monkeypatch, lambda names: "r7" in names, RuntimeError("the secret"))
     run = drive(engine, make_requests(), after_step=Checker(engine))
     check_others(run, expected, "r7")
-    assert run.told["r7"].error == "the model failed to process this request"
+    assert run.received["r7"].error == "the model failed to process this request"
     assert len(passes.steps[0]) > len(run.steps)
 
 
@@ -170,8 +170,8 @@ def test_a_dead_device_ends_everything_after_few_passes(
             passes = Passes(broken, patch, lambda names: True)
             requests = [replace(r, prompt_ids=(5, 6)) for r in make_requests(0, count)]
             run = drive(broken, requests, after_step=passes.next_step)
-        assert {told.reason for told in run.told.values()} == {"error"}
-        assert all(not told.tokens for told in run.told.values())
+        assert {told.reason for told in run.received.values()} == {"error"}
+        assert all(not told.tokens for told in run.received.values())
         assert all(s.failed for s in run.steps if s.sequences)
         (sizes,) = passes.failing
         assert sizes[:2] == [count, count]
@@ -279,7 +279,7 @@ def test_log_probabilities_that_fail_end_their_own_request(
     passes.check = Checker(engine)
     run = drive(engine, make_requests(), after_step=passes.next_step)
     check_others(run, expected, name)
-    assert run.told[name].error == reason
+    assert run.received[name].error == reason
     assert not passes.failing
     assert not any(s.failed or s.draft_faults for s in run.steps)
     assert same(heard.without(name), told.without(name))

@@ -114,7 +114,7 @@ class Fuzz:
     @property
     def acceptances(self) -> set[int]:
         """Drafts accepted of K that were verified."""
-        records = [told.record for told in self.run.told.values() if told.record is not None]
+        records = [told.record for told in self.run.received.values() if told.record is not None]
         return {a for r in records for d, a in zip(r.column("drafted"), r.column("accepted"), strict=True) if d == K}
 
 
@@ -142,7 +142,7 @@ def test_caches_hold_the_committed_tokens_after_every_round(
     fuzz = Fuzz(load_small(request.getfixturevalue(which), kind), seed)
     assert min(fuzz.checker.compared.values()) > 2000
     assert 0 < fuzz.run.accepted < fuzz.run.drafted
-    assert any(told.reason == "cancelled" for told in fuzz.run.told.values())
+    assert any(told.reason == "cancelled" for told in fuzz.run.received.values())
     if which == "twins":
         assert fuzz.acceptances == set(range(K + 1))
     if kind == "slotted":
@@ -182,7 +182,7 @@ def test_passes_that_fail_under_pressure(
     for runner in (engine.target, model_drafter(engine).runner):
         monkeypatch.setattr(runner, "run", failing(runner.run, random.Random(seed)))
     fuzz = Fuzz(engine, seed)
-    assert {told.reason for told in fuzz.run.told.values()} == {"length", "cancelled"}
+    assert {told.reason for told in fuzz.run.received.values()} == {"length", "cancelled"}
     assert sum(s.draft_faults for s in fuzz.run.steps) > 10
     assert kind == "slotted" or min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
 

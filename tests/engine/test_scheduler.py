@@ -146,7 +146,7 @@ def test_arrival_decides_who_gives_way(pair: Pair) -> None:
     engine = paged(pair, kv_tokens=128)
     requests = [ask("leader", COMMON, 50), ask("follower", (*COMMON, 5), 40), ask("late", COMMON[9:18], 60)]
     run = drive(engine, requests)
-    preempted = {name: told.record.preemptions for name, told in run.told.items() if told.record}
+    preempted = {name: told.record.preemptions for name, told in run.received.items() if told.record}
     assert preempted.pop("late")
     assert set(preempted.values()) == {0}
 

@@ -43,7 +43,7 @@ def paged(engine: Engine) -> PagedCache:
 
 
 def cached(run: Drive, name: str) -> int:
-    record = run.told[name].record
+    record = run.received[name].record
     assert record is not None
     return record.cached_tokens
 
@@ -316,7 +316,7 @@ def test_a_follower_goes_on_when_its_leader_is_cancelled(pair: Pair, kind: str) 
     leader, follower = Request("leader", TEXT[:80], PARAMS), Request("follower", TEXT[:79], PARAMS)
     run = drive(engine, [leader, follower], cancels={2: ["leader"]}, after_step=starts)
     assert starts.at["follower"] == 3
-    assert run.told["leader"].reason == "cancelled"
+    assert run.received["leader"].reason == "cancelled"
     size = BLOCK_SIZES[kind]
     assert cached(run, "follower") == 48 // size * size  # what the leader's two steps left behind
     assert run.tokens["follower"] == drive(load_plain(engine), [follower]).tokens["follower"]
@@ -377,7 +377,7 @@ def test_a_hit_of_the_draft_alone_costs_only_the_target_its_reading(pair: Pair, 
 def forget_all(cache: PagedCache) -> None:
     for leaf in [node for node in cache._index.nodes.values() if not node.children]:
         for block in cache._index.remove(leaf.block):
-            cache._pool.distrust(block)
+            cache._pool.withhold_cached(block)
     cache.restore()
     if cache._index.nodes:
         forget_all(cache)
@@ -409,7 +409,7 @@ def test_what_is_not_finite_is_found_only_once(
     caplog.set_level(logging.CRITICAL, "engine")
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     first, second, third = after_poison(engine, length)
-    assert first.told["r"].error == "the model gave no valid distribution for this request"
+    assert first.received["r"].error == "the model gave no valid distribution for this request"
     assert (cached(second, "r"), cached(third, "r")) == (0, (length - 1) // size * size)
     expected = drive(load_plain(engine), [Request("r", TEXT[:length], PARAMS, k=2)]).tokens
     assert second.tokens == third.tokens == expected
@@ -423,9 +423,9 @@ def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pyt
     drive(engine, [long])
     poison_published(engine)
     short = drive(engine, [replace(long, prompt_ids=TEXT[: BLOCK_SIZES[kind] + 1])])
-    assert short.told["long"].reason == "error"
+    assert short.received["long"].reason == "error"
     others = [replace(long, id=f"r{i}", prompt_ids=TEXT[i : i + 3]) for i in range(10, 30)]
-    assert {told.reason for told in drive(engine, others).told.values()} == {"length"}
+    assert {told.reason for told in drive(engine, others).received.values()} == {"length"}
     for rows in engine.target.storage.rows:
         assert rows.isfinite().all()
 
@@ -437,4 +437,4 @@ def test_negative_control_what_is_not_finite_stays_to_be_found(
     engine = load_with(pair, kind)
     monkeypatch.setattr(engine.target.cache, "discard", lambda _: None)
     monkeypatch.setattr(engine.target.storage, "clear", lambda _: None)
-    assert [run.told["r"].reason for run in after_poison(engine, 50)] == ["error"] * 3
+    assert [run.received["r"].reason for run in after_poison(engine, 50)] == ["error"] * 3

@@ -1,4 +1,4 @@
-"""The policy in the engine: what it is told, that its k is what is drafted, and that records say why."""
+"""The policy in the engine: what it sees, that its k is drafted, and that records give the reason."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -30,7 +30,7 @@ def requests(params: SamplingParams = PARAMS, **changes: object) -> list[Request
 
 
 def records(run: Drive) -> list[RequestRecord]:
-    return [told.record for told in run.told.values() if told.record is not None]
+    return [told.record for told in run.received.values() if told.record is not None]
 
 
 def reasons(record: RequestRecord) -> set[Reason | None]:
@@ -42,12 +42,12 @@ def test_the_text_is_the_same_whatever_the_policy(pair: Pair, name: str) -> None
     plain = drive(load(pair), requests(k=0)).tokens
     run = drive(load(pair, policy=PolicyConfig(name, k=3)), requests())  # type: ignore[arg-type]
     assert run.tokens == plain
-    if name not in ("optimal", "goodput"):  # which look at the clock
+    if name not in ("optimal", "goodput"):  # these two depend on the clock
         assert (run.drafted > 0) == (name != "off")
 
 
 def test_a_draft_that_is_always_right_is_trusted_more_than_one_that_is_not(pair: Pair, twins: Pair) -> None:
-    """Of two drafts with the same cost: the target itself, and one that agrees now and then."""
+    """Two drafts of the same cost: the target itself, and one that agrees now and then."""
     params = replace(PARAMS, max_tokens=60)
     means = []
     for models in (twins, pair):
@@ -58,7 +58,7 @@ def test_a_draft_that_is_always_right_is_trusted_more_than_one_that_is_not(pair:
 
 
 def test_what_the_policy_expects_is_what_happens(twins: Pair) -> None:
-    """With drafts that are always right: so many tokens, after some rounds of learning."""
+    """Drafts are always right: the policy expects all tokens after some rounds of learning."""
     engine = load(twins, policy=PolicyConfig("fixed", k=3), max_running=1)
     drive(engine, [Request("before", (8, 9), replace(PARAMS, max_tokens=90))])
     run = drive(engine, [Request("r", (5, 6, 7), replace(PARAMS, max_tokens=80))])
@@ -221,7 +221,7 @@ def test_costs_are_measured_at_the_start(pair: Pair) -> None:
 
 
 class Priced(CostModel):
-    """Every pass takes 2 ms and 20 µs a token, a forward of the draft .1 ms, a token that it reads 2 µs."""
+    """A pass takes 2 ms and 20 µs per token, a forward of the draft 0.1 ms, a token that it reads 2 µs."""
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         verify = 2e-3 + 2e-5 * (batch + prefill + np.arange(1.0 + batch * 16))
@@ -232,7 +232,7 @@ class Priced(CostModel):
 
 
 def priced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No clock has a part in what the policy does."""
+    """Replace measured times, so that the policy does not depend on the clock."""
     control = engine.speculator.control
     control.cost = Priced(16)
     observe = control.observe
@@ -244,7 +244,7 @@ def priced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rounds: int) -> list[float]:
-    """Of each decoding sequence, four at a time; `changes` happen before the round of that number."""
+    """Mean drafts of a decoding sequence in each round, with four at a time. changes: round → call before it."""
     numbers, drafts = count(), list[float]()
     while len(drafts) < rounds:
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 4:
@@ -259,7 +259,7 @@ def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rou
 
 
 def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 20 rounds, and within 200 after its repair. In between, newcomers try it for a few rounds."""
+    """Left alone within 20 rounds, used again within 200 after its repair. In between, newcomers try it briefly."""
     engine = load(twins, policy=PolicyConfig("goodput"), max_running=4)
     priced(engine, monkeypatch)
     table = model_drafter(engine).runner.decoder.embedding
@@ -282,7 +282,7 @@ def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, mo
 
 
 def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs an attempt and a traceback in each round in which it is asked."""
+    """Each round that asks it costs an attempt and a traceback."""
     engine = load(twins, policy=PolicyConfig("goodput"), max_running=1)
     priced(engine, monkeypatch)
 

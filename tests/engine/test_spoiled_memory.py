@@ -98,7 +98,7 @@ class Cancels:
 
 def check(run: Drive, expected: dict[str, list[int]], **ends: str) -> None:
     """`ends` as named, all others with their tokens."""
-    for name, told in run.told.items():
+    for name, told in run.received.items():
         assert told.reason == ends.get(name, "length")
         assert told.tokens == (expected[name] if name not in ends else expected[name][: len(told.tokens)])
 
@@ -150,8 +150,8 @@ def test_memory_that_cannot_be_cleared_is_nobodys_until_it_can_be(
     run = drive(engine, arrivals, after_step=after_step)
     assert withheld
     assert not cache.withheld
-    check(Drive({n: t for n, t in run.told.items() if n != "late"}), expected, r3="cancelled")
-    assert run.told["late"].reason == "cancelled"
+    check(Drive({n: t for n, t in run.received.items() if n != "late"}), expected, r3="cancelled")
+    assert run.received["late"].reason == "cancelled"
     assert all_finite(engine.target)
 
 
@@ -191,7 +191,11 @@ def test_withheld_memory_is_had_again_though_nobody_else_runs(pair: Pair, monkey
 
     requests = [r for r in make_requests() if r.id in (LONG, "r6", "r7")]
     run = drive(engine, requests, after_step=after_step)
-    assert {name: told.reason for name, told in run.told.items()} == {LONG: "cancelled", "r6": "length", "r7": "length"}
+    assert {name: told.reason for name, told in run.received.items()} == {
+        LONG: "cancelled",
+        "r6": "length",
+        "r7": "length",
+    }
     assert later.withheld
     assert later.tried == 3
     assert not engine.target.cache.withheld
@@ -203,12 +207,12 @@ def test_withheld_memory_of_the_draft_is_had_again(pair: Pair, monkeypatch: pyte
     runner = model_drafter(engine).runner
     later = ClearsLater(runner, monkeypatch)
     run = drive(engine, make_requests(), after_step=poisoned_once(engine, "r1", 3))
-    assert {told.reason for told in run.told.values()} == {"length"}
+    assert {told.reason for told in run.received.values()} == {"length"}
     assert later.withheld
     assert later.tried == 3
     assert not runner.cache.withheld
     assert all_finite(runner)
-    record = run.told["r7"].record
+    record = run.received["r7"].record
     assert record is not None
     assert any(record.column("drafted"))
 
@@ -220,7 +224,7 @@ def test_negative_control_memory_that_is_not_cleared_is_handed_on(
     cancels.before = lambda sequence: poison(engine.target, sequence.handle)
     monkeypatch.setattr(engine.target.storage, "is_finite", lambda handle: True)
     run = drive(engine, make_requests(), after_step=cancels)
-    assert not all_finite(engine.target) or any(told.reason == "error" for told in run.told.values())
+    assert not all_finite(engine.target) or any(told.reason == "error" for told in run.received.values())
 
 
 def test_who_was_read_again_after_a_preemption_is_looked_at_again(pair: Pair) -> None:
@@ -243,7 +247,7 @@ def test_who_was_read_again_after_a_preemption_is_looked_at_again(pair: Pair) ->
 
     run = drive(engine, make_requests(0), after_step=after_step)
     assert poisoned
-    assert run.told[LONG].reason == "cancelled"
+    assert run.received[LONG].reason == "cancelled"
     assert all_finite(engine.target)
 
 
@@ -323,16 +327,16 @@ def test_a_draft_that_is_not_finite_costs_its_own_request_its_drafts(
     run = drive(engine, make_requests(), after_step=poisoned_once(engine, name, 3))
     if verifier == "match":
         assert run.tokens == expected
-    assert {told.reason for told in run.told.values()} == {"length"}
+    assert {told.reason for told in run.received.values()} == {"length"}
     assert all_finite(model_drafter(engine).runner)
-    record = run.told[name].record
+    record = run.received[name].record
     assert record is not None
     first = next(i for i in range(len(record.column("emitted"))) if sum(record.column("emitted")[: i + 1]) >= 3)
     drafted = record.column("drafted")[first + 1 :]
     assert drafted[0] > 0
     assert not any(drafted[1:])
     assert sum(s.draft_faults for s in run.steps) == 1
-    for other, told in run.told.items():
+    for other, told in run.received.items():
         assert told.record is not None
         assert other == name or told.record.column("drafted")[-2:] != [0, 0]
 

@@ -13,7 +13,7 @@ from engine import commit as commit_module
 from engine.detokenize import TextStream
 from engine.engine import Engine
 from engine.types import Request, SamplingParams, Verifier
-from tests.engine.driving import Told, drive, load
+from tests.engine.driving import Received, drive, load
 from tests.engine.pairs import EOS, Pair
 from tests.engine.test_stops import certain, decoded, place_in_block, prompt, stop_strings
 
@@ -56,9 +56,9 @@ def end_tokens(engine: Engine) -> Iterator[None]:
     engine.intake.eos_ids = before
 
 
-def run(engine: Engine, way: Way, params: SamplingParams) -> Told:
+def run(engine: Engine, way: Way, params: SamplingParams) -> Received:
     request = Request("r", prompt(engine), params, k=way.k, verifier=way.verifier)
-    return drive(engine, [request]).told["r"]
+    return drive(engine, [request]).received["r"]
 
 
 def wordy(engine: Engine, way: Way) -> SamplingParams:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.types import FinishReason, Request, SamplingParams
-from tests.engine.driving import Told, drive, load
+from tests.engine.driving import Received, drive, load
 from tests.engine.pairs import EOS, Pair
 
 K = 4
@@ -38,8 +38,8 @@ def prompt(engine: Engine) -> tuple[int, ...]:
     return tuple(engine.tokenizer.encode("def main(argv=None):"))
 
 
-def run(engine: Engine, params: SamplingParams, k: int = K) -> Told:
-    return drive(engine, [Request("r", prompt(engine), params, k=k)]).told["r"]
+def run(engine: Engine, params: SamplingParams, k: int = K) -> Received:
+    return drive(engine, [Request("r", prompt(engine), params, k=k)]).received["r"]
 
 
 def based_on(seed: int) -> SamplingParams:
@@ -83,11 +83,11 @@ def reference(engine: Engine, plain: Seq[int], params: SamplingParams, eos: froz
     return End(list(plain[: params.max_tokens]), decoded(engine, plain[: params.max_tokens]), "length")
 
 
-def assert_end(told: Told, end: End) -> None:
+def assert_end(told: Received, end: End) -> None:
     assert (told.tokens, told.text, told.reason) == (end.tokens, end.text, end.reason)
 
 
-def place_in_block(told: Told) -> int:
+def place_in_block(told: Received) -> int:
     """Which token of its round's 1 + K the text ended with, counted from 0; −1 if drafts ran short there."""
     assert told.record is not None
     return told.record.column("emitted")[-1] - 1 if told.record.column("drafted")[-1] == K else -1

@@ -31,7 +31,7 @@ from engine.types import (
 )
 from engine.worker import IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission
-from policies.token_cost import Work
+from policies.token_cost import TokenCost
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 from tests.kv import kv_kind, without_prefixes
@@ -155,7 +155,7 @@ def test_who_is_refused_is_told_how_long_the_queue_is(
 ) -> None:
     """Two slots, three requests of 8 tokens, half a second each. A newcomer goes before further choices of one that has
     a slot: it takes the second."""
-    monkeypatch.setattr(Work, "of", lambda timings, most: Work(0.0, 0.5))
+    monkeypatch.setattr(TokenCost, "measured", lambda timings, most: TokenCost(0.0, 0.5))
     worker = EngineWorker(engine, desk.deliver)
     worker.start()
     held, gate = threading.Event(), threading.Event()
@@ -179,14 +179,14 @@ def test_who_is_refused_is_told_how_long_the_queue_is(
 
 class Asks:
     """Tries one more request after every step, from when as many run as `running` until one ends, while as many wait as
-    `waiting`; `told` are the seconds after which it may come again. Slowness is not learned."""
+    `waiting`; `retry_after_s` are the seconds after which it may come again. Slowness is not learned."""
 
     def __init__(
         self, engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch, more: Request, running: int, waiting: int
     ) -> None:
-        monkeypatch.setattr(Work, "of", lambda timings, most: Work(0.0, 0.25))
+        monkeypatch.setattr(TokenCost, "measured", lambda timings, most: TokenCost(0.0, 0.25))
         monkeypatch.setattr(Admission, "worked", lambda self, work_s, took_s: None)
-        self.worker, self.more, self.told = EngineWorker(engine, desk.deliver), more, list[int]()
+        self.worker, self.more, self.retry_after_s = EngineWorker(engine, desk.deliver), more, list[int]()
         self._scheduler, self._state = engine.scheduler, (running, waiting)
         desk.on_delivery = self
 
@@ -196,7 +196,7 @@ class Asks:
         if (len(self._scheduler.running), len(self._scheduler.waiting)) == self._state:
             with pytest.raises(Overloaded) as refused:
                 self.worker.submit(self.more)
-            self.told.append(refused.value.retry_after)
+            self.retry_after_s.append(refused.value.retry_after)
 
 
 def test_who_is_refused_waits_less_the_more_those_before_have_said(
@@ -208,9 +208,9 @@ def test_who_is_refused_waits_less_the_more_those_before_have_said(
     asks.worker.start()
     desk.wait_for_end("a", "b", "c")
     asks.worker.stop()
-    assert asks.told == sorted(asks.told, reverse=True)
-    assert asks.told[0] > 30
-    assert asks.told[-1] < 15
+    assert asks.retry_after_s == sorted(asks.retry_after_s, reverse=True)
+    assert asks.retry_after_s[0] > 30
+    assert asks.retry_after_s[-1] < 15
 
 
 def test_a_slot_without_memory_is_none_to_wait_for(pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_a_slot_without_memory_is_none_to_wait_for(pair: Pair, desk: Desk, monke
     asks.worker.start()
     desk.wait_for_end(*(r.id for r in requests))
     asks.worker.stop()
-    assert asks.told[0] > 10
+    assert asks.retry_after_s[0] > 10
 
 
 def test_requests_of_a_list_are_admitted_together_or_not_at_all(worker: EngineWorker, desk: Desk) -> None:

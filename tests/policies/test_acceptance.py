@@ -63,7 +63,7 @@ def rounds_of(handle: int, ks: str, accepted: str) -> Iterator[Drafted]:
 
 
 def replay(estimator: Predictor, slots: int = 8, seen: Callable[[Round], Round] = lambda outcomes: outcomes) -> Pairs:
-    """`seen` is what the estimator is told of a round."""
+    """seen: maps a round to what the estimator learns from it."""
     predicted, realised = [], []
     for outcomes in recorded(slots):
         told = seen(outcomes)
@@ -93,12 +93,12 @@ def log_likelihood(pairs: Pairs) -> float:
 
 
 def all_failures(outcomes: Round) -> Round:
-    """What a naive count makes of a round: every draft that was not accepted is a failure."""
+    """A naive count: every draft that was not accepted is a failure."""
     return [o._replace(overlaps=(1.0,) * o.accepted + (0.0,) * (o.drafted - o.accepted)) for o in outcomes]
 
 
 class Strangers:
-    """Makes each round of a request that of a new one: what is left is the population's law."""
+    """Makes each round a new request's, so that only the population's law is left."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -109,7 +109,7 @@ class Strangers:
 
 
 class OwnCounts:
-    """No population: each request's own share of successes, counted from one of each on."""
+    """No population: each request's own share of successes, counted from one success and one failure on."""
 
     def __init__(self, memory: float) -> None:
         self.memory = memory
@@ -162,9 +162,9 @@ LENGTH, WORTH, PROBE_EVERY, PROBE = 128, 0.4, 40, 4
 
 
 def closed_loop(estimator: Predictor, batch: int, breaks: int = BREAKS, seed: int = 0) -> Floats:
-    """Share of the sequences that draft, per round [END], by a policy that drafts where acceptance seems worth it.
+    """[END] share of sequences that draft in each round, by a policy that drafts where acceptance seems worth it.
 
-    Once nobody has drafted for PROBE_EVERY rounds one sequence probes. Who has LENGTH tokens makes way for a new one.
+    After PROBE_EVERY rounds without drafts one sequence probes. A new sequence replaces one of LENGTH tokens.
     """
     random = np.random.default_rng(seed)
     left = {handle: int(random.integers(1, LENGTH)) for handle in range(batch)}
@@ -194,8 +194,8 @@ def test_a_drafter_gone_bad_is_abandoned_within_20_rounds_and_found_again_within
     for seed in range(4):
         shares = closed_loop(Estimator(DEPTH), batch, seed=seed)
         assert shares[50:BREAKS].mean() > 0.75  # one unlucky request is all of a batch of 1
-        assert shares[BREAKS + 20 : BREAKS + 120].mean() < 0.15  # those that have just come try for a few rounds
-        assert shares[BREAKS + 120 : REPAIRED].mean() < 0.05  # and then no longer
+        assert shares[BREAKS + 20 : BREAKS + 120].mean() < 0.15  # newcomers try for a few rounds
+        assert shares[BREAKS + 120 : REPAIRED].mean() < 0.05  # and then stop
         assert shares[REPAIRED + 200 :].mean() > 0.8
 
 
@@ -204,7 +204,7 @@ def test_a_good_drafter_is_not_abandoned() -> None:
 
 
 def test_counts_that_never_fade_neither_abandon_in_time_nor_find_again() -> None:
-    """Negative control of the closed loop: one long request, whose whole past counts."""
+    """Negative control of the closed loop: one long request, with its whole past."""
     estimator = OwnCounts(1.0)
     estimator.forget = lambda handle: None  # type: ignore[method-assign]
     estimator.counts = dict.fromkeys(range(10_000), (300.0, 130.0))
@@ -289,7 +289,7 @@ def test_a_depth_below_1_is_refused() -> None:
 
 
 def after(*rounds: Round, depth: int = DEPTH) -> Floats:
-    """What is predicted for handle 0 once it and a stranger have seen these rounds, [2, depth]."""
+    """[2, depth] predictions for handle 0 and for a stranger after these rounds."""
     estimator = Estimator(depth)
     for outcomes in rounds:
         estimator.observe(outcomes)
@@ -298,7 +298,7 @@ def after(*rounds: Round, depth: int = DEPTH) -> Floats:
 
 def test_positions_behind_the_first_rejection_say_nothing() -> None:
     assert after([drafted(0, 8, 2)]) == pytest.approx(after([drafted(0, 3, 2)]))
-    assert after([drafted(0, 3, 2)])[0, 0] < after([drafted(0, 2, 2)])[0, 0]  # the rejection itself does
+    assert after([drafted(0, 3, 2)])[0, 0] < after([drafted(0, 2, 2)])[0, 0]  # the rejection itself lowers it
 
 
 def test_overlaps_take_the_place_of_outcomes() -> None:
@@ -346,7 +346,7 @@ def test_requests_are_told_apart_and_strangers_are_like_all() -> None:
 
 
 def test_further_drafts_are_likelier_once_the_first_was_accepted() -> None:
-    """Requests of two kinds: for a stranger, an accepted draft is a sign of the better kind."""
+    """Of two kinds of requests, an accepted draft indicates the better kind."""
     estimator = Estimator(DEPTH)
     random = np.random.default_rng(0)
     for _ in range(200):
@@ -368,7 +368,7 @@ def test_who_gets_no_drafts_becomes_like_all() -> None:
 
 
 def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> None:
-    """But for the leak between them."""
+    """Except for the drift towards the population between them."""
     random = np.random.default_rng(1)
     single, several = Estimator(DEPTH), Estimator(DEPTH)
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Admission: which limit refuses whom, what the client is told, and how long it should wait."""
+"""Admission: which limit refuses a request, what the client is told, and how long it should wait."""
 
 import math
 import random
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from policies import admission as admission_module
 from policies.admission import Admission, Ratio
 from policies.observation import Timing
-from policies.token_cost import UNKNOWN_S, Work
+from policies.token_cost import UNKNOWN_S, TokenCost
 
-ROOMY = 10**9  # tokens of memory, where the places are what matters
+ROOMY = 10**9  # tokens of memory, where only the places matter
 
 
 def places(running: int, waiting: int) -> Admission:
@@ -45,7 +45,7 @@ def test_nothing_is_refused_for_memory_when_nothing_is_open() -> None:
     admission = memory(1_000, 2.0)
     assert admission.refusal(0, 0, 64, 10**6) is None
     assert admission.refusal(1, 1, 64, 10**6) is not None
-    assert places(2, 3).refusal(0, 0, 6, 1) is not None  # but for places it is
+    assert places(2, 3).refusal(0, 0, 6, 1) is not None  # places are a limit even then
 
 
 def test_the_client_is_told_the_numbers() -> None:
@@ -136,13 +136,13 @@ def timing(batch: int, drafts: int, score_s: float) -> Timing:
 
 def test_work_is_that_of_the_largest_batch() -> None:
     timings = [timing(1, 0, 0.002), timing(8, 0, 0.004), timing(8, 32, 0.008), timing(8, 64, 0.012), timing(1, 8, 0.01)]
-    work = Work.of(timings, 8)
+    work = TokenCost.measured(timings, 8)
     assert (work.decode_s, work.read_s) == pytest.approx((0.0005, 0.000125))
     assert work.seconds(1000, 100) == pytest.approx(0.175)
-    assert Work.of(timings[:1], 8) == Work(0.002, 0.002)
-    few = Work.of([timings[0], timings[-1]], 8)  # no larger batch was measured: 1 ms a row more
+    assert TokenCost.measured(timings[:1], 8) == TokenCost(0.002, 0.002)
+    few = TokenCost.measured([timings[0], timings[-1]], 8)  # no larger batch was measured: 1 ms a row more
     assert (few.decode_s, few.read_s) == pytest.approx((0.009 / 8, 0.001))
-    assert Work.of([], 8) == Work(UNKNOWN_S, UNKNOWN_S)
+    assert TokenCost.measured([], 8) == TokenCost(UNKNOWN_S, UNKNOWN_S)
 
 
 # --- against a queue that is simulated -------------------------------------------------------------------------------
@@ -166,15 +166,15 @@ class Job:
 class Refused:
     at: float
     advice: int
-    last: int  # number of the last request that was admitted before
-    wait: float | None = None  # that it would have had
+    last: int  # number of the last request admitted before it
+    wait: float | None = None  # seconds that it would have waited
 
 
 @dataclass
 class Queue:
-    """Slots that all emit one token a step, a prompt that is read beside them, and a clock that is not the machine's.
+    """Slots that each emit a token per step, a prompt that is read beside them, and a virtual clock.
 
-    guess: what the engine measured at its start, over what a full one takes."""
+    guess: seconds that the engine measured at its start over the seconds of a full engine."""
 
     guess: float
     now: float = 0.0
@@ -185,11 +185,11 @@ class Queue:
     refused: list[Refused] = field(default_factory=list)
 
     @property
-    def work(self) -> Work:
-        return Work(self.guess * READ_S, self.guess * STEP_S / SLOTS)
+    def work(self) -> TokenCost:
+        return TokenCost(self.guess * READ_S, self.guess * STEP_S / SLOTS)
 
     def arrive(self, job: Job) -> int | None:
-        """None: admitted; else the advice."""
+        """The advice in seconds; None: admitted."""
         if self.admission.refusal(len(self.running) + len(self.waiting), 0, 1, 0) is None:
             job.number = self.count = self.count + 1
             self.waiting.append(job)
@@ -223,7 +223,7 @@ class Queue:
             self.admission.finished(needed, asked)
 
     def _tell_waits(self) -> None:
-        """Whoever was refused would run now if those before it do and left a slot."""
+        """A refused request would run in this step if all before it run and leave a slot."""
         waiting = self.waiting[0].number if self.waiting else self.count + 1
         for one in self.refused:
             if one.wait is None and one.last < waiting:
@@ -237,7 +237,7 @@ def make_job(rng: random.Random) -> Job:
 
 
 def run(queue: Queue, arrivals: Sequence[float], seed: int) -> list[Refused]:
-    """Until nobody is left; returns those that were refused."""
+    """Run until no request is left. Returns the refused ones."""
     rng, times = random.Random(seed), deque(sorted(arrivals))
     while times or queue.running or queue.waiting or any(one.wait is None for one in queue.refused):
         while times and times[0] <= queue.now:
@@ -251,22 +251,22 @@ def run(queue: Queue, arrivals: Sequence[float], seed: int) -> list[Refused]:
 
 
 def burst(rng: random.Random) -> list[float]:
-    """Everybody at once, at an engine that has just started."""
+    """All requests come at once, at an engine that has just started."""
     return [0.0] * 100
 
 
 def after_an_idle_period(rng: random.Random) -> list[float]:
-    """One request at a time, which is soon done, for a while; then everybody."""
+    """For a while one short request at a time, then all at once."""
     return [20.0 * i for i in range(50)] + [1000.0] * 100
 
 
 def overload(rng: random.Random) -> list[float]:
-    """Twice what the engine can do, for a minute."""
+    """Twice the load that the engine can serve, for a minute."""
     return [rng.uniform(0, 60) for _ in range(60 * 6)]
 
 
 def drain(rng: random.Random) -> list[float]:
-    """A full engine to which more come for ten seconds, and then nobody."""
+    """A full engine, to which requests come for ten seconds and then none."""
     return [0.0] * 32 + [rng.uniform(0, 10) for _ in range(100)]
 
 
@@ -274,7 +274,7 @@ PATTERNS = [burst, after_an_idle_period, overload, drain]
 
 
 def honest(one: Refused) -> bool:
-    """Within a factor of 2; no advice is below 1 s."""
+    """The advice is right within a factor of 2, but never below 1 s."""
     assert one.wait is not None
     return one.advice / 2 <= max(one.wait, 1.0) and one.wait <= 2 * one.advice
 
@@ -307,7 +307,7 @@ def test_negative_control_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("crowd", [60, 100])
 def test_who_obeys_is_admitted_after_few_attempts(crowd: int) -> None:
-    """Everybody comes at once, and again when told to: at most half need more than three attempts, and all get in."""
+    """All come at once, and again when told to: at most half need more than three attempts, and all get in."""
     rng, queue = random.Random(3), Queue(1.0)
     due = [(0.0, 1)] * crowd
     attempts: list[int] = []

@@ -1,11 +1,12 @@
-"""What a policy is told of a batch, and that it learns: the control around estimator, cost model and policy."""
+"""The control around estimator, cost model and policy: what a policy sees of a batch, and that it learns."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from policies.config import PolicyConfig
-from policies.control import MOST_WAITING, SpecControl
+from policies.control import SpecControl
+from policies.cost import REFRESH
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
 from policies.spec_length import HOLDS
@@ -27,7 +28,7 @@ def candidate(handle: int = 0, **changes: object) -> Candidate:
 
 
 def timings() -> list[Timing]:
-    """A machine on which a pass takes 1 ms and 20 µs a token, a draft step .1 ms, whatever the batch."""
+    """A machine whose pass takes 1 ms and 20 µs per token, and whose draft step takes 0.1 ms in any batch."""
     return [
         Timing(b, b * k, k, 0, k, b * k, 1e-4 * k, 1e-3 + 2e-5 * b * (1 + k), 0.0)
         for b in (1, 2, 4, 8)
@@ -40,7 +41,7 @@ def control(name: str = "goodput", **changes: object) -> SpecControl:
 
 
 def play(policy: SpecControl, good: Sequence[bool], rounds: int) -> list[list[int]]:
-    """Rounds of sequences all of whose drafts are accepted, or none; returns the ks."""
+    """Play rounds in which all drafts of a sequence are accepted, or none. Returns the ks."""
     played = []
     for _ in range(rounds):
         ks = policy.plan([candidate(n) for n in range(len(good))]).ks
@@ -79,7 +80,7 @@ def anew(policy: SpecControl, candidates: Sequence[Candidate], prefill: int = 0)
     ],
 )
 def test_what_bounds_k(changes: dict[str, object], k: int, reason: str) -> None:
-    """Of a sequence that would be given more: every draft is accepted."""
+    """Every draft is accepted, so the sequence would get more."""
     policy = control()
     play(policy, [True], 20)
     decision = anew(policy, [candidate(0, **changes)])
@@ -89,7 +90,7 @@ def test_what_bounds_k(changes: dict[str, object], k: int, reason: str) -> None:
 def test_the_operators_maximum() -> None:
     policy = control(max_k=3)
     assert play(policy, [True], 20)[-1] == [3]
-    assert policy.plan([candidate(fixed=5)]).ks == [5]  # which a request's own k goes before
+    assert policy.plan([candidate(fixed=5)]).ks == [5]  # a request's own k may exceed it
 
 
 def test_each_sequence_gets_what_its_own_drafts_have_earned() -> None:
@@ -111,7 +112,7 @@ def test_what_is_expected_of_a_round() -> None:
 
 
 def test_prompts_beside_a_round_do_not_make_drafts_look_cheap() -> None:
-    """Its seconds are told all the same. Where drafts do not pay alone, they do not pay beside a long prompt."""
+    """Drafts that do not pay alone do not pay beside a long prompt. The predicted seconds include the prompt."""
     policy = control()
     play(policy, [True, False], 40)
     alone, beside = (anew(policy, [candidate(2)], prefill) for prefill in (0, 4_000))
@@ -120,8 +121,7 @@ def test_prompts_beside_a_round_do_not_make_drafts_look_cheap() -> None:
 
 
 def test_choices_go_by_the_prompts_that_rounds_really_had() -> None:
-    """On a machine where tokens cost something from the 33rd on: a choice stands for rounds to come, which may have no
-    prompts."""
+    """Tokens cost something from the 33rd on. A choice is also used for later rounds, which may have no prompts."""
     steep = [
         Timing(b, b * k, k, 0, k, b * k, 1e-5 * k, 1e-3 + 2e-3 * max(0, b * (1 + k) - 32), 0.0)
         for b in (1, 2, 4, 8)
@@ -140,7 +140,7 @@ def test_what_was_learned_outlives_a_change_of_policy() -> None:
     play(policy, [False], 40)
     policy.configure(PolicyConfig("goodput", probe_share=0.0))
     assert policy.plan([candidate()]).ks == [0]
-    assert control().plan([candidate()]).ks != [0]  # which knows nothing, and tries
+    assert control().plan([candidate()]).ks != [0]  # it knows nothing, and tries
 
 
 def test_a_sequence_that_is_gone_leaves_no_trace_but_in_the_mean() -> None:
@@ -155,7 +155,7 @@ def test_a_sequence_that_is_gone_leaves_no_trace_but_in_the_mean() -> None:
 
 
 def sure(policy: SpecControl, rounds: int, handles: Sequence[int] = (0, 1), **changes: object) -> list[list[int]]:
-    """Choices in rounds in which nothing is learned."""
+    """Returns the ks of rounds from which nothing is learned."""
     return [policy.plan([candidate(n, **changes) for n in handles]).ks for _ in range(rounds)]
 
 
@@ -192,7 +192,7 @@ def test_a_choice_is_used_within_todays_limits() -> None:
     again = policy.plan([candidate(0, left=1), candidate(1)])
     assert again.ks == [1, first.ks[1]]
     assert again.reasons == ["cap", first.reasons[1]]
-    assert policy.plan([candidate(1), candidate(0, fixed=3)]).ks == [first.ks[1], 3]  # whoever is left, in any order
+    assert policy.plan([candidate(1), candidate(0, fixed=3)]).ks == [first.ks[1], 3]  # in any order
 
 
 def test_a_probe_is_not_the_plan() -> None:
@@ -202,7 +202,7 @@ def test_a_probe_is_not_the_plan() -> None:
 
 
 def test_newcomers_get_the_middle_k_of_the_plan() -> None:
-    """Of few sequences a newcomer makes a new choice due. In a larger batch it waits for the next one."""
+    """Among few sequences a newcomer makes a new choice due. In a larger batch it waits for the next one."""
     policy = control(probe_share=0.0)
     last = play(policy, [True, True, True, False], 40)[-1]
     anew(policy, [candidate(n) for n in range(4)])
@@ -226,14 +226,14 @@ def test_one_of_four_joins_without_a_new_choice(before: int, asked: bool, monkey
     assert bool(made) == asked
 
 
-def test_who_joins_a_policy_that_gives_everybody_the_same_gets_it_at_once() -> None:
+def test_a_newcomer_gets_the_k_of_a_fixed_policy_at_once() -> None:
     policy = control("fixed", k=3)
     assert sure(policy, 1) == [[3, 3]]
     assert sure(policy, 1, (0, 1, 7)) == [[3, 3, 3]]
 
 
 def test_guesses_are_chosen_about_in_every_round() -> None:
-    """What they offer is another thing in each."""
+    """The offer differs from round to round."""
     policy = control()
     play(policy, [True], 20)
     offered = [policy.plan([candidate(source="lookup", gap=0, offered=n)]).ks for n in (8, 0, 3, 8)]
@@ -256,7 +256,7 @@ def test_what_was_chosen_for_a_guess_is_not_used_for_a_models_drafts(monkeypatch
 
 
 def test_a_request_that_fixes_its_k_does_not_end_probes() -> None:
-    """Its drafter may be another, or have nothing to offer."""
+    """It may have another drafter, or one without an offer."""
 
     def probes(**companion: object) -> int:
         policy, found = control(), 0
@@ -297,9 +297,9 @@ def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: 
     policy = control()
     learned: list[Timing] = []
     monkeypatch.setattr(policy.cost, "observe", learned.append)
-    for _ in range(MOST_WAITING):
+    for _ in range(REFRESH):
         policy.observe(Timing(1, 0, 0, 50, 0, 0, 0.0, 2e-3, 0.0), [], [0])
-    assert len(learned) == MOST_WAITING
+    assert len(learned) == REFRESH
 
 
 def test_no_candidates_and_no_drafts_at_all() -> None:

@@ -1,4 +1,4 @@
-"""The cost model: reproduces a profile, is corrected by what rounds really take, never says that drafts are free."""
+"""The cost model reproduces a profile, is corrected by measured rounds, and never says that drafts are free."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ def cliffs(tokens: float) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """What rounds really take: `verify` by tokens, attention padded in a share `padding`."""
+    """True seconds of rounds: `verify` by tokens, and a share `padding` of padded attention."""
 
     verify: Callable[[float], float] = cliffs
     padding: float = 0.0
@@ -67,7 +67,7 @@ def draft(cost: RoundCost, timing: Timing) -> float:
 
 
 def score_error(model: CostModel, timing: Timing) -> float:
-    """Relative; below 0: predicted too little."""
+    """Relative error; negative if the prediction is too low."""
     return score(model.round_cost(timing.batch, timing.prefill), timing.drafts, timing.depth) / timing.score_s - 1
 
 
@@ -97,7 +97,7 @@ def test_rounds_between_the_profiled_ones_lie_between_them(batch: int, k: int) -
 def test_beyond_the_profile_the_last_slope_goes_on(batch: int, prefill: int) -> None:
     machine = Machine(lambda n: 2e-3 + 3e-5 * n)
     model = CostModel(DEPTH, machine.profile())
-    for k in (0, 4, 16):  # what is beside prompts is known by classes of 9 % of their length
+    for k in (0, 4, 16):  # the length of prompts is rounded by up to 9 %
         assert score_error(model, machine.round((k,) * batch, prefill)) == pytest.approx(
             0, abs=0.1 if prefill else 1e-9
         )
@@ -119,7 +119,7 @@ def test_without_uneven_rounds_nothing_is_added_for_them() -> None:
 
 
 def test_a_draft_model_is_fitted_by_batch() -> None:
-    """Its forwards cost as the square root of the batch here: no plane goes through all batches."""
+    """Its forwards cost as the square root of the batch, so no plane fits all batches."""
     machine = Machine()
     model = CostModel(DEPTH, machine.profile())
     for batch in BATCHES:
@@ -159,7 +159,7 @@ def test_a_measured_machine_is_fitted_within_a_tenth() -> None:
 
 
 def test_a_machine_that_slows_down_is_followed() -> None:
-    """Within some rounds, draft and score alike, and also for what was not run since."""
+    """Draft and score follow within some rounds, also for kinds of rounds that were not run since."""
     model = CostModel(DEPTH, Machine().profile())
     for _ in range(20):
         model.observe(Machine().round((1,) * 8))
@@ -176,7 +176,7 @@ def test_a_machine_that_slows_down_is_followed() -> None:
 
 
 def test_what_was_learned_of_a_bucket_moves_with_the_machine() -> None:
-    """Passes over 40 tokens take 1.3 times what the profile says. That stays known when only others are run."""
+    """Passes over 40 tokens take 1.3 times the profiled seconds. This stays known while only others are run."""
     odd = Machine(lambda n: cliffs(n) * (1.3 if n > 20 else 1))
     model = CostModel(DEPTH, Machine().profile())
     for _ in range(32):
@@ -192,7 +192,7 @@ def test_what_was_learned_of_a_bucket_moves_with_the_machine() -> None:
 
 
 def test_what_is_not_visited_is_not_below_smaller_passes_that_are() -> None:
-    """The smaller ones turn out to take twice what the profile says, while all others keep to it."""
+    """Small passes take twice the profiled seconds; all others take what was profiled."""
     flat = Machine(lambda n: 2e-3 + 1e-6 * n)
     surprise = Machine(lambda n: (2 if 6 <= n <= 9 else 1) * (2e-3 + 1e-6 * n))
     model = CostModel(DEPTH, flat.profile())
@@ -206,7 +206,7 @@ def test_what_is_not_visited_is_not_below_smaller_passes_that_are() -> None:
 
 
 def test_a_profiled_round_that_was_interrupted_does_not_count() -> None:
-    """It took longer than a larger one, of its own batch or of another; uneven ones go by what most of them say."""
+    """It took longer than a larger round. For uneven rounds the majority decides."""
     machine = Machine(lambda n: 2e-3 + 3e-5 * n, padding=0.5)
     interrupted = {(2, 4, 2), (4, 64, 16), (4, 7, 4)}
     timings = [
@@ -219,7 +219,7 @@ def test_a_profiled_round_that_was_interrupted_does_not_count() -> None:
 
 
 def test_rounds_that_contradict_each_other_are_averaged() -> None:
-    """Twice as many tokens are seen to take half the time."""
+    """Twice as many tokens were measured to take half the time."""
     model = CostModel(DEPTH, Machine().profile())
     for _ in range(16):
         model.observe(replace(Machine().round((0,) * 8), score_s=4e-3))
@@ -228,7 +228,7 @@ def test_rounds_that_contradict_each_other_are_averaged() -> None:
 
 
 def test_what_was_learned_on_both_sides_of_a_step_holds_on_both() -> None:
-    """The profile steps up between 8 tokens and 12; passes of 4 take more than it says, passes of 12 less."""
+    """The profile steps up between 8 and 12 tokens. Passes of 4 take longer than profiled, passes of 12 less."""
     profile = [Timing(4, 4 * k, k, 0, 0, 0, 0.0, ms * 1e-3, 0.0) for k, ms in enumerate((1.0, 1.0, 2.0, 3.0))]
     model = CostModel(3, profile)
     for _ in range(16):
@@ -281,7 +281,7 @@ def test_host_work_is_learned_with_and_without_drafts() -> None:
 
 @pytest.mark.parametrize(("rounds", "known"), [(corrections.FEW - 1, False), (corrections.FEW, True)])
 def test_a_few_rounds_count_and_fewer_do_not(rounds: int, known: bool) -> None:
-    """The host's work counts from its fourth round on, and so does the correction that a bucket without rounds gets."""
+    """Host work counts from its fourth round on, and so does the factor of a kind without rounds."""
     host, factors = corrections.HostWork(), corrections.Corrections()
     for _ in range(rounds):
         host.observe(Machine().round((0,) * 4))
@@ -302,7 +302,7 @@ def test_drafts_that_no_model_made_cost_the_host_time() -> None:
 
 
 def test_prompts_beside_a_round_teach_nothing_about_rounds_without() -> None:
-    """A prompt's tokens cost what they cost: here a tenth of a verified one."""
+    """A prompt's token costs a tenth of a verified one here."""
     model = CostModel(DEPTH, Machine().profile())
     before = model.round_cost(4, 0)
     for _ in range(32):

@@ -19,7 +19,7 @@ Planner = Callable[[Observation], Allocation]
 
 
 def passes(random: Generator, size: int) -> Floats:
-    """Seconds by tokens, in one of the shapes that machines have: lines, steps, cliffs, and any at all."""
+    """Seconds by tokens, in a shape that machines have: lines, steps, cliffs, rising, or any."""
     n = np.arange(size)
     width = random.integers(1, 6)
     line = random.uniform(0.5, 3.0) + random.uniform(0.0, 0.4) * n
@@ -91,7 +91,7 @@ def zeros(batch: int) -> Ints:
 
 
 def check_exact(planned_by: Planner, seed: int, instances: int) -> None:
-    """All drafts are a model's, which has read all but what a round leaves, or none is."""
+    """All drafts are a model's that has read each sequence but for what a round leaves, or no drafts are a model's."""
     random = np.random.default_rng(seed)
 
     def small(batch: int) -> Ints:
@@ -107,7 +107,7 @@ def test_equals_brute_force_where_all_drafts_cost_the_same() -> None:
 
 
 def greedy(observation: Observation) -> Allocation:
-    """The next draft that gains most, as long as one gains."""
+    """Adds the draft that gains most, as long as one gains."""
     best = evaluate(observation, np.maximum(observation.fixed, 0))
     while True:
         grown = [best.ks + (np.arange(len(best.ks)) == place) for place in observation.free]
@@ -125,7 +125,7 @@ def test_brute_force_tells_a_greedy_planner() -> None:
 
 
 def mixed_regrets(planned_by: Planner, seed: int) -> Floats:
-    """Of 3,000 instances with gaps of 0, 1, and up to 200 tokens that are to be paid off within as few as one round."""
+    """Regrets of 3,000 instances with gaps of 0, 1 and up to 200 tokens, to be paid off within 1 to 39 rounds."""
     random = np.random.default_rng(seed)
 
     def gaps(batch: int) -> Ints:

@@ -37,7 +37,7 @@ def test_expected_tokens_keeps_its_precision_up_to_alpha_1(alpha: float, k: int)
 
 
 def test_the_quotient_itself_would_not_do() -> None:
-    """Negative control of the tolerance above: the textbook form loses half of the digits near 1."""
+    """Negative control of the tolerance above: the textbook form loses half of its digits near α = 1."""
     alpha, k = 1 - 1e-9, 7
     quotient = (1 - alpha ** (k + 1)) / (1 - alpha)
     assert quotient != pytest.approx(expected_tokens(alpha, k), rel=1e-14)
@@ -58,7 +58,7 @@ def test_figures_that_the_paper_gives() -> None:
 
 @given(alpha=chances, c=st.floats(0.0, 1.0), maximum=st.integers(1, 16))
 def test_drafts_pay_if_and_only_if_alpha_exceeds_the_cost_ratio(alpha: float, c: float, maximum: int) -> None:
-    """Corollary 3.9, with its bound on what they pay."""
+    """Corollary 3.9, with its bound on the speedup."""
     assume(alpha <= c or alpha > c + 1e-9)  # nearer than that, rounding decides
     k = max(range(maximum + 1), key=lambda length: walltime_factor(alpha, length, c))  # the lowest of equals
     if alpha <= c:

@@ -20,7 +20,7 @@ GPU, CPU = partial(gpu, DEPTH), partial(cpu, DEPTH)
 
 
 class Script:
-    """The same k for everybody, round after round, as far as they may; it keeps what it was told."""
+    """The same k for every sequence in every round, within the limits; it records its arguments."""
 
     def __init__(self, ks: Iterable[int], confidence: float = 0.0) -> None:
         self.ks = iter(ks)
@@ -203,7 +203,7 @@ def test_nobody_beats_the_clairvoyant_in_the_mean(machine: Callable[..., object]
 
 
 def test_prompts_do_not_mislead_the_clairvoyant() -> None:
-    """A prompt in every round, and too many sequences for drafts: counted in, what prompts take costs it a tenth."""
+    """Every round has a prompt and too many sequences for drafts. Counting the prompts' time costs a tenth."""
     off = simulate(World(drifting(256, 0), GPU), control("off", batch=256), 120, skip=50)
     world = World(drifting(256, 0), GPU)
     knowing = simulate(world, Clairvoyant(world, DEPTH), 120, skip=50)

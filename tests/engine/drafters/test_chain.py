@@ -1,4 +1,4 @@
-"""The engine's one drafter: who is asked, what is made of the offers, and what a failing drafter costs."""
+"""ChainedDrafter: which drafters are asked, how drafts are merged, and what a failing drafter costs."""
 
 import logging
 from collections.abc import Callable, Mapping, Set
@@ -150,7 +150,7 @@ def test_every_mix_of_chains_offers_and_laws(
 
 
 def test_a_model_behind_a_cascade_is_asked_once_for_all() -> None:
-    """Those that want nobody else wait for those whom the others could not help."""
+    """Its own sequences wait until the earlier drafters of `cascade` have been asked for theirs."""
     fakes = make_fakes(lookup={0: 4}, model={0: 4, 1: 4, 2: 4})
     draft = make_chains(fakes).propose(make_batch(*make_sequences("cascade", "cascade", "model")), [4, 4, 4])
     assert draft.proposers == ("lookup", "model", "model")
@@ -179,7 +179,7 @@ def test_a_single_offer_is_not_copied(chain: DrafterName) -> None:
 
 
 def test_the_first_in_the_chain_that_has_any_offers() -> None:
-    """Under its own name; who stands behind it is not asked."""
+    """The offer carries that drafter's name. Later drafters of the chain are not asked."""
     fakes = make_fakes(lookup={0: 2, 2: 9}, model={0: 9, 1: 9, 3: 9})
     sequences = make_sequences("cascade", "cascade", "lookup", "lookup", "model")
     offers = [make_chains(fakes).offer(s, 4) for s in sequences]
@@ -188,7 +188,7 @@ def test_the_first_in_the_chain_that_has_any_offers() -> None:
     assert asked == {"ngram": [], "prediction": [0, 1], "lookup": [0, 1, 2, 3], "model": [1, 4]}
 
 
-def test_nobody_offers_without_a_chain() -> None:
+def test_a_sequence_without_a_chain_gets_no_offer() -> None:
     fakes = make_fakes(model={0: 4})
     assert make_chains(fakes).offer(make_sequences(None)[0], 4) == NO_OFFER
     assert not any(fake.offered for fake in fakes.values())
@@ -302,7 +302,7 @@ def test_all_of_them_failing() -> None:
 
 
 def test_all_observe_though_one_of_them_cannot() -> None:
-    """It alone forgets, also where it cannot do that either; the caller is told."""
+    """Only that drafter forgets, even if forgetting fails too. The caller gets a DrafterFault."""
     fakes = make_fakes(model={0: 1})
     drafters, batch = make_chains(fakes), make_batch(*make_sequences("model", "cascade"))
     drafters.observe(batch, make_verdict(0, 0))

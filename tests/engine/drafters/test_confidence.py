@@ -18,7 +18,7 @@ def lengths(laws: Tensor, limits: list[float]) -> list[int]:
     active, counts = list(range(len(limits))), [0] * len(limits)
     for column in laws.t():
         logits = torch.stack([column, 1 - column], 1).log() + torch.randn(len(laws), 1)  # only differences count
-        sure = confidence.sure(logits[active], torch.tensor(active))
+        sure = confidence.sure_rows(logits[active], torch.tensor(active))
         active = [active[n] for n in sure]
         for i in active:
             counts[i] += 1
@@ -48,9 +48,9 @@ def test_no_limit() -> None:
 def test_it_is_computed_in_enough_digits(dtype: torch.dtype) -> None:
     """Equal logits of 1000 tokens, whose sum would be rounded in bfloat16."""
     confidence = ConfidenceLimit([1.01e-3, 0.99e-3], CPU)
-    assert confidence.sure(torch.zeros(2, 1000, dtype=dtype), torch.tensor([0, 1])) == [1]
+    assert confidence.sure_rows(torch.zeros(2, 1000, dtype=dtype), torch.tensor([0, 1])) == [1]
 
 
 def test_a_broken_model_ends_nothing() -> None:
     confidence = ConfidenceLimit([0.5], CPU)
-    assert confidence.sure(torch.full((1, 3), torch.nan), torch.tensor([0])) == [0]
+    assert confidence.sure_rows(torch.full((1, 3), torch.nan), torch.tensor([0])) == [0]

@@ -69,7 +69,7 @@ def test_it_is_fed_every_committed_token_once_whatever_rounds_it_is_asked_in() -
         assert length > 20
 
 
-def test_what_lies_beyond_its_reach_is_not_fed() -> None:
+def test_tokens_before_the_lookback_are_not_fed() -> None:
     """At the first look, and after rounds in which it was not asked."""
     made: list[Echo] = []
 
@@ -77,7 +77,7 @@ def test_what_lies_beyond_its_reach_is_not_fed() -> None:
         made.append(Echo())
         return made[-1]
 
-    drafter = GuessDrafter(make, CPU, reach=5)
+    drafter = GuessDrafter(make, CPU, lookback=5)
     sequence = make_sequence(0, [*range(40)])
     for length, fed in ((40, [*range(35, 40)]), (42, [40, 41]), (42, []), (60, [*range(55, 60)])):
         sequence.tokens[:] = range(length)
@@ -142,7 +142,7 @@ def test_a_pause_is_of_its_own_sequence_and_counts_the_rounds_it_was_asked_in() 
     assert drafter.propose(make_batch(*batch.sequences), [1, 1]).ks == (1, 1)
 
 
-def test_who_was_offered_nothing_is_left_alone() -> None:
+def test_a_sequence_without_a_draft_gets_no_pause() -> None:
     """Another drafter's failure is not its own."""
     drafter, _ = echoes()
     first, second = make_sequence(0, [1, 2]), make_sequence(1, [3, 4])
@@ -209,7 +209,7 @@ def test_what_was_offered_for_an_earlier_round_is_not_proposed() -> None:
     assert rows(drafter.propose(make_batch(sequence), [2])) == [[3, 4]]
 
 
-def test_no_offer_for_who_may_not_have_drafts() -> None:
+def test_no_offer_for_k_of_0() -> None:
     """Nor is that a round of a pause."""
     drafter, made = echoes()
     sequence = make_sequence(0, [1, 2])
@@ -229,7 +229,7 @@ def test_a_round_counts_once_whether_or_not_it_was_offered_for(ahead: bool) -> N
     assert [len(pause) for pause in said.split("x")][1:-1] == [1, 2, 4, 8, 16]
 
 
-def test_a_pause_ends_though_nobody_takes_the_offers() -> None:
+def test_a_pause_ends_even_if_no_proposal_is_requested() -> None:
     """k is 0 while nothing is offered, and may be 0 after that."""
     drafter, _ = echoes()
     sequence = make_sequence(0, [1, 2, 3])

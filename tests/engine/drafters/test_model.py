@@ -27,16 +27,16 @@ def make_request(name: str, prompt: int, k: int | None = 4, max_tokens: int = 30
     return Request(name, ids, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), k)
 
 
-def test_a_long_prompt_takes_nobody_elses_drafts(pair: Pair) -> None:
+def test_a_long_prompt_does_not_delay_the_drafts_of_others(pair: Pair) -> None:
     """Its gap is fed in pieces over many rounds; the neighbour in a higher slot drafts in every one of them."""
     engine = load(pair, max_running=2, max_spec_length=4, max_step_tokens=12, max_model_len=128)
     arrivals = {0: [make_request("long", 80, max_tokens=40)], 2: [make_request("short", 3, max_tokens=100)]}
     run = drive(engine, arrivals)
-    short = run.told["short"].record
+    short = run.received["short"].record
     assert short is not None
     assert short.column("drafted")[0] == 0  # it comes with the prompt
     assert short.column("drafted")[1:15] == [4] * 14
-    long = run.told["long"].record
+    long = run.received["long"].record
     assert long is not None
     assert long.column("drafted")[:6] == [0] * 6  # catching up
     assert max(long.column("drafted")) == 4  # caught up
@@ -99,7 +99,7 @@ def test_a_draft_pass_is_in_the_order_of_its_own_slots(pair: Pair, monkeypatch: 
 
 
 def test_an_offer_is_what_it_then_drafts_and_reads(pair: Pair) -> None:
-    """As much as is asked for, behind the gap: all of the text at first, then what was emitted since."""
+    """It offers k drafts. The gap is the whole text at first, then the tokens emitted since."""
     drafter = model_drafter(load(pair, max_running=2, max_spec_length=4, max_model_len=128))
     sequence = make_sequence(0, range(2, 12))
     sequence.drafter = "model"
@@ -202,7 +202,7 @@ def test_a_draft_ends_before_it_becomes_unsure(verifier: Verifier) -> None:
     assert (draft.steps, draft.read) == (3, 3 * forwards[0] + forwards[1] + forwards[2])
 
 
-def test_nobody_is_sure_of_anything() -> None:
+def test_a_confidence_that_no_draft_reaches() -> None:
     engine, sequences = unsure("rejection")
     draft = ask(model_drafter(engine), sequences, [3] * 27, (1.0,) * 27)
     assert (draft.ks, draft.tokens, draft.logq, draft.logq_rows) == ((0,) * 27, None, None, {})

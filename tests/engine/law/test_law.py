@@ -40,7 +40,7 @@ def refused(found: Mapping[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def covering() -> dict[str, float]:
-    return p_values(pairwise(), draws=1500)
+    return p_values(pairwise(), draws=1200)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft
 from engine.sampling.acceptance import Verdict, match
-from engine.verification import on_host
+from engine.verification import copy_to_host
 
 JUNK = -99  # fills what lies beyond a row's drafts; never looked at
 
@@ -40,7 +40,7 @@ def decide(drawn: Seq[int], table: Tensor | None, ks: Seq[int], vocab: int, fini
     """The verdict on the host; all scores are finite unless told otherwise."""
     own = torch.tensor(drawn, dtype=torch.int64)
     finite = torch.ones_like(own, dtype=torch.bool) if finite is None else finite
-    return on_host(match(own, finite, table, ks), Draft(tuple(ks), table), vocab)
+    return copy_to_host(match(own, finite, table, ks), Draft(tuple(ks), table), vocab)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

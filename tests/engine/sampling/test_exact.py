@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft
 from engine.sampling import acceptance
-from engine.sampling.acceptance import Acceptance
+from engine.sampling.acceptance import AcceptanceLaw
 from engine.types import Verifier
 from engine.verification import draft_laws
 from tests.engine.enumeration import (
@@ -98,8 +98,8 @@ def test_two_rounds_emit_p(kind: str, verifier: Verifier) -> None:
 @both_verifiers
 def test_a_fault_of_the_second_round_shows(verifier: Verifier) -> None:
     """Control: its drafts are drawn from one law and reported with another."""
-    told = random_tree(torch.Generator().manual_seed(1), 3)
-    assert two_rounds("random", verifier, lambda start: replace(start, told=told)) > 1e-3
+    claimed = random_tree(torch.Generator().manual_seed(1), 3)
+    assert two_rounds("random", verifier, lambda start: replace(start, claimed=claimed)) > 1e-3
 
 
 # Drafts that end where the draft model is no longer sure
@@ -173,7 +173,7 @@ def test_ids_that_are_no_tokens(verifier: Verifier) -> None:
     starts = [Start(p, q, len(x), fixed=x) for x, (p, q) in zip(drafts, pairs("random", len(drafts)), strict=True)]
     # Some drafters give a law with them: it is not what they were drawn from.
     starts = [
-        replace(start, told=start.q) if not 0 <= x[0] < VOCAB else start
+        replace(start, claimed=start.q) if not 0 <= x[0] < VOCAB else start
         for start, x in zip(starts, drafts, strict=True)
     ]
     assert worst(starts, verifier) < EXACT
@@ -198,13 +198,13 @@ def test_an_id_that_is_no_token_passed_off_as_a_token_shows(
 
 
 def broken_model(tree: Tree, generator: torch.Generator) -> tuple[Tree, Tree]:
-    """(what is drawn from, what is told): NaN after some texts, where the draft is then the first token."""
-    drawn, told = [], []
+    """(what is drawn from, what is claimed): NaN after some texts, where the draft is then the first token."""
+    drawn, claimed = [], []
     for law in tree:
         fails = torch.rand(len(law), 1, generator=generator) < 0.4
-        told.append(law.masked_fill(fails, nan))
+        claimed.append(law.masked_fill(fails, nan))
         drawn.append(torch.where(fails, torch.tensor([0.0, -inf, -inf], dtype=torch.float64), law))
-    return drawn, told
+    return drawn, claimed
 
 
 @both_verifiers
@@ -213,17 +213,17 @@ def test_a_draft_model_that_gives_nan(kind: str, verifier: Verifier) -> None:
     generator = torch.Generator().manual_seed(3)
     starts = []
     for i, (p, q) in enumerate(pairs(kind, 9)):
-        drawn, told = broken_model(q, generator)
-        starts.append(Start(p, drawn, 1 + i % 3, told))
-    assert any(law.isnan().any() for start in starts for law in start.told or ())
+        drawn, claimed = broken_model(q, generator)
+        starts.append(Start(p, drawn, 1 + i % 3, claimed))
+    assert any(law.isnan().any() for start in starts for law in start.claimed or ())
     assert worst(starts, verifier) < EXACT
 
 
 def test_a_draft_of_fewer_tokens_than_the_targets() -> None:
     """A law over a smaller table gives the rest of the vocabulary nothing."""
-    told = torch.tensor([0.25, 0.75], dtype=torch.float64).log().view(1, 1, 2)
+    claimed = torch.tensor([0.25, 0.75], dtype=torch.float64).log().view(1, 1, 2)
     drafts, logp = torch.tensor([[1]]), torch.zeros(1, 2, VOCAB, dtype=torch.float64)
-    q = draft_laws(Draft((1,), drafts, told, {0: 0}), [0], drafts, logp)
+    q = draft_laws(Draft((1,), drafts, claimed, {0: 0}), [0], drafts, logp)
     assert torch.allclose(q.exp(), torch.tensor([[[0.25, 0.75, 0.0]]], dtype=torch.float64), atol=1e-15)
 
 
@@ -264,7 +264,7 @@ def go_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unscaled(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> Acceptance:
+    def unscaled(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
         decided = block(logp, logq, drafts, ks)
         return replace(decided, log_scales=torch.zeros_like(decided.log_scales))
 
@@ -274,7 +274,7 @@ def forget_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 def multiply_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """min(Π p/q, 1) at the end only, where Algorithm 2 caps every step."""
 
-    def uncapped(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> Acceptance:
+    def uncapped(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
         ratios = acceptance._log_ratios(logp, logq, drafts)
         scales = torch.cat([torch.zeros_like(ratios[:, :1]), ratios.cumsum(1).clamp(max=0)], 1)
         return replace(block(logp, logq, drafts, ks), log_scales=scales)
@@ -285,7 +285,7 @@ def multiply_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 def accept_by_the_product_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chances p_i in place of h_i, which makes room for the longer prefixes."""
 
-    def alone(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> Acceptance:
+    def alone(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
         decided = block(logp, logq, drafts, ks)
         return replace(decided, chances=acceptance._within(decided.log_scales[:, 1:].exp(), ks))
 
@@ -317,25 +317,25 @@ def test_a_fault_of_the_verifier_shows(verifier: Verifier, fault: Fault, monkeyp
 
 def argmax_scored_as_softmax(p: Tree, q: Tree) -> Start:
     certain = [torch.zeros_like(law).masked_fill(law < law.amax(1, keepdim=True), -inf) for law in q]
-    return Start(p, certain, 3, told=q)
+    return Start(p, certain, 3, claimed=q)
 
 
-def raw_law_told(p: Tree, q: Tree) -> Start:
+def raw_law_claimed(p: Tree, q: Tree) -> Start:
     """Drawn after top-k 2, reported without it."""
     drawn = [law.masked_fill(law <= law.amin(1, keepdim=True), -inf).log_softmax(1) for law in q]
-    return Start(p, drawn, 3, told=q)
+    return Start(p, drawn, 3, claimed=q)
 
 
-def raw_temperature_told(p: Tree, q: Tree) -> Start:
-    return Start(p, [(law / 0.9).log_softmax(1) for law in q], 3, told=q)
+def raw_temperature_claimed(p: Tree, q: Tree) -> Start:
+    return Start(p, [(law / 0.9).log_softmax(1) for law in q], 3, claimed=q)
 
 
 @both_verifiers
-@pytest.mark.parametrize("fault", [argmax_scored_as_softmax, raw_law_told, raw_temperature_told])
+@pytest.mark.parametrize("fault", [argmax_scored_as_softmax, raw_law_claimed, raw_temperature_claimed])
 def test_a_law_that_drafts_were_not_drawn_from_shows(fault: Callable[[Tree, Tree], Start], verifier: Verifier) -> None:
-    told_wrong = [fault(p, q) for p, q in pairs("random", 4)]
-    assert worst([replace(start, told=None) for start in told_wrong], verifier) < EXACT
-    assert worst(told_wrong, verifier) > 1e-3
+    misclaimed = [fault(p, q) for p, q in pairs("random", 4)]
+    assert worst([replace(start, claimed=None) for start in misclaimed], verifier) < EXACT
+    assert worst(misclaimed, verifier) > 1e-3
 
 
 def test_the_sum_over_texts_is_one() -> None:

@@ -40,7 +40,7 @@ class Heard:
 
 
 def hear(engine: Engine, requests: Seq[Request]) -> Heard:
-    """Drive, and keep what `Told` does not: outputs and log-probabilities by request."""
+    """Drive, and keep what `Received` does not: outputs and log-probabilities by request."""
     heard, step = Heard(Drive()), engine.step
 
     def listening() -> StepResult:
@@ -247,7 +247,7 @@ def test_tokens_that_a_stop_cut_off_have_none(twins: Pair, k: int) -> None:
         assert tokens[-1] == stop
         assert equal(heard.logprobs["r"], plain.logprobs["r"][: len(tokens)])
         assert all(len(output.logprobs) == len(output.token_ids) for output in heard.outputs["r"])
-        record = heard.run.told["r"].record
+        record = heard.run.received["r"].record
         assert record is not None
         cut.add(1 + record.column("accepted")[-1] - record.column("emitted")[-1])
     assert cut == {0} if k == 0 else cut >= {0, 1, 2, 3, 4}

@@ -51,7 +51,7 @@ def filters(params: Seq[SamplingParams], vocab: int) -> Filters:
         top_k=torch.tensor([p.top_k or vocab for p in params]),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64),
-        nucleus=any(p.top_p < 1 for p in params),
+        any_top_p=any(p.top_p < 1 for p in params),
     )
 
 
