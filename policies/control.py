@@ -81,6 +81,8 @@ class SpecControl:
         self._timings.append(timing)
         self._drafted += drafted
         self._idle += idle
+        if self._held is not None:
+            self._held.observe(sum(outcome.accepted for outcome in drafted))
         if len(self._timings) >= REFRESH:  # where nothing is chosen, rounds must not pile up
             self._learn()
 

@@ -8,6 +8,7 @@ from policies.observation import Candidate
 from policies.reasons import Reason
 
 PER_NEWCOMER = 4  # sequences per newcomer, from which on newcomers do not make a new choice due
+SURPRISE = 2.0  # accepted drafts to expect before they can surprise, and the factor by which they then do
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class HeldChoice:
     places: dict[int, int]  # handle → place in the decision
     rounds_left: int  # rounds that it may still be used for
     newcomer_k: int  # k of sequences that join
+    same: bool = True  # whether the round runs the sequences that it was made for
+    accepted: int = 0  # drafts in the rounds that it was used for, while `same`
+    expected: float = 0.0  # the same, as predicted
 
     @property
     def planned(self) -> dict[int, int]:
@@ -71,5 +75,18 @@ class HeldChoice:
             reasons.append(limits.bounds[n] if fixed or k > limits.most[n] else reason)
             alphas.append(alpha)
         decision = replace(self.decision, ks=ks, reasons=reasons, alphas=alphas)
-        same = self.places.keys() == {candidate.handle for candidate in candidates}
-        return decision if same else replace(decision, seconds=0.0, tokens=0.0)
+        self.same = self.places.keys() == {candidate.handle for candidate in candidates}
+        return decision if self.same else replace(decision, seconds=0.0, tokens=0.0)
+
+    def observe(self, accepted: int) -> None:
+        """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again.
+
+        A drafter that goes bad is then left alone within 20 rounds.
+        """
+        if not self.same:
+            return
+        self.accepted += accepted
+        self.expected += self.decision.tokens - len(self.decision.ks)
+        usual = self.expected / SURPRISE <= self.accepted <= self.expected * SURPRISE
+        if self.expected >= SURPRISE and not usual:
+            self.rounds_left = 0

@@ -176,13 +176,25 @@ def test_a_choice_is_used_for_a_few_rounds(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
-    """All drafts are suddenly rejected: the next choice knows it."""
+    """All drafts are suddenly rejected."""
     policy = control(probe_share=0.0)
     play(policy, [True, True], 40)
     anew(policy, [candidate(0), candidate(1)])
     rejected = play(policy, [False, False], HOLDS)
     assert min(rejected[0]) == DEPTH
-    assert max(rejected[HOLDS - 1]) < DEPTH // 2
+    assert max(rejected[3]) < DEPTH // 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "surprised"),
+    [(6, 2, False), (6, 1, True), (6, 8, False), (6, 9, True), (4, 1, False), (4, 0, True), (3, 0, False)],
+)
+def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> None:
+    """Half and twice the expected accepted drafts are none; nor is anything if fewer than two were expected."""
+    decision = Decision([4, 4], ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
+    held = HeldChoice(decision, {0: 0, 1: 1}, HOLDS, 0)
+    held.observe(accepted)
+    assert held.serves([candidate(0), candidate(1)]) != surprised
 
 
 def test_a_choice_is_used_within_todays_limits() -> None:
