@@ -5,7 +5,7 @@ that its request fixed and stays within the limits, which include PolicyConfig.m
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -133,7 +133,7 @@ class Goodput:
             probe = ks.copy()
             probe[place] = min(PROBE_DRAFTS, int(observation.limits[place]))
             cost_s = seconds(observation, probe, amortised=False) - seconds(observation, ks, amortised=False)
-            if cost_s <= budget.saved_s:
+            if cost_s <= budget.saved_s and self._may_pay(observation):
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
         newcomer_k = int(np.median(ks[free])) if free.size else 0
@@ -145,6 +145,11 @@ class Goodput:
             wanted = np.array([observation.held[handle] for handle in observation.handles])
             last = max(last, evaluate(observation, _within(observation, wanted)), key=lambda plan: plan.goodput)
         return best.ks if best.goodput >= (1 + self.hysteresis) * last.goodput else last.ks
+
+    def _may_pay(self, observation: Observation) -> bool:
+        """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
+        certain = replace(observation, survival=np.ones_like(observation.survival), held={})
+        return bool(self._plan(certain)[observation.free].any())
 
     def _saved(self, observation: Observation, budget: ProbeBudget, drafting: bool) -> ProbeBudget:
         """The budget after the rounds since the last choice."""
