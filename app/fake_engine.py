@@ -26,16 +26,19 @@ from engine.types import (
 
 Script = Callable[[Request], Iterable[Output]]
 
-POLICY = "goodput"  # of the fake, and the largest k that it allows
-MAX_K = 8
+POLICY = "goodput"
+MAX_K = 8  # largest k that the fake engine allows
 
-# Microseconds of a step: proposing one draft, the target's pass, and the rest.
+# Microseconds of a step: proposing one draft, the target's pass, the rest.
 DRAFT_US, SCORE_US, REST_US = 100, 600, 100
 
 
 def spell(request: Request) -> Iterator[Output]:
-    """The default script: the prompt's ids again as text. In every round three drafts where there may be so many, the
-    first two right and the third wrong: three tokens. The last round is cut where max_tokens says."""
+    """The default script: repeats the prompt's ids as text.
+
+    A round has up to three drafts. The first two are right and the third is wrong, so that it emits three tokens.
+    max_tokens cuts the last round.
+    """
     params, prompt = request.params, request.prompt_ids
     ids = [prompt[i % len(prompt)] for i in range(params.max_tokens + MAX_K)]
     record = blank(request, ids[: params.max_tokens])
@@ -64,12 +67,12 @@ def spell(request: Request) -> Iterator[Output]:
 
 
 def _drafts(right: Sequence[int], k: int) -> tuple[int, ...]:
-    """k of them, of which the third is not the token that comes."""
+    """Return k drafts. The third is wrong."""
     return tuple((token + (i == 2)) % 256 for i, token in enumerate(right[:k]))
 
 
 def blank(request: Request, ids: Sequence[int] = ()) -> RequestRecord:
-    """The record of a request that runs from now on, without rounds; ids: what it will say."""
+    """Make the record of a request that starts now, without rounds. ids: the tokens that it will emit."""
     now = time.monotonic()
     most = MAX_K if request.max_k is None else request.max_k
     k = most if request.k is None else request.k
@@ -92,7 +95,7 @@ def blank(request: Request, ids: Sequence[int] = ()) -> RequestRecord:
 
 
 def note(record: RequestRecord, k: int, accepted: int, emitted: int) -> None:
-    """Add a round with k drafts, which ran alone."""
+    """Add a round with k drafts and batch size 1."""
     part = RoundRecord(
         k=k,
         reason=REASONS.index("policy" if record.fixed_k is None else "user"),
@@ -114,12 +117,12 @@ def note(record: RequestRecord, k: int, accepted: int, emitted: int) -> None:
 
 
 def _proposer(record: RequestRecord) -> DrafterName:
-    """A cascade's drafts come from one of those it consists of."""
+    """Return the drafter of the chain that proposes."""
     return "model" if record.drafter in ("cascade", None) else record.drafter
 
 
 def _logprob(token: int, count: int | None) -> TokenLogprob:
-    """Every second token is the likeliest of all, the others are none of the likeliest."""
+    """Every second token is the likeliest; the other tokens are not among the alternatives."""
     top = tuple(((token + rank + token % 2) % 256, -0.5 * (rank + 1)) for rank in range(count or 0))
     return TokenLogprob(token, -9.5 if token % 2 else -0.5, top)
 
@@ -129,11 +132,10 @@ def _nobody(told: object) -> None:
 
 
 class FakeEngineClient:
-    """An engine that replays a script: each request's outputs come from `script(request)`, one per event-loop turn.
+    """An EngineClient that replays a script: a request's outputs are `script(request)`, one per turn of the event loop.
 
-    Shipped with the protocol so that the edge can be tested, and shown, without a model. Its tokens are bytes. A
-    request whose script ends without a finish_reason stays open, as one that still runs, until it is cancelled or its
-    deadline has passed; its last output then carries a record of the outputs that were read.
+    Its tokens are bytes. A request whose script ends without a finish_reason stays open until it is cancelled or its
+    deadline has passed. Its last output then carries a record of the outputs that were read.
     """
 
     def __init__(
@@ -161,14 +163,14 @@ class FakeEngineClient:
         )
         self.script = script
         self.max_open = max_open
-        self.unhealthy = ""  # set it to the reason to be unhealthy for
-        self.refused: str | None = None  # set it to why a policy was not taken
+        self.unhealthy = ""  # set a reason to make it unhealthy
+        self.refused: str | None = None  # set why a policy was refused
         self.submitted: list[Request] = []
         self.tokenized: list[tuple[str, str]] = []  # (field, text)
-        self.open: dict[str, asyncio.Event] = {}  # running requests; the event is set when one is cancelled
-        self.cancelled: list[str] = []  # those cancelled while they ran
+        self.open: dict[str, asyncio.Event] = {}  # running requests; cancelling one sets its event
+        self.cancelled: list[str] = []  # ids of requests that were cancelled while they ran
         self._records: dict[str, RequestRecord] = {}  # of running requests
-        self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to play the engine's steps
+        self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to report steps
         self._ended: Callable[[Output], None] = _nobody
 
     async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
@@ -228,7 +230,7 @@ class FakeEngineClient:
             self._ended(Output(request_id, (), "", "cancelled", record=self._close(request_id)))
 
     def _close(self, request_id: str) -> RequestRecord | None:
-        """It does not run any more; returns the record of what was read of it."""
+        """End the request and return its record."""
         self.open.pop(request_id, None)
         record = self._records.pop(request_id, None)
         if record is not None:

@@ -1,4 +1,4 @@
-"""The rounds of a record as columns, as replies, the live page and scripts/trace.py tell them."""
+"""The rounds of a record as columns, for replies, traces, the live page and scripts/trace.py."""
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -34,12 +34,12 @@ def public_columns(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]
     rows too.
 
     step        the engine's number of the step; one step runs the rounds of all sequences at once
-    k, reason   drafts asked for, and why so many and no more (policies/reasons.py); null: k was not chosen
-    alpha       chance of the first draft as it was expected before the round, per mille
+    k, reason   drafts asked for, and why k was no larger (policies/reasons.py); null: k was not chosen
+    alpha       estimated chance that the first draft is accepted, before the round, per mille
     drafted     drafts that the drafter offered
     accepted    of these, those that the verifier kept, before a stop cut the text
     emitted     tokens that the round added to the text
-    drafter     who proposed the drafts; null: there were none
+    drafter     the drafter that proposed; null: there were no drafts
     batch       sequences in the round
     began_us    when the step began, in microseconds after the request's arrival
     draft_us, verify_us, overhead_us    the step's wall clock: proposing, the target's pass with acceptance, the rest

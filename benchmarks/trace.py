@@ -1,11 +1,11 @@
-"""Traces: what an engine decided in every round and what came of it, in a file of JSON lines, and texts made of them.
+"""Traces: the decisions of an engine in every round and their results, as JSON lines, and texts made from them.
 
 First line: {"trace": 1, "policy", "verifier", "depth", "max_running", "timings", …}; the timings are what the engine
 measured at its start, rows of policies.observation.Timing. Then, in any order:
   {"request", "source", "prompt_tokens", "max_tokens", "arrived_s", "fixed_k", "max_k", "rounds"}, whose rounds
-      are rows of TraceRow. The first is the prompt's pass, which emits a token; prompt_tokens are those that it read.
+      are rows of TraceRow. The first row is the prompt's pass, which read prompt_tokens and emitted one token.
   {"step", "sequences", "prefill_tokens", "emitted", "predicted_us", "predicted_tokens", "draft_us", "score_us",
-      "step_us"}: a pass of the engine, and what was expected of it; 0: nothing.
+      "step_us"}: a pass of the engine, and the predictions for it; 0: there was none.
 """
 
 import json
@@ -35,20 +35,20 @@ STEP_FIELDS = (
 
 
 class TraceRow(NamedTuple):
-    """A request's part in a round."""
+    """One round of one request. The fields are those of RoundRecord with the same names."""
 
     step: int
     k: int
-    drafted: int  # less where the drafter had less
+    drafted: int  # at most k
     accepted: int
     emitted: int
-    alpha: int  # chance of the first draft as it was estimated before, per mille
-    reason: int  # why k was that and no more, index in REASONS; -1: nobody chose it
+    alpha: int  # estimated chance that the first draft is accepted, before the round, per mille
+    reason: int  # index in REASONS of why k was no larger; -1: k was not chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A request."""
+    """A recorded request."""
 
     name: str
     source: str | None
@@ -65,7 +65,7 @@ class Traced:
 
     @property
     def reached(self) -> int:
-        """Drafts whose position the verification reached."""
+        """The number of drafts at positions that the verification reached."""
         return sum(min(row.accepted + 1, row.drafted) for row in self.rows)
 
     @property
@@ -73,7 +73,7 @@ class Traced:
         return sum(row.accepted for row in self.rows)
 
     def check(self, depth: int) -> None:
-        """Raise ValueError for what no engine can have done."""
+        """Raise ValueError for rounds that are impossible."""
         if not self.rows or self.rows[0].drafted or self.rows[0].emitted != 1:
             raise ValueError("its first round must be the prompt's pass, which emits one token without drafts")
         for row in self.rows:
@@ -87,7 +87,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A file. Requests are in the order in which they started."""
+    """The content of a file. The requests are in the order in which they started."""
 
     head: dict[str, Any]
     depth: int
@@ -102,18 +102,18 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """That its steps took; 0: it has none."""
+        """The seconds of all steps; 0 without steps."""
         return sum(step["step_us"] for step in self.steps) / 1e6
 
 
 def save(path: Path, head: Mapping[str, Any], timings: Sequence[Timing], lines: Sequence[Mapping[str, Any]]) -> None:
-    """head: policy, verifier, depth, max_running, and what else is to be known."""
+    """Write a trace. head: policy, verifier, depth, max_running and any further facts."""
     first = {"trace": VERSION, **head, "timings": [astuple(timing) for timing in timings]}
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (first, *lines)), "utf-8")
 
 
 def load(path: Path) -> Trace:
-    """Raises ValueError that names the line for anything that is not a trace which can be replayed."""
+    """Read a trace. Raises ValueError, with the line's number, for a file that cannot be replayed."""
     lines = path.read_text("utf-8").splitlines()
     if not lines:
         raise ValueError(f"{path.name} is empty")
@@ -171,10 +171,11 @@ def _entry(line: dict[str, Any], depth: int) -> Traced | dict[str, float]:
 
 
 def jobs(trace: Trace, seed: int = 0) -> tuple[list[Job], float]:
-    """(the requests as texts, share of their bits that are known). The same for the same seed.
+    """Return (the requests as texts, share of their bits that are known). The same seed gives the same texts.
 
-    Nobody looked at drafts where none were made, behind a rejection, or in place of a bonus token: those bits are drawn
-    with the rate of what is known of their request, or of the whole trace. A request's chance is that rate everywhere.
+    A bit says whether a draft at that position is right. It is unknown where no draft was made, behind a rejection, and
+    in place of a bonus token. Unknown bits are drawn with the acceptance rate of their request, or of the whole trace
+    if it has no drafts. The same rate is the request's chance at every position.
     """
     reached = sum(request.reached for request in trace.requests)
     pooled = sum(request.accepted for request in trace.requests) / reached if reached else UNKNOWN_RATE
@@ -187,7 +188,7 @@ def jobs(trace: Trace, seed: int = 0) -> tuple[list[Job], float]:
 
 
 def _job(request: Traced, trace: Trace, pooled: float, rng: np.random.Generator) -> tuple[Job, int]:
-    """(the text, how many of its bits from position 1 on are known). Bits past its end decide drafts that were cut."""
+    """Return (the text, number of known bits from position 1 on). Bits past its end decide drafts that were cut."""
     size = request.length + trace.depth
     rate = request.accepted / request.reached if request.reached else pooled
     bits = rng.random(size) < rate

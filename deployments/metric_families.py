@@ -1,11 +1,11 @@
-"""Every metric family that a replica exports: its name, what it counts, its labels and its buckets. Labels have few
-values each, and are never of one request.
+"""Every metric family that a replica exports: its name, what it counts, its labels and its buckets. A label has few
+values and never names a request.
 
-Ray puts `ray_` before each name and labels of its own beside these; Serve adds deployment, replica and application.
-Ray's habits (2.60) shape what is here. A counter refuses to grow by 0, so one that has not grown does not exist,
-and `rate` and `increase` miss its first growth: Count begins each series with what vanishes in any sum. A histogram's
-sum is put together from the middles of its buckets: exact means are ratios of counters, and histograms are only for
-quantiles. A gauge that nobody sets for two reports (20 s) is gone until it is set again.
+Ray puts `ray_` before each name and adds labels of its own; Serve adds deployment, replica and application.
+Three properties of Ray (2.60) shape this module. A counter refuses to grow by 0, so a counter that has not grown does
+not exist, and `rate` and `increase` miss its first growth: Count starts each series with a number that vanishes in any
+sum. A histogram's sum is computed from the middles of its buckets: use ratios of counters for means and histograms for
+quantiles. A gauge that is not set for two reports (20 s) disappears until it is set again.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from typing import Any
 
 from ray.serve import metrics
 
-BIRTH = 5e-324  # the least positive number: added to anything that is counted, it is 0
+BIRTH = 5e-324  # the smallest positive number: it vanishes in any sum
 
-# Below a millisecond: with a small target on a GPU a token takes no longer.
+# The first buckets are below a millisecond because a small target on a GPU takes no longer for a token.
 ROUND_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
-# OpenTelemetry's GenAI conventions, with finer steps at the low end.
+# The buckets of OpenTelemetry's GenAI conventions, finer at the low end.
 DURATION_S = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 FIRST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 TOKEN_S = (
@@ -42,9 +42,9 @@ BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 class Rounds:
-    """Of one sequence each, with at least one draft, but for emitted, which counts all tokens.
+    """Metrics of rounds with at least one draft, per sequence. Only `emitted` counts the tokens of all rounds.
 
-    Label drafter: who proposed; "none" where nobody did. Label position: drafts from 1 on.
+    Label drafter: the drafter that proposed, or "none". Label position: of a draft in its round, from 1.
     """
 
     def __init__(self, make: "Maker") -> None:
@@ -74,14 +74,15 @@ class Rounds:
 
 
 class StepMetrics:
-    """Of the engine, over all sequences at once.
+    """Metrics of engine steps, over all sequences.
 
-    decode_* and plain_* are of steps that read no prompt. Label batch: sequences, the next power of two; drafts: yes,
-    no. plain_seconds is estimated (engine/baseline.py); the speedup is plain_seconds over decode_seconds.
+    decode_* and plain_* count steps that read no prompt. Label batch: number of sequences, rounded up to a power of
+    two. Label drafts: yes or no. plain_seconds is estimated (engine/baseline.py). The speed-up is plain_seconds over
+    decode_seconds.
     """
 
     def __init__(self, make: "Maker") -> None:
-        self.steps = make.count("specdec_steps_total", "StepMetrics of the engine")
+        self.steps = make.count("specdec_steps_total", "Steps of the engine")
         self.seconds = make.count("specdec_step_seconds_total", "Seconds in the engine's steps")
         self.draft_seconds = make.count("specdec_draft_seconds_total", "Of these, proposing drafts")
         self.verify_seconds = make.count("specdec_verify_seconds_total", "Of these, the target's pass and acceptance")
@@ -89,7 +90,7 @@ class StepMetrics:
         self.prompt_tokens = make.count("specdec_prompt_tokens_total", "Tokens of prompts read, or cached", "source")
         self.preemptions = make.count("specdec_preemptions_total", "Sequences whose memory was taken back")
         self.draft_faults = make.count("specdec_draft_faults_total", "Failures that cost drafts and nothing else")
-        self.failed = make.count("specdec_failed_steps_total", "StepMetrics whose requests all ended with an error")
+        self.failed = make.count("specdec_failed_steps_total", "Steps whose requests all ended with an error")
         self.phases = make.histogram(
             "specdec_round_duration_seconds", "Seconds of every eighth step by what they went to", ROUND_S, "phase"
         )
@@ -103,7 +104,7 @@ class StepMetrics:
 
 
 class Requests:
-    """As clients know them, and the choices of which they consist."""
+    """Metrics of HTTP requests and of their choices."""
 
     def __init__(self, make: "Maker") -> None:
         self.requests = make.count("specdec_requests_total", "Requests by how they ended", "outcome")
@@ -125,7 +126,7 @@ class Requests:
 
 
 class ReplicaMetrics:
-    """Of the replica, now."""
+    """Metrics of the replica's present state."""
 
     def __init__(self, make: "Maker") -> None:
         self.running = make.gauge("specdec_requests_running", "Sequences that hold memory")
@@ -136,7 +137,7 @@ class ReplicaMetrics:
 
 
 class Maker:
-    """Makes instruments that all carry the model's name."""
+    """Makes instruments that carry the model's name as a label."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -159,17 +160,17 @@ class Maker:
         return Level(gauge, labels)
 
     def tell(self) -> None:
-        """Let Ray know by how much counters have grown."""
+        """Report to Ray by how much the counters have grown."""
         for count in self._counts:
             count.tell()
 
     def _keys(self, labels: tuple[str, ...]) -> Any:
-        """A tuple; Serve annotates it as one of a single string."""
+        """Return a tuple. The type is Any because Serve annotates it as a tuple of a single string."""
         return ("model_name", *labels)
 
 
 class Labels:
-    """The values of an instrument's labels, in order, as Ray takes them."""
+    """Turns the values of an instrument's labels into Ray's dictionary."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -183,7 +184,7 @@ class Labels:
 
 
 class Count:
-    """A counter that grows here, often and cheaply, and in Ray whenever `tell` is called."""
+    """A counter that grows here, often and cheaply. `tell` reports the growth to Ray."""
 
     def __init__(self, counter: metrics.Counter, labels: Sequence[str]) -> None:
         self._counter, self._labels = counter, Labels(labels)
@@ -191,7 +192,7 @@ class Count:
         self._born: set[tuple[str, ...]] = set()
 
     def add(self, value: float, *labels: str) -> None:
-        """value ≥ 0; 0 begins a series."""
+        """Add a value ≥ 0. A value of 0 starts the series."""
         self._grown[labels] = self._grown.get(labels, 0) + value
 
     def tell(self) -> None:

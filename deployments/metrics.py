@@ -1,4 +1,4 @@
-"""What requests and steps add to the metrics of deployments/metric_families.py."""
+"""Adds requests and engine steps to the metrics of deployments/metric_families.py."""
 
 import time
 from collections import Counter
@@ -21,7 +21,7 @@ OUTCOME_OF_FAILURE = {
     "engine_overloaded": "overloaded",
     "deadline_exceeded": "deadline",
 }
-ONE_IN = 8  # of so many steps one goes into the histograms: they take one value at a time, each of which costs 2 µs
+ONE_IN = 8  # one of so many steps goes into the histograms, because every value costs 2 µs
 NOBODY = "none"
 USER = REASONS.index("user")
 DRAFTS = ("no", "yes")
@@ -31,11 +31,11 @@ V = TypeVar("V")
 
 
 class Meter:
-    """A listener (app/telemetry/exchange.py). All series that can be foreseen begin with it, at 0.
+    """A listener (app/telemetry/exchange.py). It starts all series with known labels at 0.
 
-    Histograms take one value at a time. Counters and the gauges of the replica's state are told to Ray, which reports
-    every 10 s, once a second while the engine works, and by `beat`, which whoever checks the replica's health should
-    call every few seconds: nothing else tells what came last, or of an engine that stands still.
+    Counters and the gauges of the replica's state go to Ray once a second while the engine works, and in `beat`. Ray
+    reports them every 10 s. The replica's health check calls `beat` every few seconds: only so do the last values
+    arrive, and an engine that makes no progress is seen.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Meter:
         self.steps, self.state = StepMetrics(make), ReplicaMetrics(make)
         self._client = client
         self._dropped = dropped
-        self._lost = Counter[Loss]()  # that was told of
-        self._next = 0  # steps before the next one that goes into histograms
+        self._lost = Counter[Loss]()  # spans whose loss is reported already
+        self._next = 0  # number of steps before the next one that goes into the histograms
         self._begin_series()
         self.beat()
 
@@ -64,7 +64,7 @@ class Meter:
         self.requests.requests.add(1, outcome)
         if not exchange.requests:
             return
-        assert exchange.finished is not None, "a listener is told of an exchange once it is complete"
+        assert exchange.finished is not None, "listeners get complete exchanges only"
         self.requests.duration.observe(exchange.finished - exchange.began, outcome)
         if outcome == "completed":
             self._latencies(exchange)
@@ -126,7 +126,7 @@ class Meter:
             self.requests.queue.observe(record.admitted - record.arrived)
 
     def _latencies(self, exchange: Exchange) -> None:
-        """Of the tokens, as OpenTelemetry has them: where all went well."""
+        """Observe the tokens' latencies. OpenTelemetry defines them for successful requests only."""
         firsts = [record.first_token for record in exchange.records if record.first_token is not None]
         if firsts:
             self.requests.first_token.observe(min(firsts) - exchange.began)
@@ -154,7 +154,7 @@ class Meter:
                 rounds.decisions.add(count, policy, REASONS[code])
 
     def _set_choices(self, parts: Sequence[RoundRecord]) -> None:
-        """A sequence without drafts counts as one of the server's own drafter: who would have drafted is not told."""
+        """Set k and alpha by drafter. A sequence without drafts counts for the default drafter: its own is unknown."""
         default = self._client.model.drafter or NOBODY
         free = [part for part in parts if part.reason >= 0 and part.reason != USER]
         for drafter, of in _grouped(free, lambda part: _name(part.proposer, default)).items():
@@ -162,39 +162,39 @@ class Meter:
             _set_mean(self.rounds.alpha, [part.alpha / 1000 for part in of], drafter)
 
     def _add_steps(self, steps: Sequence[StepStats]) -> None:
-        told = self.steps
-        told.steps.add(len(steps))
-        told.seconds.add(sum(step.step_us for step in steps) / 1e6)
-        told.draft_seconds.add(sum(step.draft_us for step in steps) / 1e6)
-        told.verify_seconds.add(sum(step.score_us for step in steps) / 1e6)
-        told.policy_seconds.add(sum(step.policy_us for step in steps) / 1e6)
-        told.prompt_tokens.add(sum(step.prefill_tokens for step in steps), "computed")
-        told.prompt_tokens.add(sum(step.cached_tokens for step in steps), "cached")
-        told.preemptions.add(sum(step.preempted for step in steps))
-        told.draft_faults.add(sum(step.draft_faults for step in steps))
-        told.failed.add(sum(step.failed for step in steps))
+        metrics = self.steps
+        metrics.steps.add(len(steps))
+        metrics.seconds.add(sum(step.step_us for step in steps) / 1e6)
+        metrics.draft_seconds.add(sum(step.draft_us for step in steps) / 1e6)
+        metrics.verify_seconds.add(sum(step.score_us for step in steps) / 1e6)
+        metrics.policy_seconds.add(sum(step.policy_us for step in steps) / 1e6)
+        metrics.prompt_tokens.add(sum(step.prefill_tokens for step in steps), "computed")
+        metrics.prompt_tokens.add(sum(step.cached_tokens for step in steps), "cached")
+        metrics.preemptions.add(sum(step.preempted for step in steps))
+        metrics.draft_faults.add(sum(step.draft_faults for step in steps))
+        metrics.failed.add(sum(step.failed for step in steps))
 
     def _observe(self, step: StepStats) -> None:
-        told = self.steps
-        told.batch_size.observe(step.sequences)
+        metrics = self.steps
+        metrics.batch_size.observe(step.sequences)
         if step.drafted:
-            told.phases.observe(step.draft_us / 1e6, "draft")
-        told.phases.observe(step.score_us / 1e6, "verify")
-        told.phases.observe(max(0, step.step_us - step.draft_us - step.score_us) / 1e6, "other")
+            metrics.phases.observe(step.draft_us / 1e6, "draft")
+        metrics.phases.observe(step.score_us / 1e6, "verify")
+        metrics.phases.observe(max(0, step.step_us - step.draft_us - step.score_us) / 1e6, "other")
         for part in step.parts:
             if part.drafted:
                 self.rounds.round_accepted.observe(part.accepted)
 
     def _add_decoding(self, steps: Sequence[StepStats]) -> None:
-        told = self.steps
+        metrics = self.steps
         for (batch, drafts), of in _grouped(steps, _kind).items():
-            told.decode_seconds.add(sum(step.step_us for step in of) / 1e6, batch, drafts)
-            told.decode_tokens.add(sum(step.emitted for step in of), batch, drafts)
-            told.plain_seconds.add(sum(step.plain_us for step in of) / 1e6, batch, drafts)
+            metrics.decode_seconds.add(sum(step.step_us for step in of) / 1e6, batch, drafts)
+            metrics.decode_tokens.add(sum(step.emitted for step in of), batch, drafts)
+            metrics.plain_seconds.add(sum(step.plain_us for step in of) / 1e6, batch, drafts)
 
 
 def outcome_of(exchange: Exchange) -> str:
-    """One of OUTCOMES."""
+    """Return one of OUTCOMES."""
     failure = exchange.failure
     if failure is None:
         return "completed"
@@ -226,7 +226,7 @@ def _name(proposer: int, otherwise: str) -> str:
 
 
 def _kind(step: StepStats) -> tuple[str, str]:
-    """The labels batch and drafts."""
+    """Return the labels batch and drafts."""
     batch = len(step.parts)
     return str(1 << (batch - 1).bit_length()), DRAFTS[step.drafted > 0 or step.draft_faults > 0]
 

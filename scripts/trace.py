@@ -1,8 +1,8 @@
-"""A request's rounds in the terminal: python -m scripts.trace ID [--url http://127.0.0.1:8000] [--key KEY]
+"""Shows a request's rounds in the terminal: python -m scripts.trace ID [--url http://127.0.0.1:8000] [--key KEY]
 
-ID is that of the reply, with or without "cmpl-", or "last". One column per round: as high as k, filled to the drafts
-that were accepted. The server keeps its latest requests only, and of a deployment each replica its own. Exit status 1,
-with the reason on stderr, if there is nothing to show.
+ID is the reply's id, with or without "cmpl-", or "last". A round is a column as high as k, filled up to the number of
+accepted drafts. A server keeps its latest requests only; each replica of a deployment keeps its own. The exit status is
+1, with the reason on stderr, if there is nothing to show.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from http.client import HTTPException
 from typing import Any, NamedTuple, TextIO
 from urllib.parse import quote
 
-ROWS = 16  # of a strip at most
+ROWS = 16  # the most rows in a strip
 SLOWEST = 5  # rounds in the table
-MARGIN = 4  # columns left of a strip
+MARGIN = 4  # terminal columns left of a strip
 TIMEOUT_S = 10.0
 
-WHY = ("policy", "user", "cap", "cache", "acceptance", "load", "probe", None)  # k was that; None: nobody chose it
+WHY = ("policy", "user", "cap", "cache", "acceptance", "load", "probe", None)  # reasons for k; None: k was not chosen
 LETTERS: dict[str | None, str] = dict(zip(WHY, "pucmal?-", strict=True))
 UNCHOSEN = "not chosen"
 TIMES = {"draft": "draft_us", "verify": "verify_us", "rest": "overhead_us"}
@@ -34,11 +34,11 @@ GREEN, RED, GREY = "32", "31", "90"
 
 
 class Failed(Exception):
-    """There is nothing to show; the message says why."""
+    """There is nothing to show. The message says why."""
 
 
 class RoundRow(NamedTuple):
-    """A row of the server's columns; times in microseconds, alpha per mille."""
+    """One round, in the order of the server's columns. Times in microseconds, alpha per mille."""
 
     step: int
     k: int
@@ -61,13 +61,13 @@ class RoundRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """What the terminal can show."""
+    """Width, colour and characters of the terminal."""
 
     width: int
     colour: bool
     accepted: str
     rejected: str
-    missing: str  # a draft that was asked for and not offered
+    missing: str  # a draft that was requested and not offered
     edge: str
 
     @classmethod
@@ -100,7 +100,7 @@ def fetch(url: str, key: str | None) -> Any:
 
 
 def printable(value: Any) -> Any:
-    """JSON without characters that a terminal would obey."""
+    """Replace control characters in JSON, which a terminal would obey."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "?" for c in value)
     if isinstance(value, list):
@@ -119,7 +119,7 @@ def _refusal(error: urllib.error.HTTPError, url: str, key: str | None) -> str:
 
 
 def find(base: str, name: str, key: str | None) -> dict[str, Any]:
-    """The request as /ui/api/requests/{id} tells it. Raises Failed."""
+    """Return the request as /ui/api/requests/{id} gives it. Raises Failed."""
     api = f"{base.rstrip('/')}/ui/api/requests"
     if name == "last":
         latest = fetch(api, key)["requests"]
@@ -167,7 +167,7 @@ def about(choice: dict[str, Any]) -> str:
 
 
 def strip(rounds: Sequence[RoundRow], look: Look) -> Iterator[str]:
-    """Wrapped to the width; below the columns why k was that, and the number of every tenth round."""
+    """Yield the strip, wrapped to the width. Below a column are the reason for k and the number of each tenth round."""
     most = max(max(r.k, r.drafted) for r in rounds)
     unit = per_row(rounds)
     width = max(10, look.width - MARGIN - 1)
@@ -182,12 +182,12 @@ def strip(rounds: Sequence[RoundRow], look: Look) -> Iterator[str]:
 
 
 def per_row(rounds: Sequence[RoundRow]) -> int:
-    """Drafts that one row of the strip stands for."""
+    """Return the number of drafts per row of the strip."""
     return max(1, math.ceil(max(max(r.k, r.drafted) for r in rounds) / ROWS))
 
 
 def _cell(r: RoundRow, below: int, look: Look) -> str:
-    """Of a row that stands for the drafts after the first `below`."""
+    """Return the character of a row. below: number of drafts in the rows under it."""
     if r.accepted > below:
         return look.paint(look.accepted, GREEN)
     if r.drafted > below:
@@ -196,7 +196,7 @@ def _cell(r: RoundRow, below: int, look: Look) -> str:
 
 
 def _numbers(first: int, count: int) -> str:
-    """Every tenth round's, where there is room for it."""
+    """Return the numbers of every tenth round, as far as they fit."""
     text = ""
     for i in range(first + -first % 10, first + count, 10):
         if i - first + len(str(i)) <= count:
@@ -246,7 +246,7 @@ def totals(rounds: Sequence[RoundRow]) -> Iterator[str]:
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """The first column on the left, the others on the right."""
+    """Align the first column to the left and the others to the right."""
     cells = [names, *([str(item) for item in row] for row in rows)]
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for head, *items in cells:
@@ -266,7 +266,7 @@ def _ms(us: int) -> str:
 
 
 def look_of(stream: TextIO) -> Look:
-    """Colour only on a terminal, and not where NO_COLOR is set; ASCII where the encoding is not UTF-8."""
+    """Use colour only on a terminal without NO_COLOR, and ASCII if the encoding is not UTF-8."""
     unicode = codecs.lookup(stream.encoding or "ascii").name == "utf-8"
     colour = stream.isatty() and not os.environ.get("NO_COLOR")
     return Look.of(shutil.get_terminal_size().columns, unicode=unicode, colour=colour)

@@ -1,4 +1,4 @@
-"""The values of a request's fields as clients may write them, where a type alone cannot say it."""
+"""Checks of field values that a type alone cannot express."""
 
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ def refuse(message: str) -> PydanticCustomError:
 
 
 def text(value: str) -> str:
-    """JSON can escape half of a surrogate pair; no tokenizer takes it."""
+    """Refuse half of a surrogate pair: JSON can escape it, no tokenizer takes it."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -32,7 +32,7 @@ def text(value: str) -> str:
 
 
 def prompts(value: Any) -> tuple[Prompt, ...]:
-    """One prompt, as text or as token ids, or a list of several of one kind."""
+    """Read one prompt, as text or as token ids, or a list of prompts of one kind."""
     if isinstance(value, str):
         return (text(value),)
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
@@ -64,7 +64,7 @@ def stops(value: Any) -> tuple[str, ...]:
 
 
 def logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """OpenAI's object of token ids, as strings, to biases. The biases' range is SamplingParams' to check."""
+    """Read OpenAI's object of token ids, as strings, and biases. SamplingParams checks the range of the biases."""
     if not isinstance(value, dict):
         raise refuse("must be an object of token ids and their biases")
     return tuple((_token_id(key), _bias(key, bias)) for key, bias in value.items())
@@ -86,7 +86,7 @@ def _bias(key: str, value: Any) -> float:
 
 
 def prediction_text(value: Any) -> str:
-    """OpenAI's content of a prediction: text, or a list of parts of text."""
+    """Read the content of OpenAI's prediction: a text, or a list of text parts."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, list) and all(_is_text_part(part) for part in value):
@@ -104,7 +104,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """OpenAI's clients send null for 'not set'."""
+    """Drop nulls: OpenAI's clients send null for fields that are not set."""
     return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 

@@ -1,5 +1,5 @@
-"""What a client may ask of /v1/completions. A field that is accepted acts, or is listed here as inert; all others are
-refused by name, so that nobody gets text other than they asked for without knowing.
+"""The request body of /v1/completions. Every accepted field takes effect or is listed here as inert. Any other field is
+refused by name, so that no client gets another text than it asked for without notice.
 """
 
 import json
@@ -20,7 +20,7 @@ from engine.types import InvalidRequest, SamplingParams
 # OpenAI fields that concern its service and not the text: accepted with any value, and without effect.
 INERT = frozenset({"user", "metadata", "store"})
 
-# Fields that do not work yet, with the value that asks for nothing. Only that value, or null, is accepted.
+# Unsupported fields with their neutral value. Only this value and null are accepted.
 NEUTRAL: dict[str, Any] = {
     "best_of": 1,
     "prompt_logprobs": None,
@@ -32,7 +32,7 @@ NEUTRAL: dict[str, Any] = {
 
 MAX_SALT = 256  # characters of a cache_salt
 
-TOP_K_OFF = -1  # vLLM's way to say every token; ours is 0
+TOP_K_OFF = -1  # vLLM's value for every token; ours is 0
 
 
 class StreamOptions(Strict):
@@ -42,7 +42,7 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """The fields that act. Ranges of the sampling fields are SamplingParams' to check."""
+    """The fields that take effect. SamplingParams checks the ranges of the sampling fields."""
 
     model: str
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts)]
@@ -106,7 +106,7 @@ class CompletionRequest:
     drafting: Drafting
     stream: bool
     include_usage: bool
-    cache_salt: str | None  # as asked for; what the engine gets depends on the API key too
+    cache_salt: str | None  # as the client sent it; the engine's salt also depends on the API key
     deadline_s: float | None
     tell_steps: bool = False  # in the metrics, every round
     tell_tokens: bool = False  # in the choices, where every token came from
@@ -136,15 +136,17 @@ def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
 
 
 def _check_capacity(prompts: int, n: int, limit: int) -> None:
-    """More choices than the engine ever holds would be refused as overload for ever."""
+    """Refuse more choices than the engine can ever hold: as an overload they would be tried again for ever."""
     if prompts * n > limit:
         message = f"this server makes at most {limit} choices at once; {prompts} × n = {n} make {prompts * n}"
         raise InvalidRequest(message, "prompt" if n == 1 else "n")
 
 
 def check_prompt_tokens(prompts: Sequence[Prompt], card: ModelCard) -> None:
-    """Raise InvalidRequest for more prompt tokens than one request may have read. n does not matter: the choices of a
-    prompt share its reading. A text counts with the fewest tokens that it can have."""
+    """Raise InvalidRequest for more prompt tokens than one request may have.
+
+    The n choices of a prompt share its tokens. A text counts with the smallest number of tokens that it can have.
+    """
     least = sum(math.ceil(len(p) / card.longest_token) if isinstance(p, str) else len(p) for p in prompts)
     if least > card.max_prompt_tokens:
         exact = "" if all(isinstance(p, tuple) for p in prompts) else "at least "
@@ -167,7 +169,7 @@ def _load(raw: bytes) -> dict[str, Any]:
 
 
 def _acting_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that ask for something: no nulls, no inert fields, none that are neutral."""
+    """Return the fields that take effect: without nulls, inert fields and neutral values."""
     acting = {}
     for name, value in given.items():
         if name not in Body.model_fields and name not in INERT and name not in NEUTRAL:
@@ -180,7 +182,7 @@ def _acting_fields(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_neutral(value: Any, neutral: Any) -> bool:
-    """Null, or equal to the neutral value (to Python, but not here, true equals 1)."""
+    """Whether the value is null or the neutral one. True is not 1 here, unlike in Python."""
     return value is None or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))
 
 

@@ -1,4 +1,4 @@
-"""What a request may say about its drafts, and what of it this server can do. All that it says acts, or is refused."""
+"""The fields of a request about its drafts. Every field takes effect or is refused."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,12 +12,11 @@ from engine.types import DrafterName, InvalidRequest, Verifier
 
 
 class SpeculationOptions(Strict):
-    """How to draft, the server's own way for what is not said; and what to tell of it.
+    """How to draft, and what to report about it. The server decides what a request leaves out.
 
-    mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k; "off": no drafts. Without a
-    mode, k means fixed, and anything else leaves k to the policy. steps: the reply's metrics tell every round (see
-    replies.py); tokens: its choices tell where every token came from (see origins.py). Both tell of a text
-    without drafts too, so no mode refuses them.
+    mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k is fixed; "off": no drafts.
+    Without a mode, k means "fixed", and without k the policy chooses. steps: the reply's metrics list every round
+    (replies.py). tokens: its choices list the origin of every token (origins.py). Both work in every mode.
     """
 
     mode: Literal["auto", "off", "fixed"] | None = None
@@ -30,21 +29,21 @@ class SpeculationOptions(Strict):
 
 
 class Prediction(Strict):
-    """OpenAI's Predicted Outputs: text that much of the output is expected to equal."""
+    """OpenAI's Predicted Outputs: a text that much of the output is expected to repeat."""
 
     type: Literal["content"]
     content: Annotated[str, PlainValidator(prediction_text)]
 
 
 class Lossy(Strict):
-    """Leave to change the law of the text for speed (Leviathan et al., appendix A.5); the response is labelled."""
+    """Permission to change the law of the text for speed (Leviathan et al., appendix A.5). The reply is labelled."""
 
     lenience: Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a request settles about its drafts; None is the server's own choice, or nothing."""
+    """What a request says about its drafts, checked. None: the server chooses, or nothing."""
 
     k: int | None = None  # None: the policy chooses
     max_k: int | None = None
@@ -61,7 +60,7 @@ def settle(
     lossy: Lossy | None,
     temperature: float,
 ) -> Drafting:
-    """Raises InvalidRequest, naming the field, for what this server lacks and for fields that would have no effect."""
+    """Check the fields against this server. Raises InvalidRequest, with its name, for a field that cannot act."""
     options = speculation or SpeculationOptions()
     drafting = Drafting(
         _k(options),
@@ -86,7 +85,7 @@ def settle(
 
 
 def _k(options: SpeculationOptions) -> int | None:
-    """The k that mode and k ask for together; None: the policy chooses."""
+    """Return the k that mode and k ask for together; None: the policy chooses."""
     if options.mode == "off":
         if options.k:
             raise InvalidRequest(f"speculation cannot be off and draft k = {options.k} tokens", "speculation")

@@ -17,7 +17,7 @@ from app.errors import error_object
 from app.openai.replies import JSON
 from app.page.feed import EventsEndpoint
 from app.page.live import LivePage
-from app.page.recent_requests import KEPT
+from app.page.recent_requests import MAX_REQUESTS
 
 FOLDER = Path(__file__).parent / "ui"
 HTML, SCRIPT, STYLE = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "text/css; charset=utf-8"
@@ -99,7 +99,7 @@ async def state(live_page: LivePage, request: Request) -> Response:
 async def list_requests(live_page: LivePage, request: Request) -> Response:
     """Return summaries of the kept requests, newest first. `?limit=N` returns the newest N only."""
     text = request.query_params.get("limit", "")
-    limit = int(text) if text.isdecimal() and len(text) <= len(str(KEPT)) else KEPT
+    limit = int(text) if text.isdecimal() and len(text) <= len(str(MAX_REQUESTS)) else MAX_REQUESTS
     return JSON({"requests": [kept.summary() for kept in islice(live_page.recent.latest(), limit)]}, headers=HEADERS)
 
 

@@ -1,4 +1,4 @@
-"""What the span of a whole request says: the attributes of an exchange that is complete.
+"""The attributes of a request's span, made from a complete exchange.
 
 Text is in none of them but those of `text_attributes`, which are for those who asked for text.
 """
@@ -21,7 +21,7 @@ Attributes = dict[str, AttributeValue]
 
 
 def request_attributes(exchange: Exchange, model: str) -> Attributes:
-    """As much as is known: a refused body asked for nothing. `model` is the one served here."""
+    """Return the attributes that are known: a refused body has none. model: the name of the served model."""
     attributes: Attributes = {
         name.OPERATION: name.OPERATION_NAME,
         name.PROVIDER: name.SCOPE,
@@ -39,7 +39,7 @@ def request_attributes(exchange: Exchange, model: str) -> Attributes:
 
 
 def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callable[[Sequence[int]], str]) -> Attributes:
-    """The client's words and the model's, in the shape of OpenTelemetry's messages; `texts`: one per choice.
+    """Return prompts and outputs in the shape of OpenTelemetry's messages. texts: one per choice.
 
     Prompts of ids are told only once the engine took them: before that nobody checked that there are such tokens.
     """
@@ -74,7 +74,7 @@ def _json(value: list[dict[str, Any]]) -> str:
 
 
 def _model_name(asked: str) -> str:
-    """The one text of a client's that nobody checked: JSON can hold half a surrogate pair, UTF-8 and OTLP cannot."""
+    """Make the client's model name encodable: JSON can hold half a surrogate pair, UTF-8 and OTLP cannot."""
     return asked[:MAX_MODEL_NAME].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -99,7 +99,7 @@ def _asked(asked: CompletionRequest) -> Attributes:
 
 
 def _used(exchange: Exchange) -> Attributes:
-    """The tokens of a prompt count once for all its choices, and in the cache are those that its first one found."""
+    """Count a prompt's tokens once for all its choices. Cached tokens are those that its first choice found."""
     prompts = {request.prompt_index: len(request.prompt_ids) for request in exchange.requests}
     firsts = [exchange.last_outputs[request.id].record for request in exchange.requests if request.choice_index == 0]
     return {
@@ -111,7 +111,7 @@ def _used(exchange: Exchange) -> Attributes:
 
 
 def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attributes:
-    """How, which all choices have in common, and what came of it, over all of them."""
+    """Return the options, which all choices share, and the sums over all choices."""
     first = records[0]
     attributes: Attributes = {
         name.POLICY: first.policy,
@@ -132,7 +132,7 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
 
 
 def _disabled(exchange: Exchange, first: RequestRecord, acceptance: Acceptance) -> str | None:
-    """Why there was no chance of a draft; None: there was one."""
+    """Return why no draft was possible; None: drafts were possible."""
     if exchange.request_body is not None and exchange.request_body.drafting.k == 0:
         return "user"
     if first.k_max == 0:
@@ -157,7 +157,7 @@ def _tokens(acceptance: Acceptance) -> Attributes:
 
 
 def _acceptance(acceptance: Acceptance) -> Attributes:
-    """Nothing where no draft was verified: a rate of no drafts does not exist."""
+    """Return nothing if no draft was verified: a rate of no drafts does not exist."""
     if acceptance.rate is None or acceptance.mean_length is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What one choice of a request, and one step of the engine, have to say as spans: names, times, attributes, no SDK.
+"""Names, times and attributes of the spans of one choice of a request and of one engine step. Uses no SDK.
 
 Times are monotonic seconds.
 """
@@ -14,10 +14,10 @@ from app.telemetry import names as name
 from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
 
 MAX_COLUMN = 512  # entries; viewers cut long attributes
-COLUMN_ENDS = 128  # entries at either end that are always kept; between them, evenly spread ones
-MAX_ROUND_SPANS = 64  # of one choice
-ROUND_SPAN_ENDS = 16  # of these at either end
-SLOWEST = 8  # rounds that have a span before others have
+COLUMN_ENDS = 128  # entries at either end that are always kept; between them evenly spread ones are
+MAX_ROUND_SPANS = 64  # per choice
+ROUND_SPAN_ENDS = 16  # rounds at either end that always have a span
+SLOWEST = 8  # slowest rounds that always have a span
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 Attributes = dict[str, AttributeValue]
@@ -25,7 +25,7 @@ Attributes = dict[str, AttributeValue]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A span to be."""
+    """A span that is not written yet. Times are monotonic seconds."""
 
     name: str
     began: float
@@ -34,9 +34,9 @@ class Piece:
     parts: tuple["Piece", ...] = ()
 
     def within(self, began: float, ended: float) -> "Piece":
-        """What of it lies there, its parts within it: viewers draw a part that sticks out as an error of the clocks.
+        """Cut the span and its parts to this interval. Viewers draw a part that sticks out as an error of the clocks.
 
-        A step of the engine begins before it admits a request, and ends after it has finished one.
+        An engine step begins before it admits a request and ends after it has finished one.
         """
         begin = min(max(self.began, began), ended)
         end = min(max(self.ended, begin), ended)
@@ -44,7 +44,7 @@ class Piece:
 
 
 def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterator[Piece]:
-    """Queue, prefill and decode of a record that is finished, as far as it came; with spans of rounds, if asked for."""
+    """Yield queue, prefill and decode of a finished record, as far as it came. rounds: with spans of rounds."""
     assert record.finished is not None, "the engine finished it"
     choice: Attributes = {name.CHOICE: index}
     admitted, first, finished = _admitted(record), record.first_token, record.finished
@@ -56,17 +56,17 @@ def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterato
         choice | {name.QUEUE_AHEAD: record.waiting_ahead},
     )
     if admitted is not None:
-        head = (spans.pop(0),) if 0 in spans else ()  # it ended the prompt: it began before the decode span
+        head = (spans.pop(0),) if 0 in spans else ()  # the round that ended the prompt began before the decode span
         yield Piece(name.PREFILL, admitted, finished if first is None else first, choice | _prefill(record), head)
     if first is not None:
-        told = choice | columns(record)
+        attributes = choice | columns(record)
         if rounds:
-            told[name.ROUNDS_OMITTED] = len(record.rounds) - len(spans) - len(head)
-        yield Piece(name.DECODE, first, finished, told, tuple(spans.values()))
+            attributes[name.ROUNDS_OMITTED] = len(record.rounds) - len(spans) - len(head)
+        yield Piece(name.DECODE, first, finished, attributes, tuple(spans.values()))
 
 
 def _admitted(record: RequestRecord) -> float | None:
-    """When the step began that admitted it, if that is the first of its rounds; else when it did."""
+    """Return when the request was admitted, or when its first round's step began if that was earlier."""
     if record.admitted is None or not record.rounds:
         return record.admitted
     return min(record.admitted, max(record.arrived, record.arrived + record.rounds[0].began_us / 1e6))
@@ -81,7 +81,7 @@ def _prefill(record: RequestRecord) -> Attributes:
 
 
 def columns(record: RequestRecord) -> Attributes:
-    """The rounds, packed. What each emitted is left out: accepted + 1, but for what `truncated` counts at the end."""
+    """Return the rounds as columns. Emitted tokens are omitted: accepted + 1, apart from `truncated` at the end."""
     count = len(record.rounds)
     attributes: Attributes = {
         name.DRAFTERS: (name.NOBODY, *DRAFTERS),
@@ -111,7 +111,7 @@ def columns(record: RequestRecord) -> Attributes:
 
 
 def kept(rounds: int) -> Sequence[int]:
-    """Which of so many rounds the columns hold, ascending, at most MAX_COLUMN: both ends whole, the middle evenly."""
+    """Return the indices of the rounds in the columns, ascending, at most MAX_COLUMN: both ends, the middle thinned."""
     if rounds <= MAX_COLUMN:
         return range(rounds)
     room, middle = MAX_COLUMN - 2 * COLUMN_ENDS, rounds - 2 * COLUMN_ENDS
@@ -120,13 +120,14 @@ def kept(rounds: int) -> Sequence[int]:
 
 
 def strip(rounds: Sequence[RoundRecord]) -> str:
-    """One character per round: "4.0" is four drafts accepted, a plain round, all drafts rejected; z is 35 and more."""
+    """Return one character per round: accepted drafts in base 36, z for 35 and more; a dot for a plain round."""
     return "".join(DIGITS[min(part.accepted, len(DIGITS) - 1)] if part.drafted else "." for part in rounds)
 
 
 def spoken_for(record: RequestRecord) -> list[int]:
-    """The rounds that get a span of their own, ascending: the ends, the slowest, then where k changed, then where
-    every draft was rejected, then any, until MAX_ROUND_SPANS.
+    """Return the indices of the rounds that get a span, ascending, at most MAX_ROUND_SPANS.
+
+    In order of preference: both ends, the slowest, where k changed, where every draft was rejected, any other.
     """
     count = len(record.rounds)
     slowest = sorted(range(count), key=lambda i: record.rounds[i].step_us, reverse=True)[:SLOWEST]
@@ -159,7 +160,7 @@ def _round_piece(i: int, part: RoundRecord, arrived: float) -> Piece:
 
 
 def step_piece(step: StepStats, trace_ids: Sequence[str]) -> Piece:
-    """`trace_ids`: of the requests that it served, as far as they are traced."""
+    """trace_ids: of the traced requests in the step."""
     attributes: Attributes = {
         name.STEP_INDEX: step.step,
         name.STEP_BATCH: step.sequences,

@@ -42,7 +42,7 @@ class DeviceVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceLaw:
     """What rejection and block verification compute from p, q and the drafts. The coins then decide."""
 
     chances: Tensor  # [N, K] fp64: probability that a uniform number accepts at this position; 0 from k on
@@ -70,7 +70,7 @@ def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) ->
     return DeviceVerdict(accepted[:, 0], table.gather(1, accepted)[:, 0], all_finite[:, 0].bool())
 
 
-def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience: Tensor) -> Acceptance:
+def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience: Tensor) -> AcceptanceLaw:
     """Token by token: accept with probability min(1, p / (l·q)), else draw from norm(max(p − l·q, 0)).
 
     Leviathan et al. 2023, Algorithm 1 and appendix A.5; Chen et al. 2023, Algorithm 2. lenience l [N] in (0, 1]; with
@@ -78,10 +78,10 @@ def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience
     """
     log_scales = -lenience.to(logp.dtype).log()[:, None].expand(-1, logp.shape[1])
     chances = (_log_ratios(logp, logq, drafts) + log_scales[:, 1:]).clamp(max=0).exp()
-    return Acceptance(_within(chances, ks), log_scales)
+    return AcceptanceLaw(_within(chances, ks), log_scales)
 
 
-def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptance:
+def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> AcceptanceLaw:
     """Jointly: keep the longest prefix that any coin accepts (Sun et al. 2024, arXiv 2403.10444, Algorithm 2).
 
     The emitted tokens follow p. In expectation it accepts at least as many drafts as `rejection`.
@@ -102,7 +102,7 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
         # draft that p excludes the chance is 0: those rows do not matter.
         inside = torch.where(room > 0, mass / room, 1.0).masked_fill(inner == -torch.inf, 0.0)
         chances = torch.cat([torch.where(last, chances[:, :-1], inside), chances[:, -1:]], 1)
-    return Acceptance(_within(chances, ks), log_scales)
+    return AcceptanceLaw(_within(chances, ks), log_scales)
 
 
 def overlaps(logp: Tensor, logq: Tensor, lenience: Tensor | None = None) -> Tensor:

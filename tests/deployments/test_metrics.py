@@ -1,6 +1,7 @@
 """The metrics: every family, its exact values for a scripted engine, and the identities between them."""
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from deployments import metric_families, metrics
 from deployments.metrics import OUTCOMES, Meter
 from engine.types import DRAFTERS, REASONS, EngineStats, Output, Request, RoundRecord, StepStats
 from tests.app.harness import PROMPT, Exchange, call
+from tests.app.telemetry.tracing import Traced
 from tests.deployments import recording
 from tests.deployments.recording import Instrument, Told
 
@@ -211,6 +213,23 @@ def test_the_page_and_the_metrics_tell_one_speedup(told: Told) -> None:
     plain, real = (told.total(f"specdec_{name}_seconds_total") for name in ("plain", "decode"))
     assert shown == pytest.approx(plain / real, abs=5e-4)
     assert plain == pytest.approx(0.012 * 2 + 0.010 + 7 * 0.025 + 2 * 0.010)
+
+
+def test_reply_span_page_and_metrics_tell_one_acceptance(told: Told) -> None:
+    traced = Traced(spell)
+    meter, live = Meter(traced.client, "demo"), LivePage(traced.client)
+    app = create_app(traced.client, [meter, traced.tracer], live_page=live)
+    reply = json.loads(call(app, PROMPT | {"max_tokens": 8, "speculation": {"k": 3}}).reply)
+    said, span = reply["metrics"]["speculative_decoding"], traced.attributes()
+    (choice,) = next(live.recent.latest()).summary()["choices"]
+    drafted, accepted = said["num_draft_tokens"], said["num_accepted_draft_tokens"]
+    assert 0 < accepted < drafted
+    assert (span["specdec.tokens.drafted"], span["specdec.tokens.accepted"]) == (drafted, accepted)
+    assert (choice["drafted"], choice["accepted"]) == (drafted, accepted)
+    rate, length = said["draft_acceptance_rate"], said["mean_acceptance_length"]
+    assert (span["specdec.acceptance.rate"], span["specdec.acceptance.length"]) == (rate, length)
+    assert told.values("specdec_request_acceptance_rate") == {"": [rate]}
+    assert told.values("specdec_request_acceptance_length") == {"": [length]}
 
 
 def random_step(draw: random.Random) -> StepStats:

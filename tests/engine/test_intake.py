@@ -162,7 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (with_params(stop_token_ids=(-1,)), "stop_token_ids", "outside the vocabulary"),
     ({"prediction_ids": (5, VOCAB)}, "prediction", "outside the vocabulary"),
     ({"prediction_ids": (-1,)}, "prediction", "outside the vocabulary"),
-    ({"drafter": "medusa"}, "speculation.drafter", "no drafter 'medusa'; it has: model, "),
+    ({"drafter": "medusa"}, "speculation.drafter", "no drafter 'medusa'; it has: "),
     ({"verifier": "typical"}, "speculation.verifier", "'typical' is not one of match, rejection, block"),
     ({"k": -1}, "speculation.k", "maximum, 8"),
     ({"k": 9}, "speculation.k", "maximum, 8"),

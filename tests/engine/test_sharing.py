@@ -377,7 +377,7 @@ def test_a_hit_of_the_draft_alone_costs_only_the_target_its_reading(pair: Pair, 
 def forget_all(cache: PagedCache) -> None:
     for leaf in [node for node in cache._index.nodes.values() if not node.children]:
         for block in cache._index.remove(leaf.block):
-            cache._pool.distrust(block)
+            cache._pool.withhold_cached(block)
     cache.restore()
     if cache._index.nodes:
         forget_all(cache)

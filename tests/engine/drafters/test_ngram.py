@@ -133,7 +133,7 @@ def test_guesses(tokens: list[int], k: int, guess: list[int]) -> None:
 
 def test_a_window_without_room_for_the_longest_n_gram() -> None:
     NGrams(4)
-    with pytest.raises(ValueError, match="a window of 3 tokens"):
+    with pytest.raises(ValueError, match="the window must hold at least 4 tokens"):
         NGrams(3)
 
 

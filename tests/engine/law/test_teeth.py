@@ -107,7 +107,7 @@ def at_coin_zero(monkeypatch: Patch, verifier: Verifier) -> float:
 
     def within(chances: Tensor, ks: Seq[int]) -> Tensor:
         """Nothing beyond a sequence's own drafts can be accepted, not even with ≤."""
-        return chances.double().masked_fill(~acceptance.proposed(ks, chances.device), -1.0)
+        return chances.double().masked_fill(~acceptance.is_draft(ks, chances.device), -1.0)
 
     monkeypatch.setattr(acceptance, "_within", within)
     monkeypatch.setattr(Sampler, "coins", lambda self, which, depth: torch.zeros(len(which), depth).double())

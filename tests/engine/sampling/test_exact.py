@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft
 from engine.sampling import acceptance
-from engine.sampling.acceptance import Acceptance
+from engine.sampling.acceptance import AcceptanceLaw
 from engine.types import Verifier
 from engine.verification import draft_laws
 from tests.engine.enumeration import (
@@ -264,7 +264,7 @@ def go_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unscaled(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> Acceptance:
+    def unscaled(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
         decided = block(logp, logq, drafts, ks)
         return replace(decided, log_scales=torch.zeros_like(decided.log_scales))
 
@@ -274,7 +274,7 @@ def forget_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 def multiply_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """min(Π p/q, 1) at the end only, where Algorithm 2 caps every step."""
 
-    def uncapped(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> Acceptance:
+    def uncapped(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
         ratios = acceptance._log_ratios(logp, logq, drafts)
         scales = torch.cat([torch.zeros_like(ratios[:, :1]), ratios.cumsum(1).clamp(max=0)], 1)
         return replace(block(logp, logq, drafts, ks), log_scales=scales)
@@ -285,7 +285,7 @@ def multiply_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 def accept_by_the_product_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chances p_i in place of h_i, which makes room for the longer prefixes."""
 
-    def alone(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> Acceptance:
+    def alone(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
         decided = block(logp, logq, drafts, ks)
         return replace(decided, chances=acceptance._within(decided.log_scales[:, 1:].exp(), ks))
 

@@ -159,7 +159,7 @@ def test_a_draft_that_p_forbids_has_no_chance_at_all(verifier: Verifier) -> None
     decided = decide(batch, verifier)
     p = batch.logp[:, :-1].gather(2, batch.drafts[..., None])[..., 0]
     dead = (p == -inf).cumsum(1) > 0
-    within = acceptance.proposed(batch.ks, CPU)
+    within = acceptance.is_draft(batch.ks, CPU)
     assert (dead & within).any()
     if verifier == "block":
         assert (decided.chances[dead & within] == 0).all()
@@ -167,7 +167,7 @@ def test_a_draft_that_p_forbids_has_no_chance_at_all(verifier: Verifier) -> None
         assert (decided.chances[(p == -inf) & within] == 0).all()
 
 
-def decide(batch: Batch, verifier: Verifier) -> acceptance.Acceptance:
+def decide(batch: Batch, verifier: Verifier) -> acceptance.AcceptanceLaw:
     if verifier == "block":
         return acceptance.block(batch.logp, batch.logq, batch.drafts, batch.ks)
     return acceptance.rejection(batch.logp, batch.logq, batch.drafts, batch.ks, batch.leniences)
@@ -235,7 +235,7 @@ def test_verify_decides_by_these_laws() -> None:
     # Lenience is rejection's; the others take turns, so that no verifier has the whole batch.
     verifiers: list[Verifier] = ["rejection" if o >= 16 or o % 2 else "block" for o in batch.owners.tolist()]
     ks, temperature = batch.ks, 0.5
-    given = batch.logq.masked_fill(~acceptance.proposed(ks, CPU)[..., None], -inf)
+    given = batch.logq.masked_fill(~acceptance.is_draft(ks, CPU)[..., None], -inf)
     draft = Draft(tuple(ks), batch.drafts, given, {i: i for i in range(len(ks))})
     logits = packed(batch.logp, ks) * temperature + 3.0  # whatever gives p at this temperature
     decisions = {name: decide(batch, name) for name in ("rejection", "block")}
