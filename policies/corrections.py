@@ -82,22 +82,13 @@ class Corrections:
                 bucket.drift = median(moved)
 
     def factor(self, key: Key) -> float:
-        bucket = self._known(key)
-        return exp(bucket.value if bucket else self._overall)
+        known = self.known(key)
+        return known[0] if known else exp(self._overall)
 
-    def place(self, key: Key) -> float | None:
-        """Where the rounds of this kind lie; None: there were too few."""
-        bucket = self._known(key)
-        return bucket.place if bucket else None
-
-    def count(self, key: Key) -> int:
-        bucket = self._known(key)
-        return len(bucket.ratios) if bucket else 0
-
-    def _known(self, key: Key) -> _Bucket | None:
-        """The bucket, if a refresh has followed its first FEW rounds."""
+    def known(self, key: Key) -> tuple[float, float, int] | None:
+        """(factor, place, rounds) of a kind; None before a refresh has followed its first FEW rounds."""
         bucket = self._buckets.get(key)
-        return bucket if bucket and bucket.others else None
+        return (exp(bucket.value), bucket.place, len(bucket.ratios)) if bucket and bucket.others else None
 
 
 class HostWork:

@@ -79,18 +79,16 @@ class CostModel:
         tokens = drafts + (batch + prefill)
         learned = self._mixed if prefill and self._mixed.samples else self._score
         keys = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
-        visited = [(place, key) for key in keys if (place := learned.place(key)) is not None]
+        visited = [known for key in keys if (known := learned.known(key)) is not None]
         if not visited:
             return profiled * learned.factor(keys[0])
         # The factors at the visited numbers of tokens must not make a longer pass shorter. Between these numbers the
         # factor is interpolated, so that the profile keeps its shape, steps included.
-        marks = np.clip([2**place for place, _ in visited], tokens[0], tokens[-1])
+        factors, places, rounds = np.array(visited).T
+        marks = np.clip(2**places, tokens[0], tokens[-1])
         at_marks = np.interp(marks, tokens, profiled)
-        fitted = isotonic(
-            at_marks * [learned.factor(key) for _, key in visited],
-            np.array([learned.count(key) for _, key in visited], np.float64),
-        )
-        return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted / at_marks))
+        fitted = isotonic(at_marks * factors, rounds) / at_marks
+        return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted))
 
     def _correct(self, timing: Timing) -> None:
         batch = _bucket(timing.batch)

@@ -79,10 +79,7 @@ class HeldChoice:
         return decision if self.same else replace(decision, seconds=0.0, tokens=0.0)
 
     def observe(self, accepted: int) -> None:
-        """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again.
-
-        A drafter that goes bad is then left alone within 20 rounds.
-        """
+        """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""
         if not self.same:
             return
         self.accepted += accepted

@@ -80,7 +80,9 @@ def plan(observation: Observation) -> Allocation:
     alike = bool((drafts.read_s == drafts.read_s[0]).all())
     order = np.argsort(-(drafts.chance if alike else _worth(drafts, nothing.goodput)), kind="stable")
     ranked = PossibleDrafts._make(column[order] for column in drafts)
-    best = evaluate(observation, _best_first(observation, nothing, ranked, _depths_to_try(drafts)))
+    others, model = (int(drafts.position[drafts.by_model == kind].max(initial=-1)) + 1 for kind in (0, 1))
+    depths = _depths(others, model, (others + 1) * (model + 1) * drafts.sequence.size <= MOST_ENTRIES)
+    best = evaluate(observation, _best_first(observation, nothing, ranked, depths))
     return best if best.goodput > nothing.goodput * (1 + TIE) else nothing
 
 
@@ -118,11 +120,6 @@ def _worth(drafts: PossibleDrafts, goodput: float) -> Floats:
     mean = np.cumsum(grid, axis=1) / (place + 1)
     pooled = place <= mean.argmax(1)[:, None]
     return np.where(pooled, mean.max(1, keepdims=True), grid)[drafts.sequence, drafts.position]
-
-
-def _depths_to_try(drafts: PossibleDrafts) -> Ints:
-    others, model = (int(drafts.position[drafts.by_model == kind].max(initial=-1)) + 1 for kind in (0, 1))
-    return _depths(others, model, (others + 1) * (model + 1) * drafts.sequence.size <= MOST_ENTRIES)
 
 
 @lru_cache(maxsize=1024)

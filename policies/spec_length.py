@@ -116,8 +116,7 @@ class Goodput:
     out is in favour of no drafts.
 
     A plan without any draft teaches nothing, and the drafts may be better by now. Therefore the share `probe_share` of
-    all time is saved up. It is spent on a few drafts for one sequence as soon as it covers them and all that the draft
-    model must read for them.
+    all time is saved up, and spent on a few drafts for one sequence as soon as it covers them and their reading.
     """
 
     hysteresis: float
@@ -137,7 +136,10 @@ class Goodput:
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
         newcomer_k = int(np.median(ks[free])) if free.size else 0
-        return Choice(ks, reasons, holds=HOLDS, newcomer_k=newcomer_k), budget
+        halved = (
+            0 < sum(observation.held.values()) >= 2 * int(ks.sum())
+        )  # a drafter that fails is then left alone sooner
+        return Choice(ks, reasons, holds=1 if halved else HOLDS, newcomer_k=newcomer_k), budget
 
     def _plan(self, observation: Observation) -> Ints:
         best, last = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0))
