@@ -130,6 +130,7 @@ def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(DraftLaws, "draw", erring)
 
 
+@pytest.mark.usefixtures("full_profile")  # it draws from the generator of err_now_and_then
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("which", ["twins", "pair"])
 @pytest.mark.parametrize("kind", KINDS)
