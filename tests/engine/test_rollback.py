@@ -118,6 +118,9 @@ class Fuzz:
         return {a for r in records for d, a in zip(r.column("drafted"), r.column("accepted"), strict=True) if d == K}
 
 
+pytestmark = pytest.mark.usefixtures("full_profile")  # profiling draws from the generator of err_now_and_then
+
+
 def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Drafts become other tokens at random before the draft model is fed them: it holds what it proposes."""
     draw, rng = DraftLaws.draw, random.Random(seed)
