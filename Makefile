@@ -63,7 +63,7 @@ check: $(READY)
 	$(BIN)/ruff format --check -q .
 	$(BIN)/ruff check -q .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_budgets.py
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_layout.py tests/test_budgets.py
 
 format: $(READY)
 	$(BIN)/ruff check -q --fix .
