@@ -178,7 +178,7 @@ def test_a_context_longer_than_a_model_allows(pair: Pair, tmp_path: Path) -> Non
     assert message == f"max_model_len 65 is too long: target {pair.target} allows 128, draft {short} allows 64"
     message = refused(short, pair.target, max_model_len=65)
     assert message == f"max_model_len 65 is too long: target {short} allows 64, draft {pair.target} allows 128"
-    assert "leaves no room" in refused(pair.target, max_model_len=1)
+    assert "must be at least 2" in refused(pair.target, max_model_len=1)
     assert load(Pair(pair.target, short), max_model_len=64).max_model_len == 64
     assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 64
 
