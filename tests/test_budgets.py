@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("app", "benchmarks", "cache", "deployments", "engine", "policies", "scripts")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_README_LINES = 150
+MAX_README_LINES = 80
 MAX_MODEL_BYTES = 16_000_000
 SOURCE_SUFFIXES = {".py", ".js", ".css", ".html"}
 
