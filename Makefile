@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
 # A worker for each core that may be used; the tests of a group (tests/conftest.py) stay together, long groups first.
-PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadscope --no-loadscope-reorder
 # What depends most on how the KV memory is kept: roll-back, sharing, preemption, failed passes, and the law.
 KV_TESTS := $(addprefix tests/engine/test_, identity.py rollback.py caches.py sharing.py preemption.py rescue.py \
     spoiled_memory.py engine.py) tests/engine/law/test_law.py::test_a_law_that_is_off_by_a_few_percent_is_refused

@@ -101,7 +101,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message, code = f"the path {path} does not exist; GET / lists the paths of this server", "not_found"
     else:
-        message, code = f"{path} does not accept {request.method}; GET / lists the methods", "method_not_allowed"
+        message, code = f"{path} does not accept {request.method}", "method_not_allowed"
     return JSON(error_object(message, "invalid_request_error", code), error.status_code, error.headers)
 
 

@@ -28,7 +28,7 @@ class Node:
 
 
 class PrefixIndex:
-    """Indexes blocks of `block_size` tokens. Of several blocks with the same text only the first is indexed."""
+    """Indexes blocks of `block_size` tokens. Only the first of several blocks with the same text is indexed."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

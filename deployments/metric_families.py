@@ -84,9 +84,11 @@ class StepMetrics:
     def __init__(self, make: "Maker") -> None:
         self.steps = make.count("specdec_steps_total", "Steps of the engine")
         self.seconds = make.count("specdec_step_seconds_total", "Seconds in the engine's steps")
-        self.draft_seconds = make.count("specdec_draft_seconds_total", "Of these, proposing drafts")
-        self.verify_seconds = make.count("specdec_verify_seconds_total", "Of these, the target's pass and acceptance")
-        self.policy_seconds = make.count("specdec_policy_seconds_total", "Of these, choosing how much to draft")
+        self.draft_seconds = make.count("specdec_draft_seconds_total", "Seconds of steps spent proposing drafts")
+        self.verify_seconds = make.count(
+            "specdec_verify_seconds_total", "Seconds of steps spent in the target's pass and in acceptance"
+        )
+        self.policy_seconds = make.count("specdec_policy_seconds_total", "Seconds of steps spent choosing k")
         self.prompt_tokens = make.count("specdec_prompt_tokens_total", "Tokens of prompts read, or cached", "source")
         self.preemptions = make.count("specdec_preemptions_total", "Sequences whose memory was taken back")
         self.draft_faults = make.count("specdec_draft_faults_total", "Failures that cost drafts and nothing else")

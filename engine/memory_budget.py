@@ -207,7 +207,7 @@ def _mib(size: int) -> str:
 def measure_activations(run: Callable[[], object], device: torch.device) -> int:
     """Peak bytes that `run`, the largest pass, allocates beyond what was allocated before it.
 
-    On a CPU the profiler's allocation events are added up. That is exact and repeatable: 18,363,264 bytes for 512
+    On a CPU the profiler's allocation events are added up. The sum is exact and repeatable: 18,363,264 bytes for 512
     tokens of the demo target, 640 more with two threads. The peak of the resident set (VmHWM) is neither, because the
     heap keeps freed pages: it grew by 26.3 MB, 2.6 MB and 12 kB in three such passes in a row. Memory that libraries
     allocate without torch, a few MB, is not counted.

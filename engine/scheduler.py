@@ -210,8 +210,8 @@ class Scheduler:
     def _start_next(self, queue: StartQueue, reading: Container[str]) -> Sequence | None:
         """Start the queue's next sequence whose group is not in `reading`. None: there is none, or no slot or memory.
 
-        A sequence is deferred while a running leader is about to read tokens that both have in common. Those that
-        overtake it leave it a slot and memory. If memory is too short for a sequence, none overtakes it.
+        A sequence is deferred while a running leader is about to read tokens that both have in common. The
+        sequences that overtake it leave it a slot and memory. If memory is too short for a sequence, none overtakes it.
         """
         for sequence in tuple(queue.order):
             if self._cache.free_slots <= queue.deferred:

@@ -36,6 +36,7 @@ class Speculator:
         """Learn from a round. `prefill`: tokens in its pass beyond one per sequence and their drafts."""
         started = perf_counter_ns()
         drafts = outcome.draft
+        rest_us -= self._spent_ns // 1000  # the time of choosing k does not depend on k
         timing = Timing(
             batch=len(outcome.slices),
             drafts=sum(drafts.ks),
@@ -45,7 +46,7 @@ class Speculator:
             read=drafts.read,
             draft_s=outcome.draft_us / 1e6,
             score_s=outcome.score_us / 1e6,
-            rest_s=max(0, rest_us - self._spent_ns // 1000) / 1e6,  # the time of choosing k does not depend on k
+            rest_s=0.0 if drafts.failed else max(0, rest_us) / 1e6,  # after a failure it holds the pass that was lost
         )
         drafted = [one for i, part in enumerate(outcome.slices) if (one := _drafted(part, i, outcome))]
         with_drafts = {one.handle for one in drafted}

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Before any import of ray, transformers or tokenizers: they read these once.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, settings
 
 from engine import engine
 from tests.kv import KINDS, use
+
+RAY_GROUP = "tests/serving/"
 
 torch.set_num_threads(1)
 # A busy machine is no fault of what is tested.
@@ -41,20 +44,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):
-        _group(items)
+        _order(items)
 
 
-def _group(items: list[pytest.Item]) -> None:
-    """Give every test a group, which one worker runs as a whole. Groups that take long come first.
-
-    Modules of one name are a group, because a module's tests share fixtures. All tests that start Ray are one group,
-    because two clusters would take the cores from the other workers.
-    """
-    groups = {item: "ray" if item.get_closest_marker("integration") else item.path.stem for item in items}
+def _order(items: list[pytest.Item]) -> None:
+    """Let groups that take long come first, so that the workers end at about the same time."""
+    groups = {item: worker_group(item.nodeid) for item in items}
     slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (groups[item] != "ray", groups[item] not in slow))
+    items.sort(key=lambda item: (groups[item] != RAY_GROUP, groups[item] not in slow))
+
+
+def worker_group(nodeid: str) -> str:
+    """The group of a test, which one worker runs as a whole.
+
+    A module is a group, because its tests share fixtures. All tests that start Ray are one group, because two clusters
+    would take the cores from the other workers.
+    """
+    module = nodeid.partition("::")[0]
+    return RAY_GROUP if module.startswith(RAY_GROUP) else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes whole groups. Imported here, because machines that only run the engine have no xdist."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_group(nodeid)
+
+    return GroupScheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

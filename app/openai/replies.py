@@ -127,7 +127,7 @@ def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) -> dict[str, Any]:
-    """Return the sums over all choices. `metrics` omits them if speculation was off and the rounds are not listed.
+    """Return the sums over all choices. `metrics` has null instead if speculation was off and no rounds are listed.
 
     num_spec_steps and acceptance_histogram count the rounds that verified at least one draft. draft_length_histogram
     (by k, from 0) and decisions (by the reason for k) count every round in which k was chosen.

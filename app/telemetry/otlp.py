@@ -1,6 +1,6 @@
 """OTLP over HTTP: the SDK's exporter with a faster encoding of integer columns, in a sixth of the time.
 
-The SDK makes an object for every integer. That takes about 2.5 ms for a request of 300 rounds, in which the engine
+The SDK makes an object for every integer, which takes about 2.5 ms for a request of 300 rounds, in which the engine
 thread waits for the interpreter lock. Here a column is built as bytes, which the protobuf library parses.
 """
 

@@ -1,6 +1,6 @@
 """The attributes of a request's span, made from a complete exchange.
 
-Text is in none of them but those of `text_attributes`, which are for those who asked for text.
+Only `text_attributes` holds text, and only an operator who asked for text gets it.
 """
 
 import json
@@ -41,7 +41,7 @@ def request_attributes(exchange: Exchange, model: str) -> Attributes:
 def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callable[[Sequence[int]], str]) -> Attributes:
     """Return prompts and outputs in the shape of OpenTelemetry's messages. texts: one per choice.
 
-    Prompts of ids are told only once the engine took them: before that nobody checked that there are such tokens.
+    A prompt of ids is included only after the engine has accepted it, because the engine checks that the ids exist.
     """
     if exchange.request_body is None:
         return {}

@@ -21,7 +21,7 @@ NO_TOKEN = -1  # in place of a draft whose law is not finite; an illegal id, whi
 
 
 class DrafterFault(RuntimeError):
-    """One of several drafters failed to observe or to forget. That is logged and handled already: it has forgotten the
+    """One of several drafters failed to observe or to forget. The error is logged, the drafter has forgotten the
     round's sequences, and the others did their work. The caller only counts the fault."""
 
 

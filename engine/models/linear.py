@@ -28,7 +28,7 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
         self.unpacked_rows = (
             UNPACKED_LIMIT // weight.numel() if self.packed else 0
-        )  # up to this many go through `plain`
+        )  # up to this many go through `unpacked`
         self.unpacked = weight.t().contiguous() if self.unpacked_rows else None
 
     @property

@@ -62,8 +62,9 @@ class Runner:
         return max(1.0, tokens / count) * spent_ns / 1e9
 
     def release(self, sequence: Sequence) -> None:
-        """Free the sequence's memory, after clearing it if it is not known to be finite. Idempotent. Does not raise:
-        memory that cannot be examined is cleared, memory that cannot be cleared is withheld (R9)."""
+        """Free the sequence's memory. Memory that is not known to be finite is examined first, and cleared if it is
+        not. Idempotent. Does not raise: memory that cannot be examined is cleared, memory that cannot be cleared is
+        withheld (R9)."""
         handle = sequence.handle
         if self.cache.holds(handle) and handle not in self._known_finite and not self._finite(handle):
             self.clear_non_finite(sequence)

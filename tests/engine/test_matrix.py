@@ -488,7 +488,7 @@ def test_a_draft_law_that_is_nan_costs_acceptance_only(
     run, step = runner.run, runner.step
     monkeypatch.setattr(runner, "run", lambda feeds: spoil(run(feeds)))
     monkeypatch.setattr(runner, "step", lambda sequences, tokens: spoil(step(sequences, tokens)))
-    wanted = [j for v in VERIFIERS for j in cells(jobs, drafter, v)[::2]]
+    wanted = [j for n, v in enumerate(VERIFIERS) for j in cells(jobs, drafter, v)[n % 2 :: 2]]
     heard = hear(engine, [j.request() for j in wanted])
     results = got(heard)
     assert spoiled

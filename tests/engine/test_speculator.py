@@ -9,9 +9,11 @@ from statistics import mean
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from engine.config import ConfigError
 from engine.engine import Engine
+from engine.models.runner import Feed
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig
 from policies.cost import CostModel
@@ -198,6 +200,25 @@ def test_rounds_are_timed_for_the_cost_model(pair: Pair, monkeypatch: pytest.Mon
         assert round(timing.draft_s * 1e6) == step.draft_us
         assert round(timing.score_s * 1e6) == step.score_us
         assert 0 <= timing.rest_s * 1e6 <= step.step_us
+
+
+def test_a_pass_that_was_lost_teaches_nothing_of_the_hosts_work(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the estimate of plain decoding would take in what failed drafts cost, and show no loss."""
+    engine = load(pair, max_spec_length=2)
+    run, timings = engine.target.run, list[Timing]()
+    failed: list[bool] = []
+
+    def fail_once(feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
+        if drafts is not None and not failed:
+            failed.append(True)
+            raise RuntimeError("planted")
+        return run(feeds, drafts)
+
+    monkeypatch.setattr(engine.target, "run", fail_once)
+    monkeypatch.setattr(engine.speculator.control, "observe", lambda timing, *_: timings.append(timing))
+    drive(engine, requests(k=2)[:1])
+    assert failed
+    assert [timing.rest_s > 0 for timing in timings].count(False) == 1
 
 
 def test_nothing_is_kept_of_sequences_that_are_gone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

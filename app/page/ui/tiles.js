@@ -43,5 +43,5 @@ function speculationNote(now) {
 }
 
 function speedupNote(now) {
-  return now.speedup ? "over plain decoding" : "no tokens were decoded";
+  return now.speedup ? "over plain decoding" : "no step without prompts";
 }

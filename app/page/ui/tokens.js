@@ -5,9 +5,9 @@ import { el, micros, plural, stepping } from "./dom.js";
 const NEAR = 24; // px: a growing text that is scrolled this near to its end stays at its end
 
 export const REASONS = {
-  policy: "the policy gives every request this k",
-  user: "the request asks for this k",
-  cap: "the request could not use more drafts",
+  policy: "the policy gives this k, whatever the sequence",
+  user: "the request allows no more drafts",
+  cap: "no more drafts are possible here",
   cache: "there is no memory for more drafts",
   acceptance: "more drafts would be rejected too often to pay",
   load: "more drafts would not pay beside the other sequences of the round",

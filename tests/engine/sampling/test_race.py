@@ -1,7 +1,7 @@
 """The race: that pruning changes no draw, that noise made from the top of a block is noise like any other, that
 streams, rounds and positions draw apart, and that `match` emits the race's winners whatever was drafted.
 
-Nothing is drawn at run time, so a test passes always or never; thresholds are set as in test_randomness.py.
+Nothing is drawn at run time, so a test passes always or never; thresholds are set as in test_noise.py.
 """
 
 from collections.abc import Callable
