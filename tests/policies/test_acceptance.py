@@ -346,7 +346,7 @@ def test_requests_are_told_apart_and_strangers_are_like_all() -> None:
 
 
 def test_further_drafts_are_likelier_once_the_first_was_accepted() -> None:
-    """Of two kinds of requests, an accepted draft indicates the better kind."""
+    """An accepted draft indicates the better of two kinds of requests."""
     estimator = Estimator(DEPTH)
     random = np.random.default_rng(0)
     for _ in range(200):
