@@ -103,7 +103,7 @@ def test_the_command_line_writes_the_dtype_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"draft_layers": 5}, r"draft_layers 5 is outside 1\.\.layers \(4\)"), ({"heads": 3}, "hidden 32 / heads 3")],
+    [({"draft_layers": 5}, r"draft_layers 5 must be 1\.\.layers \(4\)"), ({"heads": 3}, "hidden 32 / heads 3")],
 )
 def test_a_shape_that_cannot_be_built_is_refused(tmp_path: Path, wrong: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
