@@ -69,6 +69,10 @@ def equal(ours: Seq[TokenLogprob], theirs: Seq[TokenLogprob]) -> bool:
     return all(a == b and abs(x - y) < TOLERANCE for (a, x), (b, y) in zip(pairs(ours), pairs(theirs), strict=True))
 
 
+def likeliest_first(law: Seq[float]) -> list[int]:
+    return sorted(range(len(law)), key=lambda token: (-law[token], token))
+
+
 Reference = Callable[[Seq[int], int, int, int], list[TokenLogprob]]
 
 
@@ -82,7 +86,7 @@ def reference(pair: Pair) -> Reference:
         """(log-probabilities, ids of the likeliest first) for each position."""
         with torch.inference_mode():
             laws = model(torch.tensor([tokens])).logits[0].log_softmax(-1).tolist()
-        return [(law, sorted(range(VOCAB), key=lambda token, law=law: (-law[token], token))) for law in laws]
+        return [(law, likeliest_first(law)) for law in laws]
 
     def entries(tokens: Seq[int], first: int, end: int, count: int) -> list[TokenLogprob]:
         laws, told = sorted_laws(tuple(tokens)), []
