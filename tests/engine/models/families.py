@@ -154,27 +154,33 @@ def random_checkpoint(case: Case, directory: Path, seed: int = 7, like: str | No
     if like is not None:
         model.load_state_dict(type(model).from_pretrained(like, dtype=torch.float32).state_dict())
     generator = torch.Generator().manual_seed(seed)
+    offset = 1.0 if case.kind.startswith("gemma") else 0.0  # which a norm adds to its weight
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             if like is not None:
                 weight.add_(noise * weight.std() * drawn)
             elif "norm" in name:
-                weight.copy_((0 if case.kind.startswith("gemma") else 1) + 0.3 * drawn)
+                weight.copy_(1 - offset + 0.3 * drawn)
             else:
                 weight.copy_(drawn * (0.4 if weight.dim() == 1 or name.endswith("bias") else 0.25))
         if like is None:
-            _spread_logits(model)
+            _spread_logits(model, offset)
     model.save_pretrained(directory, max_shard_size=case.shard_size)
     save_tokenizer(directory)
     return str(directory)
 
 
-def _spread_logits(model: Any) -> None:
-    """Give the logits a standard deviation of about 3 before any cap."""
-    head = model.get_output_embeddings().weight
+def _spread_logits(model: Any, offset: float) -> None:
+    """Give the logits a standard deviation of about 3 before any cap.
+
+    A tied embedding is made small and the final norm large, so that a token does not mostly predict itself.
+    """
+    head, norm = model.get_output_embeddings().weight, model.model.norm.weight
     divisor = getattr(model.config, "logits_scaling", 1.0)
-    head.mul_(3 * divisor / (head.std() * head.shape[1] ** 0.5))
+    gain = 8.0 if model.config.tie_word_embeddings else 1.0
+    norm.copy_(gain * (offset + norm) - offset)
+    head.mul_(3 * divisor / (gain * head.std() * head.shape[1] ** 0.5))
 
 
 class InFP64(TorchFunctionMode):

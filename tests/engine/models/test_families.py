@@ -84,7 +84,9 @@ def test_batches(reader: Reader) -> None:
     reader.feed({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.proofs)], ids=str
+)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_lower_precision(name: str, dtype: torch.dtype, made: Made, texts: list[list[int]]) -> None:
     checkpoint, expected = made[name]
