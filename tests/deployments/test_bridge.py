@@ -235,6 +235,8 @@ def test_tokens_are_shown_by_text_bytes_name_or_number(client: LocalClient) -> N
         ({"draft": None}, "fixed", None, "match"),
         ({"draft": None, "drafter": "lookup"}, "fixed", "lookup", "match"),
         ({"policy": PolicyConfig(name="off"), "verifier": "block"}, "off", "model", "block"),
+        ({"policy": PolicyConfig(name="fixed", k=0)}, "off", "model", "match"),
+        ({"policy": PolicyConfig(max_k=0)}, "off", "model", "match"),
     ],
 )
 def test_the_card_says_what_the_engine_has(
