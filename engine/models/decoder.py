@@ -107,7 +107,7 @@ class Decoder:
         x = F.embedding(ids, self.embedding)
         multiplier = self.config.traits.embedding_multiplier
         # The multiplier is rounded to the weights' type, as gemma was trained.
-        return x if multiplier == 1 else x.mul_(x.new_tensor(multiplier))
+        return x if multiplier == 1 else x.mul_(torch.tensor(multiplier, dtype=x.dtype).item())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] → [R, vocab]."""
