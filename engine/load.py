@@ -4,6 +4,7 @@ The checkpoints are checked against each other before any weight is read.
 """
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
+from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products
 from engine.memory_budget import device_memory, layouts, measure_activations
 from engine.models.attention import Attention, Span, plan_attention
@@ -44,6 +46,7 @@ class LoadedModels:
     drafter: ChainedDrafter
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]  # of requests, by the names of SamplingParams
 
 
 def load_models(config: EngineConfig) -> LoadedModels:
@@ -56,6 +59,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     target_checkpoint = open_checkpoint(config.target)
     tokenizer = Tokenizer(config.target)
     eos_ids = _eos_ids(target_checkpoint)
+    defaults = sampling_defaults(target_checkpoint.path) if config.generation_config == "auto" else {}
     checkpoints = [target_checkpoint]
     if config.draft is not None:
         draft = open_checkpoint(config.draft)
@@ -65,7 +69,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     max_len = _max_model_len(config, target_checkpoint)
     target, *drafts = _make_runners(config, checkpoints, max_len, device)
     model = _model_drafter(config, target, drafts[0]) if drafts else None
-    return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids)
+    return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids, defaults)
 
 
 def _model_drafter(config: EngineConfig, target: Runner, draft: Runner) -> ModelDrafter:
