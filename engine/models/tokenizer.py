@@ -22,7 +22,6 @@ from engine.types import InvalidRequest
 log = logging.getLogger(__name__)
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # sentencepiece's name of a byte
-TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors that place special tokens
 
 
 class Tokenizer:
@@ -115,9 +114,9 @@ def _open_backend(directory: Path) -> Any:
 
 def _place_special_tokens(backend: Any, settings: TokenizerSettings, directory: str) -> None:
     """Let a text begin with BOS and end with EOS as add_bos_token and add_eos_token say, unless the post-processor of
-    tokenizer.json says it by a template. Warns if the two contradict each other, and if there is no such token."""
+    tokenizer.json places special tokens itself. Warns if it contradicts them, and if there is no such token."""
     own = backend.post_processor
-    if any(step["type"] in TEMPLATES for step in _steps(own)):
+    if any(map(_places_tokens, _steps(own))):
         _warn_of_contradiction(backend, settings, directory)
         return
     wanted = {"bos": settings.bos if settings.add_bos else None, "eos": settings.eos if settings.add_eos else None}
@@ -131,6 +130,13 @@ def _place_special_tokens(backend: Any, settings: TokenizerSettings, directory: 
             special_tokens=[{"id": role, "ids": [i], "tokens": [wanted[role]]} for role, i in known.items()],
         )
         backend.post_processor = template if own is None else processors.Sequence([own, template])
+
+
+def _places_tokens(step: dict[str, Any]) -> bool:
+    """Whether a step of a post-processor adds special tokens to a text. A template of the text alone adds none."""
+    if step["type"] == "TemplateProcessing":
+        return any("SpecialToken" in piece for piece in step["single"])
+    return step["type"] in ("BertProcessing", "RobertaProcessing")
 
 
 def _warn_of_contradiction(backend: Any, settings: TokenizerSettings, directory: str) -> None:

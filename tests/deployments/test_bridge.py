@@ -17,7 +17,7 @@ from tokenizers import processors
 from app.client import Token
 from app.main import create_app
 from deployments.bridge import TOKENIZE_INLINE, LocalClient
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, GenerationConfig
 from engine.engine import Engine, StepResult
 from engine.types import (
     EngineStopped,
@@ -260,7 +260,8 @@ def test_the_card_tells_the_checkpoints_sampling_defaults(tmp_path: Path) -> Non
     target = tmp_path / "tuned"
     shutil.copytree(CONFIG.target, target)
     (target / "generation_config.json").write_text(json.dumps({"top_k": 20, "eos_token_id": 1}))
-    for setting, expected in (("auto", {"top_k": 20}), ("none", {})):
+    settings: tuple[tuple[GenerationConfig, dict[str, float]], ...] = (("auto", {"top_k": 20}), ("none", {}))
+    for setting, expected in settings:
         config = replace(CONFIG, target=str(target), draft=None, generation_config=setting)
         client = LocalClient(Engine.from_config(config), "demo")
         client.close()

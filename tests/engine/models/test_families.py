@@ -187,14 +187,22 @@ def test_configuration_files_place_special_tokens_where_the_post_processor_does_
     assert ours.encode("the cat") == [*([bos] if flags[0] else []), *plain, *([eos] if flags[1] else [])]
 
 
-@pytest.mark.parametrize(("name", "flag"), [("llama2", False), ("phi3", True)])
+def test_a_template_of_the_text_alone_does_not_say_how_a_text_begins(tmp_path: Path) -> None:
+    ours = Tokenizer(str(save_family("phi3", tmp_path, add_bos_token=True)))
+    assert ours.encode("the cat") == [ours.vocab["<s>"], *ours.encode("the cat", special=False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "flag"),
+    [("llama2", "add_bos_token", False), ("llama3", "add_bos_token", False), ("gemma", "add_eos_token", True)],
+)
 def test_the_post_processor_of_the_file_is_followed_against_its_configuration(
-    name: str, flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, field: str, flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = save_family(name, tmp_path, add_bos_token=flag)
+    path = save_family(name, tmp_path, **{field: flag})
     ours, own = Tokenizer(str(path)), Backend.from_file(str(path / "tokenizer.json"))
     assert ours.encode("the cat") == own.encode("the cat").ids
-    assert f"says add_bos_token {str(flag).lower()}, but the post-processor" in caplog.text
+    assert f"says {field} {str(flag).lower()}, but the post-processor" in caplog.text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
