@@ -38,7 +38,8 @@ class Tokenizer:
         self.special_ids = frozenset(flagged | named)  # left out of texts
         self.chat_template = settings.chat_template
         self._unflagged = named - flagged  # the backend would show these
-        steps = _steps(self._backend.decoder)
+        self._decoder = self._backend.decoder
+        steps = _steps(self._decoder)
         self._bytes_of = _bytes_of(steps)
         falls_back = any(step["type"] == "ByteFallback" for step in steps)
         names = filter(BYTE_TOKEN.fullmatch, self.vocab) if falls_back else ()
@@ -67,9 +68,9 @@ class Tokenizer:
         Text that is complete does not change when further ids follow. For that, bytes of sentencepiece are decoded
         character by character; the backend turns a whole run of them into U+FFFD if one of them is invalid.
         """
-        if not self._byte_ids.isdisjoint(ids):
+        if self._byte_ids and not self._byte_ids.isdisjoint(ids):
             names = [name for i in ids if i not in self.special_ids and (name := self.name(i)) is not None]
-            return str(self._backend.decoder.decode(list(_split_invalid_runs(names))))
+            return str(self._decoder.decode(list(_split_invalid_runs(names))))
         if self._unflagged:
             ids = [i for i in ids if i not in self._unflagged]
         return str(self._backend.decode(ids, skip_special_tokens=True))

@@ -82,12 +82,13 @@ def test_every_verifier_crosses_the_border(verifier: Any, engine: Engine) -> Non
 
 @pytest.mark.parametrize("cache", ["slotted", "paged"])
 def test_the_policy_expects_no_drafts_beyond_the_border(cache: Any, short_pair: Pair) -> None:
-    policy = PolicyConfig("goodput")
+    policy = PolicyConfig("fixed", k=4)
     size = 16 if cache == "paged" else None
     engine = load(short_pair, max_model_len=MAX_LEN, policy=policy, cache=cache, max_running=6, block_size=size)
     beyond = [replace(r, prompt_ids=(5,) * (BORDER + 1)) for r in make_requests(0.8, None)]
     run = drive(engine, [replace(r, params=replace(r.params, max_tokens=20)) for r in beyond])
-    assert not run.drafted
+    records = [told.record for told in run.received.values() if told.record is not None]
+    assert {part.k for record in records for part in record.rounds} == {0}
     assert sum(step.draft_steps for step in run.steps) == 0
     assert not model_drafter(engine).runner.cache.used
 

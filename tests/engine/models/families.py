@@ -78,7 +78,9 @@ def split(pattern: str) -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
 
 
-def sentencepiece(specials: Sequence[str], *, normalizer: Any, pre_tokenizer: Any, strip: bool) -> Tokenizer:
+def sentencepiece(
+    specials: Sequence[str], *, normalizer: Any, pre_tokenizer: Any, strip: bool, with_bytes: bool = True
+) -> Tokenizer:
     """A BPE over characters with ▁ for space and <0xNN> for the bytes of characters that it does not have."""
     seed = Tokenizer(models.BPE())
     seed.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
@@ -90,7 +92,7 @@ def sentencepiece(specials: Sequence[str], *, normalizer: Any, pre_tokenizer: An
         models.BPE(
             {name: i for i, name in enumerate(dict.fromkeys(names))},
             merges,
-            byte_fallback=True,
+            byte_fallback=with_bytes,
             fuse_unk=True,
             unk_token="<unk>",
         )
@@ -126,6 +128,14 @@ def mistral() -> Tokenizer:
     first = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     backend = sentencepiece((*SP, "[INST]", "[/INST]"), normalizer=None, pre_tokenizer=first, strip=True)
     begin_with(backend, "<s>")
+    return backend
+
+
+def metaspace() -> Tokenizer:
+    """The newer spelling of the decoder, which has no bytes: what it does not know is lost."""
+    first = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    backend = sentencepiece(SP, normalizer=None, pre_tokenizer=first, strip=True, with_bytes=False)
+    backend.decoder = decoders.Metaspace("▁", prepend_scheme="first", split=False)
     return backend
 
 
@@ -184,6 +194,7 @@ FAMILIES: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
     # A checkpoint of that class whose own pre-tokenizer groups digits.
     "qwen2 with another split": (partial(qwen, LLAMA3_SPLIT), {"tokenizer_class": "Qwen2Tokenizer"}),
     "gemma": (gemma, {"tokenizer_class": "GemmaTokenizer", "bos_token": "<bos>", "eos_token": "<eos>"}),
+    "metaspace": (metaspace, {"bos_token": "<s>", "eos_token": "</s>"}),
     "phi3": (
         phi3,
         {
