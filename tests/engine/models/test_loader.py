@@ -187,14 +187,67 @@ def test_a_draft_tokenizer_with_fewer_entries(pair: Pair, tmp_path: Path) -> Non
     assert "None in the draft" in message
 
 
-def test_other_special_ids(pair: Pair, tmp_path: Path) -> None:
-    """The same map, but the draft has one more id that is special."""
-    other = copy_of(pair.target, tmp_path / "other")
-    vocab = json.loads((other / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
-    token = next(t for t, i in vocab.items() if i == 50)
-    edit_json(other / "tokenizer_config.json", pad_token=token)
-    message = refused(pair.target, other)
-    assert f"special token ids differ: target {pair.target} has [0, 1], draft {other} has [0, 1, 50]" in message
+def other_eos(path: Path) -> None:
+    edit_json(path / "config.json", eos_token_id=7)
+    edit_json(path / "generation_config.json", eos_token_id=[7, 9])
+
+
+def other_pad(path: Path) -> None:
+    """The same map, but one more id is special."""
+    vocab = json.loads((path / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    edit_json(path / "tokenizer_config.json", pad_token=next(t for t, i in vocab.items() if i == 50))
+
+
+def new_pad(path: Path) -> None:
+    """A token that the other tokenizer does not have."""
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    backend.add_special_tokens(["<|pad|>"])
+    backend.save(str(path / "tokenizer.json"))
+
+
+def other_template(path: Path) -> None:
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "end tokens": (other_eos, "differ in end tokens [1] and [7, 9]; the target's hold"),
+    "special tokens": (other_pad, "differ in special tokens [0, 1] and [0, 1, 50]; the target's hold"),
+    "a token for padding": (new_pad, "differ in special tokens [0, 1] and [0, 1, {pad}]; the target's hold"),
+    "chat templates": (other_template, "differ in chat templates; the target's hold"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_draft_that_maps_all_strings_alike_is_used_with_a_warning(
+    name: str, pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = DIFFERENCES[name]
+    message = message.format(pad=len(Tokenizer(pair.target).vocab))
+    other = copy_of(pair.draft, tmp_path / "other")
+    change(other)
+    request = Request("r", (5, 6, 7), SamplingParams(temperature=1, seed=1, max_tokens=20), k=3)
+    engine = load(Pair(pair.target, str(other)))
+    assert f"target {pair.target} and draft {other} {message}" in caplog.text
+    assert engine.intake.eos_ids == {1}
+    run = drive(engine, [request])
+    assert run.drafted
+    assert run.tokens == drive(load(pair), [request]).tokens
+
+
+def test_a_twin_draft_is_used_without_a_warning(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    load(pair)
+    assert caplog.text == ""
+
+
+def test_a_special_token_with_the_id_of_another_token(pair: Pair, tmp_path: Path) -> None:
+    """Only where nothing contradicts the target may the draft have more special tokens."""
+    one, other = copy_of(pair.target, tmp_path / "one"), copy_of(pair.target, tmp_path / "other")
+    for path, name in ((one, "<|pad|>"), (other, "<|fill|>")):
+        backend = Backend.from_file(str(path / "tokenizer.json"))
+        backend.add_special_tokens([name])
+        backend.save(str(path / "tokenizer.json"))
+    pad = len(Tokenizer(pair.target).vocab)
+    assert f"differ in 2 entries: '<|fill|>' is None in the target and {pad} in the draft" in refused(one, other)
 
 
 @pytest.mark.parametrize("rows", [VOCAB - 40, VOCAB + 112])
@@ -208,16 +261,30 @@ def test_padded_tables_are_accepted(pair: Pair, tmp_path: Path, rows: int) -> No
     assert run.tokens == drive(load(pair), [request]).tokens
 
 
-def test_a_context_longer_than_a_model_allows(pair: Pair, tmp_path: Path) -> None:
+def test_a_context_longer_than_the_target_allows(pair: Pair, tmp_path: Path) -> None:
     short = save_checkpoint(tmp_path / "short", Shape(max_positions=64), seed=3)
     assert refused(pair.target, max_model_len=129) == f"max_model_len 129 is too long: target {pair.target} allows 128"
-    message = refused(pair.target, short, max_model_len=65)
-    assert message == f"max_model_len 65 is too long: target {pair.target} allows 128, draft {short} allows 64"
     message = refused(short, pair.target, max_model_len=65)
-    assert message == f"max_model_len 65 is too long: target {short} allows 64, draft {pair.target} allows 128"
+    assert message == f"max_model_len 65 is too long: target {short} allows 64"
     assert "must be at least 2" in refused(pair.target, max_model_len=1)
-    assert load(Pair(pair.target, short), max_model_len=64).max_model_len == 64
-    assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 64
+    assert load(Pair(short, pair.draft), max_model_len=None).max_model_len == 64
+    assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 128
+    assert load(Pair(pair.target, short), max_model_len=128).max_model_len == 128
+
+
+@pytest.mark.parametrize(("positions", "capped"), [(4096, False), (4097, True)])
+def test_a_context_that_is_cut_is_told(
+    positions: int, capped: bool, pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy_of(pair.target, tmp_path / "long")
+    edit_json(path / "config.json", max_position_embeddings=positions)
+    message = "max_model_len 4096 of the model's 4097; set max_model_len to serve more"
+    with caplog.at_level("INFO", "engine.load"):
+        assert load(Pair(str(path), str(path)), max_model_len=None, max_running=1).max_model_len == 4096
+        assert (message in caplog.text) == capped
+        caplog.clear()
+        load(Pair(str(path), str(path)), max_model_len=4096, max_running=1)
+        assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
