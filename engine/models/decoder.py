@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.attention import Attention
-from engine.models.linear import Linear
+from engine.models.linear import Product
 from engine.models.norm import RMSNorm
 
 
@@ -39,11 +39,11 @@ class DecoderConfig:
 @dataclass(frozen=True, slots=True)
 class Layer:
     input_norm: RMSNorm
-    qkv: Linear  # hidden → (heads + 2·kv_heads)·head_dim
-    out: Linear
+    qkv: Product  # hidden → (heads + 2·kv_heads)·head_dim
+    out: Product
     post_norm: RMSNorm
-    gate_up: Linear  # hidden → 2·intermediate
-    down: Linear
+    gate_up: Product  # hidden → 2·intermediate
+    down: Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Decoder:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: RMSNorm
-    head: Linear  # hidden → vocab
+    head: Product  # hidden → vocab
     rotations: Tensor  # complex [max_len, 1, head_dim / 2]: e^(i·position·frequency)
 
     @property
@@ -92,9 +92,9 @@ class Decoder:
 
 
 def _rotate(heads: Tensor, rotations: Tensor) -> None:
-    """Rotate [N, heads, head_dim] in place; pairs are neighbours. bf16 goes through fp32: it has no complex type."""
+    """Rotate [N, heads, head_dim] in place; pairs are neighbours. 16-bit numbers have no complex type: fp32 is used."""
     pairs = heads.view(*heads.shape[:-1], -1, 2)
-    if heads.dtype is torch.bfloat16:
+    if heads.dtype.itemsize < 4:
         turned = torch.view_as_complex(pairs.float()).mul_(rotations)
         pairs.copy_(torch.view_as_real(turned))
     else:

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from engine.config import ConfigError
 from engine.models.decoder import Decoder, DecoderConfig, Layer
-from engine.models.linear import Linear
 from engine.models.norm import RMSNorm
+from engine.models.products import AS_IS, MakeProduct, Weights
 from engine.models.rope import rotation_table
 
 ARCHITECTURES = ("llama", "qwen2")  # by config.json's model_type
@@ -70,7 +70,14 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         raise ConfigError(f"{path} is quantised, which is not supported")
 
 
-def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_len: int) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    weights: Weights = AS_IS,
+) -> Decoder:
     """Read a checkpoint's weights into the decoder's fused layout, one tensor at a time.
 
     Raises ConfigError, naming the file or tensor, if one is missing or has another shape than config.json says.
@@ -83,14 +90,15 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{checkpoint.path}: the rope configuration is malformed: {error!r}") from error
     read = _tensor_reader(checkpoint.path, dtype, device)
+    make = weights.maker(device)
     embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     head = embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size))
     return Decoder(
         config=config,
         embedding=embedding,
-        layers=tuple(_load_layer(config, read, i, raw) for i in range(config.num_layers)),
+        layers=tuple(_load_layer(config, read, make, i, raw) for i in range(config.num_layers)),
         norm=RMSNorm(read("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
-        head=Linear(head),
+        head=weights.head_maker(device)(head, None),
         rotations=rotations,
     )
 
@@ -98,7 +106,7 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
 Read = Callable[[str, tuple[int, ...]], Tensor]
 
 
-def _load_layer(c: DecoderConfig, read: Read, index: int, raw: dict[str, Any]) -> Layer:
+def _load_layer(c: DecoderConfig, read: Read, make: MakeProduct, index: int, raw: dict[str, Any]) -> Layer:
     prefix = f"model.layers.{index}."
     q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attention_bias = c.architecture == "qwen2" or bool(raw.get("attention_bias"))
@@ -121,11 +129,11 @@ def _load_layer(c: DecoderConfig, read: Read, index: int, raw: dict[str, Any]) -
     gate_up = [read(f"{prefix}mlp.{n}_proj.weight", (c.intermediate_size, c.hidden_size)) for n in ("gate", "up")]
     return Layer(
         input_norm=norm("input_layernorm"),
-        qkv=Linear(torch.cat([w for w, _ in parts]), torch.cat(biases) if biases else None),
-        out=Linear(read(f"{prefix}self_attn.o_proj.weight", (c.hidden_size, q_rows)), out_bias),
+        qkv=make(torch.cat([w for w, _ in parts]), torch.cat(biases) if biases else None),
+        out=make(read(f"{prefix}self_attn.o_proj.weight", (c.hidden_size, q_rows)), out_bias),
         post_norm=norm("post_attention_layernorm"),
-        gate_up=Linear(torch.cat(gate_up)),
-        down=Linear(read(f"{prefix}mlp.down_proj.weight", (c.hidden_size, c.intermediate_size))),
+        gate_up=make(torch.cat(gate_up), None),
+        down=make(read(f"{prefix}mlp.down_proj.weight", (c.hidden_size, c.intermediate_size)), None),
     )
 
 

@@ -16,8 +16,8 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[0]
         self.shape, self.eps = (size,), eps
-        # In bf16 a rounded norm would be too coarse, so torch's kernel is used, which computes in fp32.
-        self.coarse = weight.dtype is torch.bfloat16
+        # In bf16 and fp16 a rounded norm would be too coarse, so torch's kernel is used, which computes in fp32.
+        self.coarse = weight.dtype.itemsize < 4
         self.weight = weight if self.coarse else weight * math.sqrt(size)
         self.floor = weight.new_tensor(math.sqrt(size * eps))
 
