@@ -102,7 +102,7 @@ class Settings(BaseModel):
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
     draft_weights: WeightForm = "as_is"
-    quantize_head: bool = False  # whether int8 includes the product that gives the logits
+    quantize_head: bool = True  # whether int8 includes the product that gives the logits
     # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     verifier: Verifier = "match"  # for requests that name no verifier

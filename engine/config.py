@@ -30,7 +30,7 @@ class EngineConfig:
     dtype: str = "float32"  # one of DTYPES; auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16
     target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
     draft_weights: WeightForm = "as_is"
-    quantize_head: bool = False  # whether int8 includes the product that gives the logits
+    quantize_head: bool = True  # whether int8 includes the product that gives the logits
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
@@ -105,8 +105,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} {form} needs device cpu, not {self.device}: choose as_is")
         if self.draft_weights != "as_is" and self.draft is None:
             raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")
-        if self.quantize_head and self.target_weights == self.draft_weights == "as_is":
-            raise ConfigError("quantize_head needs target_weights or draft_weights int8, and both are as_is")
 
     def _check_cache(self) -> None:
         if self.cache not in get_args(CacheKind):

@@ -18,7 +18,7 @@ class Weights:
     """The form of a model's weights. Embedding and norms are never quantised."""
 
     form: WeightForm = "as_is"
-    head: bool = False  # whether the form is also that of the product that gives the logits
+    head: bool = True  # whether the form is also that of the product that gives the logits
 
     def maker(self, device: torch.device) -> MakeProduct:
         """What makes the layers' products. Raises ConfigError for a form that this device does not have."""

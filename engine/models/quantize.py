@@ -1,25 +1,37 @@
-"""Rows of 8-bit integers, each with a step of its own: x ≈ values · step. For weights a row is an output channel."""
+"""Numbers as 8-bit integers, with a step for each row: x ≈ integer · step. For weights a row is an output channel."""
 
 import torch
 from torch import Tensor
 
-LARGEST = 127  # −128 is not used, so that a row and its negative are rounded alike
+LARGEST = 127  # −128 is not used, so that both signs have the same range
+OFFSET = 128  # of activations, which are unsigned
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
 SLICE_ROWS = 1024  # of a weight that are quantised at once: temporaries stay small
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, n] → (values int8 [rows, n], steps fp32 [rows, 1]). The largest number of a row becomes ±127.
+def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, n] → (integers + OFFSET uint8 [rows, n], steps fp32 [rows, 1]). The largest of a row becomes ±LARGEST.
 
-    A row that is not finite gets a step that is not finite. Small models spend their time on the number of kernels:
-    there are six, and a seventh for other dtypes than fp32.
+    The conversion to uint8 cuts the fraction off, so the additional half rounds. A row that is not finite gets a step
+    that is not finite. Small models spend their time on the number of kernels: there are six, and a seventh for other
+    dtypes than fp32.
     """
     wide = x.float()
-    steps = torch.add(_LEAST_STEP, wide.abs().amax(-1, keepdim=True), alpha=1 / LARGEST)
-    return (wide / steps).round_().to(torch.int8), steps
+    steps = _steps(wide)
+    return (wide / steps).add_(OFFSET + 0.5).to(torch.uint8), steps
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [out, in] → (values int8 [out, in], steps fp32 [out])."""
-    values, steps = zip(*(quantise_rows(rows) for rows in weight.split(SLICE_ROWS)), strict=True)
-    return torch.cat(values), torch.cat(steps).squeeze(1)
+    """weight [out, in] → (integers int8 [out, in], steps fp32 [out]). The largest of a channel becomes ±LARGEST."""
+    integers = torch.empty(weight.shape, dtype=torch.int8)
+    steps = torch.empty(weight.shape[0])
+    for first in range(0, weight.shape[0], SLICE_ROWS):
+        part = slice(first, first + SLICE_ROWS)
+        wide = weight[part].float()
+        steps[part] = _steps(wide).squeeze(1)
+        integers[part] = (wide / steps[part, None]).round_()
+    return integers, steps
+
+
+def _steps(wide: Tensor) -> Tensor:
+    return torch.add(_LEAST_STEP, wide.abs().amax(-1, keepdim=True), alpha=1 / LARGEST)
