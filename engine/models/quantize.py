@@ -7,6 +7,9 @@ LARGEST = 127  # −128 is not used, so that both signs have the same range
 OFFSET = 128  # of activations, which are unsigned
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
 SLICE_ROWS = 1024  # of a weight that are quantised at once: temporaries stay small
+FIRST_CHANNELS = 8  # are examined before the others
+SAMPLE = 64  # numbers of a channel that tell most wrong steps
+TOLERANCE = 1e-4  # of an integer up to 128 that came by two roundings to fp32
 
 
 def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,3 +38,36 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _steps(wide: Tensor) -> Tensor:
     return torch.add(_LEAST_STEP, wide.abs().amax(-1, keepdim=True), alpha=1 / LARGEST)
+
+
+def integer_weight(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(integers int8 [out, in], steps fp32 [out]) that give weight [out, in] exactly, up to fp32's rounding.
+
+    None if a channel is no int8 numbers times one step. The largest number of a channel is 1 to 128 steps, and all are
+    tried. A multiple of a channel's own integers is as exact, so whatever fits is right.
+    """
+    if weight.shape[0] > FIRST_CHANNELS and integer_weight(weight[:FIRST_CHANNELS]) is None:
+        return None
+    largest = weight.abs().amax(1, keepdim=True).float()
+    counts = torch.zeros_like(largest)  # steps of the largest number of each channel
+    left = torch.arange(weight.shape[0])
+    for count in range(LARGEST + 1, 0, -1):
+        if not left.numel():
+            break
+        fits = _are_integers(weight[left, :SAMPLE].float() / (largest[left] / count + _LEAST_STEP))
+        counts[left[fits]] = count
+        left = left[~fits]
+    if left.numel():
+        return None
+    steps = largest / counts + _LEAST_STEP
+    ratios = weight.float() / steps
+    if not bool(_are_integers(ratios).all()):
+        return None
+    return ratios.round_().to(torch.int8), steps.squeeze(1)
+
+
+def _are_integers(ratios: Tensor) -> Tensor:
+    """Whether each row [out] holds integers of −128 … 127 only."""
+    nearest = ratios.round()
+    inside = (nearest >= -LARGEST - 1) & (nearest <= LARGEST)
+    return (((ratios - nearest).abs() < TOLERANCE) & inside).all(1)

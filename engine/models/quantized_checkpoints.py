@@ -5,19 +5,29 @@ with scales per tensor, channel or block, GPTQ and AWQ. Which weights are quanti
 stored beside them, so lists of exceptions need no reading.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.config import ConfigError
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_FORMATS, PLAIN_FORMATS = ("pack-quantized",), ("int-quantized", "float-quantized", "naive-quantized")
+UNQUANTISED = ("F64", "F32", "F16", "BF16")
+# The tensors of a quantised weight. Static scales of activations are not used: activations are quantised by their rows.
+COMPANIONS = (
+    *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
+    *("qweight", "qzeros", "scales", "g_idx", "input_scale", "activation_scale"),
+)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest, within eight columns
+
+
+Read = Callable[[str, tuple[int, ...]], Tensor]
 
 
 class Stored(Protocol):
@@ -25,6 +35,29 @@ class Stored(Protocol):
 
     def holds(self, name: str) -> bool: ...
     def read(self, name: str) -> Tensor: ...
+
+
+class StoredFiles:
+    """The tensors of a checkpoint's files. `discard` is told the names of those that need no further reading."""
+
+    def __init__(self, files: Mapping[str, Path], discard: Callable[[str], None]) -> None:
+        self._files = files
+        self.discard = discard
+
+    def holds(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ValueError(f"the checkpoint holds no {name}")
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def dtype(self, name: str) -> str:
+        """As the format names it."""
+        with safe_open(self._files[name], framework="pt") as file:
+            return str(file.get_slice(name).get_dtype())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +75,30 @@ class Quantisation:
             return self.weight(stored, module)
         except (ValueError, RuntimeError, IndexError) as error:
             raise ConfigError(f"{self.path}: {module} is no {self.name} weight: {error}") from error
+
+
+def dequantised_reader(
+    quantised: Quantisation, stored: StoredFiles, read: Read, dtype: torch.dtype, device: torch.device
+) -> Read:
+    """A function (name, shape) → tensor: quantised weights in `dtype`, all other tensors from `read`."""
+    path = quantised.path
+
+    def reading(name: str, shape: tuple[int, ...]) -> Tensor:
+        module = name.removesuffix(".weight")
+        weight = quantised.read(stored, module) if module != name else None
+        if weight is None:
+            if stored.holds(name) and (kind := stored.dtype(name)) not in UNQUANTISED:
+                raise ConfigError(f"{path}: {name} is stored as {kind} without the scales of {quantised.name}")
+            return read(name, shape)
+        if tuple(weight.shape) != shape:
+            raise ConfigError(f"{path}: {name} has shape {tuple(weight.shape)}, config.json says {shape}")
+        for part in ("weight", *COMPANIONS):
+            stored.discard(f"{module}.{part}")
+        if stored.holds(f"{module}.bias") and not stored.read(f"{module}.bias").any():  # GPTQ's tools write zeros
+            stored.discard(f"{module}.bias")
+        return weight.to(device=device, dtype=dtype)
+
+    return reading
 
 
 def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | None:

@@ -8,7 +8,7 @@ from engine.config import ConfigError
 from engine.load import _dtype
 from engine.models.linear import Int8Linear, Linear
 from engine.models.loader import load_decoder, open_checkpoint
-from engine.models.products import AS_IS, Weights
+from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.runner import Feed, Runner
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
@@ -42,7 +42,7 @@ def test_products_become_int8_and_the_embedding_does_not(checkpoint: str, head: 
     plain = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH)
     decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights("int8", head))
     for layer in decoder.layers:
-        assert {type(product) for product in (layer.qkv, layer.out, layer.gate_up, layer.down)} == {Int8Linear}
+        assert {type(product) for product in (layer.qkv, layer.out, *layer.mlp.products)} == {Int8Linear}
     assert type(decoder.head) is (Int8Linear if head else Linear)
     assert torch.equal(decoder.embedding, plain.embedding)
 
@@ -93,7 +93,7 @@ def test_the_text_of_an_int8_pair_is_the_same_for_any_k(pair: Pair, temperature:
 
 def test_int8_weights_need_a_cpu() -> None:
     with pytest.raises(ConfigError, match="int8 weights need device cpu, not cuda"):
-        Weights("int8").maker(torch.device("cuda", 0))
+        ProductMaker(Weights("int8"), torch.bfloat16, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
