@@ -27,6 +27,7 @@ from engine.memory_budget import device_memory, layouts, measure_activations
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import Decoder
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
+from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
@@ -107,12 +108,27 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of this name. `auto` is float32 on CPU. On a GPU it is bfloat16, or float16 if the GPU has no bfloat16:
+    torch would emulate it there."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
 def _make_runners(
     config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
-    dtype = getattr(torch, config.dtype)
-    decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
+    dtype = _dtype(config.dtype, device)
+    decoders = [
+        load_decoder(c, dtype=dtype, device=device, max_len=max_len, weights=Weights(form, config.quantize_head))
+        for c, form in zip(checkpoints, (config.target_weights, config.draft_weights), strict=False)
+    ]
     weights = sum(decoder.weight_bytes for decoder in decoders)
     activations = 0
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
