@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig, PolicyConfig, PolicyName
+from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
 from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +98,11 @@ class Settings(BaseModel):
     draft: Annotated[str | None, BeforeValidator(_none)] = DEMO_DRAFT  # none: plain decoding
     model_name: Annotated[str | None, BeforeValidator(_none)] = None  # the name for clients; none: see `name`
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
-    dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    # auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16. The replica decides: it sees the GPU.
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    draft_weights: WeightForm = "as_is"
+    quantize_head: bool = True  # whether int8 includes the product that gives the logits
     # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     verifier: Verifier = "match"  # for requests that name no verifier
@@ -107,7 +111,9 @@ class Settings(BaseModel):
     max_spec_length: Count = 16  # the largest k of any policy or request
     max_running: Positive = 16
     max_waiting: Count = 48
-    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: the most that both models allow
+    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = (
+        None  # none: what the target allows, at most 4,096
+    )
     max_step_tokens: Positive = 512
     prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: chosen for the device
     cache: CacheKind = "paged"
@@ -116,6 +122,8 @@ class Settings(BaseModel):
     memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine chooses
     prefix_cache: bool = True
     max_demand: Number = 8.0  # admitted requests may need so many times the tokens that the cache holds
+    # auto: the sampling fields of the target's generation_config.json are the defaults of requests.
+    generation_config: GenerationConfig = "auto"
     max_prompt_tokens: Positive = 131_072  # of one request to /v1/completions, all its prompts together
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: no limit
     body_timeout_s: Number = BODY_TIMEOUT_S  # from the start of a request to the end of its body
@@ -152,14 +160,16 @@ class Settings(BaseModel):
 
     def freeze(self, device: Device) -> EngineConfig:
         """Return the engine's configuration for this device. Raises ConfigError for a conflict."""
-        by_device = {"cpu": "float32", "cuda": "bfloat16"}
         return EngineConfig(
             target=_resolve(self.target),
             draft=None if self.draft is None else _resolve(self.draft),
             drafter=None if self.drafter == "auto" or self.drafter == "off" else self.drafter,
             verifier=self.verifier,
             device=device,
-            dtype=by_device[device] if self.dtype == "auto" else self.dtype,
+            dtype=self.dtype,
+            target_weights=self.target_weights,
+            draft_weights=self.draft_weights,
+            quantize_head=self.quantize_head,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,
@@ -174,6 +184,7 @@ class Settings(BaseModel):
             prefix_cache=self.prefix_cache,
             max_demand=self.max_demand,
             max_prompt_tokens=self.max_prompt_tokens,
+            generation_config=self.generation_config,
             request_timeout_s=self.request_timeout_s,
             threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
         )

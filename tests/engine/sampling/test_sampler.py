@@ -212,7 +212,7 @@ def test_a_smaller_table_draws_with_the_same_noise() -> None:
 
 
 @pytest.mark.parametrize("vocab", [2, 8, 33, 4096, 151_936])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_ties_take_the_lowest_id(vocab: int, dtype: torch.dtype) -> None:
     greedy = make_sequence(0, [1], SamplingParams(temperature=0))
     sampled = make_sequence(1, [1], SamplingParams(temperature=1, top_p=0.9))
