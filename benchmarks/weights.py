@@ -186,14 +186,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"the prompts must have {CONTEXT + max(ROWS)} tokens together, not {len(context)}")
     about = {"max_tokens": args.max_tokens, "turns": args.turns, "context": CONTEXT}
     report = common.describe_run(args, "weights", workload.describe(**about))
-    tables = {
+    make = {
         "passes": lambda: passes(args.target, context, args.turns),
         "bits": lambda: bits(args.target, workload.prompts),
         "acceptance": lambda: acceptance(args, workload.prompts),
         "texts": lambda: texts(args, workload.prompts),
     }
-    report |= {part: tables[part]() for part in PARTS if part in args.parts}
-    common.print_report(report, [report[part] for part in PARTS if part in args.parts], args.json)
+    tables = {part: make[part]() for part in PARTS if part in args.parts}
+    common.print_report(report | tables, list(tables.values()), args.json)
 
 
 if __name__ == "__main__":
