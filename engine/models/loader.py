@@ -21,7 +21,7 @@ from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.quantized_checkpoints import StoredFiles, dequantised_reader, quantisation
-from engine.models.rope import RopeSize, rotation_table
+from engine.models.rope import RopeSize, rotation_table, uses_long_factors
 from engine.models.traits import ExpertTraits
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,12 @@ def load_decoder(
         rotations = tuple(rotation_table(rope, size, dtype, device) for rope in config.traits.ropes)
     except ConfigError as error:
         raise ConfigError(f"{path}: config.json: {error}") from None
+    if any(uses_long_factors(rope, size) for rope in config.traits.ropes):
+        log.warning(
+            "%s: all texts get the frequencies of long ones, since max_model_len is %d; short texts read best with at "
+            "most %d",
+            *(path, max_len, config.traits.ropes[0]["original_max_position_embeddings"]),
+        )
     tensors = TensorNames(path)
     read = tensors.counted(_tensor_reader(path, dtype, device))
     quantised = quantisation(path, checkpoint.raw.get("quantization_config"))

@@ -68,7 +68,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.lists(SCORES, min_size=12, max_size=12), PARAMS), min_size=1, max_size=4))
 def test_filters_are_those_of_transformers(rows: list[tuple[list[float], SamplingParams]]) -> None:
     logits = torch.tensor([scores for scores, _ in rows], dtype=torch.float64)
