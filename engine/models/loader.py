@@ -1,13 +1,11 @@
 """Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -16,6 +14,7 @@ from engine.models.decoder import Decoder, DecoderConfig, Layer
 from engine.models.linear import Linear
 from engine.models.norm import RMSNorm
 from engine.models.rope import rotation_table
+from engine.models.shards import Read, tensor_reader
 
 ARCHITECTURES = ("llama", "qwen2")  # by config.json's model_type
 
@@ -82,7 +81,7 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
         raise ConfigError(f"{checkpoint.path}: {error}") from None
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{checkpoint.path}: the rope configuration is malformed: {error!r}") from error
-    read = _tensor_reader(checkpoint.path, dtype, device)
+    read = tensor_reader(checkpoint.path, dtype, device)
     embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     head = embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size))
     return Decoder(
@@ -93,9 +92,6 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
         head=Linear(head),
         rotations=rotations,
     )
-
-
-Read = Callable[[str, tuple[int, ...]], Tensor]
 
 
 def _load_layer(c: DecoderConfig, read: Read, index: int, raw: dict[str, Any]) -> Layer:
@@ -133,34 +129,3 @@ def _pair_neighbours(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder each head's rows from (x₀ … x_{d/2−1}, y₀ … y_{d/2−1}) to (x₀, y₀, x₁, y₁, …)."""
     halves = rows.unflatten(0, (-1, 2, head_dim // 2))  # [heads, 2, head_dim / 2, …]
     return halves.transpose(1, 2).reshape(rows.shape)
-
-
-def _tensor_reader(path: Path, dtype: torch.dtype, device: torch.device) -> Read:
-    """A function (name, shape) → tensor that reads from all shards of the checkpoint."""
-    files = _shards(path)
-
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in files:
-            raise ConfigError(f"{path} holds no tensor {name!r}")
-        with safe_open(files[name], framework="pt") as shard:
-            tensor: Tensor = shard.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{path}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
-        return tensor.to(device=device, dtype=dtype)
-
-    return read
-
-
-def _shards(path: Path) -> dict[str, Path]:
-    """Tensor name → file."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        files = {name: path / file for name, file in names.items()}
-        if missing := sorted({f.name for f in files.values() if not f.is_file()}):
-            raise ConfigError(f"{path}: {index.name} names files that are missing: {', '.join(missing)}")
-        return files
-    if single.is_file():
-        with safe_open(single, framework="pt") as shard:
-            return dict.fromkeys(shard.keys(), single)
-    raise ConfigError(f"{path} holds no model.safetensors (other weight formats are not read)")
