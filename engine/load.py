@@ -22,6 +22,7 @@ from engine.host_memory import keep_freed_memory, limit_compiled_products
 from engine.memory_budget import device_memory, layouts, measure_activations
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import Decoder
+from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer, require_same_tokenizer
@@ -47,12 +48,14 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
-    target_checkpoint = open_checkpoint(config.target)
-    tokenizer = Tokenizer(config.target)
+    target_directory = checkpoint_directory(config.target)
+    target_checkpoint = open_checkpoint(target_directory)
+    tokenizer = Tokenizer(target_directory)
     draft_checkpoint = None
     if config.draft is not None:
-        draft_checkpoint = open_checkpoint(config.draft)
-        require_same_tokenizer(tokenizer, Tokenizer(config.draft), (config.target, config.draft))
+        draft_directory = checkpoint_directory(config.draft)
+        draft_checkpoint = open_checkpoint(draft_directory)
+        require_same_tokenizer(tokenizer, Tokenizer(draft_directory), (config.target, config.draft))
     checkpoints = [c for c in (target_checkpoint, draft_checkpoint) if c is not None]
     max_len = _max_model_len(config, target_checkpoint, draft_checkpoint)
     target, *drafts = _make_runners(config, checkpoints, max_len, device)

@@ -83,13 +83,14 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
         raise ConfigError(f"{checkpoint.path}: the rope configuration is malformed: {error!r}") from error
     read = tensor_reader(checkpoint.path, dtype, device)
     embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    head = embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size))
+    # Packed first: beside all layers a second copy of the head would be the peak of the load.
+    head = Linear(embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size)))
     return Decoder(
         config=config,
         embedding=embedding,
         layers=tuple(_load_layer(config, read, i, raw) for i in range(config.num_layers)),
         norm=RMSNorm(read("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
-        head=Linear(head),
+        head=head,
         rotations=rotations,
     )
 

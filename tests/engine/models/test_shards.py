@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import ConfigError
-from engine.models.shards import INDEX, WEIGHTS, Shards, tensor_reader
+from engine.models.shards import Shards, tensor_reader
+from engine.models.weight_files import INDEX, WEIGHTS
 
 CPU = torch.device("cpu")
 TENSORS = {
