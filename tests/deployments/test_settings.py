@@ -248,7 +248,7 @@ def test_directories_may_be_absolute_relative_or_at_home(monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", "/home/someone")
     config = Settings(target="/models/t", draft="~/d").freeze("cpu")
     assert (config.target, config.draft) == ("/models/t", "/home/someone/d")
-    assert Settings(target="pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
+    assert Settings(target="./pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
 
 
 def test_the_name_is_given_or_the_directorys() -> None:
