@@ -8,21 +8,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
-# A worker for each core that may be used; the tests of a group (tests/conftest.py) stay together, long groups first.
+# Workers as tests/workers.py says; the tests of a group stay together, long groups first.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadscope --no-loadscope-reorder
-# What depends most on how the KV memory is kept: roll-back, sharing, preemption, failed passes, and the law.
-KV_TESTS := $(addprefix tests/engine/test_, identity.py rollback.py caches.py sharing.py preemption.py rescue.py \
-    spoiled_memory.py engine.py) tests/engine/law/test_law.py::test_a_law_that_is_off_by_a_few_percent_is_refused
+RULES := tests/test_imports.py tests/test_layout.py tests/test_budgets.py
 POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
 export RAY_USAGE_STATS_ENABLED = 0
 export PYTHONPATH = $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test proofs check format bench clean test-kv test-external
+.PHONY: help setup serve test proofs check format bench clean test-external
 
 help:
-	@echo "make serve | test | test-kv | test-external | proofs | check | format | bench | clean"
+	@echo "make serve | test | test-external | proofs | check | format | bench | clean"
 
 setup: $(READY)
 
@@ -40,12 +38,7 @@ serve: $(READY)
 	$(BIN)/python -m deployments.launch serve_config.yaml
 
 test: $(READY)
-	$(PYTEST) --durations 10 $(ARGS)
-
-# `test` runs the engine over the KV memory that this machine chooses; `test-kv` runs a selection over the other kinds.
-test-kv: $(READY)
-	$(PYTEST) --kv slotted $(KV_TESTS) $(ARGS)
-	$(PYTEST) --kv gathered $(KV_TESTS) $(ARGS)
+	$(PYTEST) --durations 10 $(addprefix --ignore=,$(RULES)) $(ARGS)
 
 # Tests that need a browser or Prometheus: installed on Debian if they can be, else listed as skipped, with the reason.
 test-external: $(READY)
@@ -63,7 +56,7 @@ check: $(READY)
 	$(BIN)/ruff format --check -q .
 	$(BIN)/ruff check -q .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_layout.py tests/test_budgets.py
+	$(BIN)/python -m pytest -q $(RULES)
 
 format: $(READY)
 	$(BIN)/ruff check -q --fix .

@@ -1,7 +1,7 @@
 """The seam between the HTTP edge and an engine: the EngineClient protocol and the values it speaks in."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engine.speculation import Capabilities
@@ -23,6 +23,7 @@ class ModelCard:
     max_prompt_tokens: int  # the most in one request, all its prompts together
     longest_token: int  # characters: a text of c characters has at least c / longest_token tokens
     created: int  # Unix seconds
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's, for fields left out
 
     @property
     def capabilities(self) -> Capabilities:
@@ -54,8 +55,13 @@ class EngineClient(Protocol):
         """The card at present: the policy can change while the server runs."""
         ...
 
-    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
-        """Return the token ids of a field's text. Only a prompt gets the special tokens that the tokenizer adds.
+    async def tokenize(
+        self, text: str, field: Literal["prompt", "prediction"] = "prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids of a field's text.
+
+        Only a prompt gets the special tokens that the checkpoint puts around a text, such as BOS, and only with
+        add_special_tokens.
 
         Raises InvalidRequest, with the field's name, for a text so long that no tokenization of it fits the context.
         """

@@ -167,16 +167,20 @@ class FakeEngineClient:
         self.refused: str | None = None  # set why a policy was refused
         self.submitted: list[Request] = []
         self.tokenized: list[tuple[str, str]] = []  # (field, text)
+        self.bos: tuple[int, ...] = ()  # set what a prompt begins with
         self.open: dict[str, asyncio.Event] = {}  # running requests; cancelling one sets its event
         self.cancelled: list[str] = []  # ids of requests that were cancelled while they ran
         self._records: dict[str, RequestRecord] = {}  # of running requests
         self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to report steps
         self._ended: Callable[[Output], None] = _nobody
 
-    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
+    async def tokenize(
+        self, text: str, field: Literal["prompt", "prediction"] = "prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
         await asyncio.sleep(0)
         self.tokenized.append((field, text))
-        return list(text.encode())
+        special = self.bos if field == "prompt" and add_special_tokens else ()
+        return [*special, *text.encode()]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8", "replace")

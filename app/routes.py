@@ -16,7 +16,7 @@ from app.errors import ModelNotFound
 from app.openai.choices import ReplyChoice, engine_requests, merged
 from app.openai.fields import Prompt
 from app.openai.replies import JSON, Envelope, encode_choice
-from app.openai.request import CompletionRequest, check_prompt_tokens, parse
+from app.openai.request import CompletionRequest, check_prompt_tokens, defaults_in_force, parse
 from app.openai.stream import HEADERS, completion_events, oserror_to_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
 from app.tenants import cache_salt
@@ -52,9 +52,9 @@ async def get_model(client: EngineClient, request: Request) -> Response:
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
-    """Return OpenAI's model object with one field more: max_model_len, in tokens."""
+    """Return OpenAI's model object with two fields more: max_model_len, in tokens, and sampling_defaults."""
     identity = {"id": card.name, "object": "model", "created": card.created, "owned_by": "foretoken"}
-    return identity | {"max_model_len": card.max_model_len}
+    return identity | {"max_model_len": card.max_model_len, "sampling_defaults": defaults_in_force(card)}
 
 
 def require_model(name: str, card: ModelCard) -> None:
@@ -118,14 +118,15 @@ class Completions:
         """Return the engine's requests, one per choice. Raises InvalidRequest for too many tokens."""
         prompts: list[tuple[int, ...]] = []
         for index, prompt in enumerate(body.prompts):
-            prompts.append(await self._prompt_ids(prompt, body.params.max_tokens))
+            prompts.append(await self._prompt_ids(prompt, body))
             check_prompt_tokens([*prompts, *body.prompts[index + 1 :]], self.client.model)
         prediction = await self._prediction_ids(body.drafting.prediction)
         return engine_requests(body, request_id, prompts, prediction, salt)
 
-    async def _prompt_ids(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+    async def _prompt_ids(self, prompt: Prompt, body: CompletionRequest) -> tuple[int, ...]:
         """Raises InvalidRequest unless the prompt and max_tokens together fit the model's context."""
-        ids = await self.client.tokenize(prompt) if isinstance(prompt, str) else prompt
+        special, max_tokens = body.add_special_tokens, body.params.max_tokens
+        ids = await self.client.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidRequest("prompt must hold at least one token", "prompt")
         limit = self.client.model.max_model_len

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.prompts import PromptTokenizer, builtin_prompts, file_prompts
+from benchmarks.prompts import builtin_prompts, file_prompts
 from benchmarks.stats import REPETITION_LIMIT, repeated_ngram_share, table
 from engine.config import DTYPES, EngineConfig
 from engine.engine import Engine
+from engine.models.tokenizer import Tokenizer
 from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 
@@ -128,7 +128,7 @@ def prepare(args: argparse.Namespace) -> Workload:
         torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    tokenizer: PromptTokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = Tokenizer(args.target)
     if args.prompts is None:
         return Workload(builtin_prompts(tokenizer, args.prompts_count), "held-out standard library files")
     return Workload(file_prompts(tokenizer, args.prompts)[: args.prompts_count], args.prompts.name)

@@ -34,6 +34,7 @@ class LocalClient:
             max_prompt_tokens=engine.config.max_prompt_tokens,
             longest_token=longest_token,
             created=int(time.time()),
+            sampling_defaults=engine.sampling_defaults,
         )
         self._tokenizer = engine.tokenizer
         # A longer text never fits: a token stands for at most as many characters as the longest token string has. (A
@@ -54,8 +55,10 @@ class LocalClient:
     def model(self) -> ModelCard:
         return replace(self._card, policy=_policy_name(self.worker.engine.policy))
 
-    async def tokenize(self, text: str, field: Literal["prompt", "prediction"] = "prompt") -> list[int]:
-        special = field == "prompt"
+    async def tokenize(
+        self, text: str, field: Literal["prompt", "prediction"] = "prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
+        special = field == "prompt" and add_special_tokens
         if len(text) <= TOKENIZE_INLINE:
             return self._tokenizer.encode(text, special=special)
         if len(text) > self._max_characters:

@@ -8,16 +8,15 @@ from typing import TypeVar, get_args
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.telemetry.exchange import CANCELLED, CLIENT_DISCONNECT, Exchange
+from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
 from deployments.metric_families import Count, Level, Maker, ReplicaMetrics, Requests, Rounds, StepMetrics
 from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats, acceptance_of
 
-OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected", "cancelled")
+OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected")
 BEAT_S = 1.0
 OUTCOME_OF_FAILURE = {
     CLIENT_DISCONNECT: "disconnected",
-    CANCELLED: "cancelled",
     "engine_overloaded": "overloaded",
     "deadline_exceeded": "deadline",
 }

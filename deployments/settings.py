@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig, PolicyConfig, PolicyName
+from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName
 from engine.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
 
@@ -108,7 +108,9 @@ class Settings(BaseModel):
     max_spec_length: Count = 16  # the largest k of any policy or request
     max_running: Positive = 16
     max_waiting: Count = 48
-    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: the most that both models allow
+    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = (
+        None  # none: what the target allows, at most 4,096
+    )
     max_step_tokens: Positive = 512
     prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: chosen for the device
     cache: CacheKind = "paged"
@@ -117,6 +119,8 @@ class Settings(BaseModel):
     memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine chooses
     prefix_cache: bool = True
     max_demand: Number = 8.0  # admitted requests may need so many times the tokens that the cache holds
+    # auto: the sampling fields of the target's generation_config.json are the defaults of requests.
+    generation_config: GenerationConfig = "auto"
     max_prompt_tokens: Positive = 131_072  # of one request to /v1/completions, all its prompts together
     request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: no limit
     body_timeout_s: Number = BODY_TIMEOUT_S  # from the start of a request to the end of its body
@@ -180,6 +184,7 @@ class Settings(BaseModel):
             prefix_cache=self.prefix_cache,
             max_demand=self.max_demand,
             max_prompt_tokens=self.max_prompt_tokens,
+            generation_config=self.generation_config,
             request_timeout_s=self.request_timeout_s,
             threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
         )

@@ -11,6 +11,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 CPU_CHUNK = 40  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
+GenerationConfig = Literal["auto", "none"]  # whether generation_config.json gives the defaults of requests
 
 
 class ConfigError(ValueError):
@@ -31,7 +32,7 @@ class EngineConfig:
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
     max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
-    max_model_len: int | None = None  # None: the smaller of both models' own limits, at most 4,096
+    max_model_len: int | None = None  # None: the target's own limit, at most 4,096
     max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
     prefill_chunk: int | None = None  # most prompt tokens in a pass with decoding sequences; None: see `chunk`
     cache: CacheKind = "paged"
@@ -42,6 +43,7 @@ class EngineConfig:
     max_demand: float = 8.0  # admitted requests may need so many times the tokens that the cache holds
     max_prompt_tokens: int = 131_072  # per client's request, each prompt counted once for all n choices
     request_timeout_s: float | None = None  # the longest that a request may take, waiting included; None: no limit
+    generation_config: GenerationConfig = "auto"
     threads: int | None = None  # intra-op CPU threads; None: torch's own default
 
     def chunk(self, rows: int) -> int:
@@ -74,6 +76,9 @@ class EngineConfig:
             raise ConfigError(f"drafter {self.drafter!r} is not one of {', '.join(DRAFTERS)}")
         if self.drafter == "model" and self.draft is None:
             raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
+        if self.generation_config not in get_args(GenerationConfig):
+            known = ", ".join(get_args(GenerationConfig))
+            raise ConfigError(f"generation_config {self.generation_config!r} is not one of {known}")
         self._check_cache()
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")

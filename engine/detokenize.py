@@ -1,29 +1,32 @@
 """Token ids → text, in pieces that never end in half a character or in the beginning of a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from itertools import islice
 
 Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"
 CONTEXT = 4  # tokens before the output that are decoded with it: a token's text may depend on the token before
 MAX_HELD = 4  # tokens that are held back: a character has at most four bytes, a token at least one
-TAIL = 3  # tokens in which an incomplete character can have begun
+TAIL = 3  # tokens in which an incomplete character can have begun, and the most U+FFFD that it is shown as
 
 
 class Detokenizer:
     """Incremental decoding. All pieces and flush() together are the text that the tokens add to their context.
 
     A piece is held back while it ends in U+FFFD: its last bytes may be the beginning of a character. If more tokens are
-    held than a character can have, the bytes are invalid, and all but the last U+FFFD is returned. So a run of invalid
-    bytes costs as much per token as other text.
+    held than a character can have, the bytes are invalid, and all but the last three U+FFFD are returned. So a run of
+    invalid bytes costs as much per token as other text.
     """
 
-    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+    def __init__(self, decode: Decode, context: Sequence[int] = (), hidden: Set[int] = frozenset()) -> None:
+        """context: the tokens before the output. hidden: those that `decode` leaves out wherever they stand."""
         self._decode = decode
         self._window: list[int]  # tokens still needed to decode the next piece
         self._returned_tokens: int  # tokens of the window whose text is returned
         self._text: str  # the text of the window
         self._returned: int  # characters of it that are returned
-        window = list(context[-CONTEXT:])
+        visible = (token for token in reversed(context) if token not in hidden)
+        window = list(islice(visible, CONTEXT))[::-1]
         if decode(window).endswith(REPLACEMENT):
             window = []  # the context ends inside a character, which does not belong to the output
         self._restart(window)
@@ -51,21 +54,28 @@ class Detokenizer:
         return piece
 
     def _return_all_but_the_tail(self) -> str:
-        """The text before the last U+FFFD, which alone may still become a character.
+        """The text before the last U+FFFD, which may still become a character: byte-level decoders show an incomplete
+        character as one U+FFFD, those with byte tokens each of its bytes.
 
         The last TAIL tokens become the window. Their text may begin inside a character and then differ at its
-        beginning, but it ends in the same U+FFFD, the only one that is not returned yet.
+        beginning, but it ends in as many U+FFFD as are not returned yet.
         """
-        piece = self._text[self._returned : -1]
+        text, returned = self._text, self._returned
         self._restart(self._window[-TAIL:])
-        self._returned -= 1
-        return piece
+        tail = min(TAIL, _trailing(text[returned:]), _trailing(self._text))
+        self._returned -= tail
+        return text[returned : len(text) - tail]
 
     def _restart(self, window: list[int]) -> None:
         """Go on from these tokens, whose text is returned."""
         self._window, self._returned_tokens = window, len(window)
         self._text = self._decode(window)
         self._returned = len(self._text)
+
+
+def _trailing(text: str) -> int:
+    """How many U+FFFD the text ends in."""
+    return len(text) - len(text.rstrip(REPLACEMENT))
 
 
 class TextStream:

@@ -6,8 +6,10 @@ One thread calls the engine. The engine never waits and never awaits.
 import itertools
 import logging
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -63,12 +65,15 @@ class Engine:
         eos_ids: frozenset[int],
         drafters: tuple[DrafterName, ...] = (),
         timings: Seq[Timing] = (),
+        sampling_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """timings: rounds that profiling.py measured. Without them the cost model learns while the engine serves."""
+        """timings: rounds that profiling.py measured. Without them the cost model learns while the engine serves.
+        sampling_defaults: for clients that leave these fields of SamplingParams out."""
         self.config = config
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
         self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
         control = SpecControl(config.policy, self.intake.max_spec_length, timings)
         self.speculator = Speculator(control, drafter, target.cache)
@@ -88,7 +93,16 @@ class Engine:
         models = load_models(config)
         target, drafter = models.target, models.drafter
         timings = profile(target, drafter, config.max_running, config.max_spec_length, PROFILE_S)
-        return cls(config, target, drafter, models.tokenizer, models.eos_ids, drafter.names, timings)
+        return cls(
+            config,
+            target,
+            drafter,
+            models.tokenizer,
+            models.eos_ids,
+            drafter.names,
+            timings,
+            models.sampling_defaults,
+        )
 
     def step(self) -> StepResult:
         """End overdue requests, plan, run one round, commit its tokens, learn from it, publish the outputs."""

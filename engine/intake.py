@@ -107,9 +107,8 @@ class Intake:
         params, plan = request.params, self._speculation(request)
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         prompt = list(request.prompt_ids)
-        text = TextStream(
-            Detokenizer(self._tokenizer.decode, prompt), params.stop, include=params.include_stop_str_in_output
-        )
+        detokenizer = Detokenizer(self._tokenizer.decode, prompt, self._tokenizer.special_ids)
+        text = TextStream(detokenizer, params.stop, include=params.include_stop_str_in_output)
         within = min((t for t in (request.deadline_s, self._config.request_timeout_s) if t is not None), default=None)
         record = RequestRecord(
             request.id,

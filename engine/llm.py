@@ -77,7 +77,7 @@ class LLM:
         """
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ks = list(k) if isinstance(k, Sequence) else [k] * len(prompts)
-        guesses = [()] * len(prompts) if predictions is None else [self._encode(p) for p in predictions]
+        guesses = [()] * len(prompts) if predictions is None else [self._encode(p, special=False) for p in predictions]
         requests = [
             Request(
                 f"offline-{next(self._ids)}",
@@ -97,8 +97,8 @@ class LLM:
         outputs = self._run()
         return [_complete(r, outputs[r.id]) for r in requests]
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    def _encode(self, text: Prompt, *, special: bool = True) -> tuple[int, ...]:
+        return tuple(self.engine.tokenizer.encode(text, special=special) if isinstance(text, str) else text)
 
     def _run(self) -> dict[str, list[Output]]:
         outputs: dict[str, list[Output]] = {}

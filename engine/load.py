@@ -3,13 +3,16 @@
 The checkpoints are checked against each other before any weight is read.
 """
 
-import json
+import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 
 import torch
 
+from cache.layout import Layout
 from cache.slotted import SlottedCache
 from cache.storage import SlottedStorage
 from engine.config import ConfigError, EngineConfig
@@ -18,6 +21,7 @@ from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
+from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products
 from engine.memory_budget import device_memory, layouts, measure_activations
 from engine.models.attention import Attention, Span, plan_attention
@@ -25,10 +29,14 @@ from engine.models.decoder import Decoder
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from engine.models.runner import Runner, kv_shape
-from engine.models.tokenizer import Tokenizer, require_same_tokenizer
+from engine.models.tokenizer import Tokenizer
+from engine.models.tokenizer_files import read_object
+from engine.pair import Side, check_pair
 from engine.types import DrafterName
 
-DEFAULT_MAX_LEN = 4096  # tokens, where the models allow more and max_model_len is not set
+DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ class LoadedModels:
     drafter: ChainedDrafter
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]  # of requests, by the names of SamplingParams
 
 
 def load_models(config: EngineConfig) -> LoadedModels:
@@ -48,19 +57,20 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
-    target_directory = checkpoint_directory(config.target)
-    target_checkpoint = open_checkpoint(target_directory)
-    tokenizer = Tokenizer(target_directory)
-    draft_checkpoint = None
+    target_checkpoint = open_checkpoint(checkpoint_directory(config.target))
+    tokenizer = Tokenizer(str(target_checkpoint.path))
+    eos_ids = _eos_ids(target_checkpoint)
+    defaults = sampling_defaults(target_checkpoint.path) if config.generation_config == "auto" else {}
+    checkpoints = [target_checkpoint]
     if config.draft is not None:
-        draft_directory = checkpoint_directory(config.draft)
-        draft_checkpoint = open_checkpoint(draft_directory)
-        require_same_tokenizer(tokenizer, Tokenizer(draft_directory), (config.target, config.draft))
-    checkpoints = [c for c in (target_checkpoint, draft_checkpoint) if c is not None]
-    max_len = _max_model_len(config, target_checkpoint, draft_checkpoint)
+        draft = open_checkpoint(checkpoint_directory(config.draft))
+        draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft))
+        check_pair(Side(config.target, tokenizer, eos_ids), draft_side)
+        checkpoints.append(draft)
+    max_len = _max_model_len(config, target_checkpoint)
     target, *drafts = _make_runners(config, checkpoints, max_len, device)
     model = _model_drafter(config, target, drafts[0]) if drafts else None
-    return LoadedModels(target, make_drafters(model, device), tokenizer, _eos_ids(target_checkpoint))
+    return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids, defaults)
 
 
 def _model_drafter(config: EngineConfig, target: Runner, draft: Runner) -> ModelDrafter:
@@ -111,7 +121,19 @@ def _make_runners(
         activations = max(measure_activations(run, device) for run in largest)
     shapes = [kv_shape(decoder.config, dtype, device) for decoder in decoders]
     sized = layouts(config, shapes, weights, activations, max_len, device_memory(device))
-    return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, sized, strict=True)]
+    return [
+        Runner(decoder, _within_context(layout, decoder.config.max_position_embeddings), device)
+        for decoder, layout in zip(decoders, sized, strict=True)
+    ]
+
+
+def _within_context(layout: Layout, context: int) -> Layout:
+    """The layout without the positions that a draft of a shorter context than the target's never uses. One block is
+    added, because a single sequence may have to copy a block that it shares with the prefix index."""
+    if context >= layout.max_len:
+        return layout
+    blocks = layout.slots * ceil(context / layout.block_size) + 1 if layout.paged else 0
+    return replace(layout, max_len=context, blocks=min(layout.blocks, blocks))
 
 
 def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: torch.device) -> None:
@@ -134,16 +156,16 @@ def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: 
     decoder.logits(decoder.forward(tokens, Attention(plan, storage))[:rows])
 
 
-def _max_model_len(config: EngineConfig, target: Checkpoint, draft: Checkpoint | None) -> int:
-    """Tokens of the longest sequence that is served, prompt and output together."""
-    limits = {f"target {config.target}": target.shape.max_position_embeddings}
-    if draft is not None:
-        limits[f"draft {config.draft}"] = draft.shape.max_position_embeddings
+def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:
+    """Tokens of the longest sequence that is served, prompt and output together. The draft's own limit does not count:
+    beyond it nothing is drafted."""
+    limit = target.shape.max_position_embeddings
     if config.max_model_len is None:
-        return min(*limits.values(), DEFAULT_MAX_LEN)
-    if any(config.max_model_len > limit for limit in limits.values()):
-        allowed = ", ".join(f"{name} allows {limit}" for name, limit in limits.items())
-        raise ConfigError(f"max_model_len {config.max_model_len} is too long: {allowed}")
+        if limit > DEFAULT_MAX_LEN:
+            log.info("max_model_len %d of the model's %d; set max_model_len to serve more", DEFAULT_MAX_LEN, limit)
+        return min(limit, DEFAULT_MAX_LEN)
+    if config.max_model_len > limit:
+        raise ConfigError(f"max_model_len {config.max_model_len} is too long: target {config.target} allows {limit}")
     if config.max_model_len < 2:
         raise ConfigError(
             f"max_model_len must be at least 2, a prompt token and an output token, not {config.max_model_len}"
@@ -153,8 +175,7 @@ def _max_model_len(config: EngineConfig, target: Checkpoint, draft: Checkpoint |
 
 def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
     """End-of-sequence tokens. generation_config.json goes before config.json, as in transformers."""
-    path = checkpoint.path / "generation_config.json"
-    generation = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    generation = read_object(checkpoint.path / "generation_config.json")
     eos = generation.get("eos_token_id", checkpoint.raw.get("eos_token_id"))
     if eos is None:
         return frozenset()

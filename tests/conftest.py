@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 # Before any import of ray, transformers or tokenizers: they read these once.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -16,8 +15,9 @@ from hypothesis import HealthCheck, settings
 
 from engine import engine
 from tests.kv import KINDS, use
-
-RAY_GROUP = "tests/serving/"
+from tests.workers import RAY_GROUP, worker_group
+from tests.workers import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
+from tests.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 torch.set_num_threads(1)
 # A busy machine is no fault of what is tested.
@@ -27,12 +27,6 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kv", choices=KINDS, default="mapped", help="KV memory of the engines that tests load")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """For -n auto: a worker for each core that this process may use. Each takes half a gigabyte, so at most eight."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,28 +46,6 @@ def _order(items: list[pytest.Item]) -> None:
     groups = {item: worker_group(item.nodeid) for item in items}
     slow = {group for item, group in groups.items() if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (groups[item] != RAY_GROUP, groups[item] not in slow))
-
-
-def worker_group(nodeid: str) -> str:
-    """The group of a test, which one worker runs as a whole.
-
-    A module is a group, because its tests share fixtures. All tests that start Ray are one group, because two clusters
-    would take the cores from the other workers.
-    """
-    module = nodeid.partition("::")[0]
-    return RAY_GROUP if module.startswith(RAY_GROUP) else module
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes whole groups. Imported here, because machines that only run the engine have no xdist."""
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    class GroupScheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return worker_group(nodeid)
-
-    return GroupScheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,11 +1,12 @@
-"""Which tests a worker of pytest-xdist runs together."""
+"""Which tests a worker of pytest-xdist runs together (tests/workers.py)."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import worker_group
+from tests.workers import worker_group
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVING = [f"tests/serving/{path.name}::test_x" for path in (ROOT / "tests/serving").glob("test_*.py")]
@@ -22,25 +23,19 @@ def test_a_module_is_a_group() -> None:
     assert len({worker_group(nodeid) for nodeid in (first, "tests/app/test_errors.py::test_a", SERVING[0])}) == 3
 
 
-def test_workers_run_whole_modules() -> None:
-    """Every module of a real run with two workers reports from one of them."""
-    modules = ["tests/policies/test_token_cost.py", "tests/cache/test_blocks.py", "tests/engine/test_sequence.py"]
-    modules = [module for module in modules if (ROOT / module).exists()]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-n",
-        "2",
-        "--dist",
-        "loadscope",
-        "-p",
-        "no:cacheprovider",
-        *modules,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout
+def test_workers_run_whole_groups(tmp_path: Path) -> None:
+    """A real run with two workers: every group's tests are reported by one of them."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    (tmp_path / "conftest.py").write_text("from tests.workers import pytest_xdist_make_scheduler\n")
+    modules = ["tests/serving/test_a.py", "tests/serving/test_b.py", "tests/app/test_c.py", "tests/app/test_d.py"]
+    for module in modules:
+        (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / module).write_text("".join(f"def test_{n}():\n    pass\n" for n in range(4)))
+    command = [sys.executable, "-P", "-m", "pytest", "-v", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     reports = re.findall(r"^\[(gw\d)\] .*PASSED (tests/[\w/]+\.py)::", done.stdout, re.MULTILINE)
-    assert len(reports) > len(modules) > 1
-    assert len(set(reports)) == len(modules)
+    assert len(reports) == 4 * len(modules)
+    groups = {(worker, worker_group(module)) for worker, module in reports}
+    assert len(groups) == 3, "two modules of tests/app and one group of tests/serving"

@@ -15,6 +15,7 @@ from app.client import ModelCard
 from app.openai import fields
 from app.openai.fields import OnlyFalse, Prompt, Strict, without_nulls
 from app.openai.speculation import Drafting, Lossy, Prediction, SpeculationOptions, settle
+from engine.generation_config import SAMPLING_FIELDS, TOP_K_OFF
 from engine.types import InvalidRequest, SamplingParams
 
 # OpenAI fields that concern its service and not the text: accepted with any value, and without effect.
@@ -32,8 +33,6 @@ NEUTRAL: dict[str, Any] = {
 
 MAX_SALT = 256  # characters of a cache_salt
 
-TOP_K_OFF = -1  # vLLM's value for every token; ours is 0
-
 
 class StreamOptions(Strict):
     include_usage: bool = False
@@ -48,6 +47,7 @@ class Body(Strict):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts)]
     n: Annotated[int, Field(ge=1)] = 1
     echo: bool = False
+    add_special_tokens: bool = True  # token ids are taken as they are
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -102,6 +102,7 @@ class CompletionRequest:
     prompts: tuple[Prompt, ...]
     n: int
     echo: bool
+    add_special_tokens: bool  # whether a text gets BOS and the like, as the checkpoint says
     params: SamplingParams
     drafting: Drafting
     stream: bool
@@ -114,7 +115,7 @@ class CompletionRequest:
 
 def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
     """Read a request's body, whatever its content type says. Raises InvalidRequest, naming the field at fault."""
-    body = _validate(_acting_fields(_load(raw)))
+    body = _validate({**card.sampling_defaults, **_acting_fields(_load(raw))})
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     _check_capacity(len(body.prompt), body.n, card.max_choices)
@@ -124,6 +125,7 @@ def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
         prompts=body.prompt,
         n=body.n,
         echo=body.echo,
+        add_special_tokens=body.add_special_tokens,
         params=body.sampling_params(),
         drafting=settle(card, body.speculation, body.prediction, body.lossy, body.temperature),
         stream=body.stream,
@@ -133,6 +135,11 @@ def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
         tell_steps=body.speculation is not None and body.speculation.steps,
         tell_tokens=body.speculation is not None and body.speculation.tokens,
     )
+
+
+def defaults_in_force(card: ModelCard) -> dict[str, float]:
+    """Return the sampling parameters of a request that leaves them out."""
+    return {name: Body.model_fields[name].default for name in SAMPLING_FIELDS} | dict(card.sampling_defaults)
 
 
 def _check_capacity(prompts: int, n: int, limit: int) -> None:

@@ -83,13 +83,12 @@ class StepWindow:
 
 
 def batches(totals: Counts) -> dict[str, list[Any]]:
-    """Return columns by number of sequences in a round, ascending: rounds, mean chosen k, plain rounds, speedup."""
+    """Return columns by number of sequences in a round, ascending: rounds, mean chosen k, speedup."""
     sizes = sorted(batch for what, batch in totals if what == "rounds_of")
     return {
         "batch": sizes,
         "rounds": [totals["rounds_of", size] for size in sizes],
         "k": [_ratio(totals["k_of", size], totals["chosen_of", size], 2) for size in sizes],
-        "plain_rounds": [totals["plain_rounds", size] for size in sizes],
         "speedup": [_ratio(totals["plain_us", size], totals["decode_us", size], 3) for size in sizes],
     }
 
@@ -160,7 +159,6 @@ def _count_round(step: StepStats, counts: Counts) -> None:
     if step.decode_only:
         counts["decode_us", batch] += step.step_us
         counts["plain_us", batch] += step.plain_us
-        counts["plain_rounds", batch] += not step.drafted and not step.draft_faults
     for part in step.parts:
         _count_part(part, batch, counts)
 

@@ -4,6 +4,7 @@ Listeners run on the event loop, between the events of requests and never inside
 is logged and ends only that call; requests are not affected.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from app.errors import error_body
 from app.openai.request import CompletionRequest
 from engine.types import Output, Request, RequestRecord, StepStats
 
-CLIENT_DISCONNECT, CANCELLED = "client_disconnect", "cancelled"  # failures that are not the server's errors
+CLIENT_DISCONNECT = "client_disconnect"  # a failure that is not the server's error
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +52,13 @@ class Exchange:
 
     @property
     def failure(self) -> str | None:
-        """Why a complete exchange failed: an error's code, client_disconnect, or cancelled (Serve ended its task).
-
-        None: it did not fail.
-        """
+        """Why a complete exchange failed: an error's code or client_disconnect. None: it did not fail."""
         if isinstance(self.error, ClientDisconnect):
             return CLIENT_DISCONNECT
-        if self.error is not None:
-            error_object = error_body(self.error)[1]["error"]
-            return str(error_object["code"] or error_object["type"])
-        cancelled = not self.requests or any(output.finish_reason == "cancelled" for output in self.outputs)
-        return CANCELLED if cancelled else None
+        if self.error is None:
+            return None
+        error_object = error_body(self.error)[1]["error"]
+        return str(error_object["code"] or error_object["type"])
 
     async def keep_texts(self, outputs: AsyncGenerator[tuple[int, Output]]) -> AsyncGenerator[tuple[int, Output]]:
         """Yield the same (choice index, output) and collect their texts if a listener wants them."""
@@ -106,14 +103,20 @@ class Telemetry:
 
     @contextmanager
     def exchange(self, scope: Scope) -> Iterator[Exchange]:
-        """Follow the request of this scope. Notes an exception of the block and raises it again."""
+        """Follow the request of this scope. Notes an exception of the block and raises it again.
+
+        A cancelled task counts as a client that left. When a client leaves, Serve's proxy sends `http.disconnect` and
+        cancels the task, and either can arrive first.
+        """
         exchange = Exchange(f"cmpl-{scope['state']['request_id']}", Headers(scope=scope))
         self._notify(lambda listener: listener.began(exchange))
         try:
             yield exchange
-        except BaseException as error:
-            if isinstance(error, Exception):
-                exchange.fail(error)
+        except asyncio.CancelledError:
+            exchange.fail(ClientDisconnect())
+            raise
+        except Exception as error:
+            exchange.fail(error)
             raise
         finally:
             exchange.finished = time.monotonic()

@@ -28,6 +28,9 @@ class ModelDrafter:
     logits so far. It depends only on the tokens before the position, so every verifier stays lossless. Such a round
     copies one bit per sequence to the host for each column.
 
+    A draft ends at the end of the model's own context, which may be shorter than the target's. A sequence that has
+    passed it gets no more drafts, and its memory is freed.
+
     If a draft ends in NO_TOKEN, the memory of its sequence holds numbers that are not finite. The memory is cleared,
     and nothing is drafted for the sequence until it is forgotten.
     """
@@ -43,7 +46,8 @@ class ModelDrafter:
     def offer(self, sequence: Sequence, k: int) -> Offer:
         """Up to k drafts, as far as there is memory for the gap and them. The prefix index is not searched, so the
         gap of a sequence without memory is its whole text."""
-        if sequence.handle in self._given_up:
+        k = min(k, self._left(sequence))
+        if k <= 0 or sequence.handle in self._given_up:
             return NO_OFFER
         self.runner.restore_withheld()
         cache, gap = self.runner.cache, self.runner.uncached(sequence)
@@ -96,6 +100,8 @@ class ModelDrafter:
             if cache.holds(sequence.handle):
                 kept = len(sequence.tokens) + accepted
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
+                if kept >= cache.max_len:  # with the token that follows it is longer
+                    self.runner.release(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         self._given_up.discard(sequence.handle)
@@ -114,10 +120,14 @@ class ModelDrafter:
         self.runner.release(sequence)
         self._given_up.add(sequence.handle)
 
+    def _left(self, sequence: Sequence) -> int:
+        """Drafts until the end of the model's context. The last draft is not fed, so it needs no position."""
+        return 1 + self.runner.cache.max_len - len(sequence.tokens)
+
     def _reserve(self, sequence: Sequence, k: int) -> int:
         """Reserve memory for the sequence's gap and up to k drafts. Returns the number of drafts it is enough for."""
         cache = self.runner.cache
-        if sequence.handle in self._given_up:
+        if self._left(sequence) <= 0 or sequence.handle in self._given_up:
             return 0
         if cache.holds(sequence.handle):
             cache.publish(sequence.handle, sequence.tokens)

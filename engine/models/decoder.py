@@ -1,4 +1,4 @@
-"""A lean Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; llama and qwen2 checkpoints.
+"""A lean decoder: RMSNorm, rotary positions, grouped-query attention, gated MLPs; see traits.py for what varies.
 
 The input is packed and ragged: N token rows of any mix of sequences, without padding. Small models spend most of their
 time on the fixed cost of kernels, so three choices keep the number of kernels per layer low:
@@ -8,15 +8,20 @@ time on the fixed cost of kernels, so three choices keep the number of kernels p
   - k and v of a token are neighbours in that product and in the cache, so one copy stores both.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention import Attention
+from engine.models.attention import Attention, Scoring
 from engine.models.linear import Linear
+from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
+from engine.models.traits import Traits
+
+Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +39,25 @@ class DecoderConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tied: bool  # whether the head uses the embedding's weights
+    traits: Traits = field(default_factory=Traits)
+
+
+def no_norm(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    input_norm: RMSNorm
+    before_attention: Norm
     qkv: Linear  # hidden → (heads + 2·kv_heads)·head_dim
+    qk_norms: tuple[tuple[slice, RMSNorm], ...]  # the heads of q and k that each one normalises
+    rope: int | None  # index into the decoder's rotations; None: positions are not rotated
+    scoring: Scoring
     out: Linear
-    post_norm: RMSNorm
-    gate_up: Linear  # hidden → 2·intermediate
-    down: Linear
+    after_attention: Norm
+    before_mlp: Norm
+    mlp: GatedMLP | Experts
+    after_mlp: Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: RMSNorm
     head: Linear  # hidden → vocab
-    rotations: Tensor  # complex [max_len, 1, head_dim / 2]: e^(i·position·frequency)
+    rotations: tuple[Tensor, ...]  # complex [max_len, 1, rotary_dim / 2]: e^(i·position·frequency)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,7 +78,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Memory of the matrices and the embedding. Norms and rotations are negligible."""
-        products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        products = [p for layer in self.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
         head = 0 if self.head.weight is self.embedding else self.head.num_bytes
         return self.embedding.numel() * self.embedding.element_size() + head + sum(p.num_bytes for p in products)
 
@@ -73,28 +87,48 @@ class Decoder:
 
         `attention` knows the position of each token and stores its k and v.
         """
-        c = self.config
+        c, residual = self.config, self.config.traits.residual_multiplier
         rows = ids.shape[0]
         rotated = c.num_heads + c.num_kv_heads
-        rotations = self.rotations[attention.plan.positions]  # [N, 1, head_dim / 2]
-        x = F.embedding(ids, self.embedding)
+        rotations = [table[attention.plan.positions] for table in self.rotations]  # each [N, 1, rotary_dim / 2]
+        x = self._embed(ids)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(x)).view(rows, -1, c.head_dim)
-            _rotate(qkv[:, :rotated], rotations)
-            x = x + layer.out(attention(index, qkv[:, : c.num_heads], qkv[:, c.num_heads :]))
-            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate).mul_(up))
+            qkv = layer.qkv(layer.before_attention(x)).view(rows, -1, c.head_dim)
+            for heads, norm in layer.qk_norms:
+                norm.apply_(qkv[:, heads])
+            if layer.rope is not None:
+                _rotate(qkv[:, :rotated], rotations[layer.rope])
+            attended = attention(index, qkv[:, : c.num_heads], qkv[:, c.num_heads :], layer.scoring)
+            x = torch.add(x, layer.after_attention(layer.out(attended)), alpha=residual)
+            x = torch.add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), alpha=residual)
         return x
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.embedding)
+        multiplier = self.config.traits.embedding_multiplier
+        # The multiplier is rounded to the weights' type, as gemma was trained.
+        return x if multiplier == 1 else x.mul_(torch.tensor(multiplier, dtype=x.dtype).item())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] → [R, vocab]."""
-        return self.head(self.norm(hidden))
+        logits, traits = self.head(self.norm(hidden)), self.config.traits
+        if traits.logit_divisor != 1:
+            logits = logits / traits.logit_divisor
+        if traits.logit_softcap is not None:
+            logits = logits.div_(traits.logit_softcap).tanh_().mul_(traits.logit_softcap)
+        return logits
 
 
 def _rotate(heads: Tensor, rotations: Tensor) -> None:
-    """Rotate [N, heads, head_dim] in place; pairs are neighbours. bf16 goes through fp32: it has no complex type."""
+    """Rotate the first numbers of [N, heads, head_dim] in place; pairs are neighbours.
+
+    16-bit numbers go through fp32: torch has no complex type for them.
+    """
+    width = 2 * rotations.shape[-1]
+    if width < heads.shape[-1]:
+        heads = heads[..., :width]
     pairs = heads.view(*heads.shape[:-1], -1, 2)
-    if heads.dtype is torch.bfloat16:
+    if heads.dtype.itemsize == 2:
         turned = torch.view_as_complex(pairs.float()).mul_(rotations)
         pairs.copy_(torch.view_as_real(turned))
     else:

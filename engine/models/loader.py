@@ -1,6 +1,7 @@
 """Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,21 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.config import ConfigError
-from engine.models.decoder import Decoder, DecoderConfig, Layer
+from engine.models.attention import Scoring
+from engine.models.decoder import Decoder, DecoderConfig, Layer, Norm, no_norm
+from engine.models.families import FAMILIES, read_config
 from engine.models.linear import Linear
+from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
-from engine.models.rope import rotation_table
-from engine.models.shards import Read, tensor_reader
+from engine.models.rope import RopeSize, rotation_table
+from engine.models.shards import Read, Shards, tensor_reader
+from engine.models.traits import ExpertTraits
 
-ARCHITECTURES = ("llama", "qwen2")  # by config.json's model_type
+# Without these transformers would fill in the values of some published model.
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.")  # of a text model's tensors
+FUSED = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}  # where a checkpoint has one tensor for several
+NOT_READ = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold although config.json says the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,100 +42,212 @@ def open_checkpoint(directory: str) -> Checkpoint:
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(ARCHITECTURES)}")
+    try:
+        given = json.loads((path / "config.json").read_text("utf-8"))
+        kind = given.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: config.json is malformed: {error}") from error
+    if kind not in FAMILIES:
+        raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(FAMILIES)}")
+    if "text_config" not in given and (missing := [name for name in REQUIRED if given.get(name) is None]):
+        raise ConfigError(f"{path}: config.json lacks {', '.join(missing)}")
     try:
         raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # transformers raises errors of many classes here, KeyError among others
         raise ConfigError(f"{path}: config.json is malformed: {error}") from error
-    _refuse_unsupported(path, raw)
-    heads = raw["num_attention_heads"]
-    shape = DecoderConfig(
-        architecture=kind,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        intermediate_size=raw["intermediate_size"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        max_position_embeddings=raw["max_position_embeddings"],
-        tied=bool(raw.get("tie_word_embeddings")),
-    )
-    return Checkpoint(path, shape, raw)
-
-
-def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path} uses hidden_act {raw['hidden_act']!r}; only silu is supported")
-    if raw.get("use_sliding_window") and raw.get("sliding_window"):
-        raise ConfigError(f"{path} uses sliding-window attention, which is not supported")
-    if raw.get("mlp_bias"):
-        raise ConfigError(f"{path} has biases in its MLP, which are not supported")
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} is quantised, which is not supported")
+    try:
+        return Checkpoint(path, read_config(kind, raw.get("text_config") or raw), raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: config.json: {error}") from None
 
 
 def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_len: int) -> Decoder:
     """Read a checkpoint's weights into the decoder's fused layout, one tensor at a time.
 
-    Raises ConfigError, naming the file or tensor, if one is missing or has another shape than config.json says.
+    Raises ConfigError, naming the file or tensor, if one is missing, has another shape than config.json says, or is
+    something that the family does not have.
     """
-    config, raw = checkpoint.shape, checkpoint.raw
+    config, path = checkpoint.shape, checkpoint.path
+    size = RopeSize(config.traits.rotary_dim or config.head_dim, max_len, config.max_position_embeddings)
     try:
-        rotations = rotation_table(raw, config.head_dim, max_len, dtype, device)
+        rotations = tuple(rotation_table(rope, size, dtype, device) for rope in config.traits.ropes)
     except ConfigError as error:
-        raise ConfigError(f"{checkpoint.path}: {error}") from None
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{checkpoint.path}: the rope configuration is malformed: {error!r}") from error
-    read = tensor_reader(checkpoint.path, dtype, device)
-    embedding = read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        raise ConfigError(f"{path}: config.json: {error}") from None
+    shards = Shards(path)
+    tensors = TensorNames(shards)
+    read = tensors.counted(tensor_reader(shards, dtype, device))
+    prefix = tensors.prefix
+    embedding = read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
     # Packed first: beside all layers a second copy of the head would be the peak of the load.
-    head = Linear(embedding if config.tied else read("lm_head.weight", (config.vocab_size, config.hidden_size)))
-    return Decoder(
+    head = Linear(embedding if config.tied else read(tensors.head, (config.vocab_size, config.hidden_size)))
+    decoder = Decoder(
         config=config,
         embedding=embedding,
-        layers=tuple(_load_layer(config, read, i, raw) for i in range(config.num_layers)),
-        norm=RMSNorm(read("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
+        layers=tuple(LayerReader(config, read, prefix, i).layer() for i in range(config.num_layers)),
+        norm=RMSNorm(
+            read(f"{prefix}norm.weight", (config.hidden_size,)),
+            config.rms_norm_eps,
+            offset=config.traits.norm_offset,
+        ),
         head=head,
         rotations=rotations,
     )
+    tensors.refuse_unread(config)
+    return decoder
 
 
-def _load_layer(c: DecoderConfig, read: Read, index: int, raw: dict[str, Any]) -> Layer:
-    prefix = f"model.layers.{index}."
-    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention_bias = c.architecture == "qwen2" or bool(raw.get("attention_bias"))
-
-    def attention_part(name: str, rows: int, rotary: bool) -> tuple[Tensor, Tensor | None]:
-        weight = read(f"{prefix}self_attn.{name}_proj.weight", (rows, c.hidden_size))
-        bias = read(f"{prefix}self_attn.{name}_proj.bias", (rows,)) if attention_bias else None
-        if rotary:
-            weight = _pair_neighbours(weight, c.head_dim)
-            bias = None if bias is None else _pair_neighbours(bias, c.head_dim)
-        return weight, bias
-
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(read(f"{prefix}{name}.weight", (c.hidden_size,)), c.rms_norm_eps)
-
-    parts = [attention_part("q", q_rows, True), attention_part("k", kv_rows, True), attention_part("v", kv_rows, False)]
-    biases = [b for _, b in parts if b is not None]
-    # llama's attention_bias includes the output product; qwen2 has no bias there.
-    out_bias = read(f"{prefix}self_attn.o_proj.bias", (c.hidden_size,)) if raw.get("attention_bias") else None
-    gate_up = [read(f"{prefix}mlp.{n}_proj.weight", (c.intermediate_size, c.hidden_size)) for n in ("gate", "up")]
-    return Layer(
-        input_norm=norm("input_layernorm"),
-        qkv=Linear(torch.cat([w for w, _ in parts]), torch.cat(biases) if biases else None),
-        out=Linear(read(f"{prefix}self_attn.o_proj.weight", (c.hidden_size, q_rows)), out_bias),
-        post_norm=norm("post_attention_layernorm"),
-        gate_up=Linear(torch.cat(gate_up)),
-        down=Linear(read(f"{prefix}mlp.down_proj.weight", (c.hidden_size, c.intermediate_size))),
-    )
+ExpertParts = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # gate and up, their bias, down, its bias
 
 
-def _pair_neighbours(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows from (x₀ … x_{d/2−1}, y₀ … y_{d/2−1}) to (x₀, y₀, x₁, y₁, …)."""
-    halves = rows.unflatten(0, (-1, 2, head_dim // 2))  # [heads, 2, head_dim / 2, …]
-    return halves.transpose(1, 2).reshape(rows.shape)
+class TensorNames:
+    """The names of a checkpoint's tensors, and which of them were read."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._path = shards.directory
+        self._unread = set(shards.tensors)
+        # The first prefix, which most checkpoints have, is named in the error if there is no embedding at all.
+        found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self._unread]
+        self.prefix = found[0] if found else PREFIXES[0]
+        self.head = "language_model.lm_head.weight" if self.prefix == PREFIXES[1] else "lm_head.weight"
+
+    def counted(self, read: Read) -> Read:
+        def reading(name: str, shape: tuple[int, ...]) -> Tensor:
+            self._unread.discard(name)
+            return read(name, shape)
+
+        return reading
+
+    def refuse_unread(self, config: DecoderConfig) -> None:
+        """Raise ConfigError if a tensor of the text model was not read: it would change what the model computes."""
+        mine = (name for name in self._unread if name.startswith(self.prefix) and not name.endswith(NOT_READ))
+        if left := sorted(mine):
+            raise ConfigError(
+                f"{self._path} holds {len(left)} tensors that config.json does not ask for in a "
+                f"{config.architecture!r} model, {left[0]!r} among them"
+            )
+
+
+class LayerReader:
+    """Reads the tensors of one layer."""
+
+    def __init__(self, config: DecoderConfig, read: Read, prefix: str, index: int) -> None:
+        self._c, self._t = config, config.traits
+        self._read_tensor = read
+        self._prefix = f"{prefix}layers.{index}."
+        self._index = index
+
+    def layer(self) -> Layer:
+        c, t, names = self._c, self._t, self._t.norms
+        q_rows = c.num_heads * c.head_dim
+        sinks = self._read("self_attn.sinks", c.num_heads) if t.sinks else None
+        qkv, qkv_bias = self._qkv()
+        out_bias = self._read("self_attn.o_proj.bias", c.hidden_size) if t.out_bias else None
+        return Layer(
+            before_attention=self._norm(names.before_attention),
+            qkv=Linear(qkv, qkv_bias),
+            qk_norms=self._qk_norms(),
+            rope=t.rope(self._index),
+            scoring=Scoring(t.attention_scale, t.window(self._index), t.attention_softcap, sinks),
+            out=Linear(self._read("self_attn.o_proj.weight", c.hidden_size, q_rows), out_bias),
+            after_attention=self._norm(names.after_attention),
+            before_mlp=self._norm(names.before_mlp),
+            mlp=self._experts(t.experts) if t.experts and t.has_experts(self._index) else self._mlp(),
+            after_mlp=self._norm(names.after_mlp),
+        )
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        return self._read_tensor(self._prefix + name, shape)
+
+    def _norm(self, name: str | None) -> Norm:
+        if name is None:
+            return no_norm
+        weight = self._read(f"{name}.weight", self._c.hidden_size)
+        return RMSNorm(weight, self._c.rms_norm_eps, offset=self._t.norm_offset)
+
+    def _qkv(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the product that gives q, k and v."""
+        weight = self._qkv_part("weight", self._c.hidden_size)
+        return weight, self._qkv_part("bias") if self._t.qkv_bias else None
+
+    def _qkv_part(self, kind: str, *width: int) -> Tensor:
+        c = self._c
+        q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        stacked = self._stacked("self_attn", ("q", "k", "v"), (q_rows, kv_rows, kv_rows), kind, *width)
+        q_and_k, v = stacked.split([q_rows + kv_rows, kv_rows])
+        return torch.cat([self._paired(q_and_k), v])
+
+    def _stacked(self, part: str, names: tuple[str, ...], rows: tuple[int, ...], kind: str, *width: int) -> Tensor:
+        """[Σ rows, …]: the tensors of several products on top of each other, as fused checkpoints have them."""
+        if self._t.fused:
+            return self._read(f"{part}.{FUSED[names]}.{kind}", sum(rows), *width)
+        return torch.cat(
+            [self._read(f"{part}.{n}_proj.{kind}", count, *width) for n, count in zip(names, rows, strict=True)]
+        )
+
+    def _paired(self, rows: Tensor) -> Tensor:
+        """Make the two numbers of each rotary pair neighbours: of each head (x₀ … x_{d/2−1}, y₀ … y_{d/2−1}) becomes
+        (x₀, y₀, x₁, y₁, …). d numbers of a head are rotated, the rest stays."""
+        rotary_dim = self._t.rotary_dim or self._c.head_dim
+        heads = rows.unflatten(0, (-1, self._c.head_dim))
+        pairs = heads[:, :rotary_dim].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([pairs, heads[:, rotary_dim:]], 1).flatten(0, 1)
+
+    def _qk_norms(self) -> tuple[tuple[slice, RMSNorm], ...]:
+        c, t = self._c, self._t
+        if t.qk_norm is None:
+            return ()
+        weights = []
+        for name, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
+            shape = c.head_dim if t.qk_norm == "head" else heads * c.head_dim
+            weight = self._read(f"self_attn.{name}_norm.weight", shape)
+            weights.append(self._paired(weight).view(-1, c.head_dim).expand(heads, -1))
+        rotated = c.num_heads + c.num_kv_heads
+        if t.qk_norm == "head":
+            return ((slice(rotated), RMSNorm(torch.cat(weights), c.rms_norm_eps, offset=t.norm_offset)),)
+        places = (slice(c.num_heads), slice(c.num_heads, rotated))
+        norms = (RMSNorm(w.contiguous(), c.rms_norm_eps, offset=t.norm_offset, dims=2) for w in weights)
+        return tuple(zip(places, norms, strict=True))
+
+    def _mlp(self) -> GatedMLP:
+        c, t = self._c, self._t
+        rows = (c.intermediate_size, c.intermediate_size)
+        gate_up = self._stacked("mlp", ("gate", "up"), rows, "weight", c.hidden_size)
+        gate_up_bias = self._stacked("mlp", ("gate", "up"), rows, "bias") if t.mlp_bias else None
+        down = self._read("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
+        down_bias = self._read("mlp.down_proj.bias", c.hidden_size) if t.mlp_bias else None
+        return GatedMLP(Linear(gate_up, gate_up_bias), Linear(down, down_bias), gating(t.activation))
+
+    def _experts(self, traits: ExpertTraits) -> Experts:
+        c, names = self._c, traits.names
+        router = self._read(f"{names.router}.weight", traits.count, c.hidden_size)
+        router_bias = self._read(f"{names.router}.bias", traits.count) if names.router_bias else None
+        gate = gating(self._t.activation, traits)
+        parts = self._fused_experts(traits) if "{}" not in names.gate else self._single_experts(traits)
+        experts = tuple(
+            GatedMLP(Linear(gate_up, gate_up_bias), Linear(down, down_bias), gate)
+            for gate_up, gate_up_bias, down, down_bias in parts
+        )
+        return Experts(Linear(router, router_bias), experts, traits)
+
+    def _single_experts(self, traits: ExpertTraits) -> Iterator[ExpertParts]:
+        """The weights of each expert, from a tensor for each product."""
+        hidden, inner, names = self._c.hidden_size, traits.intermediate_size, traits.names
+        for number in range(traits.count):
+            gate_up = [self._read(name.format(number), inner, hidden) for name in (names.gate, names.up)]
+            yield torch.cat(gate_up), None, self._read(names.down.format(number), hidden, inner), None
+
+    def _fused_experts(self, traits: ExpertTraits) -> Iterator[ExpertParts]:
+        """The weights of each expert, from tensors [experts, in, out] whose rows of gate and up take turns."""
+        count, hidden, inner, names = traits.count, self._c.hidden_size, traits.intermediate_size, traits.names
+        gate_up, gate_up_bias = (
+            self._read(names.gate, count, hidden, 2 * inner).transpose(1, 2),
+            self._read(f"{names.gate}_bias", count, 2 * inner),
+        )
+        down = self._read(names.down, count, inner, hidden).transpose(1, 2)
+        down_bias = self._read(f"{names.down}_bias", count, hidden)
+        order = torch.cat([torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)])
+        for number in range(count):
+            bias = gate_up_bias[number][order]
+            yield gate_up[number][order].contiguous(), bias, down[number].contiguous(), down_bias[number]

@@ -117,14 +117,13 @@ def _buffer(size: int) -> Tensor:
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
-def tensor_reader(directory: Path, dtype: torch.dtype, device: torch.device) -> Read:
+def tensor_reader(shards: Shards, dtype: torch.dtype, device: torch.device) -> Read:
     """A function (name, shape) → the checkpoint's tensor of that name. It raises ConfigError for another shape."""
-    shards = Shards(directory)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         found = shards.stored(name).shape
         if found != shape:
-            raise ConfigError(f"{directory}: {name} has shape {found}, config.json says {shape}")
+            raise ConfigError(f"{shards.directory}: {name} has shape {found}, config.json says {shape}")
         return shards.read(name).to(device=device, dtype=dtype)
 
     return read

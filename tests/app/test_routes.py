@@ -9,7 +9,14 @@ from app.main import create_app
 from app.page.live import LivePage
 from tests.app.harness import call
 
-CARD = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "foretoken", "max_model_len": 256}
+CARD = {
+    "id": "fake",
+    "object": "model",
+    "created": 1_700_000_000,
+    "owned_by": "foretoken",
+    "max_model_len": 256,
+    "sampling_defaults": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+}
 
 
 def test_health_is_ok_while_the_engine_is() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +17,7 @@ from tokenizers import processors
 from app.client import Token
 from app.main import create_app
 from deployments.bridge import TOKENIZE_INLINE, LocalClient
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, GenerationConfig
 from engine.engine import Engine, StepResult
 from engine.types import (
     EngineStopped,
@@ -167,6 +169,8 @@ def test_special_tokens_are_added_on_and_off_the_loop_alike(
     assert within(client.tokenize(short)) == copy.encode(short)
     assert within(client.tokenize(long)) == copy.encode(long)
     assert copy.encode(short)[0] == copy.encode_long(long)[0] == 0
+    for text in (short, long):
+        assert [0, *within(client.tokenize(text, add_special_tokens=False))] == copy.encode(text)
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
@@ -235,6 +239,8 @@ def test_tokens_are_shown_by_text_bytes_name_or_number(client: LocalClient) -> N
         ({"draft": None}, "fixed", None, "match"),
         ({"draft": None, "drafter": "lookup"}, "fixed", "lookup", "match"),
         ({"policy": PolicyConfig(name="off"), "verifier": "block"}, "off", "model", "block"),
+        ({"policy": PolicyConfig(name="fixed", k=0)}, "off", "model", "match"),
+        ({"policy": PolicyConfig(max_k=0)}, "off", "model", "match"),
     ],
 )
 def test_the_card_says_what_the_engine_has(
@@ -247,6 +253,19 @@ def test_the_card_says_what_the_engine_has(
     assert (card.policy, card.drafter, card.verifier, card.max_choices) == (policy, drafter, verifier, 3)
     assert card.drafters == engine.drafters
     assert ("model" in card.drafters) == ("draft" not in changes)
+    assert card.sampling_defaults == {}
+
+
+def test_the_card_tells_the_checkpoints_sampling_defaults(tmp_path: Path) -> None:
+    target = tmp_path / "tuned"
+    shutil.copytree(CONFIG.target, target)
+    (target / "generation_config.json").write_text(json.dumps({"top_k": 20, "eos_token_id": 1}))
+    settings: tuple[tuple[GenerationConfig, dict[str, float]], ...] = (("auto", {"top_k": 20}), ("none", {}))
+    for setting, expected in settings:
+        config = replace(CONFIG, target=str(target), draft=None, generation_config=setting)
+        client = LocalClient(Engine.from_config(config), "demo")
+        client.close()
+        assert client.model.sampling_defaults == expected
 
 
 def configured(client: LocalClient, policy: PolicyConfig) -> None:

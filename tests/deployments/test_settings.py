@@ -117,6 +117,13 @@ def test_the_prefix_cache_is_on_or_off_in_yaml_and_on_the_command_line(said: Any
     assert Settings.model_validate({"prefix_cache": said}).freeze("cpu").prefix_cache is meant
 
 
+def test_whether_the_checkpoints_sampling_defaults_hold_reaches_the_engine() -> None:
+    assert Settings().freeze("cpu").generation_config == "auto"
+    assert Settings.model_validate({"generation_config": "none"}).freeze("cpu").generation_config == "none"
+    with pytest.raises(ValidationError, match="generation_config"):
+        Settings.model_validate({"generation_config": "vllm"})
+
+
 @pytest.mark.parametrize("name", ["block_size", "kv_tokens", "memory_fraction", "request_timeout_s"])
 @pytest.mark.parametrize("none", ["none", "", None])
 def test_limits_of_the_cache_can_be_left_to_the_engine(name: str, none: str | None) -> None:

@@ -1,5 +1,6 @@
 """The offline interface."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from engine.llm import LLM
 from engine.models.runner import Runner
 from engine.types import InvalidRequest, SamplingParams
 from policies.config import PolicyConfig
-from tests.engine.pairs import Pair
+from tests.engine.pairs import Pair, copy_of, edit_json
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -151,3 +152,18 @@ def test_configurations_that_conflict(settings: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError, match=message):
         EngineConfig("target", **settings)
     EngineConfig("target", max_step_tokens=272)
+
+
+def test_special_tokens_begin_a_prompt_and_not_a_prediction(pair: Pair, tmp_path: Path) -> None:
+    path = copy_of(pair.target, tmp_path / "begins")
+    edit_json(path / "tokenizer_config.json", add_bos_token=True)
+    llm = LLM(str(path), dtype="float64", max_model_len=64)
+    plain = llm.engine.tokenizer.encode("the cat", special=False)
+    (guessed,) = llm.generate(["the cat"], GREEDY, k=3, predictions=["the cat"])
+    assert guessed.prompt_token_ids == (llm.engine.tokenizer.vocab["<|bos|>"], *plain)
+    assert guessed.record.prediction_tokens == len(plain)
+
+
+def test_a_lone_surrogate_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        llm.generate(["a\ud800"], GREEDY)

@@ -65,7 +65,7 @@ ADMISSIONS = st.builds(Admission, st.integers(1, 64), st.integers(0, 64), st.int
 
 
 @given(ADMISSIONS, LOADS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_refused_is_what_exceeds_a_limit_and_only_that(admission: Admission, load: Load) -> None:
     open_requests, open_tokens, more, more_tokens = load
     too_many = open_requests + more > admission.max_running + admission.max_waiting
@@ -78,7 +78,7 @@ def test_refused_is_what_exceeds_a_limit_and_only_that(admission: Admission, loa
 
 
 @given(ADMISSIONS, LOADS, st.integers(0, 200), st.integers(0, 200_000), st.integers(0, 200), st.integers(0, 200_000))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_fuller_engine_takes_no_more_and_nobody_gets_in_by_asking_for_more(
     admission: Admission, load: Load, requests: int, tokens: int, more_requests: int, more: int
 ) -> None:

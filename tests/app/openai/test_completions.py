@@ -222,7 +222,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     )
     assert (request.k, request.drafter, request.verifier) == (3, "lookup", "block")
     untouched = Body.model_fields.keys() - fields.keys() - {"model", "prompt", "n", "echo", "stream", "stream_options"}
-    assert untouched == {"prediction", "lossy", "cache_salt", "deadline_s"}  # which have tests of their own
+    assert untouched == {
+        "prediction",
+        "lossy",
+        "cache_salt",
+        "deadline_s",
+        "add_special_tokens",
+    }  # which have tests of their own
 
 
 def test_defaults_and_nulls_reach_the_engine_as_defaults() -> None:

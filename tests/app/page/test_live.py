@@ -133,7 +133,6 @@ def test_the_speedup_is_the_time_without_drafts_over_the_time_it_took() -> None:
     played.step(step(1000, [part(4, 3)], 2000, plain_us=4000), step(1000, [part(4, 3)] * 2, 9000, plain_us=4500))
     assert speedups(played) == {1: round(5 / 3, 3), 2: 0.5}
     assert played.told["speedup"] == round(9500 / 12_000, 3)
-    assert played.told["batches"]["plain_rounds"] == [1, 0]
 
 
 def test_the_speedup_is_unknown_without_a_step_that_only_decodes() -> None:
@@ -153,7 +152,6 @@ def test_drafts_that_fail_lower_the_speedup() -> None:
     played = Played()
     played.step(step(1000, [part(0, 0)], 5000, plain_us=1000, draft_faults=1))
     assert played.told["speedup"] == 0.2
-    assert played.told["batches"]["plain_rounds"] == [0]
 
 
 def test_faults_of_the_drafter_are_counted() -> None:

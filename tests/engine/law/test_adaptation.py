@@ -58,7 +58,7 @@ def engine_with(policy: PolicyName) -> Engine:
     return engine
 
 
-def sample_of(policy: PolicyName, configuration: Configuration, draws: int = 2000) -> Sample:
+def sample_of(policy: PolicyName, configuration: Configuration, draws: int = 1600) -> Sample:
     sample = draw(configuration, draws, engine=engine_with(policy), k=None)
     check_speculation(configuration, sample)
     return sample
@@ -156,7 +156,7 @@ def test_confidence_in_the_token_drawn(verifier: Verifier, monkeypatch: pytest.M
     """Refused under rejection and block; under match any rule is harmless."""
     asked = Configuration("plain", "model", verifier, MOST, mixed=False)
     lengths = peeking(monkeypatch)
-    found = p_value(asked, sample_of("confidence", asked, 8000))
+    found = p_value(asked, sample_of("confidence", asked, 5000))
     assert set(lengths) == set(range(MOST + 1))
     if verifier == "match":
         assert found > LEVEL

@@ -48,6 +48,7 @@ def p_value(configuration: Configuration, draws: int = 2400) -> float:
         raise
 
 
+@pytest.mark.proofs
 @EXACT
 def test_the_drafts_noise_reused_for_the_residual(verifier: Verifier, monkeypatch: Patch) -> None:
     """vLLM #47386 and #54282."""
@@ -55,6 +56,7 @@ def test_the_drafts_noise_reused_for_the_residual(verifier: Verifier, monkeypatc
     assert p_value(ask(verifier), draws=16_000) < REFUSED
 
 
+@pytest.mark.proofs
 def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patch) -> None:
     """The noise of positions that a round discards decided about its length: in the next round it is no longer free."""
 
@@ -150,8 +152,9 @@ def test_the_bonus_from_raw_logits(verifier: Verifier, monkeypatch: Patch) -> No
     assert p_value(ask(verifier, "temperature", k=1)) < REFUSED
 
 
-@pytest.mark.parametrize("setting", ["presence", "frequency", "repetition"])
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("verifier", "setting"), [("match", "presence"), ("rejection", "frequency"), ("block", "repetition")]
+)
 def test_penalties_frozen_at_the_rounds_start(verifier: Verifier, setting: str, monkeypatch: Patch) -> None:
     """text-generation-inference's utils/tokens.py; SGLang calls it a relaxed version of penalties."""
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from tokenizers import Tokenizer as Backend
 
 from engine.config import ConfigError, EngineConfig
 from engine.load import load_models
+from engine.models.families import FAMILIES
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.tokenizer import Tokenizer
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
+from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import LLAMA3, VOCAB, Pair, Shape, copy_of, edit_json, save_checkpoint, save_tokenizer
 
 
@@ -27,7 +30,7 @@ def refused(target: str | Path, draft: str | Path | None = None, max_model_len: 
     return str(caught.value)
 
 
-def both_sides(damage: Callable[[Path], None], pair: Pair, tmp_path: Path, expected: str) -> None:
+def both_sides(damage: Callable[[Path], object], pair: Pair, tmp_path: Path, expected: str) -> None:
     """The same damage to a target and to a draft; the message names the damaged one."""
     broken = copy_of(pair.target, tmp_path / "broken")
     damage(broken)
@@ -52,46 +55,80 @@ def narrowed_tensor(tensors: dict[str, torch.Tensor]) -> None:
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another architecture": (lambda p: edit_json(p / "config.json", model_type="gpt2"), "'gpt2' model; supported"),
-    "an unknown architecture": (lambda p: edit_json(p / "config.json", model_type="frobnicate"), "frobnicate"),
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: edit_json(path / "config.json", **changes)
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def remove(path: Path) -> None:
+        content = json.loads((path / "config.json").read_text("utf-8"))
+        (path / "config.json").write_text(json.dumps({k: v for k, v in content.items() if k not in names}), "utf-8")
+
+    return remove
+
+
+def added_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(16)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another architecture": (edit(model_type="gpt2"), f"'gpt2' model; supported are {', '.join(FAMILIES)}"),
+    "an unknown architecture": (edit(model_type="frobnicate"), "frobnicate"),
+    "no architecture": (without("model_type"), "is a None model; supported are"),
     "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
+    "a config that is no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is malformed"),
+    "a config that is a list": (lambda p: (p / "config.json").write_text("[]"), "config.json is malformed"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
     "no tokenizer": (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json"),
     "a missing tensor": (lambda p: edit_tensors(p, removed_tensor), "no tensor 'model.layers.1.mlp.up_proj.weight'"),
     "another shape": (lambda p: edit_tensors(p, narrowed_tensor), "has shape (16, 64), config.json says (32, 64)"),
-    "another activation": (lambda p: edit_json(p / "config.json", hidden_act="gelu"), "hidden_act 'gelu'"),
-    "biases in the MLP": (lambda p: edit_json(p / "config.json", mlp_bias=True), "biases in its MLP"),
-    "sliding windows": (
-        lambda p: edit_json(p / "config.json", use_sliding_window=True, sliding_window=16),
-        "uses sliding-window attention",
+    "a tensor too many": (
+        lambda p: edit_tensors(p, added_tensor),
+        "does not ask for in a 'llama' model, 'model.layers.1.self_attn.q_norm.weight' among them",
     ),
-    "quantised weights": (
-        lambda p: edit_json(p / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-        "is quantised",
+    "fewer layers than tensors": (edit(num_hidden_layers=1), "tensors that config.json does not ask for"),
+    "no shape": (without("hidden_size", "vocab_size"), "config.json lacks hidden_size, vocab_size"),
+    "another activation": (edit(hidden_act="gelu"), "hidden_act 'gelu' is not supported; silu, gelu_pytorch_tanh are"),
+    "biases that are not there": (edit(mlp_bias=True), "no tensor 'model.layers.0.mlp.gate_proj.bias'"),
+    "sliding windows": (edit(sliding_window=16), "sliding_window 16 is not supported for 'llama' models"),
+    "sliding layers": (
+        edit(layer_types=["full_attention", "sliding_attention"]),
+        "layer_types ['full_attention', 'sliding_attention'] is not supported for 'llama' models",
     ),
-    "a rope that is not known": (
-        lambda p: edit_json(p / "config.json", rope_parameters=DYNAMIC),
-        "rope type 'dynamic'",
-    ),
+    "capped logits": (edit(final_logit_softcapping=30.0), "final_logit_softcapping 30.0 is not supported for 'llama'"),
+    "another scale": (edit(attention_multiplier=0.5), "attention_multiplier 0.5 is not supported for 'llama' models"),
+    "partial rotary": (edit(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported for"),
+    "quantised weights": (edit(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantised"),
+    "a rope that is not known": (edit(rope_parameters=PROPORTIONAL), "rope type 'proportional' is not supported"),
     "a rope without its fields": (
-        lambda p: edit_json(p / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        edit(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
         "config.json is malformed",
+    ),
+    "a rope with another field": (
+        edit(rope_parameters={**LINEAR, "mrope_section": [2, 3, 3]}),
+        "rope_parameters mrope_section are not supported",
     ),
     "a rope whose field is no number": (
-        lambda p: edit_json(p / "config.json", rope_parameters={**LINEAR, "factor": "two"}),
-        "the rope configuration is malformed",
+        edit(rope_parameters={**LINEAR, "factor": "two"}),
+        "rope_parameters of type 'linear' are malformed",
     ),
-    "a shape that is no number": (
-        lambda p: edit_json(p / "config.json", num_attention_heads="four"),
-        "config.json is malformed",
+    "a shape that is no number": (edit(num_attention_heads="four"), "num_attention_heads"),
+    "a shape that is negative": (
+        edit(intermediate_size=-3),
+        "intermediate_size must be an integer of at least 1, not -3",
     ),
+    "an epsilon of nothing": (edit(rms_norm_eps=0.0), "rms_norm_eps must be a number above 0, not 0.0"),
+    "heads that cannot share": (edit(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of"),
+    "an odd head": (edit(head_dim=15), "head_dim"),
 }
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sliding_window": 16, "use_sliding_window": False}, {"quantization_config": None}]
+    "changes",
+    [{"sliding_window": 16, "use_sliding_window": False}, {"quantization_config": None}, {"attention_multiplier": 1.0}],
 )
 def test_what_a_config_only_mentions_is_no_damage(changes: dict[str, object], pair: Pair, tmp_path: Path) -> None:
     path = copy_of(pair.target, tmp_path / "whole")
@@ -150,14 +187,67 @@ def test_a_draft_tokenizer_with_fewer_entries(pair: Pair, tmp_path: Path) -> Non
     assert "None in the draft" in message
 
 
-def test_other_special_ids(pair: Pair, tmp_path: Path) -> None:
-    """The same map, but the draft has one more id that is special."""
-    other = copy_of(pair.target, tmp_path / "other")
-    vocab = json.loads((other / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
-    token = next(t for t, i in vocab.items() if i == 50)
-    edit_json(other / "tokenizer_config.json", pad_token=token)
-    message = refused(pair.target, other)
-    assert f"special token ids differ: target {pair.target} has [0, 1], draft {other} has [0, 1, 50]" in message
+def other_eos(path: Path) -> None:
+    edit_json(path / "config.json", eos_token_id=7)
+    edit_json(path / "generation_config.json", eos_token_id=[7, 9])
+
+
+def other_pad(path: Path) -> None:
+    """The same map, but one more id is special."""
+    vocab = json.loads((path / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    edit_json(path / "tokenizer_config.json", pad_token=next(t for t, i in vocab.items() if i == 50))
+
+
+def new_pad(path: Path) -> None:
+    """A token that the other tokenizer does not have."""
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    backend.add_special_tokens(["<|pad|>"])
+    backend.save(str(path / "tokenizer.json"))
+
+
+def other_template(path: Path) -> None:
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "end tokens": (other_eos, "differ in end tokens [1] and [7, 9]; the target's hold"),
+    "special tokens": (other_pad, "differ in special tokens [0, 1] and [0, 1, 50]; the target's hold"),
+    "a token for padding": (new_pad, "differ in special tokens [0, 1] and [0, 1, {pad}]; the target's hold"),
+    "chat templates": (other_template, "differ in chat templates; the target's hold"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_draft_that_maps_all_strings_alike_is_used_with_a_warning(
+    name: str, pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = DIFFERENCES[name]
+    message = message.format(pad=len(Tokenizer(pair.target).vocab))
+    other = copy_of(pair.draft, tmp_path / "other")
+    change(other)
+    request = Request("r", (5, 6, 7), SamplingParams(temperature=1, seed=1, max_tokens=20), k=3)
+    engine = load(Pair(pair.target, str(other)))
+    assert f"target {pair.target} and draft {other} {message}" in caplog.text
+    assert engine.intake.eos_ids == {1}
+    run = drive(engine, [request])
+    assert run.drafted
+    assert run.tokens == drive(load(pair), [request]).tokens
+
+
+def test_a_twin_draft_is_used_without_a_warning(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    load(pair)
+    assert caplog.text == ""
+
+
+def test_a_special_token_with_the_id_of_another_token(pair: Pair, tmp_path: Path) -> None:
+    """Only where nothing contradicts the target may the draft have more special tokens."""
+    one, other = copy_of(pair.target, tmp_path / "one"), copy_of(pair.target, tmp_path / "other")
+    for path, name in ((one, "<|pad|>"), (other, "<|fill|>")):
+        backend = Backend.from_file(str(path / "tokenizer.json"))
+        backend.add_special_tokens([name])
+        backend.save(str(path / "tokenizer.json"))
+    pad = len(Tokenizer(pair.target).vocab)
+    assert f"differ in 2 entries: '<|fill|>' is None in the target and {pad} in the draft" in refused(one, other)
 
 
 @pytest.mark.parametrize("rows", [VOCAB - 40, VOCAB + 112])
@@ -171,16 +261,30 @@ def test_padded_tables_are_accepted(pair: Pair, tmp_path: Path, rows: int) -> No
     assert run.tokens == drive(load(pair), [request]).tokens
 
 
-def test_a_context_longer_than_a_model_allows(pair: Pair, tmp_path: Path) -> None:
+def test_a_context_longer_than_the_target_allows(pair: Pair, tmp_path: Path) -> None:
     short = save_checkpoint(tmp_path / "short", Shape(max_positions=64), seed=3)
     assert refused(pair.target, max_model_len=129) == f"max_model_len 129 is too long: target {pair.target} allows 128"
-    message = refused(pair.target, short, max_model_len=65)
-    assert message == f"max_model_len 65 is too long: target {pair.target} allows 128, draft {short} allows 64"
     message = refused(short, pair.target, max_model_len=65)
-    assert message == f"max_model_len 65 is too long: target {short} allows 64, draft {pair.target} allows 128"
+    assert message == f"max_model_len 65 is too long: target {short} allows 64"
     assert "must be at least 2" in refused(pair.target, max_model_len=1)
-    assert load(Pair(pair.target, short), max_model_len=64).max_model_len == 64
-    assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 64
+    assert load(Pair(short, pair.draft), max_model_len=None).max_model_len == 64
+    assert load(Pair(pair.target, short), max_model_len=None).max_model_len == 128
+    assert load(Pair(pair.target, short), max_model_len=128).max_model_len == 128
+
+
+@pytest.mark.parametrize(("positions", "capped"), [(4096, False), (4097, True)])
+def test_a_context_that_is_cut_is_told(
+    positions: int, capped: bool, pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy_of(pair.target, tmp_path / "long")
+    edit_json(path / "config.json", max_position_embeddings=positions)
+    message = "max_model_len 4096 of the model's 4097; set max_model_len to serve more"
+    with caplog.at_level("INFO", "engine.load"):
+        assert load(Pair(str(path), str(path)), max_model_len=None, max_running=1).max_model_len == 4096
+        assert (message in caplog.text) == capped
+        caplog.clear()
+        load(Pair(str(path), str(path)), max_model_len=4096, max_running=1)
+        assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -225,7 +329,8 @@ def test_older_configurations_of_rope_mean_the_same(tmp_path: Path) -> None:
     def rotations(path: Path | str) -> torch.Tensor:
         device = torch.device("cpu")
         checkpoint = open_checkpoint(str(path))
-        return load_decoder(checkpoint, dtype=torch.float64, device=device, max_len=128).rotations
+        (table,) = load_decoder(checkpoint, dtype=torch.float64, device=device, max_len=128).rotations
+        return table
 
     newer = save_checkpoint(tmp_path / "newer", Shape(rope=LLAMA3), seed=1)
     older = copy_of(newer, tmp_path / "older")
@@ -237,3 +342,44 @@ def test_older_configurations_of_rope_mean_the_same(tmp_path: Path) -> None:
     assert torch.equal(rotations(older), rotations(newer))
     edit_json(older / "config.json", rope_theta=theta, rope_scaling=None)
     assert not torch.equal(rotations(older), rotations(newer))
+
+
+def test_windows_that_no_layer_has_are_no_obstacle(tmp_path: Path) -> None:
+    """Published qwen2 checkpoints have use_sliding_window with max_window_layers beyond their layers."""
+    path = save_checkpoint(tmp_path / "qwen2", Shape(kind="qwen2"), seed=1)
+    plain = open_checkpoint(path).shape
+    edit_json(Path(path) / "config.json", use_sliding_window=True, sliding_window=16, max_window_layers=2)
+    assert open_checkpoint(path).shape == plain
+    edit_json(Path(path) / "config.json", layer_types=["full_attention", "sliding_attention"])
+    assert open_checkpoint(path).shape.traits.windows == (None, 16)
+
+
+def test_windows_without_a_size(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "qwen2", Shape(kind="qwen2"), seed=1)
+    edit_json(Path(path) / "config.json", layer_types=["full_attention", "sliding_attention"])
+    assert "sliding_window must be an integer of at least 1, not None" in refused(path)
+    edit_json(Path(path) / "config.json", layer_types=["full_attention", "linear_attention"])
+    assert "linear_attention" in refused(path)
+
+
+@pytest.mark.parametrize("names", ["rotary_emb.inv_freq", "self_attn.rotary_emb.inv_freq"])
+def test_frequencies_that_old_checkpoints_hold_are_not_read(pair: Pair, tmp_path: Path, names: str) -> None:
+    path = copy_of(pair.target, tmp_path / "old")
+    edit_tensors(path, lambda tensors: tensors.update({f"model.layers.0.{names}": torch.ones(8)}))
+    load_models(EngineConfig(str(path), dtype="float64"))
+
+
+def test_the_text_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
+    """A gemma 3 checkpoint with a vision tower: its text is that of the same weights without one."""
+    text = random_checkpoint(CASES["gemma3"], tmp_path / "text")
+    config = json.loads((Path(text) / "config.json").read_text("utf-8"))
+    tensors = load_file(Path(text) / "model.safetensors")
+    for prefix in ("language_model.model.", "model.language_model."):
+        both = copy_of(text, tmp_path / prefix)
+        (both / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}), "utf-8")
+        renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        save_file({**renamed, "vision_tower.weight": torch.ones(3)}, both / "model.safetensors")
+        requests = [Request("r", (5, 6, 7), SamplingParams(temperature=0, max_tokens=8), k=0)]
+        assert (
+            drive(load(Pair(str(both), str(both))), requests).tokens == drive(load(Pair(text, text)), requests).tokens
+        )

@@ -1,7 +1,6 @@
 """The decoder's logits equal those of transformers' modules at every position, however the tokens are fed."""
 
 import dataclasses
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,9 +12,9 @@ import engine.models.attention as attention
 import engine.models.runner as runner_module
 from cache.storage import Storage
 from engine.models.attention import AttentionPlan, Span, plan_attention
-from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Feed, Runner
 from tests.engine.driving import make_sequence
+from tests.engine.models.reader import LENGTH, SLOTS, Reader, load_alone
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
 from tests.kv import kv_layout
 
@@ -27,9 +26,6 @@ SHAPES = {
     "qwen2": Shape(kind="qwen2"),
     "qwen2-tied": Shape(kind="qwen2", tied=True),
 }
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
-SLOTS = 8
-LENGTH = 64
 
 
 @pytest.fixture(scope="session", params=sorted(SHAPES))
@@ -54,64 +50,9 @@ def expected(checkpoint: str, texts: list[list[int]]) -> Tensor:
     return logits
 
 
-class Reader:
-    """Feeds texts to a Runner, text s in slot s, and compares each row of logits with transformers'."""
-
-    def __init__(self, checkpoint: str, texts: list[list[int]], expected: Tensor, dtype: torch.dtype) -> None:
-        device = torch.device("cpu")
-        decoder = load_decoder(open_checkpoint(checkpoint), dtype=dtype, device=device, max_len=LENGTH)
-        self.runner = Runner(decoder, kv_layout(SLOTS, LENGTH), device)
-        self.expected = expected
-        self.tolerance = TOLERANCE[dtype]
-        self.sequences = [make_sequence(slot, text) for slot, text in enumerate(texts)]
-        for slot in range(SLOTS):
-            self.runner.cache.allocate(slot)
-            assert self.runner.cache.slot(slot) == slot
-
-    def plan(self, counts: Mapping[int, int]) -> AttentionPlan:
-        """How a pass of these many tokens per slot will be computed, in this order."""
-        config, cache = self.runner.decoder.config, self.runner.cache
-        for slot, count in counts.items():
-            cache.reserve(slot, count)
-        self.runner.storage.prepare(list(counts))
-        return plan_attention(
-            [Span.at(slot, cache.length(slot), count) for slot, count in counts.items()],
-            self.runner.storage,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dtype=self.runner.decoder.dtype,
-            device=self.runner.device,
-        )
-
-    def feed(self, counts: Mapping[int, int], drafts: Mapping[int, int] = {}) -> None:
-        """One pass: counts[s] committed tokens of slot s, then drafts[s] more as drafts. Every row is compared."""
-        starts = {slot: self.runner.cache.length(slot) for slot in counts}
-        feeds = [
-            Feed(self.sequences[slot], count, drafts.get(slot, 0), outputs=count + drafts.get(slot, 0))
-            for slot, count in counts.items()
-        ]
-        table = self._draft_table(counts, drafts, starts) if drafts else None
-        with torch.inference_mode():
-            logits = self.runner.run(feeds, table)
-        ends = {slot: starts[slot] + count + drafts.get(slot, 0) for slot, count in counts.items()}
-        wanted = torch.cat([self.expected[slot, starts[slot] : ends[slot]] for slot in counts])
-        error = (logits.double() - wanted).abs().max().item()
-        assert error <= self.tolerance, f"logits differ by {error}"
-        assert all(self.runner.cache.length(slot) == end for slot, end in ends.items())
-
-    def _draft_table(self, counts: Mapping[int, int], drafts: Mapping[int, int], starts: Mapping[int, int]) -> Tensor:
-        table = torch.full((len(counts), max(drafts.values())), -7)  # what lies beyond a row's drafts is never used
-        for row, slot in enumerate(counts):
-            first = starts[slot] + counts[slot]
-            table[row, : drafts.get(slot, 0)] = torch.tensor(
-                self.sequences[slot].tokens[first : first + drafts.get(slot, 0)], dtype=torch.int64
-            )
-        return table
-
-
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["fp64", "fp32"])
 def reader(checkpoint: str, texts: list[list[int]], expected: Tensor, request: pytest.FixtureRequest) -> Reader:
-    return Reader(checkpoint, texts, expected, request.param)
+    return Reader(load_alone(checkpoint, request.param), texts, expected)
 
 
 def kinds(plan: AttentionPlan) -> list[str]:
@@ -223,9 +164,7 @@ def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_bfloat16(checkpoint: str, texts: list[list[int]], expected: Tensor) -> None:
-    device = torch.device("cpu")
-    decoder = load_decoder(open_checkpoint(checkpoint), dtype=torch.bfloat16, device=device, max_len=LENGTH)
-    runner = Runner(decoder, kv_layout(2, LENGTH), device)
+    runner = Runner(load_alone(checkpoint, torch.bfloat16), kv_layout(2, LENGTH), torch.device("cpu"))
     with torch.inference_mode():
         logits = runner.run([Feed(make_sequence(s, texts[s]), LENGTH, outputs=LENGTH) for s in (0, 1)])
     assert logits.dtype is torch.bfloat16

@@ -91,7 +91,7 @@ def _is_open(descriptor: str) -> bool:
 
 
 def test_the_reader_converts_and_checks_shapes(directory: Path) -> None:
-    read = tensor_reader(directory, torch.float64, CPU)
+    read = tensor_reader(Shards(directory), torch.float64, CPU)
     assert read("b", (5,)).tolist() == TENSORS["b"].double().tolist()
     with pytest.raises(ConfigError, match=r"a has shape \(2, 3\), config.json says \(3, 2\)"):
         read("a", (3, 2))

@@ -1,0 +1,89 @@
+"""What the files beside tokenizer.json say: special tokens, whether a text begins and ends with one, the chat template.
+
+Every file may be missing. None of them changes how a text is split into tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import ConfigError
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTS = ("additional_special_tokens", "extra_special_tokens")  # further special tokens, older and newer spelling
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSettings:
+    """The strings are entries of the vocabulary, or meant to be."""
+
+    bos: str | None
+    eos: str | None
+    special: frozenset[str]  # every string with a role
+    add_bos: bool | None  # whether a text begins with `bos`; None: the files do not say
+    add_eos: bool | None
+    chat_template: str | None  # Jinja
+
+
+def read_settings(directory: Path) -> TokenizerSettings:
+    """Read tokenizer_config.json, and special_tokens_map.json for the roles that it leaves out. Raises ConfigError for
+    a malformed file."""
+    config = read_object(directory / "tokenizer_config.json")
+    tokens = {**read_object(directory / "special_tokens_map.json"), **config}
+    return TokenizerSettings(
+        bos=_content(tokens.get("bos_token")),
+        eos=_content(tokens.get("eos_token")),
+        special=frozenset(_special_strings(tokens)),
+        add_bos=_flag(config.get("add_bos_token")),
+        add_eos=_flag(config.get("add_eos_token")),
+        chat_template=_chat_template(directory, config),
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file. Raises ConfigError for a malformed file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:  # of UTF-8 or of JSON
+        raise ConfigError(f"{path} is malformed: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is malformed: it must hold a JSON object")
+    return value
+
+
+def _special_strings(tokens: dict[str, Any]) -> Iterator[str]:
+    listed = [tokens.get(name) or () for name in LISTS]
+    further = [value for values in listed for value in (values.values() if isinstance(values, dict) else values)]
+    for value in [*(tokens.get(role) for role in ROLES), *further]:
+        if (string := _content(value)) is not None:
+            yield string
+
+
+def _content(value: Any) -> str | None:
+    """A token is a string, or an object with its string as `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """The template of chat_template.jinja, which goes before tokenizer_config.json's. Of several, the default one."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except ValueError as error:
+            raise ConfigError(f"{path} is malformed: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
