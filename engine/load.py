@@ -13,8 +13,6 @@ from math import ceil
 import torch
 
 from cache.layout import Layout
-from cache.slotted import SlottedCache
-from cache.storage import SlottedStorage
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.chain import Chain, ChainedDrafter
 from engine.drafters.lookup import lookup_drafter
@@ -23,9 +21,8 @@ from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products
-from engine.memory_budget import device_memory, layouts, measure_activations
-from engine.models.attention import Attention, Span, plan_attention
-from engine.models.decoder import Decoder
+from engine.largest_rounds import measure_largest_rounds
+from engine.memory_budget import device_memory, layouts
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from engine.models.runner import Runner, kv_shape
@@ -117,8 +114,9 @@ def _make_runners(
     weights = sum(decoder.weight_bytes for decoder in decoders)
     activations = 0
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
-        largest = [partial(_largest_pass, config, decoder, max_len, device) for decoder in decoders]
-        activations = max(measure_activations(run, device) for run in largest)
+        activations = measure_largest_rounds(
+            config, decoders, max_len, device_memory(device), device, partial(_model_drafter, config)
+        )
     shapes = [kv_shape(decoder.config, dtype, device) for decoder in decoders]
     sized = layouts(config, shapes, weights, activations, max_len, device_memory(device))
     return [
@@ -134,26 +132,6 @@ def _within_context(layout: Layout, context: int) -> Layout:
         return layout
     blocks = layout.slots * ceil(context / layout.block_size) + 1 if layout.paged else 0
     return replace(layout, max_len=context, blocks=min(layout.blocks, blocks))
-
-
-def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: torch.device) -> None:
-    """Run a pass of max_step_tokens, over as few sequences as possible, with as many logits as a round may need.
-
-    Its small cache is counted as activations, so the measured size is an upper bound.
-    """
-    counts = [max_len] * (config.max_step_tokens // max_len)
-    counts += [rest] if (rest := config.max_step_tokens % max_len) else []
-    shape = decoder.config
-    storage = SlottedStorage(
-        SlottedCache(len(counts), max_len), len(counts), max_len, kv_shape(shape, decoder.dtype, device)
-    )
-    spans = [Span.at(slot, 0, count) for slot, count in enumerate(counts)]
-    plan = plan_attention(
-        spans, storage, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, dtype=decoder.dtype, device=device
-    )
-    tokens = torch.zeros(config.max_step_tokens, dtype=torch.int64, device=device)
-    rows = min(config.max_step_tokens, config.max_running * (1 + config.max_spec_length))
-    decoder.logits(decoder.forward(tokens, Attention(plan, storage))[:rows])
 
 
 def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:
