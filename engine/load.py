@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, prod
 
 import torch
 
@@ -20,18 +20,23 @@ from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
 from engine.generation_config import sampling_defaults
-from engine.host_memory import keep_freed_memory, limit_compiled_products
+from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
 from engine.largest_rounds import measure_largest_rounds
-from engine.memory_budget import device_memory, layouts
+from engine.memory_budget import DeviceMemory, device_memory, layouts
+from engine.memory_table import MemoryTable, ModelMemory
+from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from engine.models.runner import Runner, kv_shape
+from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
 from engine.pair import Side, check_pair
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
+
+ROLES = ("target", "draft")
 
 log = logging.getLogger(__name__)
 
@@ -105,24 +110,80 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def plan_memory(config: EngineConfig) -> MemoryTable:
+    """What `load_models` would use, from the files' headers: no weight is read and no round is run.
+
+    Raises ConfigError for what cannot be served.
+    """
+    device = _device(config.device)
+    given = [config.target, *([] if config.draft is None else [config.draft])]
+    checkpoints = [open_checkpoint(checkpoint_directory(name)) for name in given]
+    dtype, max_len = getattr(torch, config.dtype), _max_model_len(config, checkpoints[0])
+    weights = [_planned_weights(c, dtype, device) for c in checkpoints]
+    memory = _beside_weights(config, device, weights)
+    sized = layouts(config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(weights), 0, max_len, memory)
+    return _memory_table(config, [c.shape for c in checkpoints], weights, sized, None, memory)
+
+
+def _planned_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a model's weights in memory. On a CPU the head's product is packed, so a tied head is a second copy."""
+    shape = checkpoint.shape
+    copied = shape.vocab_size * shape.hidden_size if shape.tied and device.type == "cpu" else 0
+    return (sum(prod(t.shape) for t in Shards(checkpoint.path).tensors.values()) + copied) * dtype.itemsize
+
+
+def _beside_weights(config: EngineConfig, device: torch.device, weights: Seq[int]) -> DeviceMemory:
+    """The memory that is left beside weights that are not loaded yet. Raises ConfigError if they do not fit."""
+    memory = device_memory(device)
+    if sum(weights) > memory.available:
+        parts = " and ".join(f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(ROLES, weights, strict=False))
+        raise ConfigError(
+            f"the weights do not fit on {device}: {parts} in {config.dtype}, and {memory.available / 2**20:,.1f} MiB "
+            "are available: choose smaller models or a smaller dtype"
+        )
+    return memory._replace(available=memory.available - sum(weights))
+
+
 def _make_runners(
     config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
     dtype = getattr(torch, config.dtype)
-    decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
-    weights = sum(decoder.weight_bytes for decoder in decoders)
-    activations = 0
+    _beside_weights(config, device, [_planned_weights(c, dtype, device) for c in checkpoints])
+    try:
+        decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ConfigError(f"the weights do not fit on {device}: {error}") from error
+    weights = [decoder.weight_bytes for decoder in decoders]
+    activations = None
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
-        activations = measure_largest_rounds(
-            config, decoders, max_len, device_memory(device), device, partial(_model_drafter, config)
-        )
-    shapes = [kv_shape(decoder.config, dtype, device) for decoder in decoders]
-    sized = layouts(config, shapes, weights, activations, max_len, device_memory(device))
-    return [
-        Runner(decoder, _within_context(layout, decoder.config.max_position_embeddings), device)
-        for decoder, layout in zip(decoders, sized, strict=True)
+        make_drafter = partial(_model_drafter, config)
+        activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
+    shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
+    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
+    table = _memory_table(config, [d.config for d in decoders], weights, sized, activations, memory)
+    log.info("memory:\n%s", table)
+    return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, table.layouts, strict=True)]
+
+
+def _memory_table(
+    config: EngineConfig,
+    configs: Seq[DecoderConfig],
+    weights: Seq[int],
+    sized: Seq[Layout],
+    activations: int | None,
+    memory: DeviceMemory,
+) -> MemoryTable:
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    names = (config.target, config.draft or "")
+    models = [
+        ModelMemory(role, name, config.dtype, size, kv_shape(shape, dtype, device).token_bytes)
+        for role, name, size, shape in zip(ROLES, names, weights, configs, strict=False)
     ]
+    within = [_within_context(n, c.max_position_embeddings) for n, c in zip(sized, configs, strict=True)]
+    return MemoryTable(config.device, tuple(models), tuple(within), activations, memory)
 
 
 def _within_context(layout: Layout, context: int) -> Layout:

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from engine.models.families import FAMILIES, read_config
 from engine.models.linear import Linear
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
-from engine.models.rope import RopeSize, rotation_table
+from engine.models.rope import RopeSize, rotation_table, uses_long_factors
 from engine.models.shards import Read, Shards, tensor_reader
 from engine.models.traits import ExpertTraits
+
+log = logging.getLogger(__name__)
 
 # Without these transformers would fill in the values of some published model.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -75,6 +78,12 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
         rotations = tuple(rotation_table(rope, size, dtype, device) for rope in config.traits.ropes)
     except ConfigError as error:
         raise ConfigError(f"{path}: config.json: {error}") from None
+    if any(uses_long_factors(rope, size) for rope in config.traits.ropes):
+        log.warning(
+            "%s: all texts get the frequencies of long ones, since max_model_len is %d; short texts read best with at "
+            "most %d",
+            *(path, max_len, config.traits.ropes[0]["original_max_position_embeddings"]),
+        )
     shards = Shards(path)
     tensors = TensorNames(shards)
     read = tensors.counted(tensor_reader(shards, dtype, device))

@@ -55,6 +55,11 @@ def rotation_table(rope: RopeParameters, size: RopeSize, dtype: torch.dtype, dev
     return table[:, None].to(device)
 
 
+def uses_long_factors(rope: RopeParameters, size: RopeSize) -> bool:
+    """Whether a table of type `longrope` holds the long factors."""
+    return rope.get("rope_type") == "longrope" and size.max_len > rope["original_max_position_embeddings"]
+
+
 def _exponents(size: RopeSize) -> Tensor:
     return torch.arange(0, size.rotary_dim, 2, dtype=torch.int64).float() / size.rotary_dim
 
@@ -123,7 +128,7 @@ def _yarn_attention_factor(rope: RopeParameters, factor: float) -> float:
 def _longrope(rope: RopeParameters, size: RopeSize) -> tuple[Tensor, float]:
     """A searched factor for each frequency (Ding et al. 2024, arXiv 2402.13753)."""
     context = rope["original_max_position_embeddings"]
-    factors = rope["long_factor"] if size.max_len > context else rope["short_factor"]
+    factors = rope["long_factor"] if uses_long_factors(rope, size) else rope["short_factor"]
     frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope["rope_theta"] ** _exponents(size))
     if (given := rope.get("attention_factor")) is not None:
         return frequencies, float(given)

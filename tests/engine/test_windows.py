@@ -80,7 +80,7 @@ def test_64_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -
     tokens = run.tokens["r"]
     assert len(tokens) == 64
     assert 0 < run.accepted < run.drafted
-    assert len(set(tokens)) > 1
+    assert len(set(tokens)) > 4
     with reference(pair.target) as logits:
         theirs = logits([[*prompt, *tokens]])[0].argmax(-1)
     assert theirs[len(prompt) - 1 : -1].tolist() == tokens

@@ -40,7 +40,7 @@ class Case:
 
 
 def _granite(**more: Any) -> dict[str, Any]:
-    multipliers = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.5}
+    multipliers = {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5}
     return {**multipliers, "logits_scaling": 3.0, **more}
 
 
@@ -163,7 +163,7 @@ def random_checkpoint(case: Case, directory: Path, seed: int = 7, like: str | No
             elif "norm" in name:
                 weight.copy_(1 - offset + 0.3 * drawn)
             else:
-                weight.copy_(drawn * (0.4 if weight.dim() == 1 or name.endswith("bias") else 0.25))
+                weight.copy_(drawn * (0.2 if weight.dim() == 1 or name.endswith("bias") else 0.25))
         if like is None:
             _spread_logits(model, offset)
     model.save_pretrained(directory, max_shard_size=case.shard_size)
@@ -174,13 +174,16 @@ def random_checkpoint(case: Case, directory: Path, seed: int = 7, like: str | No
 def _spread_logits(model: Any, offset: float) -> None:
     """Give the logits a standard deviation of about 3 before any cap.
 
-    A tied embedding is made small and the final norm large, so that a token does not mostly predict itself.
+    With a tied head the embedding is small, the final norm large, and half of its signs are turned: else a token would
+    mostly predict itself.
     """
     head, norm = model.get_output_embeddings().weight, model.model.norm.weight
-    divisor = getattr(model.config, "logits_scaling", 1.0)
-    gain = 8.0 if model.config.tie_word_embeddings else 1.0
-    norm.copy_(gain * (offset + norm) - offset)
-    head.mul_(3 * divisor / (gain * head.std() * head.shape[1] ** 0.5))
+    spread = 3 * getattr(model.config, "logits_scaling", 1.0)
+    if model.config.tie_word_embeddings:
+        gains = torch.where(torch.arange(len(norm)) % 2 == 0, 4.0, -4.0)
+        norm.copy_(gains * (offset + norm) - offset)
+        spread /= 4
+    head.mul_(spread / (head.std() * head.shape[1] ** 0.5))
 
 
 class InFP64(TorchFunctionMode):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.models import attention
 from engine.models.loader import TensorNames, load_decoder, open_checkpoint
 from engine.models.runner import Feed, Runner
 from engine.models.traits import Traits
@@ -82,6 +83,17 @@ def test_batches(reader: Reader) -> None:
     reader.feed({1: 1, 3: 1, 6: 1})
     reader.feed({5: 1, 2: 1, 7: 25})
     reader.feed({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_scores_of_a_few_queries_at_a_time(
+    name: str, made: Made, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "EXPLICIT_SCORES", 5 * LENGTH)
+    checkpoint, expected = made[name]
+    reader = Reader(load_alone(checkpoint), texts, expected)
+    reader.feed({2: LENGTH})
+    reader.feed({0: 30, 1: 7})
 
 
 @pytest.mark.parametrize(
