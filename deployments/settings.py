@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName
+from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
 from engine.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
 
@@ -99,7 +99,11 @@ class Settings(BaseModel):
     draft: Annotated[str | None, BeforeValidator(_none)] = DEMO_DRAFT  # none: plain decoding
     model_name: Annotated[str | None, BeforeValidator(_none)] = None  # the name for clients; none: see `name`
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
-    dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    # auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16. The replica decides: it sees the GPU.
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    draft_weights: WeightForm = "as_is"
+    quantize_head: bool = True  # whether int8 includes the product that gives the logits
     # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     verifier: Verifier = "match"  # for requests that name no verifier
@@ -162,14 +166,16 @@ class Settings(BaseModel):
 
     def freeze(self, device: Device) -> EngineConfig:
         """Return the engine's configuration for this device. Raises ConfigError for a conflict."""
-        by_device = {"cpu": "float32", "cuda": "bfloat16"}
         return EngineConfig(
             target=_checkpoint(self.target),
             draft=None if self.draft is None else _checkpoint(self.draft),
             drafter=None if self.drafter == "auto" or self.drafter == "off" else self.drafter,
             verifier=self.verifier,
             device=device,
-            dtype=by_device[device] if self.dtype == "auto" else self.dtype,
+            dtype=self.dtype,
+            target_weights=self.target_weights,
+            draft_weights=self.draft_weights,
+            quantize_head=self.quantize_head,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,

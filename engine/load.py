@@ -13,7 +13,7 @@ from math import ceil, prod
 import torch
 
 from cache.layout import Layout
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.drafters.chain import Chain, ChainedDrafter
 from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
@@ -27,6 +27,7 @@ from engine.memory_table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
+from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
 from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
@@ -110,6 +111,18 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of this name. `auto` is float32 on CPU. On a GPU it is bfloat16, or float16 if the GPU has no bfloat16:
+    torch would emulate it there."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
 def plan_memory(config: EngineConfig) -> MemoryTable:
     """What `load_models` would use, from the files' headers: no weight is read and no round is run.
 
@@ -118,40 +131,59 @@ def plan_memory(config: EngineConfig) -> MemoryTable:
     device = _device(config.device)
     given = [config.target, *([] if config.draft is None else [config.draft])]
     checkpoints = [open_checkpoint(checkpoint_directory(name)) for name in given]
-    dtype, max_len = getattr(torch, config.dtype), _max_model_len(config, checkpoints[0])
-    weights = [_planned_weights(c, dtype, device) for c in checkpoints]
-    memory = _beside_weights(config, device, weights)
+    dtype, max_len = _dtype(config.dtype, device), _max_model_len(config, checkpoints[0])
+    weights = _planned_weights(config, checkpoints, dtype, device)
+    memory = _beside_weights(device, weights)
     sized = layouts(config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(weights), 0, max_len, memory)
-    return _memory_table(config, [c.shape for c in checkpoints], weights, sized, None, memory)
+    return _memory_table(config, [c.shape for c in checkpoints], dtype, weights, sized, None, memory)
 
 
-def _planned_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of a model's weights in memory. On a CPU the head's product is packed, so a tied head is a second copy."""
-    shape = checkpoint.shape
-    copied = shape.vocab_size * shape.hidden_size if shape.tied and device.type == "cpu" else 0
-    return (sum(prod(t.shape) for t in Shards(checkpoint.path).tensors.values()) + copied) * dtype.itemsize
+def _planned_weights(
+    config: EngineConfig, checkpoints: Seq[Checkpoint], dtype: torch.dtype, device: torch.device
+) -> list[int]:
+    """Bytes of each model's weights in memory, at least. The copies of small products are not counted, and weights that
+    are stored quantised count as they are stored."""
+    planned = []
+    for checkpoint, form in zip(checkpoints, _forms(config), strict=False):
+        tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
+        product_bytes = 1 if form == "int8" else dtype.itemsize
+        # On a CPU the head's product is packed, so a tied head is a second copy.
+        size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
+        for name, tensor in tensors.items():
+            product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
+            needed = prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
+            size += tensor.num_bytes if checkpoint.raw.get("quantization_config") else needed
+        planned.append(size)
+    return planned
 
 
-def _beside_weights(config: EngineConfig, device: torch.device, weights: Seq[int]) -> DeviceMemory:
+def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
     """The memory that is left beside weights that are not loaded yet. Raises ConfigError if they do not fit."""
     memory = device_memory(device)
     if sum(weights) > memory.available:
         parts = " and ".join(f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(ROLES, weights, strict=False))
         raise ConfigError(
-            f"the weights do not fit on {device}: {parts} in {config.dtype}, and {memory.available / 2**20:,.1f} MiB "
-            "are available: choose smaller models or a smaller dtype"
+            f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
+            "choose smaller models, a smaller dtype or int8 weights"
         )
     return memory._replace(available=memory.available - sum(weights))
+
+
+def _forms(config: EngineConfig) -> tuple[WeightForm, WeightForm]:
+    return config.target_weights, config.draft_weights
 
 
 def _make_runners(
     config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
-    dtype = getattr(torch, config.dtype)
-    _beside_weights(config, device, [_planned_weights(c, dtype, device) for c in checkpoints])
+    dtype = _dtype(config.dtype, device)
+    _beside_weights(device, _planned_weights(config, checkpoints, dtype, device))
     try:
-        decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
+        decoders = [
+            load_decoder(c, dtype=dtype, device=device, max_len=max_len, weights=Weights(form, config.quantize_head))
+            for c, form in zip(checkpoints, _forms(config), strict=False)
+        ]
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -163,7 +195,7 @@ def _make_runners(
         activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
     sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
-    table = _memory_table(config, [d.config for d in decoders], weights, sized, activations, memory)
+    table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
     log.info("memory:\n%s", table)
     return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, table.layouts, strict=True)]
 
@@ -171,16 +203,17 @@ def _make_runners(
 def _memory_table(
     config: EngineConfig,
     configs: Seq[DecoderConfig],
+    dtype: torch.dtype,
     weights: Seq[int],
     sized: Seq[Layout],
     activations: int | None,
     memory: DeviceMemory,
 ) -> MemoryTable:
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    names = (config.target, config.draft or "")
+    names, device = (config.target, config.draft or ""), torch.device(config.device)
+    forms = [str(dtype).removeprefix("torch.") if form == "as_is" else form for form in _forms(config)]
     models = [
-        ModelMemory(role, name, config.dtype, size, kv_shape(shape, dtype, device).token_bytes)
-        for role, name, size, shape in zip(ROLES, names, weights, configs, strict=False)
+        ModelMemory(role, name, form, size, kv_shape(shape, dtype, device).token_bytes)
+        for role, name, form, size, shape in zip(ROLES, names, forms, weights, configs, strict=False)
     ]
     within = [_within_context(n, c.max_position_embeddings) for n, c in zip(sized, configs, strict=True)]
     return MemoryTable(config.device, tuple(models), tuple(within), activations, memory)

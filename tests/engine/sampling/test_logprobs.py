@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -75,6 +76,10 @@ def equal(ours: Seq[TokenLogprob], theirs: Seq[TokenLogprob]) -> bool:
     return all(a == b and abs(x - y) < TOLERANCE for (a, x), (b, y) in zip(pairs(ours), pairs(theirs), strict=True))
 
 
+def likeliest_first(law: Seq[float]) -> list[int]:
+    return sorted(range(len(law)), key=lambda token: (-law[token], token))
+
+
 Reference = Callable[[Seq[int], int, int, int], list[TokenLogprob]]
 
 
@@ -83,13 +88,18 @@ def reference(pair: Pair) -> Reference:
     """(tokens, first, end, count) → entries for tokens[first:end], from one forward over all of them."""
     model = reference_model(pair.target)
 
-    def entries(tokens: Seq[int], first: int, end: int, count: int) -> list[TokenLogprob]:
+    @cache
+    def sorted_laws(tokens: tuple[int, ...]) -> list[tuple[list[float], list[int]]]:
+        """(log-probabilities, ids of the likeliest first) for each position."""
         with torch.inference_mode():
-            logp = model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
-        told = []
+            laws = model(torch.tensor([tokens])).logits[0].log_softmax(-1).tolist()
+        return [(law, likeliest_first(law)) for law in laws]
+
+    def entries(tokens: Seq[int], first: int, end: int, count: int) -> list[TokenLogprob]:
+        laws, told = sorted_laws(tuple(tokens)), []
         for at in range(first, end):
-            values = logp[at - 1].tolist()
-            best = sorted(range(VOCAB), key=lambda token: (-values[token], token))[:count]
+            values, order = laws[at - 1]
+            best = order[:count]
             told.append(TokenLogprob(tokens[at], values[tokens[at]], tuple((t, values[t]) for t in best)))
         return told
 
