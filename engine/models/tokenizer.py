@@ -37,6 +37,8 @@ class Tokenizer:
         named = {self.vocab[string] for string in settings.special if string in self.vocab}
         self.special_ids = frozenset(flagged | named)  # left out of texts
         self.chat_template = settings.chat_template
+        self.chat_templates = settings.chat_templates
+        self.special_tokens = settings.special_tokens
         self._unflagged = named - flagged  # the backend would show these
         self._decoder = self._backend.decoder
         steps = _steps(self._decoder)
