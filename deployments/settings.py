@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
+from deployments.chats import DEFAULTS, ChatConfig
 from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
 from engine.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
@@ -40,6 +41,18 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+def _tags(value: Any) -> Any:
+    """Split the two tags of a text at the space between them."""
+    value = _none(value)
+    return value.split() if isinstance(value, str) else value
+
+
+def _template(choice: str | None) -> str | None:
+    """Return a file's path in full. A name of the checkpoint's templates has neither a slash nor a suffix."""
+    return _resolve(choice) if choice is not None and ("/" in choice or choice.endswith(".jinja")) else choice
+
+
+Tag = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)]
@@ -55,6 +68,7 @@ class EdgeConfig:
     traces: TraceConfig
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
+    chat: ChatConfig = DEFAULTS
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -132,6 +146,10 @@ class Settings(BaseModel):
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU as many as num_cpus
     num_cpus: Number = 1.0  # per replica
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: no key is needed
+    # The chat template: a file (*.jinja), or a name of the checkpoint's own; none: the checkpoint's default.
+    chat_template: Annotated[str | None, BeforeValidator(_none)] = None
+    # Around the model's reasoning, such as "<think> </think>": chats tell it apart from the answer. none: they do not.
+    reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
     trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # off, request, packed or rounds: operations.md
     trace_steps: Fraction = 0.01  # share of the engine's steps that get a span
 
@@ -162,6 +180,7 @@ class Settings(BaseModel):
             TraceConfig(self.trace_level, self.trace_steps),
             None if self.api_key_file is None else _resolve(self.api_key_file),
             self.body_timeout_s,
+            ChatConfig(_template(self.chat_template), self.reasoning_tags),
         )
 
     def freeze(self, device: Device) -> EngineConfig:

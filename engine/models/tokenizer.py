@@ -40,6 +40,8 @@ class Tokenizer:
         # Left out of texts. An ordinary word is not: some checkpoints name one for padding.
         self.special_ids = frozenset(flagged | ends | (self.named_ids & added.keys()))
         self.chat_template = settings.chat_template
+        self.chat_templates = settings.chat_templates
+        self.special_tokens = settings.special_tokens
         self._unflagged = self.special_ids - flagged  # the backend would show these
         self._decoder = self._backend.decoder
         steps = _steps(self._decoder)
