@@ -196,7 +196,7 @@ def _make_runners(
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
     sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
-    log.info("memory:\n%s", table)
+    table.tell()
     return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, table.layouts, strict=True)]
 
 

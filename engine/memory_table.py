@@ -1,5 +1,6 @@
 """The memory of an engine as a table for the log: what the weights, the KV caches and the largest round take."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from cache.layout import Layout
 from engine.memory_budget import DeviceMemory
 
 LENGTHS = (512, 2048)  # tokens of a request, beside the longest that is served
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class MemoryTable:
         if not target.paged:
             return target.slots
         return min(target.slots, target.blocks // -(-length // target.block_size))
+
+    def tell(self) -> None:
+        log.info("memory:\n%s", self)
 
     def __str__(self) -> str:
         return "\n".join(f"  {name:<12} {size:>12}  {note}".rstrip() for name, size, note in self._rows())

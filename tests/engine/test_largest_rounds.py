@@ -108,7 +108,7 @@ def test_the_plan_needs_no_weights_and_tells_the_same(
     memory = DeviceMemory(2**34, 2**33)
     monkeypatch.setattr(load_module, "device_memory", lambda device: memory)
     config = EngineConfig(wide.target, wide.draft, max_running=4, max_step_tokens=128, kv_tokens=4096)
-    with caplog.at_level("INFO", "engine.load"):
+    with caplog.at_level("INFO", "engine.memory_table"):
         load_models(config)
     (logged,) = (m.removeprefix("memory:\n") for m in caplog.messages if m.startswith("memory:"))
     with monkeypatch.context() as patch:
