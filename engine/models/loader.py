@@ -118,6 +118,8 @@ def load_decoder(
         rotations=rotations,
     )
     tensors.refuse_unread(config)
+    dtype_name = str(dtype).removeprefix("torch.")
+    log.info("%s: weights %s in %s, %.1f MB", path, weights.form, dtype_name, decoder.weight_bytes / 1e6)
     return decoder
 
 

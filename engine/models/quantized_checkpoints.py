@@ -5,7 +5,7 @@ with scales per tensor, channel or block, GPTQ and AWQ. Which weights are quanti
 stored beside them, so lists of exceptions need no reading.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ COMPANIONS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale", "activation_scale"),
 )
+MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")  # of a quantised weight
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest, within eight columns
 
 
@@ -40,6 +41,10 @@ class StoredFiles:
     def __init__(self, shards: Shards, discard: Callable[[str], None]) -> None:
         self._shards = shards
         self.discard = discard
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._shards.tensors
 
     def holds(self, name: str) -> bool:
         return name in self._shards.tensors
@@ -76,6 +81,8 @@ def dequantised_reader(
 ) -> Read:
     """A function (name, shape) → tensor: quantised weights in `dtype`, all other tensors from `read`."""
     path = quantised.path
+    if not any(name.endswith(MARKS) for name in stored.names):
+        raise ConfigError(f"{path}: config.json says that weights are {quantised.name}, and none is stored so")
 
     def reading(name: str, shape: tuple[int, ...]) -> Tensor:
         module = name.removesuffix(".weight")

@@ -263,6 +263,7 @@ def test_the_log_says_what_becomes_of_the_weights(
     with caplog.at_level(logging.INFO):
         decoder_of(path, Weights(form))
     assert message in caplog.text
+    assert f"weights {form} in float32, 0." in caplog.text
 
 
 @needs_int8
