@@ -45,24 +45,24 @@ Texts = Sequence[Sequence[int]]
 Rows = list[dict[str, object]]
 
 
-class Form(NamedTuple):
+class WeightsVariant(NamedTuple):
     name: str
     dtype: str
     weights: Weights
 
 
 FORMS = (
-    Form("float32", "float32", Weights()),
-    Form("bfloat16", "bfloat16", Weights()),
-    Form("int8", "float32", Weights("int8")),
-    Form("int8, head as is", "float32", Weights("int8", head=False)),
+    WeightsVariant("float32", "float32", Weights()),
+    WeightsVariant("bfloat16", "bfloat16", Weights()),
+    WeightsVariant("int8", "float32", Weights("int8")),
+    WeightsVariant("int8, head as is", "float32", Weights("int8", head=False)),
 )
 
 
 class TimedModel:
     """A model behind a context, ready for passes of any number of rows."""
 
-    def __init__(self, directory: str, form: Form, text: Sequence[int]) -> None:
+    def __init__(self, directory: str, form: WeightsVariant, text: Sequence[int]) -> None:
         checkpoint, device = open_checkpoint(directory), torch.device("cpu")
         length = CONTEXT + max(ROWS)
         decoder = load_decoder(

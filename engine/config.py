@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 class EngineConfig:
     """All that the engine needs to know at start-up. Only the policy can be replaced later (Engine.configure)."""
 
-    target: str  # directory of a Hugging Face checkpoint
+    target: str  # directory of a Hugging Face checkpoint, or a hub id: owner/name or owner/name@revision
     draft: str | None = None  # None: no draft model
     drafter: DrafterName | None = None  # for requests that do not say; None: "model" if there is a draft, else off
     verifier: Verifier = "match"  # for requests that do not say

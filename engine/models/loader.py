@@ -2,13 +2,12 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -22,6 +21,7 @@ from engine.models.norm import RMSNorm
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.quantized_checkpoints import StoredFiles, dequantised_reader, quantisation
 from engine.models.rope import RopeSize, rotation_table, uses_long_factors
+from engine.models.shards import Read, Shards, tensor_reader
 from engine.models.traits import ExpertTraits
 
 log = logging.getLogger(__name__)
@@ -92,17 +92,19 @@ def load_decoder(
             "most %d",
             *(path, max_len, config.traits.ropes[0]["original_max_position_embeddings"]),
         )
-    tensors = TensorNames(path)
-    read = tensors.counted(_tensor_reader(path, dtype, device))
+    shards = Shards(path)
+    tensors = TensorNames(shards)
+    read = tensors.counted(tensor_reader(shards, dtype, device))
     quantised = quantisation(path, checkpoint.raw.get("quantization_config"))
     make = ProductMaker(weights, dtype, device, integers=quantised is not None and quantised.int8)
     if quantised is not None:
-        stored = StoredFiles(_shards(path), tensors.discard)
+        stored = StoredFiles(shards, tensors.discard)
         log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised.int8))
         read = dequantised_reader(quantised, stored, read, torch.float32 if make.keeps_integers else dtype, device)
     prefix = tensors.prefix
     embedding = read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    head = embedding if config.tied else read(tensors.head, (config.vocab_size, config.hidden_size))
+    # Packed first: beside all layers a second copy of the head would be the peak of the load.
+    head = make.head(embedding if config.tied else read(tensors.head, (config.vocab_size, config.hidden_size)))
     decoder = Decoder(
         config=config,
         embedding=embedding,
@@ -112,7 +114,7 @@ def load_decoder(
             config.rms_norm_eps,
             offset=config.traits.norm_offset,
         ),
-        head=make.head(head),
+        head=head,
         rotations=rotations,
     )
     tensors.refuse_unread(config)
@@ -121,16 +123,15 @@ def load_decoder(
     return decoder
 
 
-Read = Callable[[str, tuple[int, ...]], Tensor]
 ExpertParts = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # gate and up, their bias, down, its bias
 
 
 class TensorNames:
     """The names of a checkpoint's tensors, and which of them were read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._unread = set(_shards(path))
+    def __init__(self, shards: Shards) -> None:
+        self._path = shards.directory
+        self._unread = set(shards.tensors)
         # The first prefix, which most checkpoints have, is named in the error if there is no embedding at all.
         found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self._unread]
         self.prefix = found[0] if found else PREFIXES[0]
@@ -280,34 +281,3 @@ class LayerReader:
         for number in range(count):
             bias = gate_up_bias[number][order]
             yield gate_up[number][order].contiguous(), bias, down[number].contiguous(), down_bias[number]
-
-
-def _tensor_reader(path: Path, dtype: torch.dtype, device: torch.device) -> Read:
-    """A function (name, shape) → tensor that reads from all shards of the checkpoint."""
-    files = _shards(path)
-
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in files:
-            raise ConfigError(f"{path} holds no tensor {name!r}")
-        with safe_open(files[name], framework="pt") as shard:
-            tensor: Tensor = shard.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{path}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
-        return tensor.to(device=device, dtype=dtype)
-
-    return read
-
-
-def _shards(path: Path) -> dict[str, Path]:
-    """Tensor name → file."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        files = {name: path / file for name, file in names.items()}
-        if missing := sorted({f.name for f in files.values() if not f.is_file()}):
-            raise ConfigError(f"{path}: {index.name} names files that are missing: {', '.join(missing)}")
-        return files
-    if single.is_file():
-        with safe_open(single, framework="pt") as shard:
-            return dict.fromkeys(shard.keys(), single)
-    raise ConfigError(f"{path} holds no model.safetensors (other weight formats are not read)")

@@ -5,16 +5,16 @@ with scales per tensor, channel or block, GPTQ and AWQ. Which weights are quanti
 stored beside them, so lists of exceptions need no reading.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.models.shards import Read, Shards
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_FORMATS, PLAIN_FORMATS = ("pack-quantized",), ("int-quantized", "float-quantized", "naive-quantized")
@@ -28,9 +28,6 @@ MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")  # 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest, within eight columns
 
 
-Read = Callable[[str, tuple[int, ...]], Tensor]
-
-
 class Stored(Protocol):
     """The tensors of a checkpoint as they are stored."""
 
@@ -41,28 +38,25 @@ class Stored(Protocol):
 class StoredFiles:
     """The tensors of a checkpoint's files. `discard` is told the names of those that need no further reading."""
 
-    def __init__(self, files: Mapping[str, Path], discard: Callable[[str], None]) -> None:
-        self._files = files
+    def __init__(self, shards: Shards, discard: Callable[[str], None]) -> None:
+        self._shards = shards
         self.discard = discard
 
     @property
     def names(self) -> Iterable[str]:
-        return self._files
+        return self._shards.tensors
 
     def holds(self, name: str) -> bool:
-        return name in self._files
+        return name in self._shards.tensors
 
     def read(self, name: str) -> Tensor:
-        if name not in self._files:
+        if not self.holds(name):
             raise ValueError(f"the checkpoint holds no {name}")
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        return self._shards.read(name)
 
     def dtype(self, name: str) -> str:
         """As the format names it."""
-        with safe_open(self._files[name], framework="pt") as file:
-            return str(file.get_slice(name).get_dtype())
+        return self._shards.stored(name).dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ def test_directories_may_be_absolute_relative_or_at_home(monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", "/home/someone")
     config = Settings(target="/models/t", draft="~/d").freeze("cpu")
     assert (config.target, config.draft) == ("/models/t", "/home/someone/d")
-    assert Settings(target="pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
+    assert Settings(target="./pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
 
 
 def test_the_name_is_given_or_the_directorys() -> None:
@@ -419,3 +419,19 @@ def test_a_misspelt_key_that_serve_accepts_is_found(
 def _replica(config: dict[str, Any]) -> dict[str, Any]:
     replica: dict[str, Any] = config["applications"][0]["deployments"][0]
     return replica
+
+
+@pytest.mark.parametrize("given", ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main"])
+def test_a_hub_id_is_passed_on_and_is_the_default_name(given: str) -> None:
+    settings = Settings(target=given, draft="Qwen/Qwen3-0.6B")
+    config = settings.freeze("cpu")
+    assert (config.target, config.draft) == (given, "Qwen/Qwen3-0.6B")
+    assert settings.name == "Qwen/Qwen3-8B"
+    assert Settings(target=given, model_name="mine").name == "mine"
+
+
+@pytest.mark.parametrize("given", ["models/demo", "./models/none", "models/none/target", "/models/none"])
+def test_a_path_is_no_hub_id(given: str) -> None:
+    """`models/demo` is a directory of this repository; the others are spelt as paths."""
+    config = Settings(target=given).freeze("cpu")
+    assert config.target == str(ROOT / given)

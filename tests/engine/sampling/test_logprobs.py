@@ -19,9 +19,16 @@ import engine.round as round_module
 import engine.sampling.logprobs as logprobs_module
 from engine.drafters.base import DraftBatch
 from engine.engine import Engine, StepResult
+from engine.memory_budget import measure_activations
 from engine.models.decoder import Decoder
 from engine.models.runner import Feed
-from engine.sampling.logprobs import token_logprobs
+from engine.sampling.logprobs import (
+    LogitRows,
+    LogprobRequest,
+    compute_logprobs,
+    compute_logprobs_alone,
+    token_logprobs,
+)
 from engine.types import DrafterName, Output, Request, SamplingParams, TokenLogprob, Verifier
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
@@ -379,3 +386,44 @@ def test_nobody_asks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     drive(engine, [Request("r", make_prompt(4), SamplingParams(max_tokens=6), k=2)])
     assert asked
     assert all(told == ((),) for told in asked)
+
+
+def table_of(logits: torch.Tensor, taken: list[int]) -> LogitRows:
+    """Rows of these logits; `taken` notes how many rows each slice has."""
+
+    def take(rows: torch.Tensor) -> torch.Tensor:
+        taken.append(rows.shape[0])
+        return logits[rows]
+
+    return LogitRows(take, logits.shape[1], logits.device)
+
+
+def test_slices_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40, 500, generator=generator).round(decimals=1)  # with ties
+    requests = [
+        LogprobRequest(range(3, 30), list(range(27)), 20),
+        LogprobRequest(range(32, 33), [5], 0),
+        LogprobRequest(range(35, 40), [1] * 5, 2),
+    ]
+    whole: list[int] = []
+    parts: list[int] = []
+    expected = compute_logprobs(table_of(logits, whole), requests)
+    monkeypatch.setattr(logprobs_module, "SLICE_BYTES", 4 * 500 * logprobs_module.LOGIT_BYTES)
+    assert compute_logprobs(table_of(logits, parts), requests) == expected
+    assert whole == [33]
+    assert parts == [4] * 8 + [1], "33 rows, at most 4 at a time"
+    assert [len(found) for found in expected] == [27, 1, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_log_probabilities_of_a_long_prompt_stay_within_their_slice(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 rows of a vocabulary of 20,000 in fp32 are 30.5 MiB of logits alone."""
+    monkeypatch.setattr(logprobs_module, "SLICE_BYTES", 2**23)
+    states, head = torch.randn(400, 8).to(dtype), torch.randn(8, 20_000).to(dtype)
+    logits = LogitRows(lambda rows: states[rows] @ head, 20_000, states.device)
+    request = LogprobRequest(range(400), [7] * 400, 20)
+    peak = measure_activations(lambda: compute_logprobs_alone(logits, request), states.device)
+    assert 2**21 < peak <= 2**23

@@ -337,6 +337,8 @@ def test_a_round_leaves_the_history_at_its_committed_tokens() -> None:
 class Letters:
     """All that intake needs of a tokenizer here."""
 
+    special_ids: frozenset[int] = frozenset()
+
     def decode(self, ids: Seq[int]) -> str:
         return "".join(chr(97 + token) for token in ids)
 
