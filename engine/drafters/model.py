@@ -97,11 +97,11 @@ class ModelDrafter:
                 self._give_up(sequence)
             elif has_draft:
                 self.runner.mark_finite(sequence)
-            if cache.holds(sequence.handle):
+            if self._left(sequence) <= 0:
+                self.runner.release(sequence)
+            elif cache.holds(sequence.handle):
                 kept = len(sequence.tokens) + accepted
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
-                if kept >= cache.max_len:  # with the token that follows it is longer
-                    self.runner.release(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         self._given_up.discard(sequence.handle)
