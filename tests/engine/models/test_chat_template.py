@@ -87,7 +87,12 @@ def test_the_ids_are_those_of_transformers(form: str, chat: str, directory: Path
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), **TOKENS)
     ours = Tokenizer(str(directory))
     template = open_template(None, {"default": FORMS[form]}, ours.special_tokens)
-    for asked in ({"add_generation_prompt": True}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+    ways: list[dict[str, Any]] = [
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+    ]
+    for asked in ways:
         expected = theirs.apply_chat_template(
             CHATS[chat], chat_template=FORMS[form], tokenize=True, return_dict=False, thinking=True, **asked
         )
@@ -189,7 +194,6 @@ def test_variables_do_not_replace_what_the_request_says(name: str) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ namespace(__class__=1) }}", "underscore"),
         ("{% include 'x' %}", "no loader"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError"),
         ("{{ 'a' * 10000000000 }}", "a product may have"),
