@@ -66,9 +66,9 @@ class LocalClient:
         if len(text) <= TOKENIZE_INLINE:
             return self._tokenizer.encode(text, special=special)
         if len(text) > self._max_characters:
-            limit, kind = self.model.max_model_len, "chat" if field == "messages" else field
+            limit = self.model.max_model_len
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; a {kind} of {len(text)} characters cannot fit: shorten it",
+                f"this model's context is {limit} tokens; {len(text)} characters of {field} cannot fit: shorten it",
                 field,
                 "context_length_exceeded",
             )
