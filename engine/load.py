@@ -246,9 +246,15 @@ def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:
 
 
 def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """End-of-sequence tokens. generation_config.json goes before config.json, as in transformers."""
+    """End-of-sequence tokens. generation_config.json goes before config.json, as in transformers. One that the model
+    cannot draw is left out, with a warning. Raises ConfigError for what is no token id."""
     generation = read_object(checkpoint.path / "generation_config.json")
     eos = generation.get("eos_token_id", checkpoint.raw.get("eos_token_id"))
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ConfigError(f"{checkpoint.path}: eos_token_id must be a token id or a list of them, not {eos!r}")
+    vocab = checkpoint.shape.vocab_size
+    if outside := [i for i in ids if not 0 <= i < vocab]:
+        told = ", ".join(map(str, outside))
+        log.warning("%s: end tokens %s are outside of the vocabulary of %d", checkpoint.path, told, vocab)
+    return frozenset(ids) - set(outside)

@@ -318,7 +318,7 @@ def _checked_rope(rope: RopeParameters) -> RopeParameters:
 
 
 def _rotary_dim(family: Family, ropes: tuple[RopeParameters, ...], head_dim: int) -> int:
-    factors = {rope.get("partial_rotary_factor") or 1 for rope in ropes}
+    factors = {Fields(dict(rope)).optional_number("partial_rotary_factor") or 1 for rope in ropes}
     if factors != {1} and not family.partial_rotary:
         raise ConfigError(f"partial_rotary_factor {', '.join(map(str, factors))} is not supported for this family")
     dim = int(head_dim * factors.pop())

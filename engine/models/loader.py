@@ -104,7 +104,7 @@ def load_decoder(
     prefix = tensors.prefix
     embedding = read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
     # Packed first: beside all layers a second copy of the head would be the peak of the load.
-    head = make.head(embedding if config.tied else read(tensors.head, (config.vocab_size, config.hidden_size)))
+    head = make.head(_head_weight(config, embedding, tensors, read))
     decoder = Decoder(
         config=config,
         embedding=embedding,
@@ -123,6 +123,20 @@ def load_decoder(
     return decoder
 
 
+def _head_weight(config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", read: Read) -> Tensor:
+    """The head's weight. A head that is stored with other values than the embedding's is not tied, as in transformers,
+    whatever config.json says."""
+    if config.tied and not tensors.has_head:
+        return embedding
+    weight = read(f"{tensors.head}.weight", (config.vocab_size, config.hidden_size))
+    if not config.tied:
+        return weight
+    if torch.equal(weight, embedding):
+        return embedding
+    log.warning("%s is not tied to the embedding, though config.json says so: its values differ", tensors.head)
+    return weight
+
+
 ExpertParts = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # gate and up, their bias, down, its bias
 
 
@@ -135,7 +149,8 @@ class TensorNames:
         # The first prefix, which most checkpoints have, is named in the error if there is no embedding at all.
         found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self._unread]
         self.prefix = found[0] if found else PREFIXES[0]
-        self.head = "language_model.lm_head.weight" if self.prefix == PREFIXES[1] else "lm_head.weight"
+        self.head = "language_model.lm_head" if self.prefix == PREFIXES[1] else "lm_head"
+        self.has_head = any(name.startswith(f"{self.head}.") for name in self._unread)
 
     def discard(self, name: str) -> None:
         """The tensor was read, or need not be."""
@@ -150,7 +165,8 @@ class TensorNames:
 
     def refuse_unread(self, config: DecoderConfig) -> None:
         """Raise ConfigError if a tensor of the text model was not read: it would change what the model computes."""
-        mine = (name for name in self._unread if name.startswith(self.prefix) and not name.endswith(NOT_READ))
+        own = (self.prefix, f"{self.head}.")
+        mine = (name for name in self._unread if name.startswith(own) and not name.endswith(NOT_READ))
         if left := sorted(mine):
             raise ConfigError(
                 f"{self._path} holds {len(left)} tensors that config.json does not ask for in a "

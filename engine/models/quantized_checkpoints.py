@@ -72,7 +72,7 @@ class Quantisation:
         """The module's weight. Raises ConfigError, naming the module, for tensors that do not fit the format."""
         try:
             return self.weight(stored, module)
-        except (ValueError, RuntimeError, IndexError) as error:
+        except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
             raise ConfigError(f"{self.path}: {module} is no {self.name} weight: {error}") from error
 
 
@@ -108,7 +108,7 @@ def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | No
         return None
     methods = {"compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq}
     method = config.get("quant_method")
-    if method not in methods:
+    if not isinstance(method, str) or method not in methods:
         raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}")
     try:
         return methods[method](path, config)
@@ -126,6 +126,8 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
         raise ValueError("config_groups is empty")
     if config.get("sparsity_config", {}).get("format", "dense") != "dense":
         raise ConfigError(f"{path}: {name} with sparse weights is not supported")
+    if config.get("transform_config"):  # activations would have to be turned as the weights were
+        raise ConfigError(f"{path}: {name} with a transform_config is not supported")
     if layout in PACKED_FORMATS and kinds <= {("int", 4), ("int", 8)}:
         return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits))
     if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
@@ -179,6 +181,9 @@ def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -
         raise ValueError(f"its weight is stored as {weight.dtype}")
     rows, columns = weight.shape
     zero = stored.read(f"{module}.weight_zero_point").float() if stored.holds(f"{module}.weight_zero_point") else None
+    if stored.holds(f"{module}.weight_g_idx"):
+        group = _groups(stored, f"{module}.weight_g_idx", columns, scale.shape[1])
+        scale, zero, block = scale[:, group], None if zero is None else zero[:, group], None
     wide = weight.float()
     if zero is not None:
         wide = wide - _spread(zero, rows, columns, block)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
+from transformers import AutoModelForCausalLM
 
 from engine.config import ConfigError, EngineConfig
 from engine.load import load_models
@@ -62,6 +63,10 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return lambda path: edit_json(path / "config.json", **changes)
 
 
+def edit_generation(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: edit_json(path / "generation_config.json", **changes)
+
+
 def without(*names: str) -> Callable[[Path], None]:
     def remove(path: Path) -> None:
         content = json.loads((path / "config.json").read_text("utf-8"))
@@ -72,6 +77,10 @@ def without(*names: str) -> Callable[[Path], None]:
 
 def added_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(16)
+
+
+def biased_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.bias"] = torch.ones(VOCAB)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -89,6 +98,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: edit_tensors(p, added_tensor),
         "does not ask for in a 'llama' model, 'model.layers.1.self_attn.q_norm.weight' among them",
     ),
+    "a bias of the head": (
+        lambda p: edit_tensors(p, biased_head),
+        "does not ask for in a 'llama' model, 'lm_head.bias' among them",
+    ),
+    "an end token that is no id": (
+        edit_generation(eos_token_id="</s>"),
+        "eos_token_id must be a token id or a list of them, not '</s>'",
+    ),
+    "an end token that is no id, in a list": (edit_generation(eos_token_id=[1, True]), "eos_token_id must be a token"),
     "fewer layers than tensors": (edit(num_hidden_layers=1), "tensors that config.json does not ask for"),
     "no shape": (without("hidden_size", "vocab_size"), "config.json lacks hidden_size, vocab_size"),
     "another activation": (edit(hidden_act="gelu"), "hidden_act 'gelu' is not supported; silu, gelu_pytorch_tanh are"),
@@ -101,6 +119,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "capped logits": (edit(final_logit_softcapping=30.0), "final_logit_softcapping 30.0 is not supported for 'llama'"),
     "another scale": (edit(attention_multiplier=0.5), "attention_multiplier 0.5 is not supported for 'llama' models"),
     "partial rotary": (edit(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported for"),
+    "partial rotary that is no number": (
+        edit(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": [0.5]}),
+        "partial_rotary_factor must be a number above 0, not [0.5]",
+    ),
     "quantised weights": (edit(quantization_config={"quant_method": "bitsandbytes"}), "is quantised by 'bitsandbytes'"),
     "quantised weights that are not there": (
         edit(quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -325,6 +347,39 @@ def test_end_tokens_come_from_the_generation_config_first(pair: Pair, tmp_path: 
     assert load(Pair(str(path), pair.draft)).intake.eos_ids == {5}
     edit_json(path / "config.json", eos_token_id=None)
     assert load(Pair(str(path), pair.draft)).intake.eos_ids == frozenset()
+
+
+def test_an_end_token_outside_of_the_vocabulary_never_comes(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until min_tokens the end tokens get no chance: one without a logit must not break the round."""
+    path = copy_of(pair.target, tmp_path / "outside")
+    edit_json(path / "generation_config.json", eos_token_id=[1, -1, VOCAB])
+    engine = load(Pair(str(path), pair.draft))
+    assert engine.intake.eos_ids == {1}
+    assert f"end tokens -1, {VOCAB} are outside of the vocabulary of {VOCAB}" in caplog.text
+    params = SamplingParams(temperature=1, seed=1, max_tokens=6, min_tokens=5)
+    assert len(drive(engine, [Request("r", (5, 6, 7), params)]).tokens["r"]) >= 5
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_that_is_stored_is_compared(
+    same: bool, pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does: a head with other values is not tied, whatever config.json says."""
+    path = copy_of(pair.target, tmp_path / "stored")
+    edit_json(path / "config.json", tie_word_embeddings=True)
+
+    def head(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding.clone() if same else embedding.flip(0).contiguous()
+
+    edit_tensors(path, head)
+    decoder = load_decoder(open_checkpoint(str(path)), dtype=torch.float64, device=torch.device("cpu"), max_len=64)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    assert torch.equal(decoder.head.weight, model.lm_head.weight)
+    assert (decoder.head.weight is decoder.embedding) == same
+    assert ("is not tied" in caplog.text) != same
 
 
 def test_older_configurations_of_rope_mean_the_same(tmp_path: Path) -> None:

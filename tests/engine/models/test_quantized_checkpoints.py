@@ -123,6 +123,17 @@ def w8a8(weight: Tensor, divisor: float = 127.5, per_tensor: bool = False) -> tu
     return {"weight": integers, "weight_scale": scale}, integers.float() * scale
 
 
+def w8a8_in_groups(weight: Tensor, size: int = 32) -> tuple[Stored, Tensor]:
+    """Groups of columns in another order, as calibration by activations leaves them."""
+    group = torch.arange(weight.shape[1]) // size
+    group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(1))]
+    scale = torch.stack([weight[:, group == g].abs().amax(1) for g in range(int(group.max()) + 1)], 1) / 127
+    zero = torch.arange(scale.numel()).view(scale.shape) % 5 - 2
+    integers = (weight / scale[:, group] + zero[:, group]).round().clamp(-128, 127).to(torch.int8)
+    stored = {"weight": integers, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+    return stored | {"weight_g_idx": group.int()}, (integers - zero[:, group]) * scale[:, group]
+
+
 def fp8(weight: Tensor, name: str = "weight_scale", block: tuple[int, int] | None = None) -> tuple[Stored, Tensor]:
     rows, columns = block or (1, weight.shape[1])
     scales = torch.stack(
@@ -165,6 +176,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "packed int8": (compressed("pack-quantized"), lambda w: pack_quantized(w, bits=8)),
     "int8": (INT8, w8a8),
     "int8 of one scale": (compressed("int-quantized", strategy="tensor"), lambda w: w8a8(w, per_tensor=True)),
+    "groups of integers in another order": (
+        compressed("int-quantized", strategy="group", symmetric=False, group_size=32, actorder="group"),
+        w8a8_in_groups,
+    ),
     "fp8 per channel": (compressed("float-quantized", type="float", strategy="channel"), fp8),
     "fp8 per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_per_tensor),
     "fp8 in blocks": (FP8, lambda w: fp8(w, "weight_scale_inv", (24, 40))),
@@ -298,6 +313,8 @@ def test_zero_biases_of_gptq_are_none(plain: str, tmp_path: Path) -> None:
         (compressed("marlin-24", num_bits=4), "compressed-tensors marlin-24 int4 is not supported"),
         (compressed("pack-quantized", num_bits=3), "pack-quantized int3 is not supported"),
         (INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights is not supported"),
+        (INT8 | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config is not"),
+        ({"quant_method": ["gptq"]}, r"quantised by \['gptq'\]"),
     ],
 )
 def test_metadata_that_cannot_be_read(plain: str, tmp_path: Path, config: dict[str, Any], message: str) -> None:
@@ -313,6 +330,8 @@ def test_metadata_that_cannot_be_read(plain: str, tmp_path: Path, config: dict[s
         (GPTQ, gptq, "g_idx", torch.full((64,), 7, dtype=torch.int32), "does not name one of 2 groups"),
         (AWQ, awq, "qweight", torch.ones(64, 12), "stored as torch.float32 instead of int32"),
         (FP8, FORMATS["fp8 in blocks"][1], "weight_scale_inv", torch.ones(3, 3), r"scales of shape \(3, 3\)"),
+        (INT8, w8a8, "weight_scale", torch.ones(96, 0), "is no compressed-tensors int-quantized int8 weight: "),
+        (FORMATS["packed int8"][0], FORMATS["packed int8"][1], "weight_shape", torch.tensor(64), "int8 weight: "),
         (INT8, w8a8, "weight_scale", None, "stored as I8 without the scales of compressed-tensors int-quantized int8"),
         (AWQ, awq, "qzeros", None, "up_proj is no AWQ int4 weight: the checkpoint holds no .*qzeros"),
     ],
