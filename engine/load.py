@@ -21,6 +21,7 @@ from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
+from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products
 from engine.memory_budget import device_memory, layouts, measure_activations
@@ -61,23 +62,27 @@ def load_models(config: EngineConfig) -> LoadedModels:
     eos_ids = _eos_ids(target_checkpoint)
     defaults = sampling_defaults(target_checkpoint.path) if config.generation_config == "auto" else {}
     checkpoints = [target_checkpoint]
+    translation = None
     if config.draft is not None:
         draft = open_checkpoint(config.draft)
-        draft_side = Side(config.draft, Tokenizer(config.draft), _eos_ids(draft))
-        check_pair(Side(config.target, tokenizer, eos_ids), draft_side)
+        draft_side = Side(config.draft, Tokenizer(config.draft), _eos_ids(draft), draft.shape.vocab_size)
+        target_side = Side(config.target, tokenizer, eos_ids, target_checkpoint.shape.vocab_size)
+        translation = check_pair(target_side, draft_side)
         checkpoints.append(draft)
     max_len = _max_model_len(config, target_checkpoint)
     target, *drafts = _make_runners(config, checkpoints, max_len, device)
-    model = _model_drafter(config, target, drafts[0]) if drafts else None
+    model = _model_drafter(config, target, drafts[0], translation) if drafts else None
     return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids, defaults)
 
 
-def _model_drafter(config: EngineConfig, target: Runner, draft: Runner) -> ModelDrafter:
+def _model_drafter(
+    config: EngineConfig, target: Runner, draft: Runner, translation: Translation | None
+) -> ModelDrafter:
     """Beside other sequences the draft model reads a chunk that takes it as long as the target's chunk takes the
     target, and at least two tokens for each running sequence."""
     limit = config.max_step_tokens
     chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
-    return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk))
+    return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk), translation)
 
 
 def make_drafters(model: ModelDrafter | None, device: torch.device) -> ChainedDrafter:
