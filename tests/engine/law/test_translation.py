@@ -4,7 +4,6 @@ verifier, under every kind of cut and penalty."""
 from collections.abc import Sequence as Seq
 
 import pytest
-import torch
 from torch import Tensor
 
 from engine.drafters.model import DraftLaws
@@ -78,19 +77,5 @@ def test_a_law_that_is_not_renormalised_is_seen(verifier: Verifier, monkeypatch:
 
     monkeypatch.setattr(SharedTokens, "restrict", remembering)
     monkeypatch.setattr(DraftLaws, "_keep", raw)
-    configuration = ask("plain", verifier)
-    assert p_value(configuration, sample(configuration, 2400)) < REFUSED
-
-
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
-def test_drafts_that_are_not_restricted_are_seen(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts from the whole law, of which those not shared become another token: logq then lies."""
-    keep = DraftLaws._keep
-    uniform = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64).log()
-
-    def lying(self: DraftLaws, indices: Seq[int], column: int, laws: Tensor) -> None:
-        keep(self, indices, column, uniform.expand_as(laws))
-
-    monkeypatch.setattr(DraftLaws, "_keep", lying)
     configuration = ask("plain", verifier)
     assert p_value(configuration, sample(configuration, 2400)) < REFUSED
