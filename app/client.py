@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol
 from engine.speculation import Capabilities
 from engine.types import DrafterName, EngineStats, Output, Request, StepStats, Verifier
 
+TextField = Literal["prompt", "messages", "prediction"]  # fields of requests whose text is tokenized
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
@@ -24,6 +26,7 @@ class ModelCard:
     longest_token: int  # characters: a text of c characters has at least c / longest_token tokens
     created: int  # Unix seconds
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's, for fields left out
+    reasoning_tags: tuple[str, str] | None = None  # around the model's reasoning in a chat; None: not told apart
 
     @property
     def capabilities(self) -> Capabilities:
@@ -47,6 +50,22 @@ class Token:
             return cls("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a request says to the chat template."""
+
+    messages: tuple[Mapping[str, Any], ...]  # role, content (a text or text parts) and what else a template may read
+    add_generation_prompt: bool = True  # whether the prompt ends with the beginning of an answer
+    continue_final_message: bool = False  # whether the prompt ends within the last message
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further names for the template
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    text: str
+    add_special_tokens: bool  # False: the template has written BOS and the like, where the model wants them
+
+
 class EngineClient(Protocol):
     """All that the edge asks of an engine. Every method is called on the event loop and returns at once."""
 
@@ -55,15 +74,21 @@ class EngineClient(Protocol):
         """The card at present: the policy can change while the server runs."""
         ...
 
-    async def tokenize(
-        self, text: str, field: Literal["prompt", "prediction"] = "prompt", *, add_special_tokens: bool = True
-    ) -> list[int]:
+    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a field's text.
 
-        Only a prompt gets the special tokens that the checkpoint puts around a text, such as BOS, and only with
-        add_special_tokens.
+        With add_special_tokens a prompt or a chat gets the special tokens that the checkpoint puts around a text, such
+        as BOS. A prediction gets none.
 
         Raises InvalidRequest, with the field's name, for a text so long that no tokenization of it fits the context.
+        """
+        ...
+
+    async def render_chat(self, chat: Chat) -> RenderedChat:
+        """Return the prompt that the model's chat template makes of a chat. Cancelling the call ends the template.
+
+        Raises InvalidRequest for messages that the template refuses and for a template that takes too long, and
+        Overloaded while too many chats are rendered.
         """
         ...
 

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
-from app.client import ModelCard, Token
+from app.client import Chat, ModelCard, RenderedChat, TextField, Token
 from engine.types import (
     DRAFTERS,
     REASONS,
@@ -131,6 +131,12 @@ def _nobody(told: object) -> None:
     pass
 
 
+async def join_contents(chat: Chat) -> RenderedChat:
+    """The default template."""
+    await asyncio.sleep(0)
+    return RenderedChat("".join(str(message["content"]) for message in chat.messages), add_special_tokens=False)
+
+
 class FakeEngineClient:
     """An EngineClient that replays a script: a request's outputs are `script(request)`, one per turn of the event loop.
 
@@ -147,6 +153,7 @@ class FakeEngineClient:
         max_open: int = 64,
         max_choices: int = 64,
         max_prompt_tokens: int = 131_072,
+        reasoning_tags: tuple[str, str] | None = None,
     ) -> None:
         self.model = ModelCard(
             name=name,
@@ -160,6 +167,7 @@ class FakeEngineClient:
             max_prompt_tokens=max_prompt_tokens,
             longest_token=1,
             created=1_700_000_000,
+            reasoning_tags=reasoning_tags,
         )
         self.script = script
         self.max_open = max_open
@@ -168,19 +176,23 @@ class FakeEngineClient:
         self.submitted: list[Request] = []
         self.tokenized: list[tuple[str, str]] = []  # (field, text)
         self.bos: tuple[int, ...] = ()  # set what a prompt begins with
+        self.chats: list[Chat] = []
+        self.template = join_contents  # set what makes a prompt of a chat
         self.open: dict[str, asyncio.Event] = {}  # running requests; cancelling one sets its event
         self.cancelled: list[str] = []  # ids of requests that were cancelled while they ran
         self._records: dict[str, RequestRecord] = {}  # of running requests
         self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to report steps
         self._ended: Callable[[Output], None] = _nobody
 
-    async def tokenize(
-        self, text: str, field: Literal["prompt", "prediction"] = "prompt", *, add_special_tokens: bool = True
-    ) -> list[int]:
+    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         await asyncio.sleep(0)
         self.tokenized.append((field, text))
-        special = self.bos if field == "prompt" and add_special_tokens else ()
+        special = self.bos if field != "prediction" and add_special_tokens else ()
         return [*special, *text.encode()]
+
+    async def render_chat(self, chat: Chat) -> RenderedChat:
+        self.chats.append(chat)
+        return await self.template(chat)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8", "replace")

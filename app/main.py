@@ -13,6 +13,7 @@ from app.errors import HANDLERS
 from app.health import health
 from app.keys import ApiKeys, RequireKey
 from app.middleware import MAX_UNFINISHED_BODIES, BodyDeadline, BodyLimit, DisconnectErrors, LastResort, RequestId
+from app.openai.forms import CHAT, COMPLETIONS
 from app.page.live import LivePage
 from app.page.routes import OPEN_PATHS, page_routes
 from app.telemetry.exchange import Listener, Telemetry
@@ -43,7 +44,8 @@ def create_app(
             Route("/health", partial(health, client)),
             Route("/v1/models", partial(routes.list_models, client)),
             Route("/v1/models/{id:path}", partial(routes.get_model, client)),
-            Route("/v1/completions", routes.Completions(client, telemetry), methods=["POST"]),
+            Route("/v1/completions", routes.Generate(client, telemetry, COMPLETIONS), methods=["POST"]),
+            Route("/v1/chat/completions", routes.Generate(client, telemetry, CHAT), methods=["POST"]),
             *(page_routes(live_page) if live_page is not None else ()),
         ],
         middleware=[

@@ -1,9 +1,10 @@
-"""The endpoints of the server. Only POST /v1/completions submits requests to the engine and cancels them."""
+"""The endpoints of the server. Only `Generate` submits requests to the engine and cancels them."""
 
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,8 +16,10 @@ from app.client import EngineClient, ModelCard
 from app.errors import ModelNotFound
 from app.openai.choices import ReplyChoice, engine_requests, merged
 from app.openai.fields import Prompt
+from app.openai.forms import Form
+from app.openai.reasoning import ReasoningSplit
 from app.openai.replies import JSON, Envelope, encode_choice
-from app.openai.request import CompletionRequest, check_prompt_tokens, defaults_in_force, parse
+from app.openai.request import GenerationRequest, check_prompt_tokens, defaults_in_force
 from app.openai.stream import HEADERS, completion_events, oserror_to_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
 from app.tenants import cache_salt
@@ -28,6 +31,7 @@ MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into
 log = logging.getLogger(__name__)
 
 ROUTES = {
+    "POST /v1/chat/completions": "the next message of a chat, whole or streamed",
     "POST /v1/completions": "text completions, whole or streamed",
     "GET /v1/models": "the model of this server",
     "GET /v1/models/{id}": "one model by its name",
@@ -62,32 +66,31 @@ def require_model(name: str, card: ModelCard) -> None:
         raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}")
 
 
-class Completions:
-    """POST /v1/completions as a bare ASGI application, so that one `finally` encloses everything after `submit`.
+class Generate:
+    """POST to /v1/completions or to /v1/chat/completions. A bare ASGI application, so that one `finally` encloses
+    everything after `submit`.
 
     A response object with a body generator is not safe: a generator that never started never runs its `finally`.
     """
 
-    def __init__(self, client: EngineClient, telemetry: Telemetry) -> None:
+    def __init__(self, client: EngineClient, telemetry: Telemetry, form: Form) -> None:
         self.client = client
         self.telemetry = telemetry
+        self.form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.telemetry.exchange(scope) as exchange:
+        with self.telemetry.exchange(scope, self.form) as exchange:
             await self._serve(exchange, scope, receive, send)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         http_request = Request(scope, receive)
-        exchange.request_body = body = parse(await http_request.body(), self.client.model)
+        exchange.request_body = body = self.form.parse(await http_request.body(), self.client.model)
         require_model(body.model, self.client.model)
         salt = cache_salt(http_request.headers.get("authorization"), body.cache_salt)
-        requests = await self._requests(body, scope["state"]["request_id"], salt)
+        requests: list[types.Request] = []
         try:
-            streams = self.client.submit(requests)
-            self.telemetry.submitted(exchange, requests)
-            outputs = merged(streams) if exchange.texts is None else exchange.keep_texts(merged(streams))
-            reply = self._reply(exchange, body, requests, outputs, oserror_to_disconnect(send))
-            await unless_disconnected(receive, reply)
+            answer = self._answer(exchange, scope["state"]["request_id"], salt, requests, oserror_to_disconnect(send))
+            await unless_disconnected(receive, answer)
         except ClientDisconnect as disconnect:
             exchange.fail(disconnect)
             log.info("request %s: the client left", scope["state"]["request_id"])
@@ -95,18 +98,41 @@ class Completions:
             for request in requests:
                 self.client.cancel(request.id)
 
+    async def _answer(
+        self, exchange: Exchange, request_id: str, salt: str, requests: list[types.Request], send: Send
+    ) -> None:
+        """Fill `requests` and submit them. Send what the engine makes of them."""
+        body = await self._with_prompts(exchange.body)
+        exchange.request_body = body
+        requests += await self._requests(body, request_id, salt)
+        streams = self.client.submit(requests)
+        self.telemetry.submitted(exchange, requests)
+        outputs = merged(streams) if exchange.texts is None else exchange.keep_texts(merged(streams))
+        await self._reply(exchange, body, requests, outputs, send)
+
     def _reply(
         self,
         exchange: Exchange,
-        body: CompletionRequest,
+        body: GenerationRequest,
         requests: list[types.Request],
         outputs: AsyncGenerator[tuple[int, Output]],
         send: Send,
     ) -> Coroutine[Any, Any, None]:
-        envelope = Envelope(exchange.id, int(time.time()), self.client.model.name, body.n, body.tell_steps)
+        reply_object = self.form.chunk_object if body.stream else self.form.object
+        now = int(time.time())
+        envelope = Envelope(exchange.id, reply_object, now, self.client.model.name, body.n, body.tell_steps)
         echoes = [cache(partial(self._echo, prompt)) if body.echo else None for prompt in body.prompts]
         choices = [
-            ReplyChoice(index, request, self.client.token, echoes[request.prompt_index], tell_tokens=body.tell_tokens)
+            ReplyChoice(
+                index,
+                request,
+                self.client.token,
+                self.form,
+                streams=body.stream,
+                echo=echoes[request.prompt_index],
+                tell_tokens=body.tell_tokens,
+                split=self._split(body),
+            )
             for index, request in enumerate(requests)
         ]
         if body.stream:
@@ -114,27 +140,47 @@ class Completions:
             return send_stream(events, send)
         return send_whole(outputs, choices, envelope, send)
 
-    async def _requests(self, body: CompletionRequest, request_id: str, salt: str) -> list[types.Request]:
+    def _split(self, body: GenerationRequest) -> ReasoningSplit | None:
+        tags = self.client.model.reasoning_tags
+        if body.chat is None or tags is None:
+            return None
+        (prompt,) = body.prompts
+        return ReasoningSplit(tags, inside=isinstance(prompt, str) and prompt.rstrip().endswith(tags[0]))
+
+    async def _with_prompts(self, body: GenerationRequest) -> GenerationRequest:
+        """Return the request with the prompt that the chat template writes, if it is a chat."""
+        if body.chat is None:
+            return body
+        rendered = await self.client.render_chat(body.chat)
+        special = rendered.add_special_tokens if body.add_special_tokens is None else body.add_special_tokens
+        return replace(body, prompts=(rendered.text,), add_special_tokens=special)
+
+    async def _requests(self, body: GenerationRequest, request_id: str, salt: str) -> list[types.Request]:
         """Return the engine's requests, one per choice. Raises InvalidRequest for too many tokens."""
         prompts: list[tuple[int, ...]] = []
         for index, prompt in enumerate(body.prompts):
             prompts.append(await self._prompt_ids(prompt, body))
-            check_prompt_tokens([*prompts, *body.prompts[index + 1 :]], self.client.model)
+            check_prompt_tokens([*prompts, *body.prompts[index + 1 :]], self.client.model, body.text_field)
         prediction = await self._prediction_ids(body.drafting.prediction)
+        if body.fills_context:
+            room = self.client.model.max_model_len - max(map(len, prompts))
+            body = replace(body, params=replace(body.params, max_tokens=room))
         return engine_requests(body, request_id, prompts, prediction, salt)
 
-    async def _prompt_ids(self, prompt: Prompt, body: CompletionRequest) -> tuple[int, ...]:
+    async def _prompt_ids(self, prompt: Prompt, body: GenerationRequest) -> tuple[int, ...]:
         """Raises InvalidRequest unless the prompt and max_tokens together fit the model's context."""
-        special, max_tokens = body.add_special_tokens, body.params.max_tokens
-        ids = await self.client.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        field, limit = body.text_field, self.client.model.max_model_len
+        special, max_tokens = body.add_special_tokens is not False, 1 if body.fills_context else body.params.max_tokens
+        ids = (
+            await self.client.tokenize(prompt, field, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        )
         if not ids:
-            raise InvalidRequest("prompt must hold at least one token", "prompt")
-        limit = self.client.model.max_model_len
+            raise InvalidRequest(f"{field} must hold at least one token", field)
         if len(ids) + max_tokens > limit:
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; {len(ids)} in the prompt and max_tokens {max_tokens} "
+                f"this model's context is {limit} tokens; {len(ids)} in the prompt and {body.limit_field} {max_tokens} "
                 f"make {len(ids) + max_tokens}",
-                "prompt" if len(ids) >= limit else "max_tokens",
+                field if len(ids) >= limit else body.limit_field,
                 "context_length_exceeded",
             )
         return tuple(ids)

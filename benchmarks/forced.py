@@ -12,6 +12,7 @@ from benchmarks.lab.analysis import coupling_acceptance, rejection_acceptance
 from cache.layout import Layout
 from engine.detokenize import Detokenizer, TextStream
 from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.products import AS_IS, Weights
 from engine.models.runner import Feed, Runner
 from engine.sequence import Sequence as EngineSequence
 from engine.types import RequestRecord, SamplingParams
@@ -34,10 +35,10 @@ ForcedReader = Callable[[float, Sequence[int], Sequence[int]], ForcedAcceptance]
 class TextReader:
     """One model, which reads whole texts, one at a time."""
 
-    def __init__(self, directory: str, dtype: str, device: str, max_len: int) -> None:
+    def __init__(self, directory: str, dtype: str, device: str, max_len: int, weights: Weights = AS_IS) -> None:
         on = torch.device(device)
         checkpoint = open_checkpoint(directory)
-        decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype), device=on, max_len=max_len)
+        decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype), device=on, max_len=max_len, weights=weights)
         self._runner = Runner(decoder, Layout(1, max_len), on)
 
     @torch.inference_mode()

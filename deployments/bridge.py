@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any
 
-from app.client import ModelCard, Token
+from app.client import Chat, ModelCard, RenderedChat, TextField, Token
+from deployments.chats import DEFAULTS, ChatConfig, ChatRenderer
 from engine.config import PolicyConfig
 from engine.engine import Engine
+from engine.models.chat_template import open_template
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker
 
@@ -19,7 +21,8 @@ TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the even
 class LocalClient:
     """Wakes the event loop once per engine step, however many requests the step served."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, chat: ChatConfig = DEFAULTS) -> None:
+        """Raises ConfigError for a chat template that does not exist or cannot be compiled."""
         longest_token = max(map(len, engine.tokenizer.vocab))
         can = engine.intake.capabilities
         self._card = ModelCard(
@@ -35,8 +38,11 @@ class LocalClient:
             longest_token=longest_token,
             created=int(time.time()),
             sampling_defaults=engine.sampling_defaults,
+            reasoning_tags=chat.reasoning_tags,
         )
         self._tokenizer = engine.tokenizer
+        template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)
+        self._chats = ChatRenderer(template, self._card.max_choices)
         # A longer text never fits: a token stands for at most as many characters as the longest token string has. (A
         # tokenizer that drops characters could make such a text fit; it is refused all the same.)
         self._max_characters = engine.max_model_len * longest_token
@@ -55,20 +61,21 @@ class LocalClient:
     def model(self) -> ModelCard:
         return replace(self._card, policy=_policy_name(self.worker.engine.policy))
 
-    async def tokenize(
-        self, text: str, field: Literal["prompt", "prediction"] = "prompt", *, add_special_tokens: bool = True
-    ) -> list[int]:
-        special = field == "prompt" and add_special_tokens
+    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        special = field != "prediction" and add_special_tokens
         if len(text) <= TOKENIZE_INLINE:
             return self._tokenizer.encode(text, special=special)
         if len(text) > self._max_characters:
             limit = self.model.max_model_len
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; a {field} of {len(text)} characters cannot fit: shorten it",
+                f"this model's context is {limit} tokens; {len(text)} characters of {field} cannot fit: shorten it",
                 field,
                 "context_length_exceeded",
             )
         return await asyncio.to_thread(self._tokenizer.encode_long, text, special=special)
+
+    async def render_chat(self, chat: Chat) -> RenderedChat:
+        return await self._chats.render(chat)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
@@ -120,6 +127,7 @@ class LocalClient:
     def close(self) -> None:
         """End the engine thread. Running requests end as cancelled."""
         self.worker.stop()
+        self._chats.close()
 
     def _deliver(self, outputs: list[Output], stats: StepStats | None) -> None:
         """Hand a step's outputs to the event loop. Runs on the engine thread."""

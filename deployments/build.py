@@ -22,7 +22,7 @@ def build(settings: Settings) -> Application:
 
     The options here are defaults. A value under `deployments` in the YAML file overrides them.
     """
-    device = _available_device() if settings.device == "auto" else settings.device
+    device = available_device() if settings.device == "auto" else settings.device
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,
@@ -38,7 +38,7 @@ def build(settings: Settings) -> Application:
     return application
 
 
-def _available_device() -> Device:
+def available_device() -> Device:
     """Return cuda if the Ray cluster has a GPU or, before Ray runs, if this machine has one."""
     if ray.is_initialized():
         return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 import yaml
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from app.proxy import DRAIN_PATH
 from deployments.settings import Settings
@@ -29,6 +29,13 @@ def read_config(path: Path) -> ServeDeploySchema:
     if not config.applications:
         raise ValueError("the file names no application; add one under `applications`")
     return config
+
+
+def _reason(application: ApplicationStatusOverview) -> str:
+    """Why an application failed: the engine's own words, if a replica could not start, else Serve's."""
+    lines = [line for deployment in application.deployments.values() for line in deployment.message.splitlines()]
+    reasons = [line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line]
+    return reasons[-1] if reasons else application.message
 
 
 class Cluster:
@@ -61,7 +68,7 @@ class Cluster:
 
     def failures(self) -> list[str]:
         applications = serve.status().applications.items()
-        return [f"application {name}: {app.message}" for name, app in applications if app.status in FAILED]
+        return [f"application {name}: {_reason(app)}" for name, app in applications if app.status in FAILED]
 
     @property
     def url(self) -> str:

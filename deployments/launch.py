@@ -4,7 +4,7 @@
 
 The first SIGINT or SIGTERM drains: new requests get 503 with Retry-After, and running ones have `drain_s` seconds to
 finish. A second signal ends everything at once. The exit status is 0 in both cases, and 1 if the application cannot
-start.
+start. With --dry-run nothing is served: the memory that each application would take is printed.
 """
 
 import argparse
@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m deployments.launch", description="Serve on this machine alone.")
     parser.add_argument("config", type=Path, help="a Serve configuration file, such as serve_config.yaml")
-    path = parser.parse_args(arguments).config
+    parser.add_argument("--dry-run", action="store_true", help="print the memory that it would take, and end")
+    parsed = parser.parse_args(arguments)
+    path = parsed.config
     signals = Signals()
     signals.listen()
     cluster = None
@@ -74,6 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
         from deployments.cluster import Cluster, read_config  # imports Ray
 
         try:
+            if parsed.dry_run:
+                from deployments.dry_run import dry_run  # imports torch
+
+                say("\n".join(dry_run(read_config(path))))
+                return 0
             cluster = Cluster(read_config(path), token)
         except (OSError, ValueError) as error:
             say(f"{path}: {error}")

@@ -46,7 +46,7 @@ class Replica:
         gpus = ray.get_gpu_ids()
         log.info("loading %s on %s (GPUs from Ray: %s)", config.target, config.device, gpus or "none")
         engine = Engine.from_config(config)
-        self.client = LocalClient(engine, edge.model_name)
+        self.client = LocalClient(engine, edge.model_name, edge.chat)
         self.meter = Meter(self.client, edge.model_name)
         self._started = False  # whether Serve has started the replica and sent the first user_config
         gc.collect()

@@ -13,7 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName
+from deployments.chats import DEFAULTS, ChatConfig
+from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
+from engine.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +41,18 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+def _tags(value: Any) -> Any:
+    """Split the two tags of a text at the space between them."""
+    value = _none(value)
+    return value.split() if isinstance(value, str) else value
+
+
+def _template(choice: str | None) -> str | None:
+    """Return a file's path in full. A name of the checkpoint's templates has neither a slash nor a suffix."""
+    return _resolve(choice) if choice is not None and ("/" in choice or choice.endswith(".jinja")) else choice
+
+
+Tag = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)]
@@ -54,6 +68,7 @@ class EdgeConfig:
     traces: TraceConfig
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
+    chat: ChatConfig = DEFAULTS
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -93,12 +108,16 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # Directory of the checkpoint; a relative one is below the repository's root.
+    # Directory of the checkpoint (a relative one is below the repository's root), or a hub id: owner/name[@revision].
     target: Annotated[str, Field(min_length=1)] = DEMO_TARGET
     draft: Annotated[str | None, BeforeValidator(_none)] = DEMO_DRAFT  # none: plain decoding
     model_name: Annotated[str | None, BeforeValidator(_none)] = None  # the name for clients; none: see `name`
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
-    dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    # auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16. The replica decides: it sees the GPU.
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    draft_weights: WeightForm = "as_is"
+    quantize_head: bool = True  # whether int8 includes the product that gives the logits
     # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     verifier: Verifier = "match"  # for requests that name no verifier
@@ -127,6 +146,10 @@ class Settings(BaseModel):
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU as many as num_cpus
     num_cpus: Number = 1.0  # per replica
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: no key is needed
+    # The chat template: a file (*.jinja), or a name of the checkpoint's own; none: the checkpoint's default.
+    chat_template: Annotated[str | None, BeforeValidator(_none)] = None
+    # Around the model's reasoning, such as "<think> </think>": chats tell it apart from the answer. none: they do not.
+    reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
     trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # off, request, packed or rounds: operations.md
     trace_steps: Fraction = 0.01  # share of the engine's steps that get a span
 
@@ -138,9 +161,14 @@ class Settings(BaseModel):
 
     @property
     def name(self) -> str:
-        """The model's name for clients: model_name, "demo" for the embedded pair, or the target directory's name."""
+        """The model's name for clients: model_name, a hub id without its revision, "demo" for the embedded pair, or the
+        target directory's name."""
+        if self.model_name:
+            return self.model_name
+        if hub_id := parse_hub_id(_checkpoint(self.target)):
+            return hub_id.name
         target = Path(os.path.abspath(_resolve(self.target)))  # does not follow links: a link's name is the operator's
-        return self.model_name or ("demo" if target == ROOT / DEMO_TARGET else target.name)
+        return "demo" if target == ROOT / DEMO_TARGET else target.name
 
     def policy_settings(self) -> PolicySettings:
         """Return the first user_config: the settings that may change while a replica serves."""
@@ -152,18 +180,21 @@ class Settings(BaseModel):
             TraceConfig(self.trace_level, self.trace_steps),
             None if self.api_key_file is None else _resolve(self.api_key_file),
             self.body_timeout_s,
+            ChatConfig(_template(self.chat_template), self.reasoning_tags),
         )
 
     def freeze(self, device: Device) -> EngineConfig:
         """Return the engine's configuration for this device. Raises ConfigError for a conflict."""
-        by_device = {"cpu": "float32", "cuda": "bfloat16"}
         return EngineConfig(
-            target=_resolve(self.target),
-            draft=None if self.draft is None else _resolve(self.draft),
+            target=_checkpoint(self.target),
+            draft=None if self.draft is None else _checkpoint(self.draft),
             drafter=None if self.drafter == "auto" or self.drafter == "off" else self.drafter,
             verifier=self.verifier,
             device=device,
-            dtype=by_device[device] if self.dtype == "auto" else self.dtype,
+            dtype=self.dtype,
+            target_weights=self.target_weights,
+            draft_weights=self.draft_weights,
+            quantize_head=self.quantize_head,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,
@@ -182,6 +213,12 @@ class Settings(BaseModel):
             request_timeout_s=self.request_timeout_s,
             threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
         )
+
+
+def _checkpoint(given: str) -> str:
+    """A checkpoint's absolute path, or its hub id where this machine has no directory of that name."""
+    path = _resolve(given)
+    return given if parse_hub_id(given) and not Path(path).is_dir() else path
 
 
 def _resolve(directory: str) -> str:

@@ -7,10 +7,11 @@ from engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
 from policies.config import PolicyConfig as PolicyConfig
 from policies.config import PolicyName as PolicyName
 
-DTYPES = ("float64", "float32", "bfloat16")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 CPU_CHUNK = 40  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
+WeightForm = Literal["as_is", "int8"]
 GenerationConfig = Literal["auto", "none"]  # whether generation_config.json gives the defaults of requests
 
 
@@ -22,12 +23,15 @@ class ConfigError(ValueError):
 class EngineConfig:
     """All that the engine needs to know at start-up. Only the policy can be replaced later (Engine.configure)."""
 
-    target: str  # directory of a Hugging Face checkpoint
+    target: str  # directory of a Hugging Face checkpoint, or a hub id: owner/name or owner/name@revision
     draft: str | None = None  # None: no draft model
     drafter: DrafterName | None = None  # for requests that do not say; None: "model" if there is a draft, else off
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
-    dtype: str = "float32"
+    dtype: str = "float32"  # one of DTYPES; auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16
+    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    draft_weights: WeightForm = "as_is"
+    quantize_head: bool = True  # whether int8 includes the product that gives the logits
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
@@ -66,8 +70,8 @@ class EngineConfig:
             raise ConfigError(f"max_k {policy.max_k} exceeds max_spec_length, which is {self.max_spec_length}")
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
         if self.device.partition(":")[0] not in DEVICES:
             raise ConfigError(f"device {self.device!r} is not one of {', '.join(DEVICES)}")
         if self.verifier not in VERIFIERS:
@@ -76,6 +80,7 @@ class EngineConfig:
             raise ConfigError(f"drafter {self.drafter!r} is not one of {', '.join(DRAFTERS)}")
         if self.drafter == "model" and self.draft is None:
             raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
+        self._check_weights()
         if self.generation_config not in get_args(GenerationConfig):
             known = ", ".join(get_args(GenerationConfig))
             raise ConfigError(f"generation_config {self.generation_config!r} is not one of {known}")
@@ -95,6 +100,16 @@ class EngineConfig:
                 f"max_step_tokens {self.max_step_tokens} cannot hold one verification of every sequence: "
                 f"max_running {self.max_running} × (1 + max_spec_length {self.max_spec_length})"
             )
+
+    def _check_weights(self) -> None:
+        for name in ("target_weights", "draft_weights"):
+            form = getattr(self, name)
+            if form not in get_args(WeightForm):
+                raise ConfigError(f"{name} {form!r} is not one of {', '.join(get_args(WeightForm))}")
+            if form != "as_is" and self.device != "cpu":
+                raise ConfigError(f"{name} {form} needs device cpu, not {self.device}: choose as_is")
+        if self.draft_weights != "as_is" and self.draft is None:
+            raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")
 
     def _check_cache(self) -> None:
         if self.cache not in get_args(CacheKind):

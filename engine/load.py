@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, prod
 
 import torch
 
 from cache.layout import Layout
-from cache.slotted import SlottedCache
-from cache.storage import SlottedStorage
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.drafters.chain import Chain, ChainedDrafter
 from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
@@ -23,18 +21,24 @@ from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
 from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
-from engine.host_memory import keep_freed_memory, limit_compiled_products
-from engine.memory_budget import device_memory, layouts, measure_activations
-from engine.models.attention import Attention, Span, plan_attention
-from engine.models.decoder import Decoder
+from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
+from engine.largest_rounds import MakeDrafter, measure_largest_rounds
+from engine.memory_budget import DeviceMemory, device_memory, layouts
+from engine.memory_table import MemoryTable, ModelMemory
+from engine.models.decoder import DecoderConfig
+from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
+from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
+from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
 from engine.pair import Side, check_pair
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
+
+ROLES = ("target", "draft")
 
 log = logging.getLogger(__name__)
 
@@ -57,26 +61,27 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
-    target_checkpoint = open_checkpoint(config.target)
-    tokenizer = Tokenizer(config.target)
+    target_checkpoint = open_checkpoint(checkpoint_directory(config.target))
+    tokenizer = Tokenizer(str(target_checkpoint.path))
     eos_ids = _eos_ids(target_checkpoint)
     defaults = sampling_defaults(target_checkpoint.path) if config.generation_config == "auto" else {}
     checkpoints = [target_checkpoint]
     translation = None
     if config.draft is not None:
-        draft = open_checkpoint(config.draft)
-        draft_side = Side(config.draft, Tokenizer(config.draft), _eos_ids(draft), draft.shape.vocab_size)
+        draft = open_checkpoint(checkpoint_directory(config.draft))
+        draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size)
         target_side = Side(config.target, tokenizer, eos_ids, target_checkpoint.shape.vocab_size)
         translation = check_pair(target_side, draft_side)
         checkpoints.append(draft)
     max_len = _max_model_len(config, target_checkpoint)
-    target, *drafts = _make_runners(config, checkpoints, max_len, device)
-    model = _model_drafter(config, target, drafts[0], translation) if drafts else None
+    make_drafter = partial(_model_drafter, config, translation)
+    target, *drafts = _make_runners(config, checkpoints, max_len, device, make_drafter)
+    model = make_drafter(target, drafts[0]) if drafts else None
     return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids, defaults)
 
 
 def _model_drafter(
-    config: EngineConfig, target: Runner, draft: Runner, translation: Translation | None
+    config: EngineConfig, translation: Translation | None, target: Runner, draft: Runner
 ) -> ModelDrafter:
     """Beside other sequences the draft model reads a chunk that takes it as long as the target's chunk takes the
     target, and at least two tokens for each running sequence."""
@@ -112,23 +117,115 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of this name. `auto` is float32 on CPU. On a GPU it is bfloat16, or float16 if the GPU has no bfloat16:
+    torch would emulate it there."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def plan_memory(config: EngineConfig) -> MemoryTable:
+    """What `load_models` would use, from the files' headers: no weight is read and no round is run.
+
+    Raises ConfigError for what cannot be served.
+    """
+    device = _device(config.device)
+    given = [config.target, *([] if config.draft is None else [config.draft])]
+    checkpoints = [open_checkpoint(checkpoint_directory(name)) for name in given]
+    dtype, max_len = _dtype(config.dtype, device), _max_model_len(config, checkpoints[0])
+    weights = _planned_weights(config, checkpoints, dtype, device)
+    memory = _beside_weights(device, weights)
+    sized = layouts(config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(weights), 0, max_len, memory)
+    return _memory_table(config, [c.shape for c in checkpoints], dtype, weights, sized, None, memory)
+
+
+def _planned_weights(
+    config: EngineConfig, checkpoints: Seq[Checkpoint], dtype: torch.dtype, device: torch.device
+) -> list[int]:
+    """Bytes of each model's weights in memory, at least. The copies of small products are not counted, and weights that
+    are stored quantised count as they are stored."""
+    planned = []
+    for checkpoint, form in zip(checkpoints, _forms(config), strict=False):
+        tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
+        product_bytes = 1 if form == "int8" else dtype.itemsize
+        # On a CPU the head's product is packed, so a tied head is a second copy.
+        size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
+        for name, tensor in tensors.items():
+            product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
+            needed = prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
+            size += tensor.num_bytes if checkpoint.raw.get("quantization_config") else needed
+        planned.append(size)
+    return planned
+
+
+def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
+    """The memory that is left beside weights that are not loaded yet. Raises ConfigError if they do not fit."""
+    memory = device_memory(device)
+    if sum(weights) > memory.available:
+        parts = " and ".join(f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(ROLES, weights, strict=False))
+        raise ConfigError(
+            f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
+            "choose smaller models, a smaller dtype or int8 weights"
+        )
+    return memory._replace(available=memory.available - sum(weights))
+
+
+def _forms(config: EngineConfig) -> tuple[WeightForm, WeightForm]:
+    return config.target_weights, config.draft_weights
+
+
 def _make_runners(
-    config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
+    config: EngineConfig,
+    checkpoints: Seq[Checkpoint],
+    max_len: int,
+    device: torch.device,
+    make_drafter: MakeDrafter,
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
-    dtype = getattr(torch, config.dtype)
-    decoders = [load_decoder(c, dtype=dtype, device=device, max_len=max_len) for c in checkpoints]
-    weights = sum(decoder.weight_bytes for decoder in decoders)
-    activations = 0
+    dtype = _dtype(config.dtype, device)
+    _beside_weights(device, _planned_weights(config, checkpoints, dtype, device))
+    try:
+        decoders = [
+            load_decoder(c, dtype=dtype, device=device, max_len=max_len, weights=Weights(form, config.quantize_head))
+            for c, form in zip(checkpoints, _forms(config), strict=False)
+        ]
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ConfigError(f"the weights do not fit on {device}: {error}") from error
+    weights = [decoder.weight_bytes for decoder in decoders]
+    activations = None
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
-        largest = [partial(_largest_pass, config, decoder, max_len, device) for decoder in decoders]
-        activations = max(measure_activations(run, device) for run in largest)
-    shapes = [kv_shape(decoder.config, dtype, device) for decoder in decoders]
-    sized = layouts(config, shapes, weights, activations, max_len, device_memory(device))
-    return [
-        Runner(decoder, _within_context(layout, decoder.config.max_position_embeddings), device)
-        for decoder, layout in zip(decoders, sized, strict=True)
+        activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
+    shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
+    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
+    table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
+    table.tell()
+    return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, table.layouts, strict=True)]
+
+
+def _memory_table(
+    config: EngineConfig,
+    configs: Seq[DecoderConfig],
+    dtype: torch.dtype,
+    weights: Seq[int],
+    sized: Seq[Layout],
+    activations: int | None,
+    memory: DeviceMemory,
+) -> MemoryTable:
+    names, device = (config.target, config.draft or ""), torch.device(config.device)
+    forms = [str(dtype).removeprefix("torch.") if form == "as_is" else form for form in _forms(config)]
+    models = [
+        ModelMemory(role, name, form, size, kv_shape(shape, dtype, device).token_bytes)
+        for role, name, form, size, shape in zip(ROLES, names, forms, weights, configs, strict=False)
     ]
+    within = [_within_context(n, c.max_position_embeddings) for n, c in zip(sized, configs, strict=True)]
+    return MemoryTable(config.device, tuple(models), tuple(within), activations, memory)
 
 
 def _within_context(layout: Layout, context: int) -> Layout:
@@ -138,26 +235,6 @@ def _within_context(layout: Layout, context: int) -> Layout:
         return layout
     blocks = layout.slots * ceil(context / layout.block_size) + 1 if layout.paged else 0
     return replace(layout, max_len=context, blocks=min(layout.blocks, blocks))
-
-
-def _largest_pass(config: EngineConfig, decoder: Decoder, max_len: int, device: torch.device) -> None:
-    """Run a pass of max_step_tokens, over as few sequences as possible, with as many logits as a round may need.
-
-    Its small cache is counted as activations, so the measured size is an upper bound.
-    """
-    counts = [max_len] * (config.max_step_tokens // max_len)
-    counts += [rest] if (rest := config.max_step_tokens % max_len) else []
-    shape = decoder.config
-    storage = SlottedStorage(
-        SlottedCache(len(counts), max_len), len(counts), max_len, kv_shape(shape, decoder.dtype, device)
-    )
-    spans = [Span.at(slot, 0, count) for slot, count in enumerate(counts)]
-    plan = plan_attention(
-        spans, storage, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, dtype=decoder.dtype, device=device
-    )
-    tokens = torch.zeros(config.max_step_tokens, dtype=torch.int64, device=device)
-    rows = min(config.max_step_tokens, config.max_running * (1 + config.max_spec_length))
-    decoder.logits(decoder.forward(tokens, Attention(plan, storage))[:rows])
 
 
 def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:

@@ -58,10 +58,14 @@ def _lone_specials(one: Tokenizer, other: Tokenizer) -> set[str]:
     return {s for s, i in one.vocab.items() if i in one.special_ids and s not in other.vocab and i not in taken}
 
 
+def _special_ids(side: Side) -> list[int]:
+    return sorted(side.tokenizer.special_ids | side.tokenizer.named_ids)
+
+
 def _warn_of_differences(target: Side, draft: Side) -> None:
     differences = {
         "end tokens": (sorted(target.eos_ids), sorted(draft.eos_ids)),
-        "special tokens": (sorted(target.tokenizer.special_ids), sorted(draft.tokenizer.special_ids)),
+        "special tokens": (_special_ids(target), _special_ids(draft)),
     }
     told = [f"{name} {ours} and {theirs}" for name, (ours, theirs) in differences.items() if ours != theirs]
     if target.tokenizer.chat_template != draft.tokenizer.chat_template:

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 
-import torch
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sampling.logprobs import (
+    LogitRows,
     LogprobFailure,
     LogprobRequest,
     TokenLogprobs,
@@ -61,11 +61,11 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
 
     forward_ns = target.forward_ns
     feeds = _make_feeds(plan, draft)
-    logits, prompt_logits = _split_logits(target.run(feeds, draft.tokens), feeds)
+    logits = target.run(feeds, draft.tokens)
     verdict = verify(batch, draft, logits)
     failures: FailedRequests = {}
     logprobs = _logprobs(batch, draft, verdict, logits, failures)
-    prompt_logprobs = _prompt_logprobs(plan, feeds, prompt_logits, target, failures)
+    prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
     scored = perf_counter_ns()
 
     _roll_back(batch, verdict, target)
@@ -127,17 +127,6 @@ def _make_feeds(plan: Plan, draft: Draft) -> list[Feed]:
     return feeds
 
 
-def _split_logits(logits: Tensor, feeds: Seq[Feed]) -> tuple[Tensor, Tensor | None]:
-    """(rows to draw tokens from, rows for the log-probabilities of prompt tokens; None: there are none)."""
-    if not any(feed.prompt_rows for feed in feeds):
-        return logits, None
-    for_prompt = [flag for feed in feeds for flag in [True] * feed.prompt_rows + [False] * feed.outputs]
-    output_rows = [row for row, flag in enumerate(for_prompt) if not flag]
-    prompt_rows = [row for row, flag in enumerate(for_prompt) if flag]
-    index = torch.tensor(output_rows + prompt_rows, device=logits.device)
-    return logits[index[: len(output_rows)]], logits[index[len(output_rows) :]]
-
-
 def _logprobs(
     batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor, failures: FailedRequests
 ) -> tuple[TokenLogprobs, ...]:
@@ -150,7 +139,7 @@ def _logprobs(
         if sequence.params.logprobs is not None:
             requests[i] = LogprobRequest(range(first, first + len(emitted)), emitted, sequence.params.logprobs)
         first += k + 1
-    results = compute_logprobs(logits, list(requests.values())) if requests else []
+    results = compute_logprobs(LogitRows.of(logits), list(requests.values())) if requests else []
     for i, result in zip(requests, results, strict=True):
         if isinstance(result, LogprobFailure):
             failures[batch.sequences[i].handle] = result.reason
@@ -160,11 +149,10 @@ def _logprobs(
 
 
 def _prompt_logprobs(
-    plan: Plan, feeds: Seq[Feed], logits: Tensor | None, target: Runner, failures: FailedRequests
+    plan: Plan, feeds: Seq[Feed], target: Runner, failures: FailedRequests
 ) -> tuple[tuple[Slice, TokenLogprobs], ...]:
     """Log-probabilities of prompt tokens. The row of one token gives the log-probability of the next one."""
-    if logits is None:
-        return ()
+    logits = LogitRows(target.prompt_logits, target.vocab_size, target.device)
     logprobs: list[tuple[Slice, TokenLogprobs]] = []
     first = 0
     for s, feed in zip(plan.slices, feeds, strict=True):
@@ -173,9 +161,9 @@ def _prompt_logprobs(
         # The pass has fed this slice already, so the cache's length is the end of the feed.
         start = target.cache.length(s.sequence.handle) - feed.committed - feed.drafts + 1
         tokens = s.sequence.tokens[start : start + feed.prompt_rows]
-        rows = logits[first : first + feed.prompt_rows]
-        request = LogprobRequest(range(feed.prompt_rows), tokens, s.sequence.params.prompt_logprobs or 0)
-        result = compute_logprobs_alone(rows, request)
+        rows = range(first, first + feed.prompt_rows)
+        request = LogprobRequest(rows, tokens, s.sequence.params.prompt_logprobs or 0)
+        result = compute_logprobs_alone(logits, request)
         if isinstance(result, LogprobFailure):
             failures[s.sequence.handle] = result.reason
         else:

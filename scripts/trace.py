@@ -281,7 +281,7 @@ def show(lines: Sequence[str], stream: TextIO) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts.trace", description="A request's rounds in the terminal.")
-    parser.add_argument("id", help='of the reply, with or without "cmpl-", or "last"')
+    parser.add_argument("id", help='of the reply, with or without its prefix, or "last"')
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
     parser.add_argument("--key", help="an API key, where the server needs one")
     asked = parser.parse_args(argv)

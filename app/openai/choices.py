@@ -9,16 +9,17 @@ from typing import Any
 
 from app.client import Token
 from app.errors import DeadlineExceeded, EngineFailure
-from app.openai.logprobs import LogprobColumns
+from app.openai.forms import Form
 from app.openai.origins import TokenOrigins
-from app.openai.request import CompletionRequest
+from app.openai.reasoning import ReasoningSplit
+from app.openai.request import GenerationRequest
 from engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
 Ids = tuple[int, ...]
 
 
 def engine_requests(
-    body: CompletionRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
+    body: GenerationRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
 ) -> list[Request]:
     """Return one engine request per choice. The choices of one prompt stand next to each other.
 
@@ -58,19 +59,28 @@ class ReplyChoice:
         index: int,
         request: Request,
         token: Callable[[int], Token],
-        echo: Callable[[], str] | None,
+        form: Form,
         *,
+        streams: bool,
+        echo: Callable[[], str] | None = None,
         tell_tokens: bool = False,
+        split: ReasoningSplit | None = None,
     ) -> None:
-        """echo: returns the prompt's text; None: the reply does not repeat the prompt. tell_tokens: whether the reply
-        lists the origin of each token."""
+        """streams: whether `take` returns parts or the whole. echo: returns the prompt's text; None: the reply does not
+        repeat the prompt. tell_tokens: whether the reply lists the origin of each token. split: finds the reasoning;
+        None: all text is the answer."""
         self.index = index
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
+        self._form = form
+        self._streams = streams
+        self._taken = False  # whether a part was taken
         self._prompt_ids = request.prompt_ids
         self._echo = echo  # None once it is written
-        self._logprobs = None if request.params.logprobs is None else LogprobColumns(token)
+        self._logprobs = None if request.params.logprobs is None else form.logprobs(token)
         keeps_end = request.params.include_stop_str_in_output
         self._origins = TokenOrigins(token, keeps_end=keeps_end) if tell_tokens else None
+        self._split = split
+        self._reasoning = ""
         self._text = ""
         self._reason: FinishReason | None = None
 
@@ -80,7 +90,11 @@ class ReplyChoice:
             if self._logprobs is not None:
                 await self._logprobs.add_prompt(self._prompt_ids, output.prompt_logprobs, self._text)
             self._echo = None
-        self._text += output.text
+        reasoning, text = "", output.text
+        if self._split is not None:
+            reasoning, text = self._split.feed(text, ended=output.finish_reason is not None)
+        self._reasoning += reasoning
+        self._text += text
         if self._logprobs is not None:
             self._logprobs.add(output.logprobs)
         if self._origins is not None:
@@ -90,14 +104,17 @@ class ReplyChoice:
     @property
     def due(self) -> bool:
         """Whether there is something to show. Half a character or a possible stop string is held back."""
-        return bool(self._text) or self._reason is not None
+        return bool(self._text or self._reasoning) or self._reason is not None
 
     def take(self) -> dict[str, Any]:
         """Return what came since the last `take`, in OpenAI's shape. Our own field is `speculation` (origins.py)."""
         text, self._text = self._text, ""
+        reasoning, self._reasoning = self._reasoning, ""
+        first, self._taken = not self._taken, True
+        said = self._form.part(text, reasoning, first) if self._streams else self._form.whole(text, reasoning)
         logprobs = None if self._logprobs is None else self._logprobs.take()
         own_fields = {} if self._origins is None else {"speculation": {"rounds": self._origins.take()}}
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason} | own_fields
+        return {"index": self.index} | said | {"logprobs": logprobs, "finish_reason": self._reason} | own_fields
 
 
 async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]:

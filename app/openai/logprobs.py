@@ -1,8 +1,8 @@
-"""Log-probabilities in OpenAI's completions shape: columns with one entry per token."""
+"""Log-probabilities in OpenAI's two shapes: columns with one entry per token, or a list with one object per token."""
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from app.client import Token
 from app.openai.pauses import PIECE_TOKENS, Pauses
@@ -11,8 +11,46 @@ from engine.types import TokenLogprob
 MIN_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON cannot express (as in vLLM)
 
 
+class Logprobs(Protocol):
+    """Collects the log-probabilities of one choice as its tokens come. The parts that `take` returns join to the
+    whole."""
+
+    async def add_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob], text: str) -> None:
+        """Add the echoed prompt."""
+        ...
+
+    def add(self, logprobs: Sequence[TokenLogprob]) -> None: ...
+
+    def take(self) -> dict[str, Any]: ...
+
+
+class LogprobObjects:
+    """The shape of chats. `bytes` is null for a special token, which has none."""
+
+    def __init__(self, token: Callable[[int], Token]) -> None:
+        self._token = token
+        self._objects: list[dict[str, Any]] = []
+
+    async def add_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob], text: str) -> None:
+        raise NotImplementedError("the reply to a chat does not repeat the prompt")
+
+    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
+        for logprob in logprobs:
+            top = [self._object(token_id, value) for token_id, value in logprob.top]
+            self._objects.append(self._object(logprob.token, logprob.logprob) | {"top_logprobs": top})
+
+    def take(self) -> dict[str, Any]:
+        """Return the tokens since the last `take`."""
+        taken, self._objects = self._objects, []
+        return {"content": taken, "refusal": None}
+
+    def _object(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self._token(token_id)
+        return {"token": token.text, "logprob": max(MIN_LOGPROB, logprob), "bytes": list(token.data) or None}
+
+
 class LogprobColumns:
-    """Collects the columns of one choice as its tokens come. The parts that `take` returns join to the whole.
+    """The shape of completions: columns.
 
     A token's text_offset is the offset of the character that holds its first byte, in characters. Tokens that share a
     character share an offset. Tokens that a stop string cut away keep the offsets that they would have had.

@@ -1,6 +1,6 @@
-"""The bodies of /v1/completions replies: text completions, stream chunks, usage and per-request metrics.
+"""The bodies of replies to completions and chats: whole ones, stream chunks, usage and per-request metrics.
 
-Shapes follow OpenAI's completions API. `metrics` follows vLLM's per-request metrics, so that tools for vLLM (AIPerf,
+Shapes follow OpenAI's API. `metrics` follows vLLM's per-request metrics, so that tools for vLLM (AIPerf,
 llama-swap) can read it. Our own fields:
 - `seed`: the same request with this seed repeats the text (verifiers other than `match` also need a fixed k).
 - `metrics.preemptions`: how often a choice lost its memory and had to be computed again.
@@ -34,10 +34,13 @@ def encode_json(value: Any) -> bytes:
 async def encode_choice(choice: dict[str, Any]) -> bytes:
     """Encode a choice as encode_json does. Many log-probabilities are encoded in pieces with pauses."""
     logprobs = choice["logprobs"]
-    if logprobs is None or len(logprobs["tokens"]) <= PIECE_TOKENS:
+    if logprobs is None or len(next(iter(logprobs.values()))) <= PIECE_TOKENS:
         return encode_json(choice)
     pauses, columns = Pauses(), []
     for name, values in logprobs.items():
+        if values is None:
+            columns.append(encode_json(name) + b":null")
+            continue
         pieces = []
         for first in range(0, len(values), PIECE_TOKENS):
             pieces.append(encode_json(values[first : first + PIECE_TOKENS])[1:-1])
@@ -59,6 +62,7 @@ class Envelope:
     """The fields that all parts of one reply share. Builds the whole body, or its chunks."""
 
     id: str
+    object: str
     created: int  # Unix seconds
     model: str
     n: int = 1  # choices per prompt
@@ -66,7 +70,7 @@ class Envelope:
 
     def body(self, choices: Sequence[bytes], extra_fields: dict[str, Any]) -> list[bytes]:
         """Return the body around encoded choices, in parts that join to one line of JSON: each choice is a part."""
-        identity = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        identity = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         parts = [choice if index == 0 else b"," + choice for index, choice in enumerate(choices)]
         end = b"," + encode_json(extra_fields)[1:] if extra_fields else b"}"
         return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]

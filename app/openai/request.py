@@ -1,17 +1,19 @@
-"""The request body of /v1/completions. Every accepted field takes effect or is listed here as inert. Any other field is
-refused by name, so that no client gets another text than it asked for without notice.
+"""The request body of /v1/completions, and the fields that it shares with /v1/chat/completions (chat.py).
+
+Every accepted field takes effect or is listed as inert. Any other field is refused by name, so that no client gets
+another text than it asked for without notice.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails
 
-from app.client import ModelCard
+from app.client import Chat, ModelCard, TextField
 from app.openai import fields
 from app.openai.fields import OnlyFalse, Prompt, Strict, without_nulls
 from app.openai.speculation import Drafting, Lossy, Prediction, SpeculationOptions, settle
@@ -40,15 +42,11 @@ class StreamOptions(Strict):
     continuous_usage_stats: OnlyFalse = False
 
 
-class Body(Strict):
-    """The fields that take effect. SamplingParams checks the ranges of the sampling fields."""
+class SharedBody(Strict):
+    """The fields of both endpoints. SamplingParams checks the ranges of the sampling fields."""
 
     model: str
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts)]
     n: Annotated[int, Field(ge=1)] = 1
-    echo: bool = False
-    add_special_tokens: bool = True  # token ids are taken as they are
-    max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -59,7 +57,6 @@ class Body(Strict):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(fields.logit_bias)] = ()
-    logprobs: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(fields.stops)] = ()
     stop_token_ids: Annotated[tuple[int, ...], PlainValidator(fields.token_ids)] = ()
     include_stop_str_in_output: bool = False
@@ -72,7 +69,9 @@ class Body(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     deadline_s: Annotated[float, Field(gt=0)] | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -83,50 +82,102 @@ class Body(Strict):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            max_tokens=self.max_tokens,
+            max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
+class Body(SharedBody):
+    """The fields of /v1/completions that take effect."""
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts)]
+    echo: bool = False
+    add_special_tokens: bool = True  # token ids are taken as they are
+    max_tokens: int = 16
+    logprobs: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """One validated request for completions: n of each prompt."""
+class GenerationRequest:
+    """One validated request: n choices of each prompt, or of a chat's one prompt."""
 
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # (): the chat template writes it
     n: int
     echo: bool
-    add_special_tokens: bool  # whether a text gets BOS and the like, as the checkpoint says
+    add_special_tokens: bool | None  # whether a text gets BOS and the like; None: the chat template says so
     params: SamplingParams
     drafting: Drafting
     stream: bool
     include_usage: bool
     cache_salt: str | None  # as the client sent it; the engine's salt also depends on the API key
     deadline_s: float | None
-    tell_steps: bool = False  # in the metrics, every round
-    tell_tokens: bool = False  # in the choices, where every token came from
+    tell_steps: bool  # in the metrics, every round
+    tell_tokens: bool  # in the choices, where every token came from
+    chat: Chat | None = None
+    fills_context: bool = False  # params.max_tokens is only a bound: the prompt leaves fewer
+    limit_field: str = "max_tokens"  # the field that params.max_tokens comes from
+
+    @property
+    def text_field(self) -> TextField:
+        """The field that the prompts come from."""
+        return "prompt" if self.chat is None else "messages"
 
 
-def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
-    """Read a request's body, whatever its content type says. Raises InvalidRequest, naming the field at fault."""
-    body = _validate({**card.sampling_defaults, **_acting_fields(_load(raw))})
+BodyType = TypeVar("BodyType", bound=SharedBody)
+
+
+def parse(raw: bytes, card: ModelCard) -> GenerationRequest:
+    """Read a request for completions, whatever its content type says. Raises InvalidRequest, naming the field at
+    fault."""
+    body = read_body(raw, card, Body, INERT, NEUTRAL)
+    check_prompt_tokens(body.prompt, card)
+    params = body.sampling_params(body.max_tokens, body.logprobs, body.logprobs if body.echo else None)
+    return checked(card, body, params, body.prompt, echo=body.echo, add_special_tokens=body.add_special_tokens)
+
+
+def read_body(
+    raw: bytes, card: ModelCard, body_type: type[BodyType], inert: Set[str], neutral: Mapping[str, Any]
+) -> BodyType:
+    """Return the fields that take effect, with the server's defaults. Raises InvalidRequest, naming the field at
+    fault."""
+    given = _acting_fields(_load(raw), body_type, inert, neutral)
+    try:
+        body = body_type.model_validate({**card.sampling_defaults, **given})
+    except ValidationError as error:
+        raise _as_invalid_request(error.errors(include_input=False, include_url=False)[0]) from None
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
-    _check_capacity(len(body.prompt), body.n, card.max_choices)
-    check_prompt_tokens(body.prompt, card)
-    return CompletionRequest(
+    return body
+
+
+def checked(
+    card: ModelCard,
+    body: SharedBody,
+    params: SamplingParams,
+    prompts: tuple[Prompt, ...],
+    *,
+    echo: bool = False,
+    add_special_tokens: bool | None = None,
+    chat: Chat | None = None,
+    fills_context: bool = False,
+    limit_field: str = "max_tokens",
+) -> GenerationRequest:
+    """Return the request of a body. Raises InvalidRequest for more choices or other drafts than this server makes."""
+    _check_capacity(max(1, len(prompts)), body.n, card.max_choices)
+    return GenerationRequest(
         model=body.model,
-        prompts=body.prompt,
+        prompts=prompts,
         n=body.n,
-        echo=body.echo,
-        add_special_tokens=body.add_special_tokens,
-        params=body.sampling_params(),
+        echo=echo,
+        add_special_tokens=add_special_tokens,
+        params=params,
         drafting=settle(card, body.speculation, body.prediction, body.lossy, body.temperature),
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -134,6 +185,9 @@ def parse(raw: bytes, card: ModelCard) -> CompletionRequest:
         deadline_s=body.deadline_s,
         tell_steps=body.speculation is not None and body.speculation.steps,
         tell_tokens=body.speculation is not None and body.speculation.tokens,
+        chat=chat,
+        fills_context=fills_context,
+        limit_field=limit_field,
     )
 
 
@@ -149,7 +203,7 @@ def _check_capacity(prompts: int, n: int, limit: int) -> None:
         raise InvalidRequest(message, "prompt" if n == 1 else "n")
 
 
-def check_prompt_tokens(prompts: Sequence[Prompt], card: ModelCard) -> None:
+def check_prompt_tokens(prompts: Sequence[Prompt], card: ModelCard, field: TextField = "prompt") -> None:
     """Raise InvalidRequest for more prompt tokens than one request may have.
 
     The n choices of a prompt share its tokens. A text counts with the smallest number of tokens that it can have.
@@ -160,7 +214,7 @@ def check_prompt_tokens(prompts: Sequence[Prompt], card: ModelCard) -> None:
         raise InvalidRequest(
             f"the prompts of one request may have {card.max_prompt_tokens:,} tokens together; these {len(prompts)} "
             f"have {exact}{least:,}",
-            "prompt",
+            field,
             "too_many_prompt_tokens",
         )
 
@@ -175,15 +229,17 @@ def _load(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _acting_fields(given: dict[str, Any]) -> dict[str, Any]:
+def _acting_fields(
+    given: dict[str, Any], body_type: type[SharedBody], inert: Set[str], neutral: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the fields that take effect: without nulls, inert fields and neutral values."""
     acting = {}
     for name, value in given.items():
-        if name not in Body.model_fields and name not in INERT and name not in NEUTRAL:
+        if name not in body_type.model_fields and name not in inert and name not in neutral:
             raise InvalidRequest(f"unknown field {name!r}", name, "unknown_field")
-        if name in NEUTRAL and not _is_neutral(value, NEUTRAL[name]):
+        if name in neutral and not _is_neutral(value, neutral[name]):
             raise InvalidRequest(f"{name} is not supported yet", name, "unsupported_field")
-        if name in Body.model_fields and value is not None:
+        if name in body_type.model_fields and value is not None:
             acting[name] = value
     return acting
 
@@ -191,13 +247,6 @@ def _acting_fields(given: dict[str, Any]) -> dict[str, Any]:
 def _is_neutral(value: Any, neutral: Any) -> bool:
     """Whether the value is null or the neutral one. True is not 1 here, unlike in Python."""
     return value is None or (value == neutral and isinstance(value, bool) == isinstance(neutral, bool))
-
-
-def _validate(given: dict[str, Any]) -> Body:
-    try:
-        return Body.model_validate(given)
-    except ValidationError as error:
-        raise _as_invalid_request(error.errors(include_input=False, include_url=False)[0]) from None
 
 
 def _as_invalid_request(error: ErrorDetails) -> InvalidRequest:

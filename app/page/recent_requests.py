@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from app.openai.forms import ID_PREFIXES
 from app.round_columns import public_columns, raw_columns
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from engine.types import Output, RequestRecord, acceptance_of
@@ -61,7 +62,7 @@ class RecentRequests:
 
     def get(self, name: str) -> KeptRequest | None:
         """Return the request with this id: the reply's, or the one in the header x-request-id."""
-        return self._kept.get(name) or self._kept.get(f"cmpl-{name}")
+        return next((kept for prefix in ID_PREFIXES if (kept := self._kept.get(prefix + name))), None)
 
     def latest(self) -> Iterator[KeptRequest]:
         """Iterate over the kept requests, newest first."""

@@ -14,6 +14,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from app.errors import error_object
+from app.openai.forms import ID_PREFIXES
 from app.openai.replies import JSON
 from app.page.feed import EventsEndpoint
 from app.page.live import LivePage
@@ -108,7 +109,7 @@ async def get_request(live_page: LivePage, request: Request) -> Response:
     read the last byte before the server has made the record."""
     name = request.path_params["id"]
     deadline = time.monotonic() + WAIT_FOR_RECORD_S
-    while {name, f"cmpl-{name}"} & live_page.open and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing to wait on
+    while {prefix + name for prefix in ID_PREFIXES} & live_page.open and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing to wait on
         await asyncio.sleep(POLL_S)
     kept = live_page.recent.get(name)
     if kept is None:

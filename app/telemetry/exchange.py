@@ -18,7 +18,8 @@ from starlette.types import Scope
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.openai.request import CompletionRequest
+from app.openai.forms import COMPLETIONS, Form
+from app.openai.request import GenerationRequest
 from engine.types import Output, Request, RequestRecord, StepStats
 
 CLIENT_DISCONNECT = "client_disconnect"  # a failure that is not the server's error
@@ -28,18 +29,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request to /v1/completions and its reply. Times are monotonic seconds."""
+    """One request to /v1/completions or /v1/chat/completions and its reply. Times are monotonic seconds."""
 
     id: str  # of the reply
     headers: Headers  # of the request
+    form: Form = COMPLETIONS
     began: float = field(default_factory=time.monotonic)
-    request_body: CompletionRequest | None = None  # None: the body was refused
+    request_body: GenerationRequest | None = None  # None: the body was refused
     requests: Sequence[Request] = ()  # the engine's requests, one per choice; (): the engine accepted none
     last_outputs: dict[str, Output] = field(default_factory=dict)  # by the engine request's id
     error: Exception | None = None  # the error that ended it; ClientDisconnect: the client left
     finished: float | None = None  # when the last byte was sent or the client left
     trace_id: str | None = None  # 32 hexadecimal digits; None: it is not traced
     texts: list[str] | None = None  # each choice's text so far; None: no listener wants texts
+
+    @property
+    def body(self) -> GenerationRequest:
+        """The request's body, once it was accepted."""
+        assert self.request_body is not None, "the body was refused or has not been read yet"
+        return self.request_body
+
+    @property
+    def request_id(self) -> str:
+        """As in the server's log."""
+        return self.id.removeprefix(self.form.id_prefix)
 
     @property
     def complete(self) -> bool:
@@ -102,13 +115,13 @@ class Telemetry:
         client.watch(self._stepped, self._ended)
 
     @contextmanager
-    def exchange(self, scope: Scope) -> Iterator[Exchange]:
+    def exchange(self, scope: Scope, form: Form) -> Iterator[Exchange]:
         """Follow the request of this scope. Notes an exception of the block and raises it again.
 
         A cancelled task counts as a client that left. When a client leaves, Serve's proxy sends `http.disconnect` and
         cancels the task, and either can arrive first.
         """
-        exchange = Exchange(f"cmpl-{scope['state']['request_id']}", Headers(scope=scope))
+        exchange = Exchange(form.id_prefix + scope["state"]["request_id"], Headers(scope=scope), form)
         self._notify(lambda listener: listener.began(exchange))
         try:
             yield exchange

@@ -8,7 +8,7 @@ for generative AI are still in development; these follow its page on inference s
 SCOPE = "foretoken"
 VERSION = "0.1.0"  # as in pyproject.toml
 SCOPE_ATTRIBUTES = {"specdec.schema.version": 1}
-OPERATION_NAME = "text_completion"
+OPERATIONS = {"text_completion": "text_completion", "chat.completion": "chat"}  # by the reply's object
 
 # Names of spans. The request span is named after the operation and the model.
 QUEUE = "specdec.queue"  # from the request's arrival at the engine to its first pass
@@ -23,7 +23,7 @@ PROVIDER = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_CHOICES = "gen_ai.request.choice.count"  # unless it is 1
 REQUEST_STREAM = "gen_ai.request.stream"
-REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"  # unless the context is the limit
 REQUEST_TEMPERATURE = "gen_ai.request.temperature"
 REQUEST_TOP_P = "gen_ai.request.top_p"
 REQUEST_TOP_K = "gen_ai.request.top_k"  # unless it allows every token

@@ -9,7 +9,7 @@ from typing import Any
 
 from opentelemetry.util.types import AttributeValue
 
-from app.openai.request import CompletionRequest
+from app.openai.request import GenerationRequest
 from app.telemetry import names as name
 from app.telemetry.exchange import Exchange
 from engine.types import Acceptance, RequestRecord, acceptance_of
@@ -23,11 +23,11 @@ Attributes = dict[str, AttributeValue]
 def request_attributes(exchange: Exchange, model: str) -> Attributes:
     """Return the attributes that are known: a refused body has none. model: the name of the served model."""
     attributes: Attributes = {
-        name.OPERATION: name.OPERATION_NAME,
+        name.OPERATION: name.OPERATIONS[exchange.form.object],
         name.PROVIDER: name.SCOPE,
         name.RESPONSE_MODEL: model,
         name.RESPONSE_ID: exchange.id,
-        name.REQUEST_ID: exchange.id.removeprefix("cmpl-"),
+        name.REQUEST_ID: exchange.request_id,
     }
     if exchange.request_body is not None:
         attributes |= _asked(exchange.request_body)
@@ -46,14 +46,9 @@ def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callab
     if exchange.request_body is None:
         return {}
     attributes: Attributes = {}
-    taken = {request.prompt_index: request.prompt_ids for request in exchange.requests}
-    prompts = [
-        prompt if isinstance(prompt, str) else detokenize(taken[index])
-        for index, prompt in enumerate(exchange.request_body.prompts)
-        if isinstance(prompt, str) or index in taken
-    ]
-    if prompts:
-        attributes[name.INPUT_MESSAGES] = _json([_message("user", prompt) for prompt in prompts])
+    messages = _input_messages(exchange, exchange.request_body, detokenize)
+    if messages:
+        attributes[name.INPUT_MESSAGES] = _json(messages)
     if exchange.request_body.params.stop:
         attributes[name.REQUEST_STOPS] = exchange.request_body.params.stop
     if exchange.requests:
@@ -63,6 +58,24 @@ def text_attributes(exchange: Exchange, texts: Sequence[str], detokenize: Callab
         ]
         attributes[name.OUTPUT_MESSAGES] = _json(said)
     return attributes
+
+
+def _input_messages(
+    exchange: Exchange, body: GenerationRequest, detokenize: Callable[[Sequence[int]], str]
+) -> list[dict[str, Any]]:
+    if body.chat is not None:
+        return [_message(message["role"], _text(message["content"])) for message in body.chat.messages]
+    taken = {request.prompt_index: request.prompt_ids for request in exchange.requests}
+    prompts = [
+        prompt if isinstance(prompt, str) else detokenize(taken[index])
+        for index, prompt in enumerate(body.prompts)
+        if isinstance(prompt, str) or index in taken
+    ]
+    return [_message("user", prompt) for prompt in prompts]
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _message(role: str, text: str) -> dict[str, Any]:
@@ -78,18 +91,19 @@ def _model_name(asked: str) -> str:
     return asked[:MAX_MODEL_NAME].encode("utf-8", "replace").decode("utf-8")
 
 
-def _asked(asked: CompletionRequest) -> Attributes:
+def _asked(asked: GenerationRequest) -> Attributes:
     params = asked.params
     attributes: Attributes = {
         name.REQUEST_MODEL: _model_name(asked.model),
         name.REQUEST_STREAM: asked.stream,
-        name.REQUEST_MAX_TOKENS: min(params.max_tokens, MAX_INT),
         name.REQUEST_TEMPERATURE: params.temperature,  # 0 too: it is the one value that `if temperature` would lose
         name.REQUEST_TOP_P: params.top_p,
         name.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty,
         name.REQUEST_PRESENCE_PENALTY: params.presence_penalty,
     }
-    if (choices := len(asked.prompts) * asked.n) != 1:
+    if not asked.fills_context:
+        attributes[name.REQUEST_MAX_TOKENS] = min(params.max_tokens, MAX_INT)
+    if (choices := max(1, len(asked.prompts)) * asked.n) != 1:
         attributes[name.REQUEST_CHOICES] = choices
     if params.top_k:
         attributes[name.REQUEST_TOP_K] = params.top_k

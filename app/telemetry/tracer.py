@@ -87,7 +87,7 @@ class Tracer:
             return
         clock = Clock.now()
         span = self._tracer.start_span(
-            f"{name.OPERATION_NAME} {self._client.model.name}",
+            f"{name.OPERATIONS[exchange.form.object]} {self._client.model.name}",
             context,
             kind=_kind(context),
             start_time=clock.wall_ns(exchange.began),

@@ -112,12 +112,11 @@ class ModelDrafter:
                 self._give_up(sequence)
             elif has_draft:
                 self.runner.mark_finite(sequence)
-            if cache.holds(sequence.handle):
-                fed, read = self._emitted(emitted)
-                length = len(self.runner.tokens(sequence))
-                cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), length + fed))
-                if length + read > cache.max_len:
-                    self.runner.release(sequence)
+            if self._left(sequence) <= 0:
+                self.runner.release(sequence)
+            elif cache.holds(sequence.handle):
+                kept = len(self.runner.tokens(sequence)) + self._num_fed(emitted[:-1])
+                cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
 
     def forget(self, sequence: Sequence) -> None:
         self._given_up.discard(sequence.handle)
@@ -127,12 +126,10 @@ class ModelDrafter:
         self.runner.cache.audit(live)
         assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
 
-    def _emitted(self, tokens: Seq[int]) -> tuple[int, int]:
-        """(how many of the emitted tokens may stay in the memory as drafts, positions that all of them take)."""
-        drafts, translation = tokens[:-1], self.runner.translation
-        if translation is None:
-            return len(drafts), len(tokens)
-        return translation.num_fed(drafts), translation.length(tokens)
+    def _num_fed(self, accepted: Seq[int]) -> int:
+        """How many of the accepted drafts stay in the memory if it holds them."""
+        translation = self.runner.translation
+        return len(accepted) if translation is None else translation.num_fed(accepted)
 
     def _give_up(self, sequence: Sequence) -> None:
         log.error(

@@ -9,7 +9,7 @@ texts with a common beginning are read with a common beginning. The draft's own 
 another way here and there; that costs acceptance and nothing else.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import takewhile
@@ -64,10 +64,6 @@ class Translation:
         if known is None:
             known = self._read_as[token] = self._special(token) or self._spell(token) or (self._filler,)
         return known
-
-    def length(self, tokens: Iterable[int]) -> int:
-        """The number of draft tokens as which these tokens are read."""
-        return sum(len(self.read_as(token)) for token in tokens)
 
     def num_fed(self, drafts: Seq[int]) -> int:
         """How many of the first drafts were fed as they are read: those before the first that is not shared."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.attention import Attention, Scoring
-from engine.models.linear import Linear
+from engine.models.linear import Product
 from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.traits import Traits
@@ -49,11 +49,11 @@ def no_norm(x: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Layer:
     before_attention: Norm
-    qkv: Linear  # hidden → (heads + 2·kv_heads)·head_dim
+    qkv: Product  # hidden → (heads + 2·kv_heads)·head_dim
     qk_norms: tuple[tuple[slice, RMSNorm], ...]  # the heads of q and k that each one normalises
     rope: int | None  # index into the decoder's rotations; None: positions are not rotated
     scoring: Scoring
-    out: Linear
+    out: Product
     after_attention: Norm
     before_mlp: Norm
     mlp: GatedMLP | Experts
@@ -68,7 +68,7 @@ class Decoder:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: RMSNorm
-    head: Linear  # hidden → vocab
+    head: Product  # hidden → vocab
     rotations: tuple[Tensor, ...]  # complex [max_len, 1, rotary_dim / 2]: e^(i·position·frequency)
 
     @property

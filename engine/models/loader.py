@@ -2,13 +2,12 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -19,7 +18,10 @@ from engine.models.families import FAMILIES, read_config
 from engine.models.linear import Linear
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
+from engine.models.products import AS_IS, ProductMaker, Weights
+from engine.models.quantized_checkpoints import StoredFiles, dequantised_reader, quantisation
 from engine.models.rope import RopeSize, rotation_table, uses_long_factors
+from engine.models.shards import Read, Shards, tensor_reader
 from engine.models.traits import ExpertTraits
 
 log = logging.getLogger(__name__)
@@ -58,15 +60,21 @@ def open_checkpoint(directory: str) -> Checkpoint:
         raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # transformers raises errors of many classes here, KeyError among others
         raise ConfigError(f"{path}: config.json is malformed: {error}") from error
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{path} is quantised, which is not supported")
+    quantisation(path, raw.get("quantization_config"))
     try:
         return Checkpoint(path, read_config(kind, raw.get("text_config") or raw), raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: config.json: {error}") from None
 
 
-def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_len: int) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    weights: Weights = AS_IS,
+) -> Decoder:
     """Read a checkpoint's weights into the decoder's fused layout, one tensor at a time.
 
     Raises ConfigError, naming the file or tensor, if one is missing, has another shape than config.json says, or is
@@ -84,45 +92,58 @@ def load_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.de
             "most %d",
             *(path, max_len, config.traits.ropes[0]["original_max_position_embeddings"]),
         )
-    tensors = TensorNames(path)
-    read = tensors.counted(_tensor_reader(path, dtype, device))
+    shards = Shards(path)
+    tensors = TensorNames(shards)
+    read = tensors.counted(tensor_reader(shards, dtype, device))
+    quantised = quantisation(path, checkpoint.raw.get("quantization_config"))
+    make = ProductMaker(weights, dtype, device, integers=quantised is not None and quantised.int8)
+    if quantised is not None:
+        stored = StoredFiles(shards, tensors.discard)
+        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised.int8))
+        read = dequantised_reader(quantised, stored, read, torch.float32 if make.keeps_integers else dtype, device)
     prefix = tensors.prefix
     embedding = read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    head = embedding if config.tied else read(tensors.head, (config.vocab_size, config.hidden_size))
+    # Packed first: beside all layers a second copy of the head would be the peak of the load.
+    head = make.head(embedding if config.tied else read(tensors.head, (config.vocab_size, config.hidden_size)))
     decoder = Decoder(
         config=config,
         embedding=embedding,
-        layers=tuple(LayerReader(config, read, prefix, i).layer() for i in range(config.num_layers)),
+        layers=tuple(LayerReader(config, read, make, prefix, i).layer() for i in range(config.num_layers)),
         norm=RMSNorm(
             read(f"{prefix}norm.weight", (config.hidden_size,)),
             config.rms_norm_eps,
             offset=config.traits.norm_offset,
         ),
-        head=Linear(head),
+        head=head,
         rotations=rotations,
     )
     tensors.refuse_unread(config)
+    dtype_name = str(dtype).removeprefix("torch.")
+    log.info("%s: weights %s in %s, %.1f MB", path, weights.form, dtype_name, decoder.weight_bytes / 1e6)
     return decoder
 
 
-Read = Callable[[str, tuple[int, ...]], Tensor]
 ExpertParts = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # gate and up, their bias, down, its bias
 
 
 class TensorNames:
     """The names of a checkpoint's tensors, and which of them were read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._unread = set(_shards(path))
+    def __init__(self, shards: Shards) -> None:
+        self._path = shards.directory
+        self._unread = set(shards.tensors)
         # The first prefix, which most checkpoints have, is named in the error if there is no embedding at all.
         found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in self._unread]
         self.prefix = found[0] if found else PREFIXES[0]
         self.head = "language_model.lm_head.weight" if self.prefix == PREFIXES[1] else "lm_head.weight"
 
+    def discard(self, name: str) -> None:
+        """The tensor was read, or need not be."""
+        self._unread.discard(name)
+
     def counted(self, read: Read) -> Read:
         def reading(name: str, shape: tuple[int, ...]) -> Tensor:
-            self._unread.discard(name)
+            self.discard(name)
             return read(name, shape)
 
         return reading
@@ -140,8 +161,9 @@ class TensorNames:
 class LayerReader:
     """Reads the tensors of one layer."""
 
-    def __init__(self, config: DecoderConfig, read: Read, prefix: str, index: int) -> None:
+    def __init__(self, config: DecoderConfig, read: Read, make: ProductMaker, prefix: str, index: int) -> None:
         self._c, self._t = config, config.traits
+        self._make = make
         self._read_tensor = read
         self._prefix = f"{prefix}layers.{index}."
         self._index = index
@@ -154,11 +176,11 @@ class LayerReader:
         out_bias = self._read("self_attn.o_proj.bias", c.hidden_size) if t.out_bias else None
         return Layer(
             before_attention=self._norm(names.before_attention),
-            qkv=Linear(qkv, qkv_bias),
+            qkv=self._make(qkv, qkv_bias),
             qk_norms=self._qk_norms(),
             rope=t.rope(self._index),
             scoring=Scoring(t.attention_scale, t.window(self._index), t.attention_softcap, sinks),
-            out=Linear(self._read("self_attn.o_proj.weight", c.hidden_size, q_rows), out_bias),
+            out=self._make(self._read("self_attn.o_proj.weight", c.hidden_size, q_rows), out_bias),
             after_attention=self._norm(names.after_attention),
             before_mlp=self._norm(names.before_mlp),
             mlp=self._experts(t.experts) if t.experts and t.has_experts(self._index) else self._mlp(),
@@ -225,7 +247,7 @@ class LayerReader:
         gate_up_bias = self._stacked("mlp", ("gate", "up"), rows, "bias") if t.mlp_bias else None
         down = self._read("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
         down_bias = self._read("mlp.down_proj.bias", c.hidden_size) if t.mlp_bias else None
-        return GatedMLP(Linear(gate_up, gate_up_bias), Linear(down, down_bias), gating(t.activation))
+        return GatedMLP(self._make(gate_up, gate_up_bias), self._make(down, down_bias), gating(t.activation))
 
     def _experts(self, traits: ExpertTraits) -> Experts:
         c, names = self._c, traits.names
@@ -234,7 +256,7 @@ class LayerReader:
         gate = gating(self._t.activation, traits)
         parts = self._fused_experts(traits) if "{}" not in names.gate else self._single_experts(traits)
         experts = tuple(
-            GatedMLP(Linear(gate_up, gate_up_bias), Linear(down, down_bias), gate)
+            GatedMLP(self._make(gate_up, gate_up_bias), self._make(down, down_bias), gate)
             for gate_up, gate_up_bias, down, down_bias in parts
         )
         return Experts(Linear(router, router_bias), experts, traits)
@@ -259,34 +281,3 @@ class LayerReader:
         for number in range(count):
             bias = gate_up_bias[number][order]
             yield gate_up[number][order].contiguous(), bias, down[number].contiguous(), down_bias[number]
-
-
-def _tensor_reader(path: Path, dtype: torch.dtype, device: torch.device) -> Read:
-    """A function (name, shape) → tensor that reads from all shards of the checkpoint."""
-    files = _shards(path)
-
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in files:
-            raise ConfigError(f"{path} holds no tensor {name!r}")
-        with safe_open(files[name], framework="pt") as shard:
-            tensor: Tensor = shard.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{path}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
-        return tensor.to(device=device, dtype=dtype)
-
-    return read
-
-
-def _shards(path: Path) -> dict[str, Path]:
-    """Tensor name → file."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        files = {name: path / file for name, file in names.items()}
-        if missing := sorted({f.name for f in files.values() if not f.is_file()}):
-            raise ConfigError(f"{path}: {index.name} names files that are missing: {', '.join(missing)}")
-        return files
-    if single.is_file():
-        with safe_open(single, framework="pt") as shard:
-            return dict.fromkeys(shard.keys(), single)
-    raise ConfigError(f"{path} holds no model.safetensors (other weight formats are not read)")

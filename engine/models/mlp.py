@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.linear import Linear
+from engine.models.linear import Product
 from engine.models.traits import Activation, ExpertTraits
 
 Gating = Callable[[Tensor, Tensor], Tensor]  # (gate, up) → what `down` gets; may write into either
@@ -16,13 +16,13 @@ Gating = Callable[[Tensor, Tensor], Tensor]  # (gate, up) → what `down` gets; 
 class GatedMLP:
     """down(activation(gate) · up), gate and up from one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear, gating: Gating) -> None:
+    def __init__(self, gate_up: Product, down: Product, gating: Gating) -> None:
         self.gate_up = gate_up  # hidden → 2·intermediate
         self.down = down
         self._gating = gating
 
     @property
-    def products(self) -> tuple[Linear, ...]:
+    def products(self) -> tuple[Product, ...]:
         return self.gate_up, self.down
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -33,13 +33,13 @@ class GatedMLP:
 class Experts:
     """Each token goes through the few experts that its router chooses; a row's result depends on that row alone."""
 
-    def __init__(self, router: Linear, experts: tuple[GatedMLP, ...], traits: ExpertTraits) -> None:
+    def __init__(self, router: Product, experts: tuple[GatedMLP, ...], traits: ExpertTraits) -> None:
         self.router = router  # hidden → number of experts
         self.experts = experts
         self._traits = traits
 
     @property
-    def products(self) -> tuple[Linear, ...]:
+    def products(self) -> tuple[Product, ...]:
         return self.router, *(product for expert in self.experts for product in expert.products)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Feed:
     committed: int
     drafts: int = 0
     outputs: int = 1  # rows of logits, counted from the end of the feed
-    prompt_rows: int = 0  # rows of logits from its beginning, for the log-probabilities of the prompt's next tokens
+    prompt_rows: int = 0  # rows of states from its beginning, for the log-probabilities of the prompt's next tokens
 
 
 class Runner:
@@ -47,6 +47,7 @@ class Runner:
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
+        self._prompt_states: Tensor | None = None  # [Σ prompt_rows, hidden] of the latest pass
         self._known_finite: set[int] = set()  # handles whose memory holds finite numbers only
 
     @property
@@ -128,14 +129,16 @@ class Runner:
             return False
 
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
-        """Run one pass over all feeds and extend the cache by them. Returns logits [Σ (prompt_rows + outputs), vocab].
+        """Run one pass over all feeds and extend the cache by them. Returns logits [Σ outputs, vocab].
 
+        The logits of prompt rows can be many, so only their states are kept, until the next pass: see `prompt_logits`.
         drafts [B, ≥ max drafts]: row i holds the draft ids of the i-th feed with outputs.
         Raises CacheFull, before anything is computed, if no memory is reserved for a feed and none is free.
         """
         ids: list[int] = []
         spans: list[Span] = []
         logit_rows: list[int] = []
+        prompt_rows: list[int] = []
         draft_rows: list[int] = []
         draft_places: list[tuple[int, int]] = []
         draft_index = -1
@@ -148,7 +151,7 @@ class Runner:
             start, count = self.cache.length(handle), feed.committed + feed.drafts
             self.cache.reserve(handle, count)
             spans.append(Span.at(self.cache.slot(handle), start, count))
-            logit_rows += range(len(ids), len(ids) + feed.prompt_rows)
+            prompt_rows += range(len(ids), len(ids) + feed.prompt_rows)
             ids += self.tokens(feed.sequence)[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
             draft_places += [(draft_index, j) for j in range(feed.drafts)]
@@ -158,12 +161,17 @@ class Runner:
         tokens = torch.tensor(ids, device=self.device).clamp_(max=self.vocab_size - 1)
         if drafts is not None and draft_rows:
             self._insert_drafts(tokens, draft_rows, drafts, draft_places)
-        every_row = len(logit_rows) >= len(ids)
-        rows = None if every_row else torch.tensor(logit_rows, dtype=torch.int64, device=self.device)
-        logits = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows)
+        rows = None if len(logit_rows) >= len(ids) else self._index(logit_rows)
+        logits, states = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows)
         for feed, span in zip(feeds, spans, strict=True):
             self.cache.extend(feed.sequence.handle, span.count)
+        self._prompt_states = states[self._index(prompt_rows)] if prompt_rows else None
         return logits
+
+    def prompt_logits(self, rows: Tensor) -> Tensor:
+        """Logits [n, vocab] of rows [n] among the prompt rows of the latest pass."""
+        assert self._prompt_states is not None, "the latest pass had prompt rows"
+        return self.decoder.logits(self._prompt_states[rows])
 
     def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
         """Feed each sequence one more token, ids [B] on the device. Returns logits [B, vocab]."""
@@ -171,13 +179,15 @@ class Runner:
         for handle in handles:
             self.cache.reserve(handle, 1)
         spans = [Span.at(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
-        logits = self._forward(handles, tokens, spans, None)
+        logits, _ = self._forward(handles, tokens, spans, None)
         for handle in handles:
             self.cache.extend(handle, 1)
         return logits
 
-    def _forward(self, handles: Seq[int], tokens: Tensor, spans: Seq[Span], rows: Tensor | None) -> Tensor:
-        """Logits of `rows` of the pass; None: of all its rows. forward_ns covers all from token ids to logits."""
+    def _forward(
+        self, handles: Seq[int], tokens: Tensor, spans: Seq[Span], rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(logits of `rows` of the pass, states of all rows). rows None: all. forward_ns covers all but prompt rows."""
         started = perf_counter_ns()
         config = self.decoder.config
         self.storage.prepare(handles)
@@ -195,7 +205,10 @@ class Runner:
         self.forward_ns += spent_ns
         if count >= self._largest_pass[0]:
             self._largest_pass = count, spent_ns
-        return logits
+        return logits, hidden
+
+    def _index(self, rows: Seq[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _insert_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
         """Write drafts[places] into rows `rows` of tokens, without a copy to the host."""

@@ -33,11 +33,16 @@ class Tokenizer:
         self._backend = _open_backend(Path(directory))
         _place_special_tokens(self._backend, settings, directory)
         self.vocab: dict[str, int] = self._backend.get_vocab()
-        flagged = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
-        named = {self.vocab[string] for string in settings.special if string in self.vocab}
-        self.special_ids = frozenset(flagged | named)  # left out of texts
+        added = self._backend.get_added_tokens_decoder()
+        flagged = {i for i, token in added.items() if token.special}
+        ends = {self.vocab[string] for string in (settings.bos, settings.eos) if string in self.vocab}
+        self.named_ids = frozenset(self.vocab[string] for string in settings.special if string in self.vocab)
+        # Left out of texts. An ordinary word is not: some checkpoints name one for padding.
+        self.special_ids = frozenset(flagged | ends | (self.named_ids & added.keys()))
         self.chat_template = settings.chat_template
-        self._unflagged = named - flagged  # the backend would show these
+        self.chat_templates = settings.chat_templates
+        self.special_tokens = settings.special_tokens
+        self._unflagged = self.special_ids - flagged  # the backend would show these
         self._decoder = self._backend.decoder
         steps = _steps(self._decoder)
         self._bytes_of = _bytes_of(steps)

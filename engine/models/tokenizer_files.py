@@ -25,6 +25,8 @@ class TokenizerSettings:
     add_bos: bool | None  # whether a text begins with `bos`; None: the files do not say
     add_eos: bool | None
     chat_template: str | None  # Jinja
+    chat_templates: dict[str, str]  # every named one, also "default"
+    special_tokens: dict[str, str]  # by their roles, such as bos_token
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
@@ -32,13 +34,16 @@ def read_settings(directory: Path) -> TokenizerSettings:
     a malformed file."""
     config = read_object(directory / "tokenizer_config.json")
     tokens = {**read_object(directory / "special_tokens_map.json"), **config}
+    templates = _chat_templates(directory, config)
     return TokenizerSettings(
         bos=_content(tokens.get("bos_token")),
         eos=_content(tokens.get("eos_token")),
         special=frozenset(_special_strings(tokens)),
         add_bos=_flag(config.get("add_bos_token")),
         add_eos=_flag(config.get("add_eos_token")),
-        chat_template=_chat_template(directory, config),
+        chat_template=templates.get("default"),
+        chat_templates=templates,
+        special_tokens={role: token for role in ROLES if (token := _content(tokens.get(role))) is not None},
     )
 
 
@@ -74,16 +79,20 @@ def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """The template of chat_template.jinja, which goes before tokenizer_config.json's. Of several, the default one."""
+def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The templates by name. The files go before tokenizer_config.json, which holds one template or a list of them."""
+    listed = config.get("chat_template")
+    entries = listed if isinstance(listed, list) else [{"name": "default", "template": listed}]
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    named |= {path.stem: _text(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     path = directory / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except ValueError as error:
-            raise ConfigError(f"{path} is malformed: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named["default"] = _text(path)
+    return {str(name): template for name, template in named.items() if isinstance(template, str)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except ValueError as error:
+        raise ConfigError(f"{path} is malformed: {error}") from error

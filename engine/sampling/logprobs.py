@@ -1,6 +1,7 @@
 """Log-probabilities for the client: of the target's raw logits, before any sampling parameter (vLLM's default)."""
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from engine.types import TokenLogprob
 log = logging.getLogger(__name__)
 
 TokenLogprobs = tuple[TokenLogprob, ...]
+
+SLICE_BYTES = 2**26
+LOGIT_BYTES = 16  # that one logit takes at most: itself, in fp32, its log-probability, and what finds the likeliest
 
 
 class LogprobRequest(NamedTuple):
@@ -29,8 +33,20 @@ class LogprobFailure(NamedTuple):
     reason: str  # safe to show to its client
 
 
-def compute_logprobs(logits: Tensor, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
-    """Answer all requests from logits [R, vocab] together or, if that raises, one by one (R9)."""
+class LogitRows(NamedTuple):
+    """Rows of logits, which exist only as long as they are needed."""
+
+    take: Callable[[Tensor], Tensor]  # row numbers [n] → logits [n, vocab]
+    vocab_size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "LogitRows":
+        return cls(lambda rows: logits[rows], logits.shape[-1], logits.device)
+
+
+def compute_logprobs(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
+    """Answer all requests together or, if that raises, one by one (R9)."""
     try:
         return _compute(logits, requests)
     except Exception:
@@ -38,8 +54,8 @@ def compute_logprobs(logits: Tensor, requests: Seq[LogprobRequest]) -> list[Toke
     return [compute_logprobs_alone(logits, request) for request in requests]
 
 
-def compute_logprobs_alone(logits: Tensor, request: LogprobRequest) -> TokenLogprobs | LogprobFailure:
-    """Answer one request from logits [R, vocab]. Does not raise."""
+def compute_logprobs_alone(logits: LogitRows, request: LogprobRequest) -> TokenLogprobs | LogprobFailure:
+    """Answer one request. Does not raise."""
     try:
         return _compute(logits, [request])[0]
     except Exception as error:
@@ -49,13 +65,17 @@ def compute_logprobs_alone(logits: Tensor, request: LogprobRequest) -> TokenLogp
         return LogprobFailure("the log-probabilities of this request could not be computed")
 
 
-def _compute(logits: Tensor, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
+def _compute(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
+    """Take so many rows at a time that they need at most SLICE_BYTES. Each row's result depends on the row alone."""
     rows = [row for request in requests for row in request.rows]
     tokens = [token for request in requests for token in request.tokens]
     top_counts = [request.top_count for request in requests for _ in request.rows]
-    if rows != list(range(logits.shape[0])):
-        logits = logits[torch.tensor(rows, device=logits.device)]
-    entries = iter(token_logprobs(logits, tokens, top_counts))
+    step = max(1, SLICE_BYTES // (LOGIT_BYTES * logits.vocab_size))
+    found: list[TokenLogprob] = []
+    for part in (slice(first, first + step) for first in range(0, len(rows), step)):
+        taken = logits.take(torch.tensor(rows[part], device=logits.device))
+        found += token_logprobs(taken, tokens[part], top_counts[part])
+    entries = iter(found)
     return [tuple(next(entries) for _ in request.rows) for request in requests]
 
 

@@ -68,7 +68,7 @@ class Sampler:
 
         drafts [B, ≥ what the rows see]: the round's drafts so far; None if no row sees any. `logits` is not changed.
         """
-        if logits.dtype is torch.bfloat16:
+        if logits.dtype.itemsize < 4:
             logits = logits.float()
         if picked := [n for n, row in enumerate(rows) if row in self._biased]:
             logits = _put(logits, picked, biased(_take(logits, picked), [self._params[rows[n]] for n in picked]))

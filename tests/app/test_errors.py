@@ -152,7 +152,6 @@ def test_other_replies_carry_no_retry_after() -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/v2", 404, "not_found"),
-        ("POST", "/v1/chat/completions", 404, "not_found"),
         ("POST", "/v1/completions/", 404, "not_found"),
         ("GET", "/v1/models/gpt", 404, "model_not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),

@@ -20,7 +20,7 @@ def scattered(dtype: torch.dtype = torch.float32) -> tuple[PagedCache, GatheredS
     return cache, GatheredStorage(cache, KVShape(2, 2, 4, dtype, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_window_is_read_anew_in_every_layer(dtype: torch.dtype) -> None:
     cache, storage = scattered(dtype)
     window = storage.view(0, 3, 8)

@@ -58,7 +58,7 @@ def open_files() -> int:
     return sum("memfd:kv-cache" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_window_is_a_view_of_what_is_written(dtype: torch.dtype) -> None:
     block = mmap.PAGESIZE // (128 * dtype.itemsize)
     cache, storage = make(dtype, block)

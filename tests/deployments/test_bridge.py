@@ -218,7 +218,7 @@ def test_a_prediction_is_tokenized_without_special_tokens(client: LocalClient, m
     monkeypatch.setattr(client, "_tokenizer", copy)
     for text in ("def f", "def f():\n" * (TOKENIZE_INLINE // 8)):
         assert [0, *within(client.tokenize(text, "prediction"))] == copy.encode(text)
-    with pytest.raises(InvalidRequest, match="a prediction of") as refused:
+    with pytest.raises(InvalidRequest, match="characters of prediction") as refused:
         within(client.tokenize("a" * (client._max_characters + 1), "prediction"))
     assert refused.value.param == "prediction"
 

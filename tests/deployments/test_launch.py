@@ -197,3 +197,51 @@ def test_the_proxy_is_asked_what_still_runs(tmp_path: Path, reply: bytes, unfini
     assert Proxy.asked == [("/-/drain?seconds=2.500", "Bearer token")]
     assert cluster.drain(2.5) == 0, "nobody listens there any more"
     assert cluster.drain_s == 7
+
+
+def test_a_dry_run_prints_the_memory_and_serves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signals: Signals
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(Cluster, "__init__", lambda *_: pytest.fail("a cluster was made"))
+    file = tmp_path / "serve.yaml"
+    file.write_text(CONFIG % 1, encoding="utf-8")
+    assert main([str(file), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": demo, one replica:")
+    assert [line.split()[0] for line in lines[2:5]] == ["target", "draft", "KV"]
+
+
+def test_a_dry_run_of_what_cannot_be_served_is_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signals: Signals
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    file = tmp_path / "serve.yaml"
+    file.write_text((CONFIG % 1).replace("drain_s: 7", f"target: {tmp_path}/none"), encoding="utf-8")
+    assert main([str(file), "--dry-run"]) == 1
+    assert f"{tmp_path}/none holds no config.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("It failed 3 times.\nTraceback:\nengine.config.ConfigError: no weights in /a", "no weights in /a"),
+        ("It failed 3 times.\nRuntimeError: other", "Failed to update the deployments ['Replica']."),
+    ],
+)
+def test_a_failure_is_told_in_the_words_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, reason: str
+) -> None:
+    deployment = Mock(message=message)
+    states = {
+        "bad": Mock(
+            status="DEPLOY_FAILED",
+            message="Failed to update the deployments ['Replica'].",
+            deployments={"Replica": deployment},
+        ),
+        "good": Mock(status="RUNNING", message="", deployments={}),
+    }
+    monkeypatch.setattr("deployments.cluster.serve.status", lambda: Mock(applications=states))
+    file = tmp_path / "serve.yaml"
+    file.write_text(CONFIG % 1, encoding="utf-8")
+    assert Cluster(read_config(file), "token").failures() == [f"application bad: {reason}"]

@@ -70,7 +70,7 @@ def test_the_defaults_are_the_demo_pair() -> None:
         target=str(ROOT / "models/demo/target"),
         draft=str(ROOT / "models/demo/draft"),
         device="cpu",
-        dtype="float32",
+        dtype="auto",
         policy=PolicyConfig(),
         max_waiting=48,
         threads=1,
@@ -88,6 +88,13 @@ def test_strings_from_the_command_line_become_what_they_say() -> None:
     assert config.policy == PolicyConfig(name="fixed", k=4)
     assert (config.max_running, config.max_model_len, config.threads) == (2, 128, 3)
     assert settings.num_cpus == 0.5
+
+
+def test_the_forms_of_the_weights_reach_the_engine() -> None:
+    config = Settings.model_validate(
+        {"target_weights": "int8", "draft_weights": "int8", "quantize_head": "false"}
+    ).freeze("cpu")
+    assert (config.target_weights, config.draft_weights, config.quantize_head) == ("int8", "int8", False)
 
 
 def test_what_the_cache_may_take_reaches_the_engine() -> None:
@@ -140,13 +147,14 @@ def test_none_can_be_said_on_the_command_line(none: str | None) -> None:
 @pytest.mark.parametrize(
     ("dtype", "device", "expected"),
     [
-        ("auto", "cpu", "float32"),
-        ("auto", "cuda", "bfloat16"),
+        ("auto", "cpu", "auto"),  # the engine decides: only the replica sees the GPU
+        ("auto", "cuda", "auto"),
+        ("float16", "cuda", "float16"),
         ("float64", "cpu", "float64"),
         ("float32", "cuda", "float32"),
     ],
 )
-def test_dtype_follows_the_device_unless_given(dtype: str, device: Any, expected: str) -> None:
+def test_dtype_is_left_to_the_engine_unless_given(dtype: str, device: Any, expected: str) -> None:
     config = Settings.model_validate({"dtype": dtype}).freeze(device)
     assert (config.dtype, config.device) == (expected, device)
 
@@ -255,7 +263,7 @@ def test_directories_may_be_absolute_relative_or_at_home(monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", "/home/someone")
     config = Settings(target="/models/t", draft="~/d").freeze("cpu")
     assert (config.target, config.draft) == ("/models/t", "/home/someone/d")
-    assert Settings(target="pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
+    assert Settings(target="./pairs/t").freeze("cpu").target == str(ROOT / "pairs/t")
 
 
 def test_the_name_is_given_or_the_directorys() -> None:
@@ -285,7 +293,10 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"max_running": 0}, "greater than or equal to 1"),
         ({"max_running": 64}, "cannot hold one verification of every sequence"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
-        ({"dtype": "float16"}, "'bfloat16'"),
+        ({"dtype": "int8"}, "'bfloat16'"),
+        ({"target_weights": "int4"}, "'as_is' or 'int8'"),
+        ({"draft_weights": "int8", "draft": "none"}, "needs a draft checkpoint"),
+        ({"target_weights": "int8", "device": "cuda"}, "needs device cpu"),
         ({"drafter": "eagle"}, "'cascade'"),
         ({"drafter": True}, "'cascade'"),
         ({"drafter": "model", "draft": "none"}, "needs a draft checkpoint"),
@@ -408,3 +419,19 @@ def test_a_misspelt_key_that_serve_accepts_is_found(
 def _replica(config: dict[str, Any]) -> dict[str, Any]:
     replica: dict[str, Any] = config["applications"][0]["deployments"][0]
     return replica
+
+
+@pytest.mark.parametrize("given", ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main"])
+def test_a_hub_id_is_passed_on_and_is_the_default_name(given: str) -> None:
+    settings = Settings(target=given, draft="Qwen/Qwen3-0.6B")
+    config = settings.freeze("cpu")
+    assert (config.target, config.draft) == (given, "Qwen/Qwen3-0.6B")
+    assert settings.name == "Qwen/Qwen3-8B"
+    assert Settings(target=given, model_name="mine").name == "mine"
+
+
+@pytest.mark.parametrize("given", ["models/demo", "./models/none", "models/none/target", "/models/none"])
+def test_a_path_is_no_hub_id(given: str) -> None:
+    """`models/demo` is a directory of this repository; the others are spelt as paths."""
+    config = Settings(target=given).freeze("cpu")
+    assert config.target == str(ROOT / given)

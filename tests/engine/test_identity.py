@@ -24,7 +24,7 @@ from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
 from tests.kv import without_prefixes
 
-COUNT = 60
+COUNT = 40
 MANY = 200  # in proofs
 MAX_LEN = 128
 FILTERS: tuple[dict[str, Any], ...] = (
@@ -113,8 +113,9 @@ def test_greedy_is_what_transformers_generates(engine: Engine, pair: Pair) -> No
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_alone(engine: Engine, requests: list[Request], expected: Tokens, k: int) -> None:
-    tokens, drafted, accepted = run_alone(engine, with_k(requests, k))
-    assert tokens == expected
+    every = 1 if len(requests) == MANY else 2
+    tokens, drafted, accepted = run_alone(engine, with_k(requests, k)[::every])
+    assert tokens == {r.id: expected[r.id] for r in requests[::every]}
     if k == 1:
         assert_partial(drafted, accepted)
 

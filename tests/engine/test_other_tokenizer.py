@@ -228,11 +228,12 @@ def test_drafts_end_at_the_end_of_the_drafts_context_in_its_own_tokens(other: Pa
     prompt = make_requests(0.8, 0)[5].prompt_ids[:20]
     request = Request("r", prompt, SamplingParams(0.8, seed=1, max_tokens=60, ignore_eos=True), 4)
     plain = drive(engine, [replace(request, k=0)])
-    held = list[tuple[bool, bool]]()
+    held, beyond = list[tuple[bool, bool]](), [False]  # before the round
 
     def watch() -> None:
         for sequence in engine.scheduler.running:
-            held.append((len(runner.tokens(sequence)) > 48, runner.cache.holds(sequence.handle)))
+            held.append((beyond[-1], runner.cache.holds(sequence.handle)))
+            beyond.append(len(runner.tokens(sequence)) > 48)
 
     assert drive(engine, [request], after_step=watch).tokens == plain.tokens
     assert (False, True) in held

@@ -73,9 +73,14 @@ def requests() -> list[Request]:
     ]
 
 
-def test_the_timings_cover_the_grid(pair: Pair) -> None:
+@pytest.fixture(scope="module")
+def profiled(pair: Pair) -> tuple[Engine, list[Timing]]:
     engine = small(pair)
-    timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    return engine, profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+
+
+def test_the_timings_cover_the_grid(profiled: tuple[Engine, list[Timing]]) -> None:
+    _, timings = profiled
     assert uniform(timings) == {batch: [0, 1, 2, 4] for batch in (1, 2, 4, 6)}
     for t in timings:
         assert t.score_s > 0
@@ -89,17 +94,15 @@ def test_the_timings_cover_the_grid(pair: Pair) -> None:
     assert [(t.batch, t.read) for t in behind] == [(1, 15), (2, 16), (4, 18), (6, 20)]  # half of the first one
 
 
-def test_a_cost_model_can_be_made_of_them(pair: Pair) -> None:
-    engine = small(pair)
-    timings = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+def test_a_cost_model_can_be_made_of_them(profiled: tuple[Engine, list[Timing]]) -> None:
+    _, timings = profiled
     cost = CostModel(DEPTH, timings).round_cost(6, 0)
     assert cost.step_s + cost.token_s > 0
     assert math.isfinite(cost.seconds(24, DEPTH, DEPTH, 24))
 
 
-def test_nothing_is_left_of_it(pair: Pair) -> None:
-    engine = small(pair)
-    profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+def test_nothing_is_left_of_it(profiled: tuple[Engine, list[Timing]]) -> None:
+    engine, _ = profiled
     check_nothing_is_left(engine)
 
 
@@ -135,7 +138,7 @@ def test_a_failure_leaves_nothing_either(pair: Pair, monkeypatch: pytest.MonkeyP
 def test_generations_are_the_same_after_it(pair: Pair) -> None:
     before = drive(small(pair), requests()).tokens
     engine = small(pair)
-    profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    profile(engine.target, engine.drafter, 4, DEPTH, AGES)
     assert drive(engine, requests()).tokens == before
 
 

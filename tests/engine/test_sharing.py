@@ -28,7 +28,8 @@ from tests.engine.sampling.test_logprobs import equal, hear
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXT = tuple(random.Random(9).choices(range(2, VOCAB), k=96))
 
-pytestmark = pytest.mark.parametrize("kind", ["mapped", "gathered"])
+every_kind = pytest.mark.parametrize("kind", ["mapped", "gathered"])
+usual_kind = pytest.mark.parametrize("kind", ["mapped", pytest.param("gathered", marks=pytest.mark.proofs)])
 
 
 def load_with(pair: Pair, kind: str, **config: Any) -> Engine:
@@ -75,6 +76,7 @@ def choices(length: int, count: int = 4, k: int = 4) -> list[Request]:
     return [Request(f"c{i}", TEXT[:length], params, k=k, choice_index=i, group="c") for i in range(count)]
 
 
+@every_kind
 @pytest.mark.parametrize("length", [1, 17, 41, 70])
 @pytest.mark.parametrize("k", [0, 4])
 def test_choices_of_one_prompt_read_it_once(pair: Pair, kind: str, length: int, k: int) -> None:
@@ -91,6 +93,7 @@ def test_choices_of_one_prompt_read_it_once(pair: Pair, kind: str, length: int, 
     assert [cached(run, r.id) for r in requests] == [0] + 3 * [length - 1 if worth else 0]
 
 
+@usual_kind
 @pytest.mark.parametrize("length", [40, 60])
 def test_a_few_tokens_are_not_worth_a_wait(pair: Pair, kind: str, length: int) -> None:
     """The last pass of the leader leaves tokens for another, who begins with what is there."""
@@ -100,6 +103,7 @@ def test_a_few_tokens_are_not_worth_a_wait(pair: Pair, kind: str, length: int) -
     assert length < sum(s.prefill_tokens for s in run.steps) < length + MIN_SHARED + 1
 
 
+@every_kind
 @pytest.mark.parametrize("length", [40, 43])
 def test_a_partial_block_is_copied_when_it_is_written(pair: Pair, kind: str, length: int) -> None:
     """40 tokens are whole blocks of either size: their copies are all the same in the end, and one of them is kept."""
@@ -132,14 +136,15 @@ def test_a_partial_block_is_copied_when_it_is_written(pair: Pair, kind: str, len
 
 
 def check_hits(engine: Engine, size: int) -> None:
-    """Prompts of all lengths that are the beginning of a text whose sequence has finished."""
+    """Prompts that are the beginning of a text whose sequence has finished, of all lengths next to a block's end."""
     drive(engine, [Request("first", TEXT[:60], PARAMS, k=0)])
-    expected = load_plain(engine)
-    for length in range(1, 61):
-        request = Request(f"r{length}", TEXT[:length], replace(PARAMS, max_tokens=3), k=3)
+    lengths = [n for n in range(1, 61) if n % size < 2 or n % size == size - 1]
+    requests = [Request(f"r{n}", TEXT[:n], replace(PARAMS, max_tokens=3), k=3) for n in lengths]
+    expected = drive(load_plain(engine), requests).tokens
+    for request in requests:
         run = drive(engine, [request])
-        assert cached(run, request.id) == (length - 1) // size * size
-        assert run.tokens[request.id] == drive(expected, [request]).tokens[request.id]
+        assert cached(run, request.id) == (len(request.prompt_ids) - 1) // size * size
+        assert run.tokens[request.id] == expected[request.id]
 
 
 def load_plain(engine: Engine) -> Engine:
@@ -148,11 +153,13 @@ def load_plain(engine: Engine) -> Engine:
     return Engine.from_config(config)
 
 
+@every_kind
 def test_a_hit_never_covers_the_last_token_of_a_prompt(pair: Pair, kind: str) -> None:
     """Its logits are wanted."""
     check_hits(load_with(pair, kind), BLOCK_SIZES[kind])
 
 
+@usual_kind
 def test_negative_control_hits_of_whole_prompts(
     pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +174,7 @@ def test_negative_control_hits_of_whole_prompts(
         check_hits(load_with(pair, kind), BLOCK_SIZES[kind])
 
 
+@usual_kind
 def test_without_a_prefix_cache_nothing_is_found(pair: Pair, kind: str) -> None:
     engine = load_with(pair, kind, prefix_cache=False)
     request = Request("r", TEXT[:50], PARAMS)
@@ -177,6 +185,7 @@ def test_without_a_prefix_cache_nothing_is_found(pair: Pair, kind: str) -> None:
     assert [found_at_once(with_one, request) for _ in range(2)] == [0, 49 // BLOCK_SIZES[kind] * BLOCK_SIZES[kind]]
 
 
+@every_kind
 def test_the_next_turn_finds_what_the_last_one_said(pair: Pair, kind: str) -> None:
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     first = Request("first", TEXT[:30], replace(PARAMS, max_tokens=21), k=4)
@@ -196,10 +205,12 @@ def turned_away(engine: Engine) -> tuple[int, int]:
     return cached(running, "second"), found_at_once(engine, replace(first, id="other", cache_salt="three"))
 
 
+@usual_kind
 def test_salts_are_kept_apart(pair: Pair, kind: str) -> None:
     assert turned_away(load_with(pair, kind)) == (0, 0)
 
 
+@usual_kind
 def test_the_draft_keeps_salts_apart(pair: Pair, kind: str) -> None:
     engine = load_with(pair, kind)
     read = read_tokens(model_drafter(engine).runner)
@@ -212,6 +223,7 @@ def test_the_draft_keeps_salts_apart(pair: Pair, kind: str) -> None:
         assert sum(read) >= least
 
 
+@usual_kind
 @pytest.mark.parametrize("guard", ["index", "scheduler"])
 def test_negative_control_salts_that_nobody_looks_at(
     pair: Pair, kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +248,7 @@ def echoes() -> tuple[Request, Request]:
     return Request("plain", TEXT[:50], PARAMS, k=2), echo
 
 
+@usual_kind
 def test_a_request_for_prompt_logprobs_reads_its_prompt_and_publishes_it(pair: Pair, kind: str) -> None:
     plain, echo = echoes()
     alone = hear(load_with(pair, kind), [echo])
@@ -250,6 +263,7 @@ def test_a_request_for_prompt_logprobs_reads_its_prompt_and_publishes_it(pair: P
     assert heard.run.tokens["echo"] == alone.run.tokens["echo"]
 
 
+@usual_kind
 def test_negative_control_prompt_logprobs_of_a_hit(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "_reusable_tokens", lambda sequence: sequence.tokens)
     plain, echo = echoes()
@@ -299,17 +313,20 @@ def follow(pair: Pair, kind: str, length: int, common: int) -> tuple[int, int]:
     return starts.at["follower"], cached(run, "follower")
 
 
+@usual_kind
 @pytest.mark.parametrize(("length", "common"), WAITS)
 def test_a_follower_waits_while_it_pays(pair: Pair, kind: str, length: int, common: int) -> None:
     """As long as 16 or more of the tokens in common are about to be computed, and no longer."""
     assert follow(pair, kind, length, common) == WAITS[length, common]
 
 
+@usual_kind
 def test_negative_control_nobody_waits(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_worth_waiting", lambda *_: False)
     assert follow(pair, kind, 40, 39) == (1, 0)
 
 
+@every_kind
 def test_a_follower_goes_on_when_its_leader_is_cancelled(pair: Pair, kind: str) -> None:
     engine = load_with(pair, kind)
     starts = Starts(engine)
@@ -322,6 +339,7 @@ def test_a_follower_goes_on_when_its_leader_is_cancelled(pair: Pair, kind: str) 
     assert run.tokens["follower"] == drive(load_plain(engine), [follower]).tokens["follower"]
 
 
+@usual_kind
 def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) -> None:
     """The leader is the youngest that runs; an older sequence takes its memory while it reads."""
     engine = load_with(pair, kind)
@@ -348,6 +366,7 @@ def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) 
 # --- each model for itself -------------------------------------------------------------------------------------------
 
 
+@every_kind
 def test_a_hit_of_the_target_alone_costs_only_the_draft_its_reading(pair: Pair, kind: str) -> None:
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     plain = Request("plain", TEXT[:50], PARAMS, k=0)
@@ -361,6 +380,7 @@ def test_a_hit_of_the_target_alone_costs_only_the_draft_its_reading(pair: Pair, 
     assert run.drafted
 
 
+@usual_kind
 def test_a_hit_of_the_draft_alone_costs_only_the_target_its_reading(pair: Pair, kind: str) -> None:
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     request = Request("r", TEXT[:50], PARAMS, k=4)
@@ -402,6 +422,7 @@ def after_poison(engine: Engine, length: int) -> list[Drive]:
     return [drive(engine, [request]) for _ in range(3)]
 
 
+@every_kind
 @pytest.mark.parametrize("length", [50, 60])
 def test_what_is_not_finite_is_found_only_once(
     pair: Pair, kind: str, length: int, caplog: pytest.LogCaptureFixture
@@ -415,6 +436,7 @@ def test_what_is_not_finite_is_found_only_once(
     assert second.tokens == third.tokens == expected
 
 
+@every_kind
 def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks below those that were found are forgotten with them, and given to others."""
     caplog.set_level(logging.CRITICAL, "engine")
@@ -430,6 +452,7 @@ def test_what_is_not_finite_harms_nobody_else(pair: Pair, kind: str, caplog: pyt
         assert rows.isfinite().all()
 
 
+@usual_kind
 def test_negative_control_what_is_not_finite_stays_to_be_found(
     pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -281,7 +281,7 @@ def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rou
 
 def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left alone within 20 rounds, used again within 200 after its repair. In between, newcomers try it briefly."""
-    engine = load(twins, policy=PolicyConfig("goodput"), max_running=4)
+    engine = load(twins, policy=PolicyConfig("goodput"), max_running=4, max_spec_length=8)
     priced(engine, monkeypatch)
     table = model_drafter(engine).runner.decoder.embedding
     good = table.clone()
@@ -292,14 +292,14 @@ def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, mo
     def repair() -> None:
         table.copy_(good)
 
-    changes = {60: spoil, 180: repair}
-    drafts = drafts_per_round(engine, changes, 480)
+    changes = {60: spoil, 140: repair}
+    drafts = drafts_per_round(engine, changes, 380)
     assert not changes
     usual = mean(drafts[30:60])
     assert usual > 4
     assert min(drafts[60:80]) == 0
-    assert mean(drafts[80:180]) < 0.15 * usual
-    assert mean(drafts[380:]) > 0.8 * usual
+    assert mean(drafts[80:140]) < 0.15 * usual
+    assert mean(drafts[340:]) > 0.8 * usual
 
 
 def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Tokens that a request names end its text like an end-of-sequence token; and what of its end the text keeps.
 
-The target is its own draft here, so every round of every verifier accepts everything and the block structure is known.
+The target is its own draft, so every round of every verifier accepts everything and the block structure is known.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import Received, drive, load
 from tests.engine.pairs import EOS, Pair
-from tests.engine.test_stops import certain, decoded, place_in_block, prompt, stop_strings
+from tests.engine.test_stops import certain, decoded, place_in_block, prompt, run_with_ends, stop_strings
 
 K = 4
 LENGTH = 24
@@ -45,7 +45,8 @@ every_speculative_way = pytest.mark.parametrize("way", SPECULATIVE, ids=str)
 
 @pytest.fixture(scope="module")
 def engine(twins: Pair) -> Engine:
-    return load(twins, max_running=8, max_spec_length=8, max_step_tokens=80)
+    """Sixteen requests share a pass, and each has room for all of its drafts in every round."""
+    return load(twins, max_running=16, max_spec_length=8, max_step_tokens=512, prefill_chunk=512)
 
 
 @pytest.fixture
@@ -56,9 +57,19 @@ def end_tokens(engine: Engine) -> Iterator[None]:
     engine.intake.eos_ids = before
 
 
+def asks(engine: Engine, way: Way, params: SamplingParams, name: str = "r") -> Request:
+    return Request(name, prompt(engine), params, k=way.k, verifier=way.verifier)
+
+
 def run(engine: Engine, way: Way, params: SamplingParams) -> Received:
-    request = Request("r", prompt(engine), params, k=way.k, verifier=way.verifier)
-    return drive(engine, [request]).received["r"]
+    return drive(engine, [asks(engine, way, params)]).received["r"]
+
+
+def run_all(engine: Engine, way: Way, params: Iterable[SamplingParams]) -> list[Received]:
+    """What each request gets. They share passes, which changes no text."""
+    requests = [asks(engine, way, asked, f"r{n}") for n, asked in enumerate(params)]
+    received = drive(engine, requests).received
+    return [received[r.id] for r in requests]
 
 
 def wordy(engine: Engine, way: Way) -> SamplingParams:
@@ -85,9 +96,11 @@ def ends_of(params: SamplingParams, tokens: list[int]) -> list[int]:
 def test_a_stop_token_ends_the_text_wherever_it_falls(engine: Engine, way: Way, include: bool) -> None:
     tokens = free(engine, way)
     places = set()
-    for stop in dict.fromkeys(tokens):
-        params = replace(way.params, stop_token_ids=(stop,), include_stop_str_in_output=include)
-        told = run(engine, way, params)
+    asked = [
+        replace(way.params, stop_token_ids=(stop,), include_stop_str_in_output=include)
+        for stop in dict.fromkeys(tokens)
+    ]
+    for params, told in zip(asked, run_all(engine, way, asked), strict=True):
         expected = ends_of(params, tokens)
         assert (told.tokens, told.reason) == (expected, "stop")
         assert told.text == decoded(engine, expected if include else expected[:-1])
@@ -101,12 +114,15 @@ def test_a_stop_token_ends_the_text_wherever_it_falls(engine: Engine, way: Way, 
 @pytest.mark.usefixtures("end_tokens")
 @every_way
 def test_it_does_what_an_end_of_sequence_token_does(engine: Engine, way: Way) -> None:
-    for stop in dict.fromkeys(free(engine, way)):
-        engine.intake.eos_ids = frozenset({EOS})
-        named = run(engine, way, replace(way.params, stop_token_ids=(stop,)))
-        engine.intake.eos_ids = frozenset({stop})
-        own = run(engine, way, replace(way.params, ignore_eos=False))
-        assert (named.tokens, named.text, named.reason) == (own.tokens, own.text, own.reason)
+    stops = [*dict.fromkeys(free(engine, way))]
+    heeding = replace(way.params, ignore_eos=False)
+    cases = [(frozenset({stop}), [asks(engine, way, heeding, f"r{n}")]) for n, stop in enumerate(stops)]
+    received = run_with_ends(engine, cases)
+    engine.intake.eos_ids = frozenset({EOS})
+    named = run_all(engine, way, (replace(way.params, stop_token_ids=(stop,)) for stop in stops))
+    for n, told in enumerate(named):
+        own = received[f"r{n}"]
+        assert (told.tokens, told.text, told.reason) == (own.tokens, own.text, own.reason)
 
 
 @every_way
@@ -134,18 +150,19 @@ def test_ignore_eos_does_not_ignore_them(engine: Engine, way: Way) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("min_tokens", [*range(1, 8), LENGTH])
-def test_min_tokens_bans_them_before_and_allows_them_after(engine: Engine, way: Way, min_tokens: int) -> None:
+def test_min_tokens_bans_them_before_and_allows_them_after(engine: Engine, way: Way) -> None:
     """The stop token has all the mass, so the ban is felt at every position, and its end is felt at once."""
-    params = replace(way.params, stop_token_ids=(80, 90), min_tokens=min_tokens, logit_bias=((80, 100.0),))
-    told = run(engine, way, params)
-    assert not {80, 90} & {*told.tokens[:min_tokens]}
-    assert len({*told.tokens[:min_tokens]}) > min_tokens // 4
-    if min_tokens < LENGTH:
-        assert (told.tokens[min_tokens:], told.reason) == ([80], "stop")
-    else:
-        assert (len(told.tokens), told.reason) == (LENGTH, "length")
-    assert run(engine, way, replace(params, min_tokens=0)).tokens == [80]
+    free = replace(way.params, stop_token_ids=(80, 90), logit_bias=((80, 100.0),))
+    asked = [replace(free, min_tokens=n) for n in (*range(1, 8), LENGTH)]
+    for params, told in zip(asked, run_all(engine, way, asked), strict=True):
+        least = params.min_tokens
+        assert not {80, 90} & {*told.tokens[:least]}
+        assert len({*told.tokens[:least]}) > least // 4
+        if least < LENGTH:
+            assert (told.tokens[least:], told.reason) == ([80], "stop")
+        else:
+            assert (len(told.tokens), told.reason) == (LENGTH, "length")
+    assert run(engine, way, free).tokens == [80]
 
 
 @every_way
@@ -183,12 +200,12 @@ def test_the_text_keeps_the_stop_string(engine: Engine, way: Way) -> None:
     base = wordy(engine, way)
     tokens = free(engine, way, base)
     places, inside, spanning = set(), 0, 0
-    for stop in dict.fromkeys(stop_strings(certain(engine, tokens))[::3]):
-        params = replace(base, stop=(stop,), include_stop_str_in_output=True)
-        told = run(engine, way, params)
+    stops = [*dict.fromkeys(stop_strings(certain(engine, tokens))[::3])]
+    kept = run_all(engine, way, (replace(base, stop=(s,), include_stop_str_in_output=True) for s in stops))
+    left_out = run_all(engine, way, (replace(base, stop=(s,)) for s in stops))
+    for stop, told, without in zip(stops, kept, left_out, strict=True):
         expected, text, cut = up_to(engine, tokens, stop)
         assert (told.tokens, told.text, told.reason) == (expected, text, "stop")
-        without = run(engine, way, replace(params, include_stop_str_in_output=False))
         assert (without.tokens, without.text + stop) == (told.tokens, told.text)
         assert told.record is not None
         assert told.record.output_tokens == len(expected)

@@ -1,12 +1,13 @@
 """Where a text ends does not depend on the rounds: stops fall inside accepted blocks, at every place of a block.
 
-The target is its own draft here, so every round accepts everything and the block structure is known. What each request
-should get follows, in plain Python, from a plain run (k = 0) that ignores the end-of-sequence token.
+The target is its own draft, so every round accepts everything and the block structure is known. A plain run (k = 0)
+that ignores the end-of-sequence token tells, in plain Python, what each request must get.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -23,7 +24,8 @@ SEEDS = (4, 6, 8, 9)  # of texts without long runs of invalid bytes
 
 @pytest.fixture(scope="module")
 def engine(twins: Pair) -> Engine:
-    return load(twins, max_model_len=96, max_running=8, max_spec_length=8, max_step_tokens=80)
+    """Sixteen requests share a pass, and each has room for all of its drafts in every round."""
+    return load(twins, max_running=16, max_spec_length=8, max_step_tokens=512, prefill_chunk=512)
 
 
 @pytest.fixture
@@ -42,6 +44,27 @@ def run(engine: Engine, params: SamplingParams, k: int = K) -> Received:
     return drive(engine, [Request("r", prompt(engine), params, k=k)]).received["r"]
 
 
+def run_all(engine: Engine, params: Iterable[SamplingParams], k: int = K) -> list[Received]:
+    """What each request gets. They share passes, which changes no text."""
+    requests = [Request(f"r{n}", prompt(engine), asked, k=k) for n, asked in enumerate(params)]
+    received = drive(engine, requests).received
+    return [received[r.id] for r in requests]
+
+
+def run_with_ends(engine: Engine, cases: Seq[tuple[frozenset[int], Seq[Request]]]) -> dict[str, Received]:
+    """What each request gets, by its id. Each case begins one step after the one before it.
+
+    cases: (tokens that end texts, requests of this case).
+    """
+    ends = iter([ids for ids, _ in cases])
+
+    def next_ends() -> None:
+        engine.intake.eos_ids = next(ends, engine.intake.eos_ids)
+
+    next_ends()
+    return drive(engine, {n: made for n, (_, made) in enumerate(cases)}, after_step=next_ends).received
+
+
 def based_on(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True)
 
@@ -49,6 +72,12 @@ def based_on(seed: int) -> SamplingParams:
 @pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
 def base(request: pytest.FixtureRequest) -> SamplingParams:
     return based_on(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine, base: SamplingParams) -> list[int]:
+    """Tokens of the text that nothing ends."""
+    return run(engine, base, k=0).tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +131,25 @@ def test_everything_is_accepted(engine: Engine, base: SamplingParams) -> None:
 
 
 @pytest.mark.usefixtures("end_tokens")
-def test_end_of_sequence_at_every_place(engine: Engine, base: SamplingParams) -> None:
-    plain = run(engine, base, k=0).tokens
-    places = set()
-    for n in range(LENGTH):
-        engine.intake.eos_ids = frozenset({plain[n]})
-        params = replace(base, ignore_eos=False)
-        told = run(engine, params)
-        assert_end(told, reference(engine, plain, params, engine.intake.eos_ids))
-        assert_end(run(engine, params, k=0), reference(engine, plain, params, engine.intake.eos_ids))
+def test_end_of_sequence_at_every_place(engine: Engine, base: SamplingParams, plain: list[int]) -> None:
+    heeding = replace(base, ignore_eos=False)
+    ways = {"drafted": (heeding, K), "plain": (heeding, 0), "ignored": (base, K)}
+    cases = [
+        (frozenset({token}), [Request(f"{name} {n}", prompt(engine), p, k=k) for name, (p, k) in ways.items()])
+        for n, token in enumerate(plain)
+    ]
+    received, places = run_with_ends(engine, cases), set()
+    for n, (eos, _) in enumerate(cases):
+        for name, (params, _) in ways.items():
+            assert_end(received[f"{name} {n}"], reference(engine, plain, params, eos))
+        told = received[f"drafted {n}"]
         assert told.tokens[-1] == plain[n]
-        assert_end(run(engine, base), reference(engine, plain, base, engine.intake.eos_ids))  # ignore_eos
         places.add(place_in_block(told))
     assert places >= set(range(K + 1))
 
 
 @pytest.mark.usefixtures("end_tokens")
-def test_several_end_tokens_and_their_text(engine: Engine, base: SamplingParams) -> None:
-    plain = run(engine, base, k=0).tokens
+def test_several_end_tokens_and_their_text(engine: Engine, base: SamplingParams, plain: list[int]) -> None:
     engine.intake.eos_ids = frozenset({plain[9], plain[13]})
     params = replace(base, ignore_eos=False)
     assert_end(run(engine, params), reference(engine, plain, params, engine.intake.eos_ids))
@@ -128,9 +158,7 @@ def test_several_end_tokens_and_their_text(engine: Engine, base: SamplingParams)
 def test_the_real_end_token_adds_no_text(engine: Engine) -> None:
     """With the checkpoint's own end token, which the tokenizer skips; some of the 60 seeds meet it."""
     met = 0
-    for seed in range(60):
-        params = SamplingParams(temperature=2.0, seed=seed, max_tokens=60)
-        told = run(engine, params)
+    for told in run_all(engine, (SamplingParams(temperature=2.0, seed=n, max_tokens=60) for n in range(60))):
         assert (EOS in told.tokens) == (told.reason == "stop")
         if told.reason == "stop":
             met += 1
@@ -139,22 +167,31 @@ def test_the_real_end_token_adds_no_text(engine: Engine) -> None:
     assert met
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 2 * K + 4))
-def test_max_tokens(engine: Engine, base: SamplingParams, max_tokens: int) -> None:
-    plain = run(engine, base, k=0).tokens
-    params = replace(base, max_tokens=max_tokens)
-    told = run(engine, params)
-    assert_end(told, reference(engine, plain, params))
-    assert told.record is not None
-    assert sum(told.record.column("emitted")) == max_tokens
+def test_max_tokens(engine: Engine, base: SamplingParams, plain: list[int]) -> None:
+    asked = [replace(base, max_tokens=n) for n in range(1, 2 * K + 4)]
+    for params, told in zip(asked, run_all(engine, asked), strict=True):
+        assert_end(told, reference(engine, plain, params))
+        assert told.record is not None
+        assert sum(told.record.column("emitted")) == params.max_tokens
+
+
+@pytest.fixture(scope="module")
+def with_room(twins: Pair, engine: Engine) -> Callable[[int], Engine]:
+    """Room behind the prompt, tokens → an engine whose context ends there."""
+
+    @cache
+    def loaded(room: int) -> Engine:
+        return load(twins, max_model_len=len(prompt(engine)) + room, max_running=1, max_spec_length=8)
+
+    return loaded
 
 
 @pytest.mark.parametrize("room", range(1, 2 * K + 4))
-def test_context_end(twins: Pair, engine: Engine, base: SamplingParams, room: int) -> None:
+def test_context_end(
+    with_room: Callable[[int], Engine], engine: Engine, base: SamplingParams, plain: list[int], room: int
+) -> None:
     """The last token fills the context exactly; drafts shrink before it."""
-    plain = run(engine, base, k=0).tokens
-    small = load(twins, max_model_len=len(prompt(engine)) + room, max_running=1, max_spec_length=8)
-    params = replace(base, max_tokens=room)
+    small, params = with_room(room), replace(base, max_tokens=room)
     assert_end(run(small, params), reference(engine, plain, params))
     assert_end(run(small, params, k=8), reference(engine, plain, params))
 
@@ -185,13 +222,12 @@ def stop_everywhere(engine: Engine, base: SamplingParams) -> tuple[set[int], int
     plain = run(engine, base, k=0).tokens
     text = certain(engine, plain)
     places, spanning = set(), 0
-    for stop in stop_strings(text)[::2]:
-        params = replace(base, stop=(stop,))
-        told = run(engine, params)
+    asked = [replace(base, stop=(stop,)) for stop in stop_strings(text)[::2]]
+    for params, told in zip(asked, run_all(engine, asked), strict=True):
         end = reference(engine, plain, params)
         assert end.reason == "stop"
         assert_end(told, end)
-        assert stop not in told.text
+        assert params.stop[0] not in told.text
         places.add(place_in_block(told))
         # The string began in an earlier token, and in an earlier round, than the one that completed it.
         last_round = told.record.column("emitted")[-1] if told.record else 0
@@ -199,60 +235,58 @@ def stop_everywhere(engine: Engine, base: SamplingParams) -> tuple[set[int], int
     return places, spanning
 
 
-def test_several_stop_strings(engine: Engine, base: SamplingParams) -> None:
-    plain = run(engine, base, k=0).tokens
+def test_several_stop_strings(engine: Engine, base: SamplingParams, plain: list[int]) -> None:
     pieces = stop_strings(certain(engine, plain))
-    for i in range(0, len(pieces) - 9, 5):
-        params = replace(base, stop=(pieces[i + 9], "never there", pieces[i][:1] + "\x00\x00", pieces[i]))
-        assert_end(run(engine, params), reference(engine, plain, params))
+    asked = [
+        replace(base, stop=(pieces[i + 9], "never there", pieces[i][:1] + "\x00\x00", pieces[i]))
+        for i in range(0, len(pieces) - 9, 5)
+    ]
+    for params, told in zip(asked, run_all(engine, asked), strict=True):
+        assert_end(told, reference(engine, plain, params))
 
 
-def test_stop_strings_with_min_tokens(engine: Engine, base: SamplingParams) -> None:
-    plain = run(engine, base, k=0).tokens
-    text = certain(engine, plain)
-    later = 0
-    for stop in stop_strings(text)[::3]:
-        free = reference(engine, plain, replace(base, stop=(stop,)))
-        for min_tokens in (len(free.tokens), len(free.tokens) + 1, len(free.tokens) + 3):
-            if min_tokens <= LENGTH:
-                params = replace(base, stop=(stop,), min_tokens=min_tokens)
-                end = reference(engine, plain, params)
-                assert_end(run(engine, params), end)
-                later += len(end.tokens) > len(free.tokens)
+def test_stop_strings_with_min_tokens(engine: Engine, base: SamplingParams, plain: list[int]) -> None:
+    asked, later = list[SamplingParams](), 0
+    for stop in stop_strings(certain(engine, plain))[::3]:
+        first = len(reference(engine, plain, replace(base, stop=(stop,))).tokens)
+        these = [replace(base, stop=(stop,), min_tokens=n) for n in (first, first + 1, first + 3) if n <= LENGTH]
+        later += sum(len(reference(engine, plain, params).tokens) > first for params in these)
+        asked += these
+    for params, told in zip(asked, run_all(engine, asked), strict=True):
+        assert_end(told, reference(engine, plain, params))
     assert later
 
 
 @pytest.mark.usefixtures("end_tokens")
 @pytest.mark.parametrize("k", [0, K])
-def test_ignored_ends_are_not_banned_under_min_tokens(engine: Engine, base: SamplingParams, k: int) -> None:
+def test_ignored_ends_are_not_banned_under_min_tokens(
+    engine: Engine, base: SamplingParams, plain: list[int], k: int
+) -> None:
     """Every token of the text ends texts; who ignores that gets the same text with min_tokens as without."""
-    plain = run(engine, base, k=0).tokens
     engine.intake.eos_ids = frozenset(plain)
     assert run(engine, replace(base, min_tokens=LENGTH), k=k).tokens == plain
     assert run(engine, replace(base, min_tokens=LENGTH, ignore_eos=False), k=k).tokens != plain  # the ban is felt
 
 
 @pytest.mark.usefixtures("end_tokens")
-@pytest.mark.parametrize("min_tokens", range(0, LENGTH, 3))
-def test_end_of_sequence_is_banned_under_min_tokens(engine: Engine, base: SamplingParams, min_tokens: int) -> None:
+def test_end_of_sequence_is_banned_under_min_tokens(engine: Engine) -> None:
     """The end token is the likeliest everywhere (a ban must be felt), so the text ends as soon as it may."""
-    plain = run(engine, replace(base, temperature=0.0), k=0).tokens
+    greedy = replace(based_on(SEEDS[0]), temperature=0.0)
+    plain = run(engine, greedy, k=0).tokens
     engine.intake.eos_ids = frozenset(plain)
-    params = replace(base, temperature=0.0, ignore_eos=False, min_tokens=min_tokens)
-    told = run(engine, params)
-    assert not engine.intake.eos_ids & set(told.tokens[: min(min_tokens, len(told.tokens) - 1)])
-    assert len(told.tokens) > min_tokens or told.reason == "length"
-    if not min_tokens:
-        assert told.tokens == plain[:1]
-    again = run(engine, params, k=0)
-    assert (again.tokens, again.text, again.reason) == (told.tokens, told.text, told.reason)
+    asked = [replace(greedy, ignore_eos=False, min_tokens=n) for n in range(0, LENGTH, 3)]
+    for params, told, again in zip(asked, run_all(engine, asked), run_all(engine, asked, k=0), strict=True):
+        assert not engine.intake.eos_ids & set(told.tokens[: min(params.min_tokens, len(told.tokens) - 1)])
+        assert len(told.tokens) > params.min_tokens or told.reason == "length"
+        if not params.min_tokens:
+            assert told.tokens == plain[:1]
+        assert (again.tokens, again.text, again.reason) == (told.tokens, told.text, told.reason)
 
 
 def test_streamed_text_is_cut_only_between_characters(engine: Engine) -> None:
     """Sixty random texts, half of whose tokens are single bytes of longer characters."""
     held = 0
-    for seed in range(60):
-        told = run(engine, SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True), k=2)
+    for told in run_all(engine, (based_on(seed) for seed in range(60)), k=2):
         assert told.text == decoded(engine, told.tokens)
         held += sum(not p for p in told.pieces)
     assert held

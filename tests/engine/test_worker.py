@@ -672,7 +672,8 @@ def test_the_demand_of_a_request_is_given_back_however_it_ends(
     desk.wait_for_end(*ends.names)
     assert ends.names
     assert fills_the_memory(worker, desk)
-    assert fills_the_memory(worker, desk)
+    if ways == Ends.WAYS:
+        assert fills_the_memory(worker, desk)
     worker.stop()
 
 

@@ -44,7 +44,7 @@ def test_no_limit() -> None:
     assert lengths(torch.full((2, 5), 0.5, dtype=torch.float64), [0.0, 0.3]) == [5, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_it_is_computed_in_enough_digits(dtype: torch.dtype) -> None:
     """Equal logits of 1000 tokens, whose sum would be rounded in bfloat16."""
     confidence = ConfidenceLimit([1.01e-3, 0.99e-3], CPU)

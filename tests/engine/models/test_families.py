@@ -85,6 +85,15 @@ def test_batches(reader: Reader) -> None:
     reader.feed({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1})
 
 
+def test_long_factors_are_warned_of(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint, _ = made["phi3, long factors"]
+    caplog.clear()
+    load_alone(checkpoint, max_len=32)
+    assert "max_model_len" not in caplog.text
+    load_alone(checkpoint, max_len=33)
+    assert "max_model_len is 33; short texts read best with at most 32" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_scores_of_a_few_queries_at_a_time(
     name: str, made: Made, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch

@@ -1,12 +1,33 @@
 """Each of the three products is the product, bias included; tiny models alone would only ever see the plain one."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 
-from engine.models.linear import UNPACKED_LIMIT, Linear
+from engine.config import ConfigError
+from engine.models.linear import UNPACKED_LIMIT, Int8Linear, Linear, check_int8_products
+from engine.models.quantize import SLICE_ROWS, quantise_weight
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.5}  # sums of 300 products of order 1
+ROOT = Path(__file__).resolve().parents[3]
+# Sums of 300 products of order 1.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+def int8_reason() -> str:
+    try:
+        check_int8_products()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())
 
 
 def make(out: int, inner: int, dtype: torch.dtype, bias: bool) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
@@ -41,3 +62,123 @@ def test_which_product_is_taken() -> None:
     assert large.unpacked is None
     assert not exact.packed
     assert exact.unpacked is None
+
+
+INT8_SHAPES = [(400, 300), (64, 64), (3, 5), (96, 512), (192, 2048)]  # signed activations are slow in all but the first
+
+
+def make_int8(out: int, inner: int, bias: bool) -> tuple[Int8Linear, Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out, inner, generator=generator)
+    offset = torch.randn(out, generator=generator) * 10 if bias else None
+    integers, steps = quantise_weight(weight)
+    return Int8Linear(integers, steps, offset), integers, steps, offset
+
+
+def activations(rows: int, inner: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    scales = torch.logspace(-3, 3, rows)[:, None]  # each row has a range of its own
+    return torch.randn(rows, inner, generator=generator) * scales
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out", "inner"), INT8_SHAPES)
+def test_an_int8_product_is_a_sum_of_integers(out: int, inner: int, bias: bool) -> None:
+    """Bit for bit: integer sums, times the channel's step, times the row's step, plus the bias."""
+    linear, integers, steps, offset = make_int8(out, inner, bias)
+    x = activations(9, inner)
+    row_steps = x.abs().amax(1, keepdim=True) * (1 / 127)
+    rounded = (x / row_steps + 0.5).floor().clamp(-127, 127)
+    sums = (rounded.double() @ integers.double().t()).float() * steps
+    expected = sums * row_steps if offset is None else torch.addcmul(offset, sums, row_steps)
+    assert torch.equal(linear(x), expected)
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out", "inner"), INT8_SHAPES)
+def test_an_int8_row_does_not_depend_on_its_company(out: int, inner: int, bias: bool) -> None:
+    linear, x = make_int8(out, inner, bias)[0], activations(33, inner)
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in range(1, 34):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+        assert torch.equal(linear(x[-rows:]), alone[-rows:])
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_int8_product_is_near_the_product(dtype: torch.dtype) -> None:
+    """Within half a step of each number: Σ |x| · step(w) / 2 + Σ |w| · step(x) / 2, and the dtype's own rounding."""
+    weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
+    x = activations(5, 300).to(dtype)
+    y = Int8Linear(*quantise_weight(weight))(x)
+    assert y.dtype is dtype
+    exact = x.double() @ weight.double().t()
+    weight_steps, row_steps = weight.abs().amax(1).double() / 127, x.double().abs().amax(1, keepdim=True) / 127
+    bound = x.double().abs().sum(1, keepdim=True) * weight_steps / 2 + row_steps / 2 * weight.double().abs().sum(1)
+    error = (y.double() - exact).abs()
+    assert (error < 1.01 * bound + 2 * torch.finfo(dtype).eps * exact.abs()).all()
+    assert (error > 0.02 * bound).any()  # it is rounded
+
+
+@needs_int8
+def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
+    linear, _, _, bias = make_int8(96, 512, bias=True)
+    x = activations(4, 512)
+    clean = linear(x)
+    x[0], x[1, 7], x[2, 9] = 0.0, torch.inf, torch.nan
+    y = linear(x)
+    assert bias is not None
+    assert torch.equal(y[0], bias)
+    assert not y[1:3].isfinite().any()  # a request with such logits ends; a finite row would go on
+    assert torch.equal(y[3], clean[3])
+
+
+def test_a_weight_is_rounded_to_the_nearest_step() -> None:
+    weight = torch.randn(SLICE_ROWS + 3, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[5] = 0
+    integers, steps = quantise_weight(weight)
+    assert (integers.dtype, steps.dtype) == (torch.int8, torch.float32)
+    assert torch.equal(integers.abs().amax(1), torch.where(torch.arange(len(weight)) == 5, 0, 127))
+    assert ((integers * steps[:, None] - weight.float()).abs() <= 0.501 * steps[:, None]).all()
+
+
+@needs_int8
+def test_the_bytes_of_an_int8_product() -> None:
+    linear = make_int8(400, 300, bias=True)[0]
+    assert linear.num_bytes == 400 * 300 + 2 * 4 * 400
+
+
+PROBE = """
+from engine.models.linear import Int8Linear, check_int8_products
+from engine.models.quantize import quantise_weight
+import torch
+check_int8_products()
+for rows in (1, 2, 17):
+    Int8Linear(*quantise_weight(torch.randn(192, 512)))(torch.randn(rows, 512))
+"""
+
+
+def probe(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the int8 product in a process of its own: oneDNN reads its environment once."""
+    return subprocess.run(
+        [sys.executable, "-c", PROBE], env=os.environ | environment, capture_output=True, text=True, cwd=ROOT
+    )
+
+
+@needs_int8
+def test_int8_products_are_refused_where_they_saturate() -> None:
+    result = probe(ONEDNN_MAX_CPU_ISA="AVX2")
+    assert "int8 products saturate on this processor" in result.stderr
+    assert result.returncode
+
+
+@needs_int8
+@pytest.mark.parametrize("instructions", ["ALL", pytest.param("AVX2_VNNI", marks=pytest.mark.proofs)])
+def test_no_int8_product_is_left_to_reference_code(instructions: str) -> None:
+    """It is a thousand times slower."""
+    result = probe(ONEDNN_MAX_CPU_ISA=instructions, ONEDNN_VERBOSE="1")
+    products = [line for line in result.stdout.splitlines() if "exec,cpu,matmul" in line]
+    assert len(products) == 5, result.stderr
+    assert not [line for line in products if ",ref" in line]

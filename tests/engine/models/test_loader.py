@@ -101,7 +101,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "capped logits": (edit(final_logit_softcapping=30.0), "final_logit_softcapping 30.0 is not supported for 'llama'"),
     "another scale": (edit(attention_multiplier=0.5), "attention_multiplier 0.5 is not supported for 'llama' models"),
     "partial rotary": (edit(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported for"),
-    "quantised weights": (edit(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantised"),
+    "quantised weights": (edit(quantization_config={"quant_method": "bitsandbytes"}), "is quantised by 'bitsandbytes'"),
+    "quantised weights that are not there": (
+        edit(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "says that weights are GPTQ int4, and none is stored so",
+    ),
     "a rope that is not known": (edit(rope_parameters=PROPORTIONAL), "rope type 'proportional' is not supported"),
     "a rope without its fields": (
         edit(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),

@@ -175,6 +175,13 @@ def test_a_token_that_is_special_by_its_role_alone_is_encoded_as_the_file_does_a
     assert ours.data(ours.vocab["<|stop|>"]) == b""
 
 
+def test_an_ordinary_word_that_is_named_for_padding_is_shown(tmp_path: Path) -> None:
+    ours = Tokenizer(str(save_family("qwen2", tmp_path, pad_token="a", eos_token="b")))
+    a, b = ours.vocab["a"], ours.vocab["b"]
+    assert ours.named_ids == {a, b}
+    assert (ours.decode([a, b]), ours.data(a), ours.data(b)) == ("a", b"a", b"")
+
+
 @pytest.mark.parametrize("flags", [(True, None), (None, True), (True, True), (False, False), (None, None)])
 def test_configuration_files_place_special_tokens_where_the_post_processor_does_not(
     flags: tuple[bool | None, bool | None], tmp_path: Path

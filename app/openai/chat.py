@@ -1,0 +1,187 @@
+"""The request body of /v1/chat/completions: messages, and the fields that only chats have."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+
+from app.client import Chat, ModelCard
+from app.openai import fields
+from app.openai.fields import Strict, refuse
+from app.openai.request import GenerationRequest, SharedBody, checked, read_body
+from engine.types import InvalidRequest, SamplingParams
+
+# OpenAI fields that concern its service and not the text: accepted with any value, and without effect.
+INERT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",  # without tools it says nothing
+    }
+)
+
+# Unsupported fields with their neutral value. Only this value and null are accepted.
+NEUTRAL: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "audio": None,
+    "web_search_options": None,
+    "reasoning_effort": None,
+    "verbosity": None,
+    "documents": [],
+    "chat_template": None,  # a program: only the operator chooses it
+    "echo": False,
+    "best_of": 1,
+    "prompt_logprobs": None,
+    "skip_special_tokens": True,
+    "return_token_ids": False,
+}
+
+Text = Annotated[str, AfterValidator(fields.text)]
+
+
+def content(value: Any) -> str | list[dict[str, str]]:
+    """Read a message's content: a text, or a list of text parts. Names a part of another type."""
+    if isinstance(value, str):
+        return fields.text(value)
+    if not isinstance(value, list) or not value:
+        raise refuse('must be a string, or a list of {"type": "text", "text": …} with at least one part')
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise refuse(f"part {index} is of type {kind[:40]!r}: this model reads texts only")
+    return [{"type": "text", "text": fields.text(fields.prediction_text([part]))} for part in value]
+
+
+class ToolFunction(Strict):
+    name: Text
+    arguments: Text  # JSON
+
+
+class ToolCall(Strict):
+    """A call that an earlier answer made, perhaps on another server. This server makes none."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as templates expect it: arguments as an object, if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        shown = arguments if isinstance(arguments, dict) else self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": shown}}
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(content)] = None
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    reasoning_content: Text | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise refuse("only messages of role assistant have tool_calls")
+        if self.content is None and self.tool_calls is None:
+            raise refuse("content is required")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": None if self.tool_calls is None else [call.for_template() for call in self.tool_calls],
+            "reasoning_content": self.reasoning_content,
+        }
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": self.role, "content": "" if self.content is None else self.content} | given
+
+
+def _without_empty(value: Any) -> Any:
+    """Drop nulls and empty lists: clients send replies back as messages, with every field that they know."""
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item is not None and (name == "content" or item != [])}
+
+
+class ChatBody(SharedBody):
+    """The fields of /v1/chat/completions that take effect."""
+
+    messages: Annotated[list[Annotated[Message, BeforeValidator(_without_empty)]], Field(min_length=1)]
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool | None = None  # None: the chat template writes them
+    max_tokens: int | None = None  # OpenAI's older name
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    def chat(self) -> Chat:
+        """Raises InvalidRequest for an answer that shall both begin and continue."""
+        begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        if begins and self.continue_final_message:
+            message = "an answer cannot both begin and continue the last message: leave out add_generation_prompt"
+            raise InvalidRequest(message, "continue_final_message")
+        messages = tuple(message.for_template() for message in self.messages)
+        return Chat(messages, begins, self.continue_final_message, self.chat_template_kwargs)
+
+    def limit(self) -> int | None:
+        """Return the most tokens of an answer; None: what the context leaves."""
+        both = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(both) > 1:
+            message = "max_tokens and max_completion_tokens mean the same: send one of them"
+            raise InvalidRequest(message, "max_completion_tokens")
+        return next(iter(both), None)
+
+    def alternatives(self) -> int | None:
+        """Return how many log-probabilities each token comes with beside its own; None: no log-probabilities."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse_chat(raw: bytes, card: ModelCard) -> GenerationRequest:
+    """Read a request for a chat's next message. Raises InvalidRequest, naming the field at fault."""
+    body = read_body(raw, card, ChatBody, INERT, NEUTRAL)
+    limit = body.limit()
+    return checked(
+        card,
+        body,
+        _params(body, card.max_model_len if limit is None else limit),
+        (),
+        add_special_tokens=body.add_special_tokens,
+        chat=body.chat(),
+        fills_context=limit is None,
+        limit_field=_limit_field(body),
+    )
+
+
+def _limit_field(body: ChatBody) -> str:
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+
+
+def _params(body: ChatBody, max_tokens: int) -> SamplingParams:
+    """Raises InvalidRequest with the names that a chat's fields have."""
+    names = {"max_tokens": _limit_field(body), "logprobs": "top_logprobs"}
+    try:
+        return body.sampling_params(max_tokens, body.alternatives())
+    except InvalidRequest as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        raise InvalidRequest(str(error).replace(str(error.param), name), name, error.code) from None

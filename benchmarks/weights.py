@@ -1,0 +1,200 @@
+"""What int8 weights gain in time, and what they cost in text, on a CPU.
+
+    python -m benchmarks.weights --target DIR --draft DIR --threads 1 --json
+
+First table, per form of the target's weights: milliseconds of a pass of one token and of 1 + 8 tokens behind a context;
+the speed over the other forms; the price of eight more rows; and the share of the machine's copy bandwidth at which one
+token reads its weights. Forms take turns; figures are medians over turns, and ratios are taken within turns. The
+bandwidth is that of copying 128 MiB, bytes read and written, measured in each turn.
+Second table: bits per token of the prompts. Their ratio is also that of bits per byte.
+Third table: acceptance of the draft model with its weights in fp32 and int8, under the same target and seeds.
+Fourth table: texts of the int8 target that differ from the text alone at k = 0. Products, norms and activations give a
+row the same bits in any company. Attention in fp32 does not, and such a bit can change to which integer the next
+product rounds a number.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks import common
+from benchmarks.forced import TextReader, _sequence
+from benchmarks.identity import compare, seeded
+from benchmarks.measure import timed_run
+from benchmarks.stats import median_ratio
+from cache.layout import Layout
+from engine.config import WeightForm
+from engine.llm import LLM
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.products import Weights
+from engine.models.runner import Feed, Runner
+
+CONTEXT = 128  # tokens before those of a timed pass
+ROWS = (1, 9)
+COPIED_BYTES = 2**27
+TEMPERATURES = (0.0, 0.8)
+KS, BATCHES = (0, 4, 8), (1, 8)
+PARTS = ("passes", "bits", "acceptance", "texts")
+Texts = Sequence[Sequence[int]]
+Rows = list[dict[str, object]]
+
+
+class WeightsVariant(NamedTuple):
+    name: str
+    dtype: str
+    weights: Weights
+
+
+FORMS = (
+    WeightsVariant("float32", "float32", Weights()),
+    WeightsVariant("bfloat16", "bfloat16", Weights()),
+    WeightsVariant("int8", "float32", Weights("int8")),
+    WeightsVariant("int8, head as is", "float32", Weights("int8", head=False)),
+)
+
+
+class TimedModel:
+    """A model behind a context, ready for passes of any number of rows."""
+
+    def __init__(self, directory: str, form: WeightsVariant, text: Sequence[int]) -> None:
+        checkpoint, device = open_checkpoint(directory), torch.device("cpu")
+        length = CONTEXT + max(ROWS)
+        decoder = load_decoder(
+            checkpoint, dtype=getattr(torch, form.dtype), device=device, max_len=length, weights=form.weights
+        )
+        self._runner = Runner(decoder, Layout(1, length), device)
+        self._text = list(text)
+        self._sequence = _sequence(self._text[:CONTEXT])
+        self._runner.run([Feed(self._sequence, CONTEXT)])
+        products = [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
+        weights = [product.weight for product in (*products, decoder.head)]
+        self.bytes_per_token = sum(weight.numel() * weight.element_size() for weight in weights)
+
+    def seconds(self, rows: int) -> float:
+        self._sequence.tokens[:] = self._text[: CONTEXT + rows]
+        start = time.perf_counter()
+        self._runner.run([Feed(self._sequence, rows, outputs=rows)])
+        spent = time.perf_counter() - start
+        self._runner.cache.truncate_to(self._sequence.handle, CONTEXT)
+        return spent
+
+
+def copy_bandwidth(source: torch.Tensor, destination: torch.Tensor) -> float:
+    """Bytes read and written per second."""
+    start = time.perf_counter()
+    destination.copy_(source)
+    return 2 * source.numel() / (time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def passes(target: str, text: Sequence[int], turns: int) -> Rows:
+    models = {form.name: TimedModel(target, form, text) for form in FORMS}
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
+    destination = torch.ones_like(source)
+    seconds: dict[tuple[str, int], list[float]] = {(name, rows): [] for name in models for rows in ROWS}
+    bandwidth = []
+    for turn in range(turns + 1):
+        copied = copy_bandwidth(source, destination)
+        spent = {(name, rows): models[name].seconds(rows) for name, rows in seconds}
+        if turn:  # the first turn compiles products
+            bandwidth.append(copied)
+            for key, value in spent.items():
+                seconds[key].append(value)
+    return [_pass_row(name, model, seconds, bandwidth) for name, model in models.items()]
+
+
+def _pass_row(
+    name: str, model: TimedModel, seconds: dict[tuple[str, int], list[float]], bandwidth: list[float]
+) -> dict[str, object]:
+    one, nine = (seconds[name, rows] for rows in ROWS)
+    read = [model.bytes_per_token / s for s in one]
+    return {
+        "weights": name,
+        "MB": model.bytes_per_token / 1e6,
+        "1 row ms": median(one) * 1e3,
+        "9 rows ms": median(nine) * 1e3,
+        "9 over 1": median_ratio(nine, one),
+        "over float32": median_ratio(seconds["float32", 1], one),
+        "over bfloat16": median_ratio(seconds["bfloat16", 1], one),
+        "read GB/s": median(read) / 1e9,
+        "of copy bandwidth": median_ratio(read, bandwidth),
+    }
+
+
+@torch.inference_mode()
+def bits(target: str, texts: Texts) -> Rows:
+    longest = max(map(len, texts))
+    rows: Rows = []
+    for form in FORMS:
+        reader = TextReader(target, form.dtype, "cpu", longest, form.weights)
+        nats = [
+            cross_entropy(reader.logits(text[:1], text[1:]), torch.tensor(text[1:]), reduction="sum").item()
+            for text in texts
+        ]
+        value = sum(nats) / math.log(2) / sum(len(text) - 1 for text in texts)
+        base = rows[0]["bits per token"] if rows else value
+        change = value / float(str(base)) - 1
+        rows.append({"weights": form.name, "bits per token": value, "change": f"{change:+.3%}"})
+    return rows
+
+
+def acceptance(args: argparse.Namespace, prompts: Texts) -> Rows:
+    forms: tuple[WeightForm, ...] = ("as_is", "int8")
+    rows: Rows = []
+    for form in forms:
+        config = common.engine_config(args, [KS[1]], BATCHES[1], len(prompts))
+        llm = LLM(args.target, args.draft, **config, draft_weights=form)
+        for temperature in TEMPERATURES:
+            run = timed_run(llm, prompts, seeded(len(prompts), temperature, args.max_tokens), KS[1])
+            rows.append({"T": temperature, "k": KS[1], "draft": form, "alpha": run.alpha, "drafts": len(run.records)})
+    return rows
+
+
+def texts(args: argparse.Namespace, prompts: Texts) -> Rows:
+    outputs = {(t, batch, k): tokens for t, batch, k, tokens in _texts(args, prompts)}
+    return [
+        {"T": t, "batch": batch, "k": k} | compare(outputs[t, 1, 0], tokens)
+        for (t, batch, k), tokens in outputs.items()
+        if (batch, k) != (1, 0)
+    ]
+
+
+def _texts(args: argparse.Namespace, prompts: Texts) -> Iterator[tuple[float, int, int, list[list[int]]]]:
+    for batch in BATCHES:
+        config = common.engine_config(args, KS, batch, len(prompts))
+        llm = LLM(args.target, args.draft, **config, target_weights="int8", draft_weights="int8")
+        for temperature in TEMPERATURES:
+            for k in KS:
+                completions = llm.generate(prompts, seeded(len(prompts), temperature, args.max_tokens), k)
+                yield temperature, batch, k, [list(c.token_ids) for c in completions]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = common.parser(__doc__)
+    p.add_argument("--turns", type=common.positive, default=15, help="of the timed passes (default %(default)s)")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables to make")
+    args = p.parse_args(argv)
+    workload = common.prepare(args)
+    context = [token for prompt in workload.prompts for token in prompt][: CONTEXT + max(ROWS)]
+    if len(context) < CONTEXT + max(ROWS):
+        raise SystemExit(f"the prompts must have {CONTEXT + max(ROWS)} tokens together, not {len(context)}")
+    about = {"max_tokens": args.max_tokens, "turns": args.turns, "context": CONTEXT}
+    report = common.describe_run(args, "weights", workload.describe(**about))
+    make = {
+        "passes": lambda: passes(args.target, context, args.turns),
+        "bits": lambda: bits(args.target, workload.prompts),
+        "acceptance": lambda: acceptance(args, workload.prompts),
+        "texts": lambda: texts(args, workload.prompts),
+    }
+    tables = {part: make[part]() for part in PARTS if part in args.parts}
+    common.print_report(report | tables, list(tables.values()), args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The rounds that need the most memory, for the activation budget.
+
+They are real rounds over throw-away sequences, through the same code as those of requests: a prompt's last chunk at the
+end of the longest context with log-probabilities of all its tokens, and 1 + max_spec_length rows of every sequence,
+once with each verifier and with every sampling parameter. Contexts are not computed: their memory holds zeros.
+"""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from math import ceil
+
+import torch
+
+from cache.layout import Layout
+from engine.config import ConfigError, EngineConfig
+from engine.detokenize import Detokenizer, TextStream
+from engine.drafters.base import Drafter
+from engine.drafters.model import ModelDrafter
+from engine.host_memory import out_of_memory
+from engine.memory_budget import DeviceMemory, measure_activations
+from engine.models.decoder import Decoder
+from engine.models.runner import Feed, Runner, kv_shape
+from engine.profiling import ConstantDrafter
+from engine.round import run_round
+from engine.scheduler import Plan, Slice
+from engine.sequence import Sequence
+from engine.types import MAX_LOGPROBS, VERIFIERS, RequestRecord, SamplingParams, Verifier
+
+BLOCK_SIZE = 32  # positions; any size would do
+
+log = logging.getLogger(__name__)
+
+MakeDrafter = Callable[[Runner, Runner], ModelDrafter]  # (target, draft) → the draft model as a drafter
+
+
+def measure_largest_rounds(
+    config: EngineConfig,
+    decoders: Seq[Decoder],
+    max_len: int,
+    memory: DeviceMemory,
+    device: torch.device,
+    make_drafter: MakeDrafter,
+) -> int:
+    """The most bytes that a round allocates beside weights and KV memory. decoders: the target, then the draft, if any.
+
+    `memory` is what is left beside the weights. Raises ConfigError if even these rounds do not fit into it.
+    """
+    rounds = LargestRounds(config, max_len, memory)
+    try:
+        measured = []
+        for verifier in (None, *VERIFIERS):
+            runners = rounds.runners(decoders, device)
+            run = rounds.prompt(runners) if verifier is None else rounds.verification(runners, verifier, make_drafter)
+            measured.append(measure_activations(run, device))
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not out_of_memory(error) and not isinstance(error, OSError):
+            raise
+        raise ConfigError(
+            f"one round of max_step_tokens {config.max_step_tokens:,} at max_model_len {max_len:,} does not fit beside "
+            f"the weights: lower them, or max_running, or max_spec_length ({error})"
+        ) from error
+    log.debug("bytes of the largest rounds: %s", measured)
+    return max(measured)
+
+
+class LargestRounds:
+    """Makes the rounds. Each gets runners of its own, because a round leaves its sequences in their caches."""
+
+    def __init__(self, config: EngineConfig, max_len: int, memory: DeviceMemory) -> None:
+        self._config = config
+        self._max_len = max_len
+        self._memory = memory
+
+    def runners(self, decoders: Seq[Decoder], device: torch.device) -> list[Runner]:
+        """With KV memory for one sequence of max_len positions, which the others share, and for everybody's drafts."""
+        slots = self._config.max_running
+        made = []
+        for decoder in decoders:
+            max_len = min(self._max_len, decoder.config.max_position_embeddings)
+            apart = ceil((self._rows + 1) / BLOCK_SIZE) + 2  # blocks of a sequence that it does not share
+            layout = Layout(slots, max_len, BLOCK_SIZE, ceil(max_len / BLOCK_SIZE) + 1 + slots * apart, mapped=False)
+            made.append(Runner(decoder, layout, device))
+        return made
+
+    @property
+    def _rows(self) -> int:
+        """Rows of one sequence in a round that verifies its drafts."""
+        return 1 + min(self._config.max_spec_length, self._max_len - 2)
+
+    def prompt(self, runners: Seq[Runner]) -> Callable[[], object]:
+        """Each model reads the last max_step_tokens tokens of its longest context. The target's all give logits."""
+        plans: list[tuple[Runner, Slice]] = []
+        for runner in runners:
+            length = runner.cache.max_len
+            chunk = min(self._config.max_step_tokens, length)
+            sequence = _sequence(0, [0] * length, "match")
+            _hold(runner, sequence, length - chunk)
+            plans.append((runner, Slice(sequence, chunk, 0, emits=True, prompt_rows=chunk - 1)))
+        target, *drafts = plans
+
+        def run() -> None:
+            run_round(Plan((target[1],)), target[0], ConstantDrafter(target[0].device))
+            for draft, part in drafts:
+                draft.run([Feed(part.sequence, part.committed)])
+
+        return run
+
+    def verification(self, runners: Seq[Runner], verifier: Verifier, make_drafter: MakeDrafter) -> Callable[[], object]:
+        """max_running sequences with max_spec_length drafts each, at the longest context that they can all have."""
+        target, *drafts = runners
+        drafter: Drafter = make_drafter(target, drafts[0]) if drafts else ConstantDrafter(target.device)
+        translation = runners[-1].translation
+        token = min(translation.shared) if translation else 0  # that each model reads as one token
+        slices = []
+        for i in range(self._config.max_running):
+            length = max(1, min(self._context(runners), *(runner.cache.max_len - self._rows for runner in runners)))
+            sequence = _sequence(i, [token] * (length + 1), verifier)
+            for runner in runners:
+                _hold(runner, sequence, length)
+            slices.append(Slice(sequence, 1, self._rows - 1, emits=True))
+        return lambda: run_round(Plan(tuple(slices)), target, drafter)
+
+    def _context(self, runners: Seq[Runner]) -> int:
+        """Positions of each of max_running sequences if the KV memory were all that is left beside the weights."""
+        shapes = (kv_shape(r.decoder.config, r.decoder.dtype, r.device) for r in runners)
+        return self._memory.available // (sum(shape.token_bytes for shape in shapes) * self._config.max_running)
+
+
+def _hold(runner: Runner, sequence: Sequence, length: int) -> None:
+    """Let the cache hold the sequence's first `length` positions, all zero. Equal texts share their blocks."""
+    cache = runner.cache
+    found = cache.allocate(sequence.handle, sequence.tokens[:length])
+    cache.reserve(sequence.handle, length - found)
+    cache.extend(sequence.handle, length - found)
+    cache.publish(sequence.handle, sequence.tokens)
+
+
+def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
+    name = f"largest-round-{handle}"
+    params = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=50,
+        min_p=0.01,
+        logit_bias=((0, 1.0),),
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        min_tokens=1,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
+    return Sequence(
+        handle=handle,
+        request_id=name,
+        tokens=tokens,
+        num_prompt=len(tokens),
+        params=params,
+        k=None,
+        key=0,
+        max_len=len(tokens) + params.max_tokens,
+        text=TextStream(Detokenizer(lambda ids: ""), ()),
+        record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
+        end_ids=frozenset({0}),
+        verifier=verifier,
+        drafter="model",
+    )

@@ -1,0 +1,274 @@
+"""Checkpoints whose weights are stored quantised: config.json's quantization_config says how.
+
+Every reader gives a weight back as numbers, [out, in]. Formats: compressed-tensors (int8, FP8, packed 4 or 8 bits), FP8
+with scales per tensor, channel or block, GPTQ and AWQ. Which weights are quantised follows from the tensors that are
+stored beside them, so lists of exceptions need no reading.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.config import ConfigError
+from engine.models.shards import Read, Shards
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PACKED_FORMATS, PLAIN_FORMATS = ("pack-quantized",), ("int-quantized", "float-quantized", "naive-quantized")
+UNQUANTISED = ("F64", "F32", "F16", "BF16")
+# The tensors of a quantised weight. Static scales of activations are not used: activations are quantised by their rows.
+COMPANIONS = (
+    *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
+    *("qweight", "qzeros", "scales", "g_idx", "input_scale", "activation_scale"),
+)
+MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")  # of a quantised weight
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest, within eight columns
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint as they are stored."""
+
+    def holds(self, name: str) -> bool: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class StoredFiles:
+    """The tensors of a checkpoint's files. `discard` is told the names of those that need no further reading."""
+
+    def __init__(self, shards: Shards, discard: Callable[[str], None]) -> None:
+        self._shards = shards
+        self.discard = discard
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._shards.tensors
+
+    def holds(self, name: str) -> bool:
+        return name in self._shards.tensors
+
+    def read(self, name: str) -> Tensor:
+        if not self.holds(name):
+            raise ValueError(f"the checkpoint holds no {name}")
+        return self._shards.read(name)
+
+    def dtype(self, name: str) -> str:
+        """As the format names it."""
+        return self._shards.stored(name).dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How a checkpoint's weights are stored."""
+
+    path: Path
+    name: str  # for the log
+    weight: Callable[[Stored, str], Tensor | None]  # (tensors, module) → fp32 [out, in]; None: not quantised
+    int8: bool = False  # whether every channel is int8 times one step, which a product can use as it is
+
+    def read(self, stored: Stored, module: str) -> Tensor | None:
+        """The module's weight. Raises ConfigError, naming the module, for tensors that do not fit the format."""
+        try:
+            return self.weight(stored, module)
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ConfigError(f"{self.path}: {module} is no {self.name} weight: {error}") from error
+
+
+def dequantised_reader(
+    quantised: Quantisation, stored: StoredFiles, read: Read, dtype: torch.dtype, device: torch.device
+) -> Read:
+    """A function (name, shape) → tensor: quantised weights in `dtype`, all other tensors from `read`."""
+    path = quantised.path
+    if not any(name.endswith(MARKS) for name in stored.names):
+        raise ConfigError(f"{path}: config.json says that weights are {quantised.name}, and none is stored so")
+
+    def reading(name: str, shape: tuple[int, ...]) -> Tensor:
+        module = name.removesuffix(".weight")
+        weight = quantised.read(stored, module) if module != name else None
+        if weight is None:
+            if stored.holds(name) and (kind := stored.dtype(name)) not in UNQUANTISED:
+                raise ConfigError(f"{path}: {name} is stored as {kind} without the scales of {quantised.name}")
+            return read(name, shape)
+        if tuple(weight.shape) != shape:
+            raise ConfigError(f"{path}: {name} has shape {tuple(weight.shape)}, config.json says {shape}")
+        for part in ("weight", *COMPANIONS):
+            stored.discard(f"{module}.{part}")
+        if stored.holds(f"{module}.bias") and not stored.read(f"{module}.bias").any():  # GPTQ's tools write zeros
+            stored.discard(f"{module}.bias")
+        return weight.to(device=device, dtype=dtype)
+
+    return reading
+
+
+def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | None:
+    """Read a quantization_config; None for None. Raises ConfigError for one that is malformed or not supported."""
+    if not config:
+        return None
+    methods = {"compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    method = config.get("quant_method")
+    if method not in methods:
+        raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}")
+    try:
+        return methods[method](path, config)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: the quantization_config of config.json is malformed: {error!r}") from error
+
+
+def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
+    groups = [group["weights"] for group in config["config_groups"].values()]
+    kinds = {(group.get("type", "int"), int(group["num_bits"])) for group in groups}
+    layout = config.get("format", "pack-quantized")
+    bits = sorted(n for _, n in kinds)
+    name = f"compressed-tensors {layout} {' and '.join(f'{kind}{n}' for kind, n in sorted(kinds))}"
+    if not groups:
+        raise ValueError("config_groups is empty")
+    if config.get("sparsity_config", {}).get("format", "dense") != "dense":
+        raise ConfigError(f"{path}: {name} with sparse weights is not supported")
+    if layout in PACKED_FORMATS and kinds <= {("int", 4), ("int", 8)}:
+        return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits))
+    if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
+        blocks = [group["block_structure"] for group in groups if group.get("block_structure")]
+        int8 = kinds == {("int", 8)} and all(
+            group.get("symmetric", True) and group.get("strategy") in ("channel", "tensor") for group in groups
+        )
+        size = _block_size(blocks[0]) if blocks else None
+        return Quantisation(path, name, lambda stored, module: _scaled_weight(stored, module, size), int8)
+    raise ConfigError(
+        f"{path}: {name} is not supported; supported are pack-quantized int4 and int8, "
+        "int-quantized int8 and float-quantized float8"
+    )
+
+
+def _fp8(path: Path, config: dict[str, Any]) -> Quantisation:
+    size = config.get("weight_block_size")
+    blocks = None if size is None else _block_size(size)
+    return Quantisation(path, "FP8", lambda stored, module: _scaled_weight(stored, module, blocks))
+
+
+def _block_size(size: Sequence[int]) -> tuple[int, int]:
+    rows, columns = (int(n) for n in size)
+    if min(rows, columns) < 1:
+        raise ValueError(f"a block of {rows} × {columns}")
+    return rows, columns
+
+
+def _gptq(path: Path, config: dict[str, Any]) -> Quantisation:
+    bits, form = int(config["bits"]), config.get("checkpoint_format", "gptq")
+    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
+        raise ConfigError(f"{path}: GPTQ of {bits} bits in format {form!r} is not supported; 2, 4 and 8 bits are")
+    raised = 1 if form == "gptq" else 0  # the first format stores zero points less 1
+    return Quantisation(path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised))
+
+
+def _awq(path: Path, config: dict[str, Any]) -> Quantisation:
+    bits, version = int(config.get("bits", config.get("w_bit", 4))), str(config.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise ConfigError(f"{path}: AWQ of {bits} bits in version {version!r} is not supported; 4 bits in gemm are")
+    return Quantisation(path, "AWQ int4", _awq_weight)
+
+
+def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -> Tensor | None:
+    """int8 or FP8 numbers [out, in] with scales: one, [out], [out, 1], or one per block."""
+    names = [f"{module}.{part}" for part in ("weight_scale", "weight_scale_inv") if stored.holds(f"{module}.{part}")]
+    if not names:
+        return None
+    weight, scale = stored.read(f"{module}.weight"), stored.read(names[0]).float()
+    if weight.dtype not in (torch.int8, *FP8):
+        raise ValueError(f"its weight is stored as {weight.dtype}")
+    rows, columns = weight.shape
+    zero = stored.read(f"{module}.weight_zero_point").float() if stored.holds(f"{module}.weight_zero_point") else None
+    wide = weight.float()
+    if zero is not None:
+        wide = wide - _spread(zero, rows, columns, block)
+    return wide * _spread(scale, rows, columns, block)
+
+
+def _spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
+    """Scales in a shape that broadcasts over a weight [rows, columns]."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.numel() == rows and scale.shape[0] == rows:
+        return scale.reshape(rows, 1)
+    if block is None and scale.shape[0] == rows and columns % scale.shape[1] == 0:  # groups of columns
+        block = (1, columns // scale.shape[1])
+    if block is None or tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+        raise ValueError(f"scales of shape {tuple(scale.shape)} for a weight of {rows} × {columns}, blocks of {block}")
+    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Tensor | None:
+    """compressed-tensors' weight_packed: numbers + 2^(bits − 1), along a row, from the lowest bits."""
+    if not stored.holds(f"{module}.weight_packed"):
+        return None
+    packed, scale = stored.read(f"{module}.weight_packed"), stored.read(f"{module}.weight_scale").float()
+    rows, columns = (int(n) for n in stored.read(f"{module}.weight_shape"))
+    fitting = [n for n in bits if tuple(packed.shape) == (rows, -(-columns // (32 // n)))]
+    if len(fitting) != 1 or scale.shape[0] != rows or scale.dim() != 2:
+        raise ValueError(
+            f"weight_packed of shape {tuple(packed.shape)} and scales of {tuple(scale.shape)} for {rows} × {columns}"
+        )
+    half = 2 ** (fitting[0] - 1)
+    numbers = _unpack(packed, fitting[0]).flatten(1)[:, :columns] - half
+    zero = torch.zeros_like(scale)
+    if stored.holds(f"{module}.weight_zero_point"):  # packed along the channels
+        packed_zero = stored.read(f"{module}.weight_zero_point")
+        if packed_zero.dtype is torch.int32:
+            zero = _unpack(packed_zero.t(), fitting[0]).flatten(1)[:, :rows].t().float() - half
+        else:
+            zero = packed_zero.float()
+    group = _groups(stored, f"{module}.weight_g_idx", columns, scale.shape[1])
+    return (numbers - zero[:, group]) * scale[:, group]
+
+
+def _gptq_weight(stored: Stored, module: str, bits: int, raised: int) -> Tensor | None:
+    """qweight [in / (32 / bits), out], qzeros [groups, out / (32 / bits)], scales [groups, out], g_idx [in]."""
+    if not stored.holds(f"{module}.qweight"):
+        return None
+    numbers = _unpack(stored.read(f"{module}.qweight").t(), bits).flatten(1)  # [out, in]
+    scale = stored.read(f"{module}.scales").float()
+    zero = (_unpack(stored.read(f"{module}.qzeros"), bits).flatten(1) + raised) & (2**bits - 1)
+    if zero.shape != scale.shape or scale.shape[1] != numbers.shape[0]:
+        raise ValueError(f"scales of {tuple(scale.shape)} and zeros of {tuple(zero.shape)} for {tuple(numbers.shape)}")
+    group = _groups(stored, f"{module}.g_idx", numbers.shape[1], scale.shape[0])
+    return (numbers - zero.t()[:, group]) * scale.t()[:, group]
+
+
+def _awq_weight(stored: Stored, module: str) -> Tensor | None:
+    """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]."""
+    if not stored.holds(f"{module}.qweight"):
+        return None
+    numbers, zero = (_unpack_awq(stored.read(f"{module}.{part}")) for part in ("qweight", "qzeros"))
+    scale = stored.read(f"{module}.scales").float()
+    if zero.shape != scale.shape or scale.shape[1] != numbers.shape[1]:
+        raise ValueError(f"scales of {tuple(scale.shape)} and zeros of {tuple(zero.shape)} for {tuple(numbers.shape)}")
+    group = _groups(stored, f"{module}.g_idx", numbers.shape[0], scale.shape[0])
+    return ((numbers - zero[group]) * scale[group]).t().contiguous()
+
+
+def _unpack_awq(packed: Tensor) -> Tensor:
+    """[n, out / 8] → [n, out]."""
+    nibbles = _unpack(packed, 4)
+    columns = torch.empty_like(nibbles)
+    columns[..., list(AWQ_ORDER)] = nibbles
+    return columns.flatten(1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """int32 [..., n] → the unsigned numbers in it, from the lowest bits, [..., n, 32 / bits]."""
+    if packed.dtype is not torch.int32:
+        raise ValueError(f"packed numbers are stored as {packed.dtype} instead of int32")
+    return (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
+
+
+def _groups(stored: Stored, name: str, columns: int, count: int) -> Tensor:
+    """The group of each column, [columns]: as stored, or equal runs."""
+    if stored.holds(name):
+        group = stored.read(name).long()
+        if tuple(group.shape) != (columns,) or int(group.min()) < 0 or int(group.max()) >= count:
+            raise ValueError(f"{name} does not name one of {count} groups for each of {columns} columns")
+        return group
+    if columns % count:
+        raise ValueError(f"{columns} columns are not {count} equal groups")
+    return torch.arange(columns) // (columns // count)

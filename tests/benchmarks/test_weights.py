@@ -1,0 +1,36 @@
+"""The benchmark of weights: all tables on the demo pair, with figures that must hold on any machine."""
+
+import json
+
+import pytest
+
+from benchmarks import weights
+from tests.engine.models.test_linear import needs_int8
+
+PAIR = ["--target=models/demo/target", "--draft=models/demo/draft", "--threads=1", "--json"]
+
+
+@needs_int8
+def test_all_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "COPIED_BYTES", 2**20)
+    weights.main([*PAIR, "--prompts-count=3", "--max-tokens=6", "--turns=1"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    passes = {row["weights"]: row for row in report["passes"]}
+    assert passes["int8"]["MB"] == passes["float32"]["MB"] / 4
+    assert passes["int8"]["MB"] < passes["int8, head as is"]["MB"]
+    assert passes["float32"]["over float32"] == 1
+    assert {row["weights"] for row in report["bits"]} == set(passes)
+    plain, rounded = (row["bits per token"] for row in report["bits"] if row["weights"] in ("float32", "int8"))
+    assert plain != rounded == pytest.approx(plain, rel=0.01)
+    assert [(row["T"], row["draft"]) for row in report["acceptance"]] == [
+        (t, form) for form in ("as_is", "int8") for t in (0.0, 0.8)
+    ]
+    assert all(0 < row["alpha"] < 1 for row in report["acceptance"])
+    assert {(row["T"], row["batch"], row["k"]) for row in report["texts"]} == {
+        (t, batch, k) for t in (0.0, 0.8) for batch in (1, 8) for k in (0, 4, 8) if (batch, k) != (1, 0)
+    }
+
+
+def test_too_little_text_is_refused(tmp_path: object) -> None:
+    with pytest.raises(SystemExit, match="the prompts must have 137 tokens together"):
+        weights.main([*PAIR, "--prompts-count=1"])

@@ -1,0 +1,110 @@
+"""What is quantised and what is not, and that a quantised model's text does not depend on the speculation."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import ConfigError
+from engine.load import _dtype
+from engine.models.linear import Int8Linear, Linear
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.products import AS_IS, ProductMaker, Weights
+from engine.models.runner import Feed, Runner
+from engine.types import Request, SamplingParams
+from tests.engine.driving import drive, load, make_sequence
+from tests.engine.models.test_linear import needs_int8
+from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
+from tests.kv import kv_layout
+
+CPU = torch.device("cpu")
+LENGTH = 64
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    shape = Shape(kind="qwen2", tied=request.param)  # it has biases
+    return save_checkpoint(tmp_path_factory.mktemp("products") / "target", shape, seed=4)
+
+
+def logits_of(checkpoint: str, weights: Weights) -> Tensor:
+    decoder = load_decoder(
+        open_checkpoint(checkpoint), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=weights
+    )
+    text = torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.inference_mode():
+        return Runner(decoder, kv_layout(1, LENGTH), CPU).run([Feed(make_sequence(0, text), LENGTH, outputs=LENGTH)])
+
+
+@needs_int8
+@pytest.mark.parametrize("head", [False, True])
+def test_products_become_int8_and_the_embedding_does_not(checkpoint: str, head: bool) -> None:
+    source = open_checkpoint(checkpoint)
+    plain = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH)
+    decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights("int8", head))
+    for layer in decoder.layers:
+        assert {type(product) for product in (layer.qkv, layer.out, *layer.mlp.products)} == {Int8Linear}
+    assert type(decoder.head) is (Int8Linear if head else Linear)
+    assert torch.equal(decoder.embedding, plain.embedding)
+
+
+@needs_int8
+def test_the_bytes_of_the_weights_are_those_that_are_kept(checkpoint: str) -> None:
+    source = open_checkpoint(checkpoint)
+    decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights("int8", head=True))
+    c = source.shape
+    qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    outputs = (qkv, c.hidden_size, 2 * c.intermediate_size, c.hidden_size)
+    inputs = (c.hidden_size, c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size)
+    layer = sum(n * k + 4 * n for n, k in zip(outputs, inputs, strict=True)) + 4 * qkv  # integers, steps, qkv's bias
+    head = c.vocab_size * (c.hidden_size + 4)
+    assert decoder.weight_bytes == c.num_layers * layer + head + 4 * c.vocab_size * c.hidden_size
+
+
+@needs_int8
+@pytest.mark.parametrize("head", [False, True])
+def test_int8_logits_are_near_those_of_the_weights_as_they_are(checkpoint: str, head: bool) -> None:
+    exact, rounded = logits_of(checkpoint, AS_IS), logits_of(checkpoint, Weights("int8", head))
+    error = (rounded - exact).square().mean().sqrt() / exact.std()
+    assert 1e-4 < error < 0.05
+
+
+@needs_int8
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_of_an_int8_pair_is_the_same_for_any_k(pair: Pair, temperature: float) -> None:
+    """The rest is fp64 here. In fp32 attention depends, in its last bits, on the other rows of the call, and now and
+    then such a bit decides to which integer a number is rounded."""
+    forms = {"target_weights": "int8", "draft_weights": "int8"}
+    engine = load(pair, **forms, max_running=4, max_spec_length=4, max_step_tokens=40)
+    texts, drafted = [], []
+    for k in (0, 4):
+        requests = [
+            Request(
+                f"r{i}", (2 + i, 7, 9, 3 * i + 5), SamplingParams(temperature=temperature, seed=i, max_tokens=20), k=k
+            )
+            for i in range(8)
+        ]
+        run = drive(engine, requests)
+        texts.append(run.tokens)
+        drafted.append((run.drafted, run.accepted))
+    assert texts[0] == texts[1]
+    assert drafted[0] == (0, 0) != drafted[1]
+    assert 0 < drafted[1][1] < drafted[1][0]
+
+
+def test_int8_weights_need_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="int8 weights need device cpu, not cuda"):
+        ProductMaker(Weights("int8"), torch.bfloat16, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_auto_takes_bfloat16_where_the_gpu_has_it(
+    monkeypatch: pytest.MonkeyPatch, native: bool, expected: torch.dtype
+) -> None:
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or native
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    assert _dtype("auto", torch.device("cuda", 0)) is expected
+    assert _dtype("auto", CPU) is torch.float32
+    assert _dtype("float16", torch.device("cuda", 0)) is torch.float16

@@ -1,0 +1,352 @@
+"""Quantised checkpoints against straightforward readers: each test packs numbers one by one, as the format says."""
+
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.config import ConfigError, WeightForm
+from engine.models.decoder import Decoder
+from engine.models.linear import Int8Linear, Linear
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.products import Weights
+from engine.models.runner import Feed, Runner
+from tests.engine.driving import make_sequence
+from tests.engine.models.test_linear import needs_int8
+from tests.engine.pairs import VOCAB, Shape, copy_of, edit_json, save_checkpoint
+from tests.kv import kv_layout
+
+CPU = torch.device("cpu")
+LENGTH = 48
+Stored = dict[str, Tensor]
+Pack = Callable[[Tensor], tuple[Stored, Tensor]]  # weight → (the format's tensors, the numbers that they stand for)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_checkpoint(tmp_path_factory.mktemp("quantised") / "plain", Shape(kind="qwen2"), seed=9)
+
+
+def int32(number: int) -> int:
+    """The signed number with these 32 bits."""
+    return number - 2**32 if number >= 2**31 else number
+
+
+def packed(values: list[int], bits: int, order: list[int] | None = None) -> list[int]:
+    """Unsigned values in int32s, from the lowest bits; `order`: which value of a word comes at each place."""
+    per_word = 32 // bits
+    words = []
+    for start in range(0, len(values), per_word):
+        group = values[start : start + per_word] + [0] * (start + per_word - len(values))
+        words.append(int32(sum(group[order[i] if order else i] << (bits * i) for i in range(per_word))))
+    return words
+
+
+def grouped(weight: Tensor, bits: int, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(unsigned integers [out, in], scales fp16 [out, groups], zero points [out, groups]) of groups of columns."""
+    count = int(group.max()) + 1
+    scales, zeros = torch.empty(len(weight), count), torch.empty(len(weight), count, dtype=torch.int64)
+    integers = torch.empty(weight.shape, dtype=torch.int64)
+    for g in range(count):
+        part = weight[:, group == g]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        scales[:, g] = ((high - low) / (2**bits - 1)).half().float()
+        zeros[:, g] = (-low / scales[:, g]).round().clamp(1, 2**bits - 1).long()
+        integers[:, group == g] = (part / scales[:, g, None]).round().long() + zeros[:, g, None]
+    return integers.clamp(0, 2**bits - 1), scales, zeros
+
+
+def meant(integers: Tensor, scales: Tensor, zeros: Tensor, group: Tensor) -> Tensor:
+    numbers = torch.empty(integers.shape)
+    for column, g in enumerate(group.tolist()):
+        numbers[:, column] = (integers[:, column] - zeros[:, g]) * scales[:, g]
+    return numbers
+
+
+def gptq(weight: Tensor, bits: int = 4, size: int = 32, shuffled: bool = False) -> tuple[Stored, Tensor]:
+    group = torch.arange(weight.shape[1]) // size
+    if shuffled:
+        group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(1))]
+    integers, scales, zeros = grouped(weight, bits, group)
+    tensors = {
+        "qweight": torch.tensor([packed(row, bits) for row in integers.tolist()], dtype=torch.int32).t().contiguous(),
+        "qzeros": torch.tensor([packed(row, bits) for row in (zeros - 1).t().tolist()], dtype=torch.int32),
+        "scales": scales.t().half().contiguous(),
+        "g_idx": group.int(),
+    }
+    return tensors, meant(integers, scales, zeros, group)
+
+
+def awq(weight: Tensor, size: int = 32) -> tuple[Stored, Tensor]:
+    group = torch.arange(weight.shape[1]) // size
+    integers, scales, zeros = grouped(weight, 4, group)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    tensors = {
+        "qweight": torch.tensor([packed(row, 4, order) for row in integers.t().tolist()], dtype=torch.int32),
+        "qzeros": torch.tensor([packed(row, 4, order) for row in zeros.t().tolist()], dtype=torch.int32),
+        "scales": scales.t().half().contiguous(),
+    }
+    return tensors, meant(integers, scales, zeros, group)
+
+
+def pack_quantized(weight: Tensor, bits: int = 4, size: int = 32, asymmetric: bool = False) -> tuple[Stored, Tensor]:
+    group = torch.arange(weight.shape[1]) // size
+    integers, scales, zeros = grouped(weight, bits, group)
+    if not asymmetric:
+        zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        scales = torch.stack([weight[:, group == g].abs().amax(1) for g in range(scales.shape[1])], 1) / zeros
+        scales = scales.half().float()
+        steps = torch.stack([weight[:, c] / scales[:, g] for c, g in enumerate(group.tolist())], 1)
+        integers = (steps.round().long() + 2 ** (bits - 1)).clamp(0, 2**bits - 1)
+    tensors = {
+        "weight_packed": torch.tensor([packed(row, bits) for row in integers.tolist()], dtype=torch.int32),
+        "weight_scale": scales.half(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if asymmetric:
+        columns = [packed(column, bits) for column in zeros.t().tolist()]
+        tensors["weight_zero_point"] = torch.tensor(columns, dtype=torch.int32).t().contiguous()
+    return tensors, meant(integers, scales, zeros, group)
+
+
+def w8a8(weight: Tensor, divisor: float = 127.5, per_tensor: bool = False) -> tuple[Stored, Tensor]:
+    largest = weight.abs().amax(1, keepdim=True)
+    scale = (largest.amax().view(1) if per_tensor else largest) / divisor
+    integers = (weight / scale).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": integers, "weight_scale": scale}, integers.float() * scale
+
+
+def fp8(weight: Tensor, name: str = "weight_scale", block: tuple[int, int] | None = None) -> tuple[Stored, Tensor]:
+    rows, columns = block or (1, weight.shape[1])
+    scales = torch.stack(
+        [torch.stack([part.abs().amax() for part in strip.split(columns, 1)]) for strip in weight.split(rows)]
+    )
+    scales /= 448
+    numbers, stored = torch.empty_like(weight), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i, j in itertools.product(range(scales.shape[0]), range(scales.shape[1])):
+        part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+        stored[part] = (weight[part] / scales[i, j]).to(torch.float8_e4m3fn)
+        numbers[part] = stored[part].float() * scales[i, j]
+    return {"weight": stored, name: scales}, numbers
+
+
+def fp8_per_tensor(weight: Tensor) -> tuple[Stored, Tensor]:
+    scale = weight.abs().amax() / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, stored.float() * scale
+
+
+def compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "type": "int", "num_bits": 8, **weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+INT8 = compressed("int-quantized", strategy="channel")
+FP8 = {"quant_method": "fp8", "weight_block_size": [24, 40]}
+FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
+    "gptq": (GPTQ, gptq),
+    "gptq of 8 bits": (GPTQ | {"bits": 8}, lambda w: gptq(w, bits=8)),
+    "gptq in another order": (GPTQ | {"desc_act": True}, lambda w: gptq(w, shuffled=True)),
+    "awq": (AWQ, awq),
+    "packed int4": (compressed("pack-quantized", num_bits=4), pack_quantized),
+    "packed int4 with zeros": (
+        compressed("pack-quantized", num_bits=4, symmetric=False),
+        lambda w: pack_quantized(w, asymmetric=True),
+    ),
+    "packed int8": (compressed("pack-quantized"), lambda w: pack_quantized(w, bits=8)),
+    "int8": (INT8, w8a8),
+    "int8 of one scale": (compressed("int-quantized", strategy="tensor"), lambda w: w8a8(w, per_tensor=True)),
+    "fp8 per channel": (compressed("float-quantized", type="float", strategy="channel"), fp8),
+    "fp8 per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_per_tensor),
+    "fp8 in blocks": (FP8, lambda w: fp8(w, "weight_scale_inv", (24, 40))),
+}
+
+
+def save_quantised(plain: str, path: Path, config: dict[str, Any], pack: Pack | None) -> tuple[Path, Path]:
+    """(a copy whose layers' products are stored in the format, a plain copy with the numbers that they stand for)."""
+    quantised, reference = copy_of(plain, path / "quantised"), copy_of(plain, path / "reference")
+    tensors, numbers = load_file(Path(plain) / "model.safetensors"), load_file(Path(plain) / "model.safetensors")
+    for name in [n for n in tensors if "_proj.weight" in n] if pack else []:
+        stored, numbers[name] = pack(tensors.pop(name))  # type: ignore[misc]
+        tensors |= {f"{name.removesuffix('weight')}{part}": t.contiguous() for part, t in stored.items()}
+    save_file(tensors, quantised / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in numbers.items()}, reference / "model.safetensors")
+    edit_json(quantised / "config.json", quantization_config=config)
+    return quantised, reference
+
+
+def decoder_of(path: Path, weights: Weights = Weights(), dtype: torch.dtype = torch.float32) -> Decoder:  # noqa: B008
+    return load_decoder(open_checkpoint(str(path)), dtype=dtype, device=CPU, max_len=LENGTH, weights=weights)
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    text = torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.inference_mode():
+        return Runner(decoder, kv_layout(1, LENGTH), CPU).run([Feed(make_sequence(0, text), LENGTH, outputs=LENGTH)])
+
+
+@pytest.fixture(scope="module", params=sorted(FORMATS))
+def stored(
+    request: pytest.FixtureRequest, plain: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Path]:
+    return request.param, *save_quantised(plain, tmp_path_factory.mktemp("format"), *FORMATS[request.param])
+
+
+def test_a_quantised_checkpoint_is_the_numbers_that_it_stands_for(stored: tuple[str, Path, Path]) -> None:
+    name, quantised, reference = stored
+    exact = logits_of(decoder_of(reference, dtype=torch.float64))
+    logits = logits_of(decoder_of(quantised, dtype=torch.float64))
+    if name.startswith("int8"):  # the activations are rounded too
+        assert 1e-4 < (logits - exact).square().mean().sqrt() / exact.std() < 0.05
+    else:
+        assert (logits - exact).abs().max() < 1e-4
+
+
+@needs_int8
+@pytest.mark.parametrize("name", ["int8", "int8 of one scale"])
+def test_integers_are_used_as_they_are_stored(plain: str, tmp_path: Path, name: str) -> None:
+    """Making them anew from their numbers would round a second time, wherever the largest is not 127."""
+    quantised, reference = save_quantised(plain, tmp_path, *FORMATS[name])
+    decoder = decoder_of(quantised, dtype=torch.bfloat16)
+    layer, (gate_up, down) = decoder.layers[0], decoder.layers[0].mlp.products
+    weight = load_file(reference / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert all(isinstance(product, Int8Linear) for product in (layer.qkv, layer.out, gate_up, down))
+    assert isinstance(decoder.head, Linear)
+    assert isinstance(down, Int8Linear)
+    ones = torch.eye(weight.shape[1])
+    assert torch.allclose(down(ones), weight.t(), rtol=1e-5, atol=0)
+
+
+def test_a_decoder_of_other_weights_differs(plain: str, tmp_path: Path) -> None:
+    """The negative control: packed in another order, the same tensors stand for other numbers."""
+    quantised, reference = save_quantised(plain, tmp_path, AWQ, awq)
+    edit_json(quantised / "config.json", quantization_config=FORMATS["packed int4"][0])
+    with pytest.raises(ConfigError, match="holds no tensor"):
+        decoder_of(quantised)
+    edit_json(quantised / "config.json", quantization_config=AWQ)
+    exact = logits_of(decoder_of(reference))
+    tensors = load_file(quantised / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.qweight"
+    tensors[name] = (tensors[name] >> 4) & 0x0F0F0F0F | ((tensors[name] & 0x0F0F0F0F) << 4)
+    save_file(tensors, quantised / "model.safetensors")
+    assert (logits_of(decoder_of(quantised)) - exact).abs().max() > 0.1
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    ("config", "pack", "form", "message"),
+    [
+        (GPTQ, gptq, "as_is", "GPTQ int4 weights: they are dequantised to float32: this format has no product here"),
+        (GPTQ, gptq, "int8", "GPTQ int4 weights: they are dequantised and then made int8"),
+        (INT8, w8a8, "as_is", "int-quantized int8 weights: int8 products use them as they are"),
+    ],
+)
+def test_the_log_says_what_becomes_of_the_weights(
+    plain: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any],
+    pack: Pack,
+    form: WeightForm,
+    message: str,
+) -> None:
+    path, _ = save_quantised(plain, tmp_path, config, pack)
+    with caplog.at_level(logging.INFO):
+        decoder_of(path, Weights(form))
+    assert message in caplog.text
+    assert f"weights {form} in float32, 0." in caplog.text
+
+
+@needs_int8
+def test_a_checkpoint_of_4_bits_can_be_served_in_int8(plain: str, tmp_path: Path) -> None:
+    quantised, reference = save_quantised(plain, tmp_path, GPTQ, gptq)
+    exact, rounded = logits_of(decoder_of(reference)), logits_of(decoder_of(quantised, Weights("int8")))
+    assert 1e-4 < (rounded - exact).square().mean().sqrt() / exact.std() < 0.05
+
+
+def test_zero_biases_of_gptq_are_none(plain: str, tmp_path: Path) -> None:
+    quantised, _ = save_quantised(plain, tmp_path, GPTQ, gptq)
+    tensors = load_file(quantised / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
+    save_file(tensors, quantised / "model.safetensors")
+    decoder_of(quantised)
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1.0
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"up_proj\.bias"):
+        decoder_of(quantised)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; supported are compressed-tensors, fp8"),
+        ({"quant_method": "gptq"}, "quantization_config of config.json is malformed: KeyError"),
+        (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
+        (AWQ | {"version": "gemv"}, "AWQ of 4 bits in version 'gemv'"),
+        (FP8 | {"weight_block_size": [128]}, "malformed"),
+        (FP8 | {"weight_block_size": [0, 128]}, "a block of 0 × 128"),
+        ({"quant_method": "compressed-tensors", "config_groups": []}, "malformed"),
+        (compressed("marlin-24", num_bits=4), "compressed-tensors marlin-24 int4 is not supported"),
+        (compressed("pack-quantized", num_bits=3), "pack-quantized int3 is not supported"),
+        (INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights is not supported"),
+    ],
+)
+def test_metadata_that_cannot_be_read(plain: str, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    path, _ = save_quantised(plain, tmp_path, config, None)
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "pack", "part", "broken", "message"),
+    [
+        (GPTQ, gptq, "scales", torch.ones(2, 95).half(), "is no GPTQ int4 weight: scales of"),
+        (GPTQ, gptq, "g_idx", torch.full((64,), 7, dtype=torch.int32), "does not name one of 2 groups"),
+        (AWQ, awq, "qweight", torch.ones(64, 12), "stored as torch.float32 instead of int32"),
+        (FP8, FORMATS["fp8 in blocks"][1], "weight_scale_inv", torch.ones(3, 3), r"scales of shape \(3, 3\)"),
+        (INT8, w8a8, "weight_scale", None, "stored as I8 without the scales of compressed-tensors int-quantized int8"),
+        (AWQ, awq, "qzeros", None, "up_proj is no AWQ int4 weight: the checkpoint holds no .*qzeros"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_format(
+    plain: str, tmp_path: Path, config: dict[str, Any], pack: Pack, part: str, broken: Tensor | None, message: str
+) -> None:
+    path, _ = save_quantised(plain, tmp_path, config, pack)
+    tensors = load_file(path / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    assert name in tensors
+    del tensors[name]
+    save_file(tensors | ({} if broken is None else {name: broken}), path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        decoder_of(path)
+
+
+def test_the_metadata_of_a_real_checkpoint_is_understood(plain: str, tmp_path: Path) -> None:
+    """compressed-tensors writes these fields, with nulls where a scheme does not use one."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config = INT8 | {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**weights, "block_structure": None, "actorder": None, "dynamic": False},
+                "input_activations": inputs,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+    path, _ = save_quantised(plain, tmp_path, config, w8a8)
+    assert json.loads((path / "config.json").read_text("utf-8"))["quantization_config"] == config
+    decoder_of(path)

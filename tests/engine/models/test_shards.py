@@ -1,0 +1,173 @@
+"""Files of weights that are truncated, malformed or elsewhere are refused by name. Whole ones are read bit for bit."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.config import ConfigError
+from engine.models.shards import Shards, tensor_reader
+from engine.models.weight_files import INDEX, WEIGHTS
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b": torch.randn(5, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "c": torch.arange(4, dtype=torch.int32).reshape(1, 4, 1),
+    "d": torch.tensor(2.5, dtype=torch.float16),
+    "e": torch.empty(0, 3),
+    "f": torch.tensor([[1.5, -2.0]]).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A checkpoint of two files with an index."""
+    halves = {"one.safetensors": ["a", "c", "e"], "two.safetensors": ["b", "d", "f"]}
+    for file, names in halves.items():
+        save_file({n: TENSORS[n] for n in names}, tmp_path / file, metadata={"format": "pt"})
+    write_index(tmp_path, {n: file for file, names in halves.items() for n in names})
+    return tmp_path
+
+
+def write_index(directory: Path, weight_map: Any) -> None:
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}), "utf-8")
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Shards(directory)
+    return str(caught.value)
+
+
+def write_header(file: Path, header: Any, data: bytes = b"", length: int | None = None) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
+def test_every_dtype_and_shape_is_read_bit_for_bit(directory: Path) -> None:
+    shards = Shards(directory)
+    assert shards.tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        found = shards.read(name)
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert bytes(found.reshape(-1).view(torch.uint8).numpy()) == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def test_a_tensor_read_stays_when_its_file_goes(directory: Path) -> None:
+    """A mapped tensor would end the process here."""
+    tensor = Shards(directory).read("a")
+    os.truncate(directory / "one.safetensors", 0)
+    assert tensor.tolist() == TENSORS["a"].tolist()
+
+
+def test_one_file_is_open_at_a_time(directory: Path) -> None:
+    def opened() -> list[str]:
+        links = [
+            os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if n.isdecimal() and _is_open(n)
+        ]
+        return [Path(link).name for link in links if link.endswith(".safetensors")]
+
+    shards = Shards(directory)
+    assert opened() == []
+    for name, file in (("a", "one.safetensors"), ("c", "one.safetensors"), ("b", "two.safetensors")):
+        shards.read(name)
+        assert opened() == [file]
+    del shards
+    assert opened() == []
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def test_the_reader_converts_and_checks_shapes(directory: Path) -> None:
+    read = tensor_reader(Shards(directory), torch.float64, CPU)
+    assert read("b", (5,)).tolist() == TENSORS["b"].double().tolist()
+    with pytest.raises(ConfigError, match=r"a has shape \(2, 3\), config.json says \(3, 2\)"):
+        read("a", (3, 2))
+    with pytest.raises(ConfigError, match="holds no tensor 'z'"):
+        read("z", (1,))
+
+
+def test_a_dtype_that_is_not_known_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    write_header(tmp_path / WEIGHTS, entry(dtype="F4"), bytes(8))
+    with pytest.raises(ConfigError, match="a has dtype F4; supported are F64"):
+        Shards(tmp_path).read("a")
+
+
+BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda f: f.write_bytes(b""), "the header's length is 0 bytes, the file's 0"),
+    "no header": (lambda f: f.write_bytes(b"PK\x03\x04" + bytes(30) + b"\xff" * 99), "truncated or no safetensors"),
+    "a header longer than the file": (lambda f: write_header(f, entry(), bytes(8), 10_000), "length is 10,000 bytes"),
+    "a header that is no JSON": (lambda f: f.write_bytes((4).to_bytes(8, "little") + b"{a:b"), "no safetensors file"),
+    "a header that is a list": (lambda f: write_header(f, [1]), "no safetensors file"),
+    "truncated data": (lambda f: write_header(f, entry(), bytes(7)), "is truncated: its header names"),
+    "bytes that do not fit the shape": (lambda f: write_header(f, entry(shape=[3]), bytes(8)), "has 8 bytes"),
+    "bytes before the data": (lambda f: write_header(f, entry(data_offsets=[-8, 0]), bytes(8)), "at bytes -8 to 0"),
+    "a negative shape": (lambda f: write_header(f, entry(shape=[-1, -2]), bytes(8)), r"shape (-1, -2)"),
+    "an entry without a shape": (lambda f: write_header(f, {"a": {"dtype": "F32"}}), "no safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BROKEN_FILES))
+def test_broken_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    damage, reason = BROKEN_FILES[name]
+    damage(tmp_path / WEIGHTS)
+    message = refused(tmp_path)
+    assert str(tmp_path / WEIGHTS) in message
+    assert reason in message
+
+
+def test_a_file_cut_short_while_it_is_read_is_refused(directory: Path) -> None:
+    shards = Shards(directory)
+    file = directory / "two.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    last = max(
+        (n for n, stored in shards.tensors.items() if stored.file == file), key=lambda n: shards.tensors[n].start
+    )
+    with pytest.raises(ConfigError, match=r"two\.safetensors became shorter"):
+        shards.read(last)
+
+
+def test_an_index_that_names_a_missing_file(directory: Path) -> None:
+    (directory / "two.safetensors").unlink()
+    assert "names files that are missing: two.safetensors" in refused(directory)
+
+
+@pytest.mark.parametrize("elsewhere", ["../one.safetensors", "/etc/one.safetensors", "x/../../one.safetensors"])
+def test_an_index_may_not_leave_its_directory(directory: Path, elsewhere: str) -> None:
+    save_file({"a": TENSORS["a"]}, directory.parent / "one.safetensors")
+    write_index(directory, {"a": elsewhere})
+    assert f"names files outside of its directory: {elsewhere}" in refused(directory)
+
+
+def test_an_index_that_names_the_wrong_file(directory: Path) -> None:
+    write_index(directory, {"a": "two.safetensors"})
+    assert "two.safetensors holds 'a', and it does not" in refused(directory)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_a_malformed_index(directory: Path, text: str) -> None:
+    (directory / INDEX).write_text(text, "utf-8")
+    assert "is malformed" in refused(directory)
+
+
+def test_a_pickle_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    message = refused(tmp_path)
+    assert "holds no model.safetensors; pytorch_model.bin is a pickle, and a pickle can run code" in message
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    assert refused(tmp_path).endswith("holds no model.safetensors (other weight formats are not read)")
+    assert "holds no model.safetensors" in refused(tmp_path / "nowhere")

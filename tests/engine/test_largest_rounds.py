@@ -1,0 +1,126 @@
+"""The activation budget covers what real rounds allocate, with every feature that a request can ask for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.load as load_module
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
+from engine.largest_rounds import measure_largest_rounds
+from engine.load import load_models, plan_memory
+from engine.memory_budget import DeviceMemory, measure_activations
+from engine.types import Request, SamplingParams, Verifier
+from tests.engine.driving import load
+from tests.engine.pairs import Pair, Shape, save_pair
+
+CPU = torch.device("cpu")
+LIMITS: dict[str, Any] = {
+    "max_running": 4,
+    "max_spec_length": 4,
+    "max_step_tokens": 64,
+    "max_model_len": 128,
+    "memory_fraction": 0.05,
+}
+VOCAB = 8_000
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose logits are larger than all else: 64 rows take 3.9 MiB in fp64."""
+    return save_pair(tmp_path_factory.mktemp("wide"), Shape(vocab=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def measured(wide: Pair) -> tuple[Engine, int]:
+    """An engine, and the activation budget that it measured."""
+    budgets: list[int] = []
+
+    def measure(*args: Any) -> int:
+        budgets.append(measure_largest_rounds(*args))
+        return budgets[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "measure_largest_rounds", measure)
+        patch.setattr("engine.engine.profile", lambda *_: [])  # times are not looked at
+        engine = load(wide, **LIMITS)
+    return engine, budgets[0]
+
+
+def largest_step(engine: Engine, requests: list[Request]) -> int:
+    """The most bytes that a step allocates until all requests have ended."""
+    sizes = []
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        sizes.append(measure_activations(engine.step, CPU))
+    return max(sizes)
+
+
+@pytest.mark.parametrize("verifier", ["match", "block"])
+def test_real_rounds_stay_within_the_budget(measured: tuple[Engine, int], verifier: Verifier) -> None:
+    engine, budget = measured
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, frequency_penalty=0.5, logprobs=20, max_tokens=3, ignore_eos=True, seed=1
+    )
+    requests = [Request(f"{verifier}-{i}", tuple(range(10, 30)), params, k=4, verifier=verifier) for i in range(4)]
+    used = largest_step(engine, requests)
+    assert used <= budget
+    assert used > 20 * VOCAB * 8, "the logits of 20 rows alone take so much"
+
+
+def test_an_echoed_prompt_stays_within_the_budget(measured: tuple[Engine, int]) -> None:
+    engine, budget = measured
+    params = SamplingParams(max_tokens=1, prompt_logprobs=20, seed=1)
+    used = largest_step(engine, [Request("echo", tuple(range(2, 120)), params, k=0)])
+    assert 60 * VOCAB * 8 < used <= budget
+
+
+def test_the_measurement_leaves_nothing_behind(measured: tuple[Engine, int]) -> None:
+    engine, _ = measured
+    assert engine.target.cache.free_slots == LIMITS["max_running"]
+    engine.drafter.audit(set())
+
+
+def test_rounds_that_do_not_fit_are_refused(wide: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+
+    monkeypatch.setattr("engine.largest_rounds.measure_activations", full)
+    with pytest.raises(ConfigError, match="max_step_tokens 64 at max_model_len 128 does not fit beside the weights"):
+        load(wide, **LIMITS)
+
+
+def test_weights_that_do_not_fit_are_not_even_read(wide: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "device_memory", lambda device: DeviceMemory(2**30, 2**20))
+    monkeypatch.setattr(load_module, "load_decoder", lambda *_, **__: pytest.fail("it was read"))
+    config = EngineConfig(wide.target, wide.draft)
+    for start in (load_models, plan_memory):
+        with pytest.raises(ConfigError, match=r"do not fit on cpu: target \d\.\d MiB and draft .* 1\.0 MiB are avail"):
+            start(config)
+
+
+def test_the_plan_needs_no_weights_and_tells_the_same(
+    wide: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = DeviceMemory(2**34, 2**33)
+    monkeypatch.setattr(load_module, "device_memory", lambda device: memory)
+    config = EngineConfig(wide.target, wide.draft, max_running=4, max_step_tokens=128, kv_tokens=4096)
+    with caplog.at_level("INFO", "engine.memory_table"):
+        load_models(config)
+    (logged,) = (m.removeprefix("memory:\n") for m in caplog.messages if m.startswith("memory:"))
+    with monkeypatch.context() as patch:
+        patch.setattr(load_module, "load_decoder", lambda *_, **__: pytest.fail("it was read"))
+        planned = str(plan_memory(config))
+    rows = [line.split() for line in planned.splitlines()]
+    assert [row[0] for row in rows] == ["cpu", "target", "draft", "KV", "activations", "room", "requests"]
+    for line in ("KV", "requests", "activations"):
+        assert _line(planned, line) == _line(logged, line)
+    assert "at once: 4 of 128 tokens (max_running 4)" in planned
+
+
+def _line(table: str, name: str) -> str:
+    (found,) = (line for line in table.splitlines() if line.split()[0] == name)
+    return found
