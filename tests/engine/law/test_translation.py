@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("pruned_races")
 
 LEVEL = 1e-3
 REFUSED = 1e-5
-SETTINGS = ("plain", "combined", "top_p", "repetition", "ignore_eos")  # one of each kind
+SETTINGS = ("plain", "combined", "repetition")
+MORE_SETTINGS = (*SETTINGS, "top_p", "min_p", "frequency", "logit_bias", "min_tokens", "ignore_eos")
 
 
 def ask(setting: str, verifier: Verifier, k: int = 3) -> Configuration:
@@ -34,10 +35,10 @@ def p_value(configuration: Configuration, sampled: Sample) -> float:
     return g_test(sampled.counts, law_of(configuration.params, prompt_of(configuration)))
 
 
-def p_values(draws: int) -> dict[str, float]:
+def p_values(settings: Seq[str], draws: int) -> dict[str, float]:
     found = {}
     for verifier in VERIFIERS:
-        for setting in SETTINGS:
+        for setting in settings:
             configuration = ask(setting, verifier)
             sampled = sample(configuration, draws)
             check_speculation(configuration, sampled)
@@ -46,12 +47,12 @@ def p_values(draws: int) -> dict[str, float]:
 
 
 def test_the_law_holds() -> None:
-    assert benjamini_hochberg(p_values(400), LEVEL) == []
+    assert benjamini_hochberg(p_values(SETTINGS, 300), LEVEL) == []
 
 
 @pytest.mark.proofs
 def test_the_law_holds_with_many_more_draws() -> None:
-    assert benjamini_hochberg(p_values(20_000), LEVEL) == []
+    assert benjamini_hochberg(p_values(MORE_SETTINGS, 20_000), LEVEL) == []
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
@@ -59,7 +60,7 @@ def test_a_wrong_map_costs_drafts_and_nothing_else(verifier: Verifier) -> None:
     """Two ids swapped: the model means the one and the other is drafted."""
     wrong = Translation(TABLE_WORDS, Words({0: b"A", 1: b"?", 2: b"B"}, OTHER_WORDS.special))
     configuration = ask("plain", verifier)
-    assert p_value(configuration, sample(configuration, 800, wrong)) > LEVEL
+    assert p_value(configuration, sample(configuration, 400, wrong)) > LEVEL
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
@@ -78,4 +79,4 @@ def test_a_law_that_is_not_renormalised_is_seen(verifier: Verifier, monkeypatch:
     monkeypatch.setattr(SharedTokens, "restrict", remembering)
     monkeypatch.setattr(DraftLaws, "_keep", raw)
     configuration = ask("plain", verifier)
-    assert p_value(configuration, sample(configuration, 2400)) < REFUSED
+    assert p_value(configuration, sample(configuration, 1200)) < REFUSED
