@@ -134,7 +134,9 @@ def _nobody(told: object) -> None:
 async def join_contents(chat: Chat) -> RenderedChat:
     """The default template."""
     await asyncio.sleep(0)
-    return RenderedChat("".join(str(message["content"]) for message in chat.messages), add_special_tokens=False)
+    contents = [message["content"] for message in chat.messages]
+    texts = ["".join(part["text"] for part in c) if isinstance(c, list) else c for c in contents]
+    return RenderedChat("".join(texts), add_special_tokens=False)
 
 
 class FakeEngineClient:

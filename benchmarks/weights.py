@@ -152,7 +152,7 @@ def acceptance(args: argparse.Namespace, prompts: Texts) -> Rows:
         llm = LLM(args.target, args.draft, **config, draft_weights=form)
         for temperature in TEMPERATURES:
             run = timed_run(llm, prompts, seeded(len(prompts), temperature, args.max_tokens), KS[1])
-            rows.append({"T": temperature, "k": KS[1], "draft": form, "alpha": run.alpha, "drafts": len(run.records)})
+            rows.append({"T": temperature, "k": KS[1], "draft": form, "alpha": run.alpha, "texts": len(run.records)})
     return rows
 
 

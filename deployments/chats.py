@@ -42,7 +42,7 @@ class ChatRenderer:
         finally:
             self._open -= 1
             limit.cancel()  # the caller may have left
-        return RenderedChat(text, self._template.adds_special_tokens)
+        return RenderedChat(text, self._template.needs_special_tokens)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -49,7 +49,7 @@ NEUTRAL: dict[str, Any] = {
 Text = Annotated[str, AfterValidator(fields.text)]
 
 
-def content(value: Any) -> str | list[dict[str, str]]:
+def message_content(value: Any) -> str | list[dict[str, str]]:
     """Read a message's content: a text, or a list of text parts. Names a part of another type."""
     if isinstance(value, str):
         return fields.text(value)
@@ -86,7 +86,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(content)] = None
+    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(message_content)] = None
     name: Text | None = None
     tool_call_id: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None

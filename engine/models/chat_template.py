@@ -30,8 +30,8 @@ TRANSCRIPT = (
 )
 
 RENDER_LIMIT_S = 5.0  # a template that takes longer is in a loop: a long chat takes milliseconds
-MAX_LENGTH = 2**24  # characters, entries or bits of a product
-MAX_POWER_BITS = 1024
+MAX_LENGTH = 2**24  # characters or entries of a product
+MAX_BITS = 1024  # of a number
 MARK = "\ue000END OF THE FINAL MESSAGE\ue000 "  # where continue_final_message cuts the text; templates trim the space
 
 # Names that a template reads and that chat_template_kwargs must not replace.
@@ -63,7 +63,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, whole: bool = True) -> None:
         """special_tokens: by their roles, such as bos_token. whole: whether the template writes the special tokens that
         a prompt begins with. Raises ConfigError for a template that cannot be compiled."""
-        self.adds_special_tokens = whole
+        self.needs_special_tokens = not whole
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:
@@ -160,21 +160,16 @@ def _environment() -> Environment:
 
 def _times(left: Any, right: Any) -> Any:
     for value, factor in ((left, right), (right, left)):
-        if isinstance(factor, int):
-            bits = isinstance(value, int)
-            size = value.bit_length() + factor.bit_length() if bits else _length(value) * factor
-            if size > MAX_LENGTH:
-                raise SecurityError(f"a product may have {MAX_LENGTH:,} characters, entries or bits")
+        if isinstance(value, (str, list, tuple)) and isinstance(factor, int) and len(value) * factor > MAX_LENGTH:
+            raise SecurityError(f"a product may have {MAX_LENGTH:,} characters or entries")
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+        raise SecurityError(f"a number may have {MAX_BITS:,} bits")
     return left * right
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple)) else 0
-
-
 def _power(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_POWER_BITS:
-        raise SecurityError(f"a power may have {MAX_POWER_BITS:,} bits")
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
+        raise SecurityError(f"a number may have {MAX_BITS:,} bits")
     return left**right
 
 

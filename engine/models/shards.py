@@ -124,7 +124,10 @@ def tensor_reader(shards: Shards, dtype: torch.dtype, device: torch.device) -> R
         found = shards.stored(name).shape
         if found != shape:
             raise ConfigError(f"{shards.directory}: {name} has shape {found}, config.json says {shape}")
-        return shards.read(name).to(device=device, dtype=dtype)
+        tensor = shards.read(name)
+        if device.type != "cpu" or tensor.dtype is dtype:
+            return tensor.to(device=device, dtype=dtype)
+        return _buffer(tensor.numel() * dtype.itemsize).view(dtype).view(shape).copy_(tensor)
 
     return read
 

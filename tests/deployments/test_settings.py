@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from app.telemetry.tracer import Level, TraceConfig
+from deployments.chats import ChatConfig
 from deployments.settings import ROOT, EdgeConfig, PolicySettings, Settings
 from engine.config import EngineConfig
 from engine.types import DRAFTERS, VERIFIERS
@@ -186,6 +187,21 @@ def test_traces_are_packed_unless_said_otherwise() -> None:
     for level in get_args(Level):
         assert Settings.model_validate({"trace_level": level}).edge().traces.level == level
     assert Settings.model_validate({"api_key_file": "keys.txt"}).edge().api_key_file == str(ROOT / "keys.txt")
+
+
+def test_a_chat_template_is_a_file_or_a_name() -> None:
+    def chat(**said: str | None) -> ChatConfig:
+        return Settings.model_validate(said).edge().chat
+
+    assert chat() == chat(chat_template="none", reasoning_tags="none") == ChatConfig(None, None)
+    assert chat(chat_template="tool_use").template == "tool_use"
+    assert chat(chat_template="own.jinja").template == str(ROOT / "own.jinja")
+    assert chat(chat_template="/x/own").template == "/x/own"
+    assert chat(reasoning_tags="<think> </think>").reasoning_tags == ("<think>", "</think>")
+    assert Settings.model_validate({"reasoning_tags": ["<a b>", "<c>"]}).edge().chat.reasoning_tags == ("<a b>", "<c>")
+    for wrong in ("<think>", "a b c"):
+        with pytest.raises(ValidationError):
+            chat(reasoning_tags=wrong)
 
 
 def test_every_policy_can_be_set() -> None:

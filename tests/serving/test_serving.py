@@ -86,6 +86,10 @@ def test_curl_without_a_json_content_type_streams_several_tokens_per_event(serve
     assert data[-1]["usage"]["completion_tokens"] == 48
     assert len(data) < 48
     assert data[-1]["choices"][0]["finish_reason"] == "length"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "Read a file."}], "max_tokens": 8}
+    reply = httpx.post(f"{served.url}/v1/chat/completions", json=chat, timeout=60)
+    assert reply.json()["choices"][0]["message"]["content"]
+    assert reply.json()["usage"]["completion_tokens"] <= 8
 
 
 # httpx leaves sockets open that are cancelled while they connect: the client's leak, and the point of the test.

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -36,6 +37,55 @@ def test_a_completion_is_parsed() -> None:
     assert (done.choices[0].text, done.choices[0].finish_reason) == ("abcabc", "length")
     assert done.usage.total_tokens == 9
     assert done.metrics["speculative_decoding"]["num_spec_steps"] == 2
+
+
+MESSAGES: Any = [{"role": "system", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "c"}]}]
+
+
+def test_a_chat_is_parsed() -> None:
+    async def scenario(client: AsyncOpenAI) -> tuple[Any, Any]:
+        asked: dict[str, Any] = {"max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1}
+        first = await client.chat.completions.create(model="fake", messages=MESSAGES, **asked)
+        said = first.choices[0].message.model_dump()  # clients send replies back like this
+        again = [*MESSAGES, said, {"role": "user", "content": "d"}]
+        return first, await client.chat.completions.create(model="fake", messages=again, **asked)
+
+    engine = FakeEngineClient()
+    first, _ = with_client(engine, scenario)
+    (choice,) = first.choices
+    assert (first.object, choice.message.role, choice.message.content) == ("chat.completion", "assistant", "ab")
+    assert (choice.message.refusal, choice.message.tool_calls, choice.finish_reason) == (None, None, "length")
+    assert [(entry.token, entry.bytes) for entry in choice.logprobs.content] == [("a", [97]), ("b", [98])]
+    assert [request.prompt_ids for request in engine.submitted] == [tuple(b"abc"), tuple(b"abcabd")]
+
+
+def stopping(request: Request) -> Iterator[Output]:
+    """The helper of OpenAI's client refuses an answer that its limit cut."""
+    for output in spell(request):
+        yield replace(output, finish_reason=output.finish_reason and "stop")
+
+
+def test_a_streamed_chat_is_parsed() -> None:
+    async def scenario(client: AsyncOpenAI) -> Any:
+        async with client.chat.completions.stream(
+            model="fake", messages=MESSAGES, max_completion_tokens=7, stream_options={"include_usage": True}
+        ) as stream:
+            return await stream.get_final_completion()
+
+    whole = with_client(FakeEngineClient(stopping), scenario)
+    assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", "abcabca")
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("stop", 7)
+
+
+def test_a_refused_chat_is_an_error_with_its_field() -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        with_client(
+            FakeEngineClient(),
+            lambda client: client.chat.completions.create(
+                model="fake", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+            ),
+        )
+    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_field")
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

@@ -147,6 +147,10 @@ def test_a_request_is_found_by_its_replys_id_and_by_its_own() -> None:
     name = done.reply_headers["x-request-id"]
     assert server.live.recent.get(name) is server.live.recent.get(f"cmpl-{name}") is not None
     assert server.live.recent.get("x") is None
+    messages = [{"role": "user", "content": "abc"}]
+    done = call(server.app, {"model": "fake", "messages": messages}, path="/v1/chat/completions")
+    name = done.reply_headers["x-request-id"]
+    assert server.live.recent.get(name) is server.live.recent.get(f"chatcmpl-{name}") is not None
 
 
 def test_the_list_has_totals_and_no_rounds() -> None:

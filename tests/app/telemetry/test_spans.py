@@ -108,6 +108,21 @@ def test_every_other_span_has_exactly_these_attributes() -> None:
     assert traced.attributes("specdec.engine_step").keys() == STEP
 
 
+def test_what_a_chats_span_says() -> None:
+    traced = Traced(text=True)
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "c"}]}]
+    chat = {"model": "fake", "messages": messages}
+    reply = call(traced.app, chat, path="/v1/chat/completions")
+    said = traced.attributes()
+    assert (traced.span().name, said["gen_ai.operation.name"]) == ("chat fake", "chat")
+    assert said["gen_ai.response.id"] == json.loads(reply.reply)["id"] == "chatcmpl-" + said["specdec.request.id"]
+    assert said["specdec.request.id"] == reply.reply_headers["x-request-id"]
+    told_messages = [(m["role"], m["parts"][0]["content"]) for m in json.loads(said["gen_ai.input.messages"])]
+    assert told_messages == [("system", "ab"), ("user", "c")]
+    assert "gen_ai.request.max_tokens" not in said, "the context is the limit"
+    assert "gen_ai.request.choice.count" not in said
+
+
 def test_what_a_request_span_says() -> None:
     traced = Traced()
     reply = call(traced.app, PROMPT | {"temperature": 0, "max_tokens": 9})

@@ -109,7 +109,11 @@ class Traced:
     def spans(self, name: str | None = None) -> list[ReadableSpan]:
         """Return the spans of this name, oldest first; None: the request spans."""
         spans = sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
-        return [span for span in spans if (span.name == name if name else span.name.startswith("text_completion "))]
+        return [
+            span
+            for span in spans
+            if (span.name == name if name else span.name.startswith(("text_completion ", "chat ")))
+        ]
 
     def span(self, name: str | None = None) -> ReadableSpan:
         (span,) = self.spans(name)
