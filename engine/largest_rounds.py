@@ -110,10 +110,12 @@ class LargestRounds:
         """max_running sequences with max_spec_length drafts each, at the longest context that they can all have."""
         target, *drafts = runners
         drafter: Drafter = make_drafter(target, drafts[0]) if drafts else ConstantDrafter(target.device)
+        translation = runners[-1].translation
+        token = min(translation.shared) if translation else 0  # that each model reads as one token
         slices = []
         for i in range(self._config.max_running):
             length = max(1, min(self._context(runners), *(runner.cache.max_len - self._rows for runner in runners)))
-            sequence = _sequence(i, [0] * (length + 1), verifier)
+            sequence = _sequence(i, [token] * (length + 1), verifier)
             for runner in runners:
                 _hold(runner, sequence, length)
             slices.append(Slice(sequence, 1, self._rows - 1, emits=True))

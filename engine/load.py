@@ -19,9 +19,10 @@ from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
+from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
-from engine.largest_rounds import measure_largest_rounds
+from engine.largest_rounds import MakeDrafter, measure_largest_rounds
 from engine.memory_budget import DeviceMemory, device_memory, layouts
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig
@@ -66,23 +67,28 @@ def load_models(config: EngineConfig) -> LoadedModels:
     eos_ids = _eos_ids(target_checkpoint)
     defaults = sampling_defaults(target_checkpoint.path) if config.generation_config == "auto" else {}
     checkpoints = [target_checkpoint]
+    translation = None
     if config.draft is not None:
         draft = open_checkpoint(checkpoint_directory(config.draft))
-        draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft))
-        check_pair(Side(config.target, tokenizer, eos_ids), draft_side)
+        draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size)
+        target_side = Side(config.target, tokenizer, eos_ids, target_checkpoint.shape.vocab_size)
+        translation = check_pair(target_side, draft_side)
         checkpoints.append(draft)
     max_len = _max_model_len(config, target_checkpoint)
-    target, *drafts = _make_runners(config, checkpoints, max_len, device)
-    model = _model_drafter(config, target, drafts[0]) if drafts else None
+    make_drafter = partial(_model_drafter, config, translation)
+    target, *drafts = _make_runners(config, checkpoints, max_len, device, make_drafter)
+    model = make_drafter(target, drafts[0]) if drafts else None
     return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids, defaults)
 
 
-def _model_drafter(config: EngineConfig, target: Runner, draft: Runner) -> ModelDrafter:
+def _model_drafter(
+    config: EngineConfig, translation: Translation | None, target: Runner, draft: Runner
+) -> ModelDrafter:
     """Beside other sequences the draft model reads a chunk that takes it as long as the target's chunk takes the
     target, and at least two tokens for each running sequence."""
     limit = config.max_step_tokens
     chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
-    return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk))
+    return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk), translation)
 
 
 def make_drafters(model: ModelDrafter | None, device: torch.device) -> ChainedDrafter:
@@ -179,7 +185,11 @@ def _forms(config: EngineConfig) -> tuple[WeightForm, WeightForm]:
 
 
 def _make_runners(
-    config: EngineConfig, checkpoints: Seq[Checkpoint], max_len: int, device: torch.device
+    config: EngineConfig,
+    checkpoints: Seq[Checkpoint],
+    max_len: int,
+    device: torch.device,
+    make_drafter: MakeDrafter,
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
     dtype = _dtype(config.dtype, device)
@@ -196,7 +206,6 @@ def _make_runners(
     weights = [decoder.weight_bytes for decoder in decoders]
     activations = None
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
-        make_drafter = partial(_model_drafter, config)
         activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
     sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)

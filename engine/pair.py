@@ -1,10 +1,13 @@
-"""Whether a draft's tokenizer fits the target's: both must give the same ids, and nothing else has to match."""
+"""Whether a draft's tokenizer fits the target's: with the same ids the draft drafts everything, else what both have."""
 
 import logging
 from dataclasses import dataclass
 
 from engine.config import ConfigError
+from engine.drafters.translation import Translation, Words
 from engine.models.tokenizer import Tokenizer
+
+LEAST_SHARED = 0.01  # of the target's tokens; below it hardly a draft could be right
 
 log = logging.getLogger(__name__)
 
@@ -16,27 +19,37 @@ class Side:
     name: str
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
+    vocab_size: int  # rows of its embedding; checkpoints pad them, so they may differ
 
 
-def check_pair(target: Side, draft: Side) -> None:
-    """Raise ConfigError unless both map the same strings to the same ids. Warn if other things differ.
+def check_pair(target: Side, draft: Side) -> Translation | None:
+    """None if both map the same strings to the same ids; otherwise how the draft reads and drafts the target's tokens.
 
-    A special token that only one of the two has, such as a token for padding, is no conflict unless its id is another
-    token's. The sizes of the embeddings are not compared: checkpoints pad them.
+    A special token that only one of the two has, such as a token for padding, is no difference unless its id is another
+    token's. Logs what differs. Raises ConfigError if hardly any token is shared.
     """
-    ours, theirs = target.tokenizer.vocab, draft.tokenizer.vocab
-    if ours == theirs:
+    if _same_ids(target.tokenizer, draft.tokenizer):
         _warn_of_differences(target, draft)
-        return
-    alone = _lone_specials(target.tokenizer, draft.tokenizer) | _lone_specials(draft.tokenizer, target.tokenizer)
-    differing = {s for s in ours.keys() | theirs.keys() if ours.get(s) != theirs.get(s)} - alone
-    if differing:
-        s = min(differing, key=lambda s: (ours.get(s, -1), s))
+        return None
+    ours, theirs = (Words.of(side.tokenizer, side.vocab_size) for side in (target, draft))
+    shared = len(set(ours.data.values()) & set(theirs.data.values()))
+    if shared < LEAST_SHARED * len(ours.data) or not shared:
         raise ConfigError(
-            f"the tokenizers of target {target.name} and draft {draft.name} differ in {len(differing)} entries: "
-            f"{s!r} is {ours.get(s)} in the target and {theirs.get(s)} in the draft"
+            f"target {target.name} and draft {draft.name} share {shared:,} of the target's {len(ours.data):,} tokens, "
+            f"and at least {LEAST_SHARED:.0%} are needed: take a draft whose tokenizer is closer to the target's"
         )
-    _warn_of_differences(target, draft)
+    log.info(
+        "draft %s has another tokenizer: %s of %s of its tokens (%.1f %%) are shared; drafts are restricted to them",
+        *(draft.name, f"{shared:,}", f"{len(theirs.data):,}", 100 * shared / len(theirs.data)),
+    )
+    return Translation(ours, theirs)
+
+
+def _same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    if one.vocab == other.vocab:
+        return True
+    alone = _lone_specials(one, other) | _lone_specials(other, one)
+    return all(one.vocab.get(s) == other.vocab.get(s) for s in (one.vocab.keys() | other.vocab.keys()) - alone)
 
 
 def _lone_specials(one: Tokenizer, other: Tokenizer) -> set[str]:

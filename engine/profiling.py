@@ -110,14 +110,16 @@ class ProfileBench:
     def fill(self, count: int, depth: int, deadline: float) -> None:
         """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time."""
         runners = [self._target, *self._drafts]
-        max_len = min(runner.cache.max_len for runner in runners)
+        translations = [runner.translation for runner in self._drafts if runner.translation is not None]
+        max_len = min(runner.cache.max_len for runner in runners) - max((len(t.start) for t in translations), default=0)
         largest_pass = count * (1 + depth)  # tokens of the largest round: prefill must not need more
         length = max(2, min(MEAN_LENGTH * 3 // 2, max_len - depth, largest_pass))  # of the longest sequence
         self.depth = min(depth, max_len - length)
         draw = random.Random(0)
+        ids = sorted(translations[0].shared) if translations else range(self._target.vocab_size)
         for i in range(count):
             count_i = max(2, length - i * LENGTH_STEP % 64 * length // 96)  # a third of the length to all of it
-            tokens = [draw.randrange(self._target.vocab_size) for _ in range(count_i)]
+            tokens = [draw.choice(ids) for _ in range(count_i)]
             sequence = _sequence(-1 - i, tokens, has_draft_model=bool(self._drafts))
             if not all(_reserve(runner, sequence, self.depth) for runner in runners):
                 _release(runners, sequence)
@@ -235,7 +237,7 @@ def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:
     """Reserve a slot, and memory for the sequence and its drafts. False if there is not enough."""
     try:
         runner.cache.allocate(sequence.handle, (), SALT)
-        runner.cache.reserve(sequence.handle, len(sequence.tokens) + depth)
+        runner.cache.reserve(sequence.handle, len(runner.tokens(sequence)) + depth)
     except CacheFull:
         return False
     return True
@@ -243,9 +245,9 @@ def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:
 
 def _roll_back(runner: Runner, sequence: Sequence, uncached: int) -> None:
     """Make the sequence's last `uncached` tokens uncached, at most half of them: never all, or it could be indexed."""
-    kept = max(len(sequence.tokens) // 2, len(sequence.tokens) - uncached)
-    length = min(runner.cache.length(sequence.handle), kept)
-    runner.cache.truncate_to(sequence.handle, length)
+    length = len(runner.tokens(sequence))
+    kept = max(length // 2, length - uncached)
+    runner.cache.truncate_to(sequence.handle, min(runner.cache.length(sequence.handle), kept))
 
 
 def _release(runners: Seq[Runner], sequence: Sequence) -> None:

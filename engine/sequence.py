@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.detokenize import TextStream
+from engine.drafters.translation import DraftText
 from engine.sampling.penalties import History
 from engine.types import (
     DrafterName,
@@ -52,6 +53,7 @@ class Sequence:
     group: str = ""  # all choices of one client's request; the scheduler treats groups alike
     deadline: float | None = None  # monotonic seconds after which it ends with an error
     history: History | None = None  # its token counts, if penalties need them; the sampler makes it
+    draft_text: DraftText | None = None  # its tokens as a draft model with another tokenizer reads them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)
     finish_reason: FinishReason | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
+from engine.drafters.translation import SharedTokens, Translation
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
@@ -28,6 +29,9 @@ class ModelDrafter:
     logits so far. It depends only on the tokens before the position, so every verifier stays lossless. Such a round
     copies one bit per sequence to the host for each column.
 
+    A model with another tokenizer has a `translation`. It drafts shared tokens only. Its gap, memory and context are
+    counted in its own tokens.
+
     A draft ends at the end of the model's own context, which may be shorter than the target's. A sequence that has
     passed it gets no more drafts, and its memory is freed.
 
@@ -35,8 +39,17 @@ class ModelDrafter:
     and nothing is drafted for the sequence until it is forgotten.
     """
 
-    def __init__(self, runner: Runner, target_vocab: int, max_catch_up: int, chunk: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        target_vocab: int,
+        max_catch_up: int,
+        chunk: int,
+        translation: Translation | None = None,
+    ) -> None:
         self.runner = runner
+        runner.translation = translation
+        self._shared = None if translation is None else SharedTokens(translation, target_vocab, runner.device)
         self._vocab = min(target_vocab, runner.vocab_size)
         self._max_catch_up = max_catch_up
         self._chunk = chunk
@@ -82,16 +95,18 @@ class ModelDrafter:
         columns = DraftColumns(batch, max_ks, active, self.runner.device)
         steps = read = 0
         while True:
-            drawn = columns.draw(logits[:, : self._vocab])
+            shared = self._shared
+            drawn = columns.draw(logits[:, : self._vocab] if shared is None else shared.restrict(logits))
             if drawn is None:
                 return replace(columns.draft(), steps=steps, read=read)
-            logits = self.runner.step([batch.sequences[i] for i in columns.active], drawn)
+            fed = drawn if shared is None else shared.to_draft(drawn)
+            logits = self.runner.step([batch.sequences[i] for i in columns.active], fed)
             steps, read = steps + 1, read + len(columns.active)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache, drafted = self.runner.cache, self._drafted
         self._drafted = set()
-        for sequence, accepted, drafts in zip(batch.sequences, verdict.accepted, verdict.drafts, strict=True):
+        for sequence, emitted, drafts in zip(batch.sequences, verdict.emitted, verdict.drafts, strict=True):
             has_draft = sequence.handle in drafted and drafts
             if has_draft and NO_TOKEN in drafts:
                 self._give_up(sequence)
@@ -100,7 +115,7 @@ class ModelDrafter:
             if self._left(sequence) <= 0:
                 self.runner.release(sequence)
             elif cache.holds(sequence.handle):
-                kept = len(sequence.tokens) + accepted
+                kept = len(self.runner.tokens(sequence)) + self._num_fed(emitted[:-1])
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
 
     def forget(self, sequence: Sequence) -> None:
@@ -110,6 +125,11 @@ class ModelDrafter:
     def audit(self, live: Set[int]) -> None:
         self.runner.cache.audit(live)
         assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
+
+    def _num_fed(self, accepted: Seq[int]) -> int:
+        """How many of the accepted drafts stay in the memory if it holds them."""
+        translation = self.runner.translation
+        return len(accepted) if translation is None else translation.num_fed(accepted)
 
     def _give_up(self, sequence: Sequence) -> None:
         log.error(
@@ -122,7 +142,7 @@ class ModelDrafter:
 
     def _left(self, sequence: Sequence) -> int:
         """Drafts until the end of the model's context. The last draft is not fed, so it needs no position."""
-        return 1 + self.runner.cache.max_len - len(sequence.tokens)
+        return 1 + self.runner.cache.max_len - len(self.runner.tokens(sequence))
 
     def _reserve(self, sequence: Sequence, k: int) -> int:
         """Reserve memory for the sequence's gap and up to k drafts. Returns the number of drafts it is enough for."""
@@ -130,9 +150,9 @@ class ModelDrafter:
         if self._left(sequence) <= 0 or sequence.handle in self._given_up:
             return 0
         if cache.holds(sequence.handle):
-            cache.publish(sequence.handle, sequence.tokens)
+            cache.publish(sequence.handle, self.runner.tokens(sequence))
         elif cache.free_slots:
-            cache.allocate(sequence.handle, sequence.tokens, sequence.cache_salt)
+            cache.allocate(sequence.handle, self.runner.tokens(sequence), sequence.cache_salt)
         else:  # a sequence that has ended still holds its slot; the audit reports it
             return 0
         gap = self.runner.uncached(sequence)

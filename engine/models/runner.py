@@ -11,6 +11,7 @@ from torch import Tensor
 from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
+from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.sequence import Sequence
@@ -45,6 +46,7 @@ class Runner:
         self.layout = layout
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
+        self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
         self._prompt_states: Tensor | None = None  # [Σ prompt_rows, hidden] of the latest pass
         self._known_finite: set[int] = set()  # handles whose memory holds finite numbers only
 
@@ -52,10 +54,18 @@ class Runner:
     def vocab_size(self) -> int:
         return self.decoder.config.vocab_size
 
+    def tokens(self, sequence: Sequence) -> list[int]:
+        """The sequence's committed tokens as this model reads them. Read only."""
+        if self.translation is None:
+            return sequence.tokens
+        if sequence.draft_text is None:
+            sequence.draft_text = DraftText(self.translation)
+        return sequence.draft_text.sync(sequence.tokens)
+
     def uncached(self, sequence: Sequence) -> int:
-        """Committed tokens that the cache does not hold yet."""
+        """Committed tokens, as this model reads them, that the cache does not hold yet."""
         cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
-        return len(sequence.tokens) - cached
+        return len(self.tokens(sequence)) - cached
 
     def pass_s(self, tokens: int) -> float:
         """Estimated seconds of a pass of so many tokens: in proportion to the largest pass so far, and never less."""
@@ -142,7 +152,7 @@ class Runner:
             self.cache.reserve(handle, count)
             spans.append(Span.at(self.cache.slot(handle), start, count))
             prompt_rows += range(len(ids), len(ids) + feed.prompt_rows)
-            ids += feed.sequence.tokens[start : start + feed.committed]
+            ids += self.tokens(feed.sequence)[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
             draft_places += [(draft_index, j) for j in range(feed.drafts)]
             ids += [0] * feed.drafts

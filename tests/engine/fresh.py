@@ -67,7 +67,8 @@ class Checker:
             if isinstance(runner.cache, PagedCache):
                 paths = list(_paths(runner.cache))
                 for salt, tokens, _ in paths:
-                    assert any(s.cache_salt == salt and s.tokens[: len(tokens)] == tokens for s in self._seen), (
+                    texts = (runner.tokens(s) for s in self._seen if s.cache_salt == salt)
+                    assert any(text[: len(tokens)] == tokens for text in texts), (
                         f"{name}: {tokens} can be found, and nobody with salt {salt!r} committed them"
                     )
                 at_once = self.engine.config.max_running
@@ -76,10 +77,11 @@ class Checker:
 
     def _check(self, name: str, runner: Runner, held: list[Sequence]) -> None:
         fresh = self.fresh[name]
-        wanted = _prefill(fresh, [s.tokens for s in held])
+        wanted = _prefill(fresh, [runner.tokens(s) for s in held])
         for i, sequence in enumerate(held):
             length = runner.cache.length(sequence.handle)
-            assert length <= len(sequence.tokens) - 1, f"{name}: {length} cached of {len(sequence.tokens)} tokens"
+            most = len(runner.tokens(sequence)) - 1
+            assert length <= most, f"{name}: {length} cached of {most + 1} tokens"
             if name == "target" and sequence.num_output and not sequence.record.preemptions:
                 assert length == len(sequence.tokens) - 1
             runner.storage.prepare([sequence.handle])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafters.model import ModelDrafter
+from engine.drafters.translation import Translation
 from engine.engine import Engine
 from engine.load import make_drafters
 from engine.models.attention import Attention
@@ -119,7 +120,9 @@ def _bite(p: Tensor, q: Tensor) -> Tensor:
 TARGET, DRAFT = make_tables()
 
 
-def table_engine(target: Tensor = TARGET, draft: Tensor = DRAFT, **config: Any) -> Engine:
+def table_engine(
+    target: Tensor = TARGET, draft: Tensor = DRAFT, translation: Translation | None = None, **config: Any
+) -> Engine:
     """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load."""
     settings: dict[str, Any] = {
         "max_running": 256,
@@ -132,7 +135,8 @@ def table_engine(target: Tensor = TARGET, draft: Tensor = DRAFT, **config: Any) 
     full = EngineConfig(
         target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **kv_config(), **settings
     )
-    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, full.max_step_tokens, full.max_step_tokens), CPU)
+    most = full.max_step_tokens
+    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, most, most, translation), CPU)
     tokenizer = cast(Tokenizer, Letters())
     return Engine(full, _runner(target, full), drafter, tokenizer, frozenset({END}), drafter.names)
 
