@@ -29,6 +29,7 @@ from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from engine.models.products import Weights
+from engine.models.quantized_checkpoints import quantisation
 from engine.models.runner import Runner, kv_shape
 from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
@@ -147,18 +148,22 @@ def plan_memory(config: EngineConfig) -> MemoryTable:
 def _planned_weights(
     config: EngineConfig, checkpoints: Seq[Checkpoint], dtype: torch.dtype, device: torch.device
 ) -> list[int]:
-    """Bytes of each model's weights in memory, at least. The copies of small products are not counted, and weights that
-    are stored quantised count as they are stored."""
+    """Bytes of each model's weights in memory, at least. The copies of small products are not counted."""
     planned = []
     for checkpoint, form in zip(checkpoints, _forms(config), strict=False):
         tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
         product_bytes = 1 if form == "int8" else dtype.itemsize
+        if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
+            kept = quantised.int8 and device.type == "cpu"  # its integers are used as they are
+            head_bytes = 0 if shape.tied and device.type != "cpu" else product_bytes
+            tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
+            planned.append(tables + shape.layer_numbers * (1 if kept else product_bytes))
+            continue
         # On a CPU the head's product is packed, so a tied head is a second copy.
         size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
         for name, tensor in tensors.items():
             product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
-            needed = prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
-            size += tensor.num_bytes if checkpoint.raw.get("quantization_config") else needed
+            size += prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
         planned.append(size)
     return planned
 

@@ -41,6 +41,16 @@ class DecoderConfig:
     tied: bool  # whether the head uses the embedding's weights
     traits: Traits = field(default_factory=Traits)
 
+    @property
+    def layer_numbers(self) -> int:
+        """Numbers in the matrices of all layers."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        rows = [attention + 3 * self.intermediate_size] * self.num_layers
+        if experts := self.traits.experts:
+            mixture = attention + experts.count * (3 * experts.intermediate_size + 1)
+            rows = [mixture if sparse else row for row, sparse in zip(rows, experts.layers, strict=True)]
+        return self.hidden_size * sum(rows)
+
 
 def no_norm(x: Tensor) -> Tensor:
     return x

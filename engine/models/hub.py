@@ -43,7 +43,7 @@ def _warn_of_custom_code(directory: Path) -> None:
     try:
         config = json.loads((directory / "config.json").read_text("utf-8"))
         custom = "auto_map" in config
-    except (OSError, ValueError, TypeError):  # open_checkpoint says what is wrong with it
+    except (OSError, ValueError, TypeError, RecursionError):  # open_checkpoint says what is wrong with it
         return
     if custom:
         log.warning("%s names code of its own in config.json (auto_map); it is never run", directory)

@@ -50,9 +50,9 @@ def open_checkpoint(directory: str) -> Checkpoint:
     try:
         given = json.loads((path / "config.json").read_text("utf-8"))
         kind = given.get("model_type")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: config.json is malformed: {error}") from error
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(FAMILIES)}")
     if "text_config" not in given and (missing := [name for name in REQUIRED if given.get(name) is None]):
         raise ConfigError(f"{path}: config.json lacks {', '.join(missing)}")

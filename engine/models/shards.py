@@ -6,6 +6,7 @@ them back, and a mapped file that somebody truncates kills the process.
 
 import json
 import mmap
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from error
     if (needed := max((t.start + t.num_bytes for t in tensors.values()), default=0)) > size:
         raise ConfigError(f"{file} is truncated: its header names {needed:,} bytes, and it has {size:,}")
@@ -174,7 +175,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored(file: Path, data_start: int, entry: dict[str, Any]) -> StoredTensor:
     """Raises ValueError for an entry whose bytes do not fit its shape."""
-    (first, end), shape = entry["data_offsets"], tuple(int(n) for n in entry["shape"])
+    (first, end), shape = map(operator.index, entry["data_offsets"]), tuple(map(operator.index, entry["shape"]))
     dtype = entry["dtype"]
     if not 0 <= first <= end or min(shape, default=0) < 0:
         raise ValueError(f"a tensor of shape {shape} lies at bytes {first} to {end}")

@@ -34,6 +34,9 @@ def read_settings(directory: Path) -> TokenizerSettings:
     a malformed file."""
     config = read_object(directory / "tokenizer_config.json")
     tokens = {**read_object(directory / "special_tokens_map.json"), **config}
+    for name in LISTS:
+        if not isinstance(value := tokens.get(name), list | dict | None):
+            raise ConfigError(f"{directory}: {name} must be a list or an object, not {value!r}")
     templates = _chat_templates(directory, config)
     return TokenizerSettings(
         bos=_content(tokens.get("bos_token")),
@@ -53,7 +56,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # of UTF-8 or of JSON
+    except (ValueError, RecursionError) as error:  # of UTF-8 or of JSON
         raise ConfigError(f"{path} is malformed: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is malformed: it must hold a JSON object")
@@ -83,12 +86,12 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """The templates by name. The files go before tokenizer_config.json, which holds one template or a list of them."""
     listed = config.get("chat_template")
     entries = listed if isinstance(listed, list) else [{"name": "default", "template": listed}]
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
     named |= {path.stem: _text(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     path = directory / "chat_template.jinja"
     if path.is_file():
         named["default"] = _text(path)
-    return {str(name): template for name, template in named.items() if isinstance(template, str)}
+    return {name: template for name, template in named.items() if isinstance(template, str)}
 
 
 def _text(path: Path) -> str:

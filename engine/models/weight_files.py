@@ -10,14 +10,17 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def weight_files(index: Path) -> dict[str, str]:
-    """Tensor name → file name, from an index. Raises ConfigError if it is malformed or names a file elsewhere."""
+    """Tensor name → file name, from an index. Raises ConfigError if it is malformed, or names a file elsewhere or one
+    that is not safetensors."""
     try:
         names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
         outside = sorted({file for file in names.values() if not _is_inside(file)})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is malformed: {error!r}") from error
     if outside:
         raise ConfigError(f"{index} names files outside of its directory: {', '.join(outside)}")
+    if others := sorted({file for file in names.values() if not file.endswith(".safetensors")}):
+        raise ConfigError(f"{index} names files that are not safetensors: {', '.join(others)}")
     return names
 
 

@@ -55,6 +55,7 @@ def narrowed_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][:16].contiguous()
 
 
+TOO_DEEP = "[" * 100_000
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
 
@@ -89,6 +90,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no architecture": (without("model_type"), "is a None model; supported are"),
     "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
     "a config that is no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is malformed"),
+    "a config that is too deep": (lambda p: (p / "config.json").write_text(TOO_DEEP), "config.json is malformed"),
+    "an architecture that is a list": (edit(model_type=["llama"]), "is a ['llama'] model; supported are"),
+    "token settings that are too deep": (
+        lambda p: (p / "tokenizer_config.json").write_text(TOO_DEEP),
+        "tokenizer_config.json is malformed",
+    ),
+    "special tokens that are no list": (
+        lambda p: edit_json(p / "tokenizer_config.json", additional_special_tokens=5),
+        "additional_special_tokens must be a list or an object, not 5",
+    ),
+    "an index that is too deep": (
+        lambda p: (p / "model.safetensors.index.json").write_text(TOO_DEEP),
+        "index.json is malformed",
+    ),
+    "an index of pickles": (
+        lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}'),
+        "names files that are not safetensors: pytorch_model.bin",
+    ),
     "a config that is a list": (lambda p: (p / "config.json").write_text("[]"), "config.json is malformed"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
     "no tokenizer": (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json"),

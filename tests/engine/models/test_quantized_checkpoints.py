@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import ConfigError, WeightForm
+from engine.config import ConfigError, EngineConfig, WeightForm
+from engine.load import plan_memory
 from engine.models.decoder import Decoder
 from engine.models.linear import Int8Linear, Linear
 from engine.models.loader import load_decoder, open_checkpoint
@@ -286,6 +287,23 @@ def test_a_checkpoint_of_4_bits_can_be_served_in_int8(plain: str, tmp_path: Path
     quantised, reference = save_quantised(plain, tmp_path, GPTQ, gptq)
     exact, rounded = logits_of(decoder_of(reference)), logits_of(decoder_of(quantised, Weights("int8")))
     assert 1e-4 < (rounded - exact).square().mean().sqrt() / exact.std() < 0.05
+
+
+@needs_int8
+@pytest.mark.parametrize("form", ["as_is", "int8"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed int4", "int8", "fp8 in blocks"])
+def test_the_plan_counts_weights_as_they_are_kept(plain: str, tmp_path: Path, name: str, form: WeightForm) -> None:
+    """Four bits in a file are 32 in memory if they are dequantised."""
+    path, _ = save_quantised(plain, tmp_path, *FORMATS[name])
+    planned = plan_memory(EngineConfig(str(path), target_weights=form, max_model_len=LENGTH)).models[0].weight_bytes
+    loaded = decoder_of(path, Weights(form)).weight_bytes
+    copies = sum(m.unpacked.nbytes for m in linears(decoder_of(path, Weights(form))) if m.unpacked is not None)
+    assert planned == pytest.approx(loaded - copies, rel=0.05)  # steps and biases are not planned
+
+
+def linears(decoder: Decoder) -> list[Linear]:
+    products = [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
+    return [p for p in (decoder.head, *products) if isinstance(p, Linear)]
 
 
 def test_zero_biases_of_gptq_are_none(plain: str, tmp_path: Path) -> None:

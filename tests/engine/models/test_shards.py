@@ -115,6 +115,14 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bytes that do not fit the shape": (lambda f: write_header(f, entry(shape=[3]), bytes(8)), "has 8 bytes"),
     "bytes before the data": (lambda f: write_header(f, entry(data_offsets=[-8, 0]), bytes(8)), "at bytes -8 to 0"),
     "a negative shape": (lambda f: write_header(f, entry(shape=[-1, -2]), bytes(8)), r"shape (-1, -2)"),
+    "offsets that are no integers": (
+        lambda f: write_header(f, entry(data_offsets=[0.0, 8.0]), bytes(8)),
+        "no safetensors file",
+    ),
+    "a header that is too deep": (
+        lambda f: f.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000),
+        "no safetensors file",
+    ),
     "an entry without a shape": (lambda f: write_header(f, {"a": {"dtype": "F32"}}), "no safetensors file"),
 }
 
