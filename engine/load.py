@@ -62,23 +62,39 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
-    target_checkpoint = open_checkpoint(checkpoint_directory(config.target))
-    tokenizer = Tokenizer(str(target_checkpoint.path))
-    eos_ids = _eos_ids(target_checkpoint)
-    defaults = sampling_defaults(target_checkpoint.path) if config.generation_config == "auto" else {}
-    checkpoints = [target_checkpoint]
-    translation = None
+    opened = _open_checkpoints(config)
+    make_drafter = partial(_model_drafter, config, opened.translation)
+    target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_drafter)
+    model = make_drafter(target, drafts[0]) if drafts else None
+    defaults = opened.sampling_defaults
+    return LoadedModels(target, make_drafters(model, device), opened.tokenizer, opened.eos_ids, defaults)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedCheckpoints:
+    """What the files beside the weights say, checked against each other."""
+
+    checkpoints: list[Checkpoint]  # the target's, then the draft's if there is one
+    tokenizer: Tokenizer  # the target's
+    eos_ids: frozenset[int]  # the target's
+    sampling_defaults: Mapping[str, float]
+    translation: Translation | None  # None: the draft has the target's token ids, or there is no draft
+    max_len: int  # tokens
+
+
+def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
+    """Open the target and the draft. Raises ConfigError naming both sides of any conflict."""
+    target = open_checkpoint(checkpoint_directory(config.target))
+    tokenizer, eos_ids = Tokenizer(str(target.path)), _eos_ids(target)
+    defaults = sampling_defaults(target.path) if config.generation_config == "auto" else {}
+    checkpoints, translation = [target], None
     if config.draft is not None:
         draft = open_checkpoint(checkpoint_directory(config.draft))
         draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size)
-        target_side = Side(config.target, tokenizer, eos_ids, target_checkpoint.shape.vocab_size)
-        translation = check_pair(target_side, draft_side)
+        translation = check_pair(Side(config.target, tokenizer, eos_ids, target.shape.vocab_size), draft_side)
         checkpoints.append(draft)
-    max_len = _max_model_len(config, target_checkpoint)
-    make_drafter = partial(_model_drafter, config, translation)
-    target, *drafts = _make_runners(config, checkpoints, max_len, device, make_drafter)
-    model = make_drafter(target, drafts[0]) if drafts else None
-    return LoadedModels(target, make_drafters(model, device), tokenizer, eos_ids, defaults)
+    max_len = _max_model_len(config, target)
+    return _OpenedCheckpoints(checkpoints, tokenizer, eos_ids, defaults, translation, max_len)
 
 
 def _model_drafter(
@@ -136,9 +152,8 @@ def plan_memory(config: EngineConfig) -> MemoryTable:
     Raises ConfigError for what cannot be served.
     """
     device = _device(config.device)
-    given = [config.target, *([] if config.draft is None else [config.draft])]
-    checkpoints = [open_checkpoint(checkpoint_directory(name)) for name in given]
-    dtype, max_len = _dtype(config.dtype, device), _max_model_len(config, checkpoints[0])
+    dtype, opened = _dtype(config.dtype, device), _open_checkpoints(config)
+    checkpoints, max_len = opened.checkpoints, opened.max_len
     weights = _planned_weights(config, checkpoints, dtype, device)
     memory = _beside_weights(device, weights)
     sized = layouts(config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(weights), 0, max_len, memory)

@@ -112,15 +112,19 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any], limit: RenderLimit) -> str:
         limit.start()
-        before = sys.gettrace()
-        sys.settrace(_watch(limit))
         try:
-            return self._template.render(variables)
+            return self._watched(variables, limit)
         except _LimitReachedError:
             message = "the chat template did not finish in time: it may be in a loop, or the messages are too many"
             raise InvalidRequest(message, "messages", "chat_template_error") from None
         except Exception as error:  # a template is a program: it can fail in every way
             raise InvalidRequest(f"the chat template: {_reason(error)}", "messages", "chat_template_error") from None
+
+    def _watched(self, variables: dict[str, Any], limit: RenderLimit) -> str:
+        before = sys.gettrace()
+        sys.settrace(_watch(limit))
+        try:
+            return self._template.render(variables)
         finally:
             sys.settrace(before)
 

@@ -14,7 +14,7 @@ from engine.load import load_models, plan_memory
 from engine.memory_budget import DeviceMemory, measure_activations
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import load
-from tests.engine.pairs import Pair, Shape, save_pair
+from tests.engine.pairs import Pair, Shape, copy_of, save_pair
 
 CPU = torch.device("cpu")
 LIMITS: dict[str, Any] = {
@@ -100,6 +100,14 @@ def test_weights_that_do_not_fit_are_not_even_read(wide: Pair, monkeypatch: pyte
     for start in (load_models, plan_memory):
         with pytest.raises(ConfigError, match=r"do not fit on cpu: target \d\.\d MiB and draft .* 1\.0 MiB are avail"):
             start(config)
+
+
+def test_the_plan_refuses_what_cannot_be_loaded(wide: Pair, tmp_path: Path) -> None:
+    draft = copy_of(wide.draft, tmp_path / "draft")
+    (draft / "tokenizer.json").unlink()
+    for start in (load_models, plan_memory):
+        with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+            start(EngineConfig(wide.target, str(draft)))
 
 
 def test_the_plan_needs_no_weights_and_tells_the_same(
