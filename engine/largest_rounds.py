@@ -14,18 +14,17 @@ import torch
 
 from cache.layout import Layout
 from engine.config import ConfigError, EngineConfig
-from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.host_memory import out_of_memory
 from engine.memory_budget import DeviceMemory, measure_activations
 from engine.models.decoder import Decoder
 from engine.models.runner import Feed, Runner, kv_shape
-from engine.profiling import ConstantDrafter
+from engine.profiling import ConstantDrafter, scratch_sequence
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence
-from engine.types import MAX_LOGPROBS, VERIFIERS, RequestRecord, SamplingParams, Verifier
+from engine.types import MAX_LOGPROBS, VERIFIERS, SamplingParams, Verifier
 
 BLOCK_SIZE = 32  # positions; any size would do
 
@@ -137,7 +136,6 @@ def _hold(runner: Runner, sequence: Sequence, length: int) -> None:
 
 
 def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
-    name = f"largest-round-{handle}"
     params = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -151,18 +149,5 @@ def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
         logprobs=MAX_LOGPROBS,
         prompt_logprobs=MAX_LOGPROBS,
     )
-    return Sequence(
-        handle=handle,
-        request_id=name,
-        tokens=tokens,
-        num_prompt=len(tokens),
-        params=params,
-        k=None,
-        key=0,
-        max_len=len(tokens) + params.max_tokens,
-        text=TextStream(Detokenizer(lambda ids: ""), ()),
-        record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
-        end_ids=frozenset({0}),
-        verifier=verifier,
-        drafter="model",
-    )
+    fields = {"end_ids": frozenset({0}), "verifier": verifier, "drafter": "model"}
+    return scratch_sequence(f"largest-round-{handle}", handle, tokens, params, **fields)

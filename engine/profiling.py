@@ -13,6 +13,7 @@ from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -120,7 +121,9 @@ class ProfileBench:
         for i in range(count):
             count_i = max(2, length - i * LENGTH_STEP % 64 * length // 96)  # a third of the length to all of it
             tokens = [draw.choice(ids) for _ in range(count_i)]
-            sequence = _sequence(-1 - i, tokens, has_draft_model=bool(self._drafts))
+            drafter = "model" if self._drafts else None
+            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            sequence = scratch_sequence(f"profiling-{i}", -1 - i, tokens, params, drafter=drafter, cache_salt=SALT)
             if not all(_reserve(runner, sequence, self.depth) for runner in runners):
                 _release(runners, sequence)
                 break
@@ -257,9 +260,8 @@ def _release(runners: Seq[Runner], sequence: Sequence) -> None:
         runner.release(sequence)
 
 
-def _sequence(handle: int, tokens: list[int], *, has_draft_model: bool) -> Sequence:
-    name = f"profiling-{-handle}"
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
+def scratch_sequence(name: str, handle: int, tokens: list[int], params: SamplingParams, **fields: Any) -> Sequence:
+    """A sequence that no request owns and nobody reads. fields: what differs from a request without speculation."""
     return Sequence(
         handle=handle,
         request_id=name,
@@ -271,6 +273,5 @@ def _sequence(handle: int, tokens: list[int], *, has_draft_model: bool) -> Seque
         max_len=len(tokens) + params.max_tokens,
         text=TextStream(Detokenizer(lambda ids: ""), ()),
         record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
-        drafter="model" if has_draft_model else None,
-        cache_salt=SALT,
+        **fields,
     )
