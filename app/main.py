@@ -14,9 +14,18 @@ from app.health import health
 from app.keys import ApiKeys, RequireKey
 from app.metrics.exposition import metrics
 from app.metrics.meter import Meter
-from app.middleware import MAX_UNFINISHED_BODIES, BodyDeadline, BodyLimit, DisconnectErrors, LastResort, RequestId
+from app.middleware import (
+    MAX_UNFINISHED_BODIES,
+    BodyDeadline,
+    BodyLimit,
+    DisconnectErrors,
+    LastResort,
+    PageForBrowsers,
+    RequestId,
+)
 from app.openai import tokens
 from app.openai.forms import CHAT, COMPLETIONS
+from app.origins import cross_origin
 from app.page.live import LivePage
 from app.page.routes import OPEN_PATHS, page_routes
 from app.telemetry.exchange import Listener, Telemetry
@@ -32,6 +41,7 @@ def create_app(
     live_page: LivePage | None = None,
     meter: Meter | None = None,
     keys: ApiKeys | None = None,
+    allowed_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
     max_unfinished_bodies: int = MAX_UNFINISHED_BODIES,
@@ -39,8 +49,8 @@ def create_app(
     """Build the application over any EngineClient: a replica's own, a remote one, or the fake.
 
     listeners: see app/telemetry/exchange.py. live_page and meter: the data of /ui and of /metrics, which are listeners
-    too. keys: every client must
-    send one of them; None: no key is needed.
+    too. keys: every client must send one of them; None: no key is needed. allowed_origins: whose web pages may call the
+    server (origins.py).
     """
     own_listeners = [listener for listener in (meter, live_page) if listener is not None]
     telemetry = Telemetry(client, (*listeners, *own_listeners))
@@ -61,7 +71,9 @@ def create_app(
         ],
         middleware=[
             Middleware(RequestId),
+            *cross_origin(allowed_origins),
             Middleware(LastResort),
+            *([Middleware(PageForBrowsers)] if live_page is not None else ()),
             *([Middleware(RequireKey, keys=keys, open_paths=OPEN_PATHS)] if keys is not None else ()),
             Middleware(DisconnectErrors),
             Middleware(BodyDeadline, timeout_s=body_timeout_s, max_unfinished=max_unfinished_bodies),

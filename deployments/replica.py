@@ -65,6 +65,7 @@ class Replica:
             meter=self.meter,
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
+            allowed_origins=self._edge.allowed_origins,
         )
 
     def reconfigure(self, user_config: Any) -> None:
