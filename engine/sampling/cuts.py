@@ -74,8 +74,9 @@ class LogitsRow:
         if kept.dtype == torch.float32:
             total, rounding = self._mass_in_fp32(kept, torch.from_numpy(masses).view(torch.float32)[: len(kept)])
             low, high = self._bracket(logits, (1 - top_p) * total)
-            if (places := np.flatnonzero(logits >= low)).size <= SORT_LIMIT:
-                few = self._first_to_reach(top_p, logits[places], 0.0, total, rounding)
+            near = logits >= low
+            if np.count_nonzero(near) <= SORT_LIMIT:
+                few = self._first_to_reach(top_p, logits[np.flatnonzero(near)], 0.0, total, rounding)
         if few is not None:
             return few
         with np.errstate(over="ignore"):  # a low temperature
