@@ -216,9 +216,13 @@ class Settings(BaseModel):
 
 
 def _checkpoint(given: str) -> str:
-    """A checkpoint's absolute path, or its hub id where this machine has no directory of that name."""
+    """A checkpoint's absolute path, or its hub id where there is no directory of that name, here or in the working
+    directory. The replica's own working directory does not matter."""
     path = _resolve(given)
-    return given if parse_hub_id(given) and not Path(path).is_dir() else path
+    hub_id = None if Path(path).is_dir() else parse_hub_id(given)
+    if hub_id is not None:
+        return hub_id.url
+    return path if Path(path).is_dir() or not Path(given).is_dir() else os.path.abspath(given)
 
 
 def _resolve(directory: str) -> str:

@@ -5,9 +5,11 @@ them back, and a mapped file that somebody truncates kills the process.
 """
 
 import json
+import logging
 import mmap
 import operator
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -36,6 +38,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+log = logging.getLogger(__name__)
 
 Read = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) → the tensor
 
@@ -139,6 +143,24 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         if single.is_file():
             return read_header(single)
         raise ConfigError(f"{directory} holds no {WEIGHTS}{pickle_reason([p.name for p in _files(directory)])}")
+    tensors = _indexed_tensors(directory, index)
+    if single.is_file() and any(tensor.file != single for tensor in tensors.values()):
+        _compare(directory, tensors, read_header(single))
+    return tensors
+
+
+def _compare(directory: Path, indexed: dict[str, StoredTensor], single: dict[str, StoredTensor]) -> None:
+    """Raise ConfigError if the two sets of weights in a directory are not of the same names, shapes and dtypes."""
+    ours, theirs = ({n: (t.shape, t.dtype) for n, t in tensors.items()} for tensors in (indexed, single))
+    if different := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
+        raise ConfigError(
+            f"{directory} holds both {WEIGHTS} and {INDEX}, and they differ in {len(different)} tensors, "
+            f"{different[0]!r} among them: remove the one that is not to be read"
+        )
+    log.warning("%s holds both %s and %s: the files of the index are read", directory, WEIGHTS, INDEX)
+
+
+def _indexed_tensors(directory: Path, index: Path) -> dict[str, StoredTensor]:
     names = weight_files(index)
     if missing := sorted({file for file in names.values() if not (directory / file).is_file()}):
         raise ConfigError(f"{directory}: {INDEX} names files that are missing: {', '.join(missing)}")
@@ -177,7 +199,7 @@ def _stored(file: Path, data_start: int, entry: dict[str, Any]) -> StoredTensor:
     """Raises ValueError for an entry whose bytes do not fit its shape."""
     (first, end), shape = map(operator.index, entry["data_offsets"]), tuple(map(operator.index, entry["shape"]))
     dtype = entry["dtype"]
-    if not 0 <= first <= end or min(shape, default=0) < 0:
+    if not 0 <= first <= end or min(shape, default=0) < 0 or max(shape, default=0) > sys.maxsize:
         raise ValueError(f"a tensor of shape {shape} lies at bytes {first} to {end}")
     if dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != end - first:
         raise ValueError(f"a tensor of shape {shape} and dtype {dtype} has {end - first:,} bytes")
