@@ -137,8 +137,9 @@ class Tracer:
             span.set_attribute(name.CHOICES_OMITTED, len(records) - MAX_CHOICES)
 
     def _write(self, piece: Piece, context: Context, clock: Clock, links: Sequence[Link] = ()) -> None:
+        attributes = {name.SPAN_KIND: name.CHAIN, **piece.attributes}
         span = self._tracer.start_span(
-            piece.name, context, attributes=piece.attributes, links=links, start_time=clock.wall_ns(piece.began)
+            piece.name, context, attributes=attributes, links=links, start_time=clock.wall_ns(piece.began)
         )
         inner_context = trace.set_span_in_context(span, context)
         for part in piece.parts:
