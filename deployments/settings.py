@@ -151,7 +151,7 @@ class Settings(BaseModel):
     # Around the model's reasoning, such as "<think> </think>": chats tell it apart from the answer. none: they do not.
     reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
     trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # off, request, packed or rounds: operations.md
-    trace_steps: Fraction = 0.01  # share of the engine's steps that get a span
+    trace_steps: Fraction = 0.0  # share of the engine's steps that get a trace of their own
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:

@@ -33,7 +33,7 @@ Level = Literal["off", "request", "packed", "rounds"]
 """
 off       no spans
 request   one span per request
-packed    also spans for each choice's queue, prefill and decode, with the rounds as columns, and for engine steps
+packed    also spans for each choice's queue, prefill and decode, with the rounds as columns
 rounds    also one span per round, for up to 64 rounds of each choice
 """
 
@@ -41,7 +41,9 @@ rounds    also one span per round, for up to 64 rounds of each choice
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
     level: Level = "packed"
-    steps: float = 0.01  # share of the engine's steps that get a span; only steps that served a traced request do
+    # Share of the engine's steps that get a trace, at the levels packed and rounds. Only steps that served a traced
+    # request get one. Beside the requests' traces they fill a viewer's list.
+    steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

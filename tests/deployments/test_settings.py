@@ -182,7 +182,7 @@ def test_off_needs_no_quotes_in_yaml() -> None:
 
 
 def test_traces_are_packed_unless_said_otherwise() -> None:
-    assert Settings().edge() == EdgeConfig("demo", TraceConfig("packed", 0.01), None, 10)
+    assert Settings().edge() == EdgeConfig("demo", TraceConfig("packed", 0.0), None, 10)
     assert Settings.model_validate(yaml.safe_load("trace_level: off")).edge().traces.level == "off"
     for level in get_args(Level):
         assert Settings.model_validate({"trace_level": level}).edge().traces.level == level
