@@ -32,7 +32,7 @@ async function compare(lanes, chosen, signal) {
     show(name, 0, "");
   }
   facts("");
-  verdict("", "", "");
+  byId("verdict").replaceChildren();
   const body = textBody();
   body.seed ??= Math.floor(Math.random() * SEEDS);
   const off = await record(body, { mode: "off" }, "without drafts (1 of 2)", signal);

@@ -4,6 +4,7 @@ import { ApiError, complete, get } from "./api.js";
 import * as chat from "./chat.js";
 import { byId, el, number, percent } from "./dom.js";
 import { firstExample, offerExamples } from "./examples.js";
+import { term } from "./terms.js";
 import { TokenText } from "./tokens.js";
 
 let model = null;
@@ -139,7 +140,7 @@ export function buildPlayground(chosen) {
     byId("playground").classList.toggle("with-ghosts", byId("ghosts").checked);
   });
   byId("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit(byId("go"));
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && formIsValid()) byId("ask").requestSubmit();
   });
   byId("k").addEventListener("change", () => (byId("drafter").disabled = byId("k").value === "off"));
   byId("options").open = matchMedia("(min-width: 641px)").matches; // a small screen has no room for it
@@ -220,6 +221,8 @@ export function fitPlayground(card, now) {
   options(byId("k"), [["auto", maxK ? `auto (policy ${now.policy.name})` : "auto"], ["off", "off"], ...fixed]);
   const own = card.drafter ? `server’s own (${card.drafter})` : "server’s own (none)";
   options(byId("drafter"), [["", own], ...drafters().map((name) => [name, name])]);
+  byId("about-auto").hidden = !maxK;
+  byId("about-auto").replaceChildren("auto: the policy ", term(now.policy.name), " chooses k.");
   byId("k").disabled = !maxK;
   byId("drafter").disabled = !maxK || byId("k").value === "off";
   updateButtons();

@@ -47,8 +47,6 @@ const TERMS = {
   kv: "The share of the memory for keys and values, which the model keeps of every token, that is in use now.",
 };
 
-export const explains = (word) => word in TERMS;
-
 // Returns a button that explains `word`. label: what it shows.
 export function term(word, label = word) {
   return prepared(el("button", { type: "button", class: "term", "data-term": word }, label));
@@ -65,7 +63,7 @@ export function buildTerms() {
     const button = event.target.closest?.("[data-term]");
     if (button) explain(button);
   });
-  document.addEventListener("scroll", () => byId("tip").hidePopover(), { passive: true, capture: true });
+  document.addEventListener("scroll", () => byId("tip").hidePopover(), { passive: true });
 }
 
 function explain(button) {

@@ -1,7 +1,7 @@
 // The figures at the top of the page.
 
 import { byId, el, millis, number, percent } from "./dom.js";
-import { explains, term } from "./terms.js";
+import { term } from "./terms.js";
 
 // [id, label, function from `now` to the value, function from `now` to the note below it].
 const TILES = [
@@ -29,21 +29,12 @@ export function showTiles(now) {
     set(byId(`tile-${id}`), value(now));
     set(byId(`note-${id}`), note(now));
   }
-  nameThePolicy(now);
   byId("tile-speculation").dataset.state = now.speculation.state;
   byId("tile-speedup").dataset.below = now.speedup !== null && now.speedup < 1;
 }
 
 function set(node, text) {
   if (node.textContent !== text) node.textContent = text;
-}
-
-// Makes the policy's name in the note of the speculation a term.
-function nameThePolicy(now) {
-  const note = byId("note-speculation");
-  const [before, after] = note.textContent.split(` ${now.policy.name}`);
-  if (after === undefined || !explains(now.policy.name) || note.querySelector(".term")) return;
-  note.replaceChildren(`${before} `, term(now.policy.name), after);
 }
 
 function speculationNote(now) {
