@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
@@ -23,6 +23,8 @@ DEMO_TARGET = "models/demo/target"
 DEMO_DRAFT = "models/demo/draft"
 
 Device = Literal["cpu", "cuda"]
+
+TRACE_ID = "{trace_id}"  # stands for the trace's id in trace_viewer_url
 
 
 def _none(value: Any) -> Any:
@@ -47,6 +49,13 @@ def _tags(value: Any) -> Any:
     return value.split() if isinstance(value, str) else value
 
 
+def _trace_viewer(url: str | None) -> str | None:
+    """Check the URL by which the live page links to a trace. Raises ValueError, which pydantic reports."""
+    if url is not None and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
+        raise ValueError(f"must be an http or https URL with {TRACE_ID} in place of the trace's id")
+    return url
+
+
 def _template(choice: str | None) -> str | None:
     """Return a file's path in full. A name of the checkpoint's templates has neither a slash nor a suffix."""
     return _resolve(choice) if choice is not None and ("/" in choice or choice.endswith(".jinja")) else choice
@@ -69,6 +78,7 @@ class EdgeConfig:
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
     chat: ChatConfig = DEFAULTS
+    trace_viewer_url: str | None = None  # with {trace_id} in place of the id; None: the live page links to no traces
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -151,7 +161,9 @@ class Settings(BaseModel):
     # Around the model's reasoning, such as "<think> </think>": chats tell it apart from the answer. none: they do not.
     reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
     trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # off, request, packed or rounds: operations.md
-    trace_steps: Fraction = 0.01  # share of the engine's steps that get a span
+    trace_steps: Fraction = 0.0  # share of the engine's steps that get a trace of their own
+    # Where the live page's trace ids lead, such as http://localhost:16686/trace/{trace_id}; none: nowhere.
+    trace_viewer_url: Annotated[str | None, BeforeValidator(_none), AfterValidator(_trace_viewer)] = None
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
@@ -181,6 +193,7 @@ class Settings(BaseModel):
             None if self.api_key_file is None else _resolve(self.api_key_file),
             self.body_timeout_s,
             ChatConfig(_template(self.chat_template), self.reasoning_tags),
+            self.trace_viewer_url,
         )
 
     def freeze(self, device: Device) -> EngineConfig:
