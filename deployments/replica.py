@@ -19,6 +19,7 @@ from app.telemetry import export, names
 from app.telemetry.exchange import Listener
 from app.telemetry.tracer import Tracer
 from deployments.bridge import LocalClient
+from deployments.console import show_logs
 from deployments.metrics import Meter
 from deployments.settings import EdgeConfig, PolicySettings
 from engine.config import ConfigError, EngineConfig
@@ -144,9 +145,6 @@ def _keep_to_loopback() -> None:
 
 
 def _show_logs() -> None:
-    """Send this project's log, from INFO on, to the replica's log of Serve."""
-    for name in ("app", "deployments", "engine"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.handlers = logging.getLogger("ray.serve").handlers
-        logger.propagate = False
+    """Send this project's log, from INFO on, to the console in short lines, and to the replica's log file of Serve."""
+    handlers = logging.getLogger("ray.serve").handlers
+    show_logs(*(handler for handler in handlers if not isinstance(handler, logging.StreamHandler)))

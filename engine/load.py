@@ -23,7 +23,8 @@ from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
 from engine.largest_rounds import MakeDrafter, measure_largest_rounds
-from engine.memory_budget import DeviceMemory, device_memory, layouts
+from engine.machine_memory import DeviceMemory
+from engine.memory_budget import device_memory, layouts
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory

@@ -219,7 +219,7 @@ def test_a_dry_run_of_what_cannot_be_served_is_status_1(
     file = tmp_path / "serve.yaml"
     file.write_text((CONFIG % 1).replace("drain_s: 7", f"target: {tmp_path}/none"), encoding="utf-8")
     assert main([str(file), "--dry-run"]) == 1
-    assert f"{tmp_path}/none holds no config.json" in capsys.readouterr().out
+    assert f"there is no directory {tmp_path}/none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

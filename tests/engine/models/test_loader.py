@@ -188,7 +188,7 @@ def test_damaged_checkpoints(name: str, pair: Pair, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_does_not_exist(pair: Pair, tmp_path: Path) -> None:
-    assert "no config.json" in refused(tmp_path / "nowhere")
+    assert f"there is no directory {tmp_path}/nowhere" in refused(tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in refused(pair.target, tmp_path / "nowhere")
 
 
