@@ -11,6 +11,7 @@ from ray.serve import Application
 from app.middleware import MAX_UNFINISHED_BODIES
 from deployments.checks import check_edge, check_models, device_here, has_gpu, read_settings
 from deployments.console import PREFIX, say
+from deployments.replica import Replica
 from deployments.settings import Device, Settings
 from engine.config import ConfigError
 
@@ -34,17 +35,13 @@ def build(arguments: Mapping[str, Any]) -> Application:
 
 
 def _checked(arguments: Mapping[str, Any]) -> tuple[Settings, Device]:
-    """Read the settings. Check the files and the memory too, if the replicas run on this machine."""
+    """Read the settings. Check the files too, if the replicas run on this machine."""
     settings = read_settings(arguments)
     if not _replicas_run_here(settings):
         return settings, _given_device(settings)
     device = _given_device(settings) if ray.is_initialized() else device_here(settings)
     check_edge(settings)
     check_models(settings, device)
-    if device == "cpu":
-        from engine.load import plan_memory  # imports torch: most mistakes are told without it
-
-        plan_memory(settings.freeze(device))
     if settings.hint is not None and not ray.is_initialized():
         say(settings.hint)
     return settings, device
@@ -62,8 +59,6 @@ def _replicas_run_here(settings: Settings) -> bool:
 
 def _deployment(settings: Settings, device: Device) -> Application:
     """The options here are defaults. A value under `deployments` in the YAML file overrides them."""
-    from deployments.replica import Replica  # imports torch: a mistake is told sooner without it
-
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,

@@ -47,6 +47,8 @@ class WorkerLines:
     def show(self, data: Mapping[str, Any]) -> None:
         """data: a message of Ray's log monitor."""
         pid = data.get("pid")
+        if pid == "autoscaler":  # it has no machine to add
+            return
         for line in data.get("lines", ()):
             if line.startswith(PREFIX) and self._replica is None:
                 self._replica = pid

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, prod
+from time import perf_counter
 
 import torch
 
@@ -63,7 +64,9 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
+    began = perf_counter()
     opened = _open_checkpoints(config)
+    log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)
     make_drafter = partial(_model_drafter, config, opened.translation)
     target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_drafter)
     model = make_drafter(target, drafts[0]) if drafts else None

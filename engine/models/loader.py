@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def load_decoder(
     Raises ConfigError, naming the file or tensor, if one is missing, has another shape than config.json says, or is
     something that the family does not have.
     """
-    config, path = checkpoint.shape, checkpoint.path
+    config, path, began = checkpoint.shape, checkpoint.path, perf_counter()
     size = RopeSize(config.traits.rotary_dim or config.head_dim, max_len, config.max_position_embeddings)
     try:
         rotations = tuple(rotation_table(rope, size, dtype, device) for rope in config.traits.ropes)
@@ -107,7 +108,8 @@ def load_decoder(
     )
     tensors.refuse_unread(config)
     dtype_name = str(dtype).removeprefix("torch.")
-    log.info("%s: weights %s in %s, %.1f MB", path, weights.form, dtype_name, decoder.weight_bytes / 1e6)
+    size_mb, seconds = decoder.weight_bytes / 1e6, perf_counter() - began
+    log.info("%s: weights %s in %s, %.1f MB (%.1f s)", path, weights.form, dtype_name, size_mb, seconds)
     return decoder
 
 

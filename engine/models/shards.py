@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.headers import StoredTensor, stored_tensors
+from engine.models.progress import Progress
 
 MAPPED_BYTES = 2**21  # a huge page
 DTYPES = {
@@ -41,6 +42,7 @@ class Shards:
         """Read the headers of all files. Raises ConfigError, naming the file, for one that is missing or broken."""
         self.directory = directory
         self.tensors = stored_tensors(directory)
+        self._progress: Progress | None = None  # begins with the first read
         self._file: Path | None = None
         self._descriptor = -1
 
@@ -55,6 +57,8 @@ class Shards:
         stored = self.stored(name)
         if stored.dtype not in DTYPES:
             raise ConfigError(f"{stored.file}: {name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}")
+        if self._progress is None:
+            self._progress = Progress(str(self.directory), sum(t.num_bytes for t in self.tensors.values()))
         data = _buffer(stored.num_bytes)
         view, done = data.numpy().data, 0
         try:
@@ -66,6 +70,7 @@ class Shards:
                 done += count
         except OSError as error:
             raise ConfigError(f"{stored.file} cannot be read: {error}") from error
+        self._progress.add(stored.num_bytes)
         return data.view(DTYPES[stored.dtype]).view(stored.shape)
 
     def close(self) -> None:
