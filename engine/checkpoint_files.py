@@ -22,6 +22,7 @@ class CheckpointFiles:
     directory: Path
     tokenizer: Tokenizer
     vocab_size: int  # rows of the embedding
+    max_len: int | None  # tokens of its context; None: config.json does not say
     numbers: int  # in all tensors
     quantised: bool
 
@@ -33,7 +34,8 @@ class CheckpointFiles:
         numbers = sum(prod(tensor.shape) for tensor in stored_tensors(directory).values())
         tokenizer = Tokenizer(str(directory))
         vocab_size = text_config.get("vocab_size", len(tokenizer.vocab))
-        return cls(directory, tokenizer, vocab_size, numbers, "quantization_config" in config)
+        max_len = text_config.get("max_position_embeddings")
+        return cls(directory, tokenizer, vocab_size, max_len, numbers, "quantization_config" in config)
 
 
 def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:
@@ -41,6 +43,9 @@ def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> N
     if len(models) == 2:
         target, draft = (Side(str(m.directory), m.tokenizer, frozenset(), m.vocab_size) for m in models)
         check_pair(target, draft)
+    limit = models[0].max_len
+    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len {config.max_model_len} is too long: target {config.target} allows {limit}")
     if config.device == "cpu":
         _check_room(config, models)
 
