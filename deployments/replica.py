@@ -17,6 +17,7 @@ from app.main import create_app
 from app.page.live import LivePage
 from app.telemetry import export, names
 from app.telemetry.exchange import Listener
+from app.telemetry.request_log import RequestLog
 from app.telemetry.tracer import Tracer
 from deployments.console import show_logs
 from deployments.settings import EdgeConfig, PolicySettings
@@ -58,7 +59,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application over this replica's engine. Serve calls this after __init__."""
-        listeners: list[Listener] = [self.meter]
+        listeners: list[Listener] = [self.meter, RequestLog()]
         if self._tracing is not None:
             listeners.insert(0, Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
         return create_app(

@@ -16,10 +16,14 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from deployments.build import build
 from deployments import checks, launch
 from deployments.launch import main
 from deployments.settings import ROOT, Settings
 from engine import checkpoint_files
+from engine.config import ConfigError
 from engine.machine_memory import DeviceMemory
 
 DEMO = ROOT / "models/demo/target"
@@ -42,7 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return copy
 
 
-def start(folder: Path, port: int = 1, **args: Any) -> Path:
+def start(folder: Path, args: dict[str, Any], port: int = 1) -> Path:
     """A configuration with these arguments. Port 1 is never listened at: the start must not get that far."""
     file = folder / "serve.yaml"
     application = {"import_path": "deployments.build:build", "args": args}
@@ -104,7 +108,7 @@ def test_a_checkpoint_that_cannot_be_served(
     damage, message = DAMAGES[name]
     damage(checkpoint)
     pair = {"target": str(DEMO), "draft": str(DEMO)} | {role: str(checkpoint)}
-    assert refusal(start(tmp_path, **pair), capsys).startswith(f"{role}: {message.format(checkpoint)}")
+    assert refusal(start(tmp_path, pair), capsys).startswith(f"{role}: {message.format(checkpoint)}")
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -126,12 +130,12 @@ def test_a_setting_that_cannot_be_served(
 ) -> None:
     args, message = ARGUMENTS[name]
     monkeypatch.setattr(checks, "has_gpu", lambda: False)
-    assert refusal(start(tmp_path, target=str(DEMO), draft="none", **args), capsys).startswith(message)
+    assert refusal(start(tmp_path, {"target": str(DEMO), "draft": "none"} | args), capsys).startswith(message)
 
 
 def test_a_draft_of_another_vocabulary(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Tokenizer(WordLevel({"<unk>": 0, "другой": 1}, unk_token="<unk>")).save(str(checkpoint / "tokenizer.json"))
-    line = refusal(start(tmp_path, target=str(DEMO), draft=str(checkpoint)), capsys)
+    line = refusal(start(tmp_path, {"target": str(DEMO), "draft": str(checkpoint)}), capsys)
     assert line.startswith(f"target {DEMO} and draft {checkpoint} share 0 of the target's")
     assert line.endswith("take a draft whose tokenizer is closer to the target's")
 
@@ -141,7 +145,7 @@ def test_weights_that_do_not_fit(
 ) -> None:
     monkeypatch.setattr(checks, "has_gpu", lambda: False)
     monkeypatch.setattr(checkpoint_files, "host_memory", lambda: DeviceMemory(2**30, 2**20))
-    line = refusal(start(tmp_path, target=str(DEMO), draft="none"), capsys)
+    line = refusal(start(tmp_path, {"target": str(DEMO), "draft": "none"}), capsys)
     assert line.startswith("the weights do not fit: they take 0.0")
     assert "choose smaller models, a smaller dtype or int8 weights" in line
     monkeypatch.setattr(checkpoint_files, "host_memory", lambda: DeviceMemory(2**40, 2**40))
@@ -151,7 +155,7 @@ def test_weights_that_do_not_fit(
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = refusal(start(tmp_path, port, target=str(DEMO), draft=str(DEMO)), capsys)
+        line = refusal(start(tmp_path, {"target": str(DEMO), "draft": str(DEMO)}, port), capsys)
         assert line == f"port {port} of 127.0.0.1 is taken: end what listens there, or choose another port"
     checks.check_port("127.0.0.1", port)
 
@@ -185,7 +189,7 @@ def test_a_file_that_cannot_be_served(
 
 def test_a_target_alone_has_no_draft_and_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:  # ends the start behind all other checks
-        main([str(start(tmp_path, taken.getsockname()[1], target=str(DEMO)))])
+        main([str(start(tmp_path, {"target": str(DEMO)}, taken.getsockname()[1]))])
     hint = capsys.readouterr().out.splitlines()[1]
     assert hint.startswith("foretoken: no draft is named, so decoding is plain")
     assert Settings(target=str(DEMO)).draft is None
@@ -203,7 +207,7 @@ print(status, sorted({"ray", "torch", "transformers"} & sys.modules.keys()))
 
 
 def test_a_mistake_is_told_before_ray_and_torch_are_imported(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", IMPORTS, str(start(tmp_path, target="/nope/target"))]
+    command = [sys.executable, "-c", IMPORTS, str(start(tmp_path, {"target": "/nope/target"}))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr == ""
     assert "there is no directory /nope/target" in done.stdout.splitlines()[1]
@@ -211,7 +215,7 @@ def test_a_mistake_is_told_before_ray_and_torch_are_imported(tmp_path: Path) -> 
 
 
 def test_a_hub_id_that_cannot_be_had(tmp_path: Path) -> None:
-    file = start(tmp_path, target="nobody/nothing-here", draft="none")
+    file = start(tmp_path, {"target": "nobody/nothing-here", "draft": "none"})
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "deployments.launch", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120, env=environment)
@@ -232,16 +236,11 @@ def test_serve_run_ends_with_the_same_line() -> None:
 
 
 def test_in_a_cluster_the_builder_raises_instead_of_ending_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from deployments import build as module
-    from engine.config import ConfigError
-
     with pytest.raises(SystemExit, match=r"^foretoken: there is no setting 'tagret': did you mean 'target'\?$"):
-        module.build({"tagret": "x"})
-    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+        build({"tagret": "x"})
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="did you mean 'target'") as refused:
-        module.build({"tagret": "x"})
+        build({"tagret": "x"})
     assert refused.value.__suppress_context__
 
 
@@ -250,15 +249,11 @@ def test_files_are_looked_for_only_where_replicas_run(
     alive: int, cpus: float, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a cluster of several machines the builder may run on one without the checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from deployments import build as module
-
-    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(module.ray, "nodes", lambda: [{"Alive": True}] * alive + [{"Alive": False}])
-    monkeypatch.setattr(module.ray, "cluster_resources", lambda: {"CPU": cpus})
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}] * alive + [{"Alive": False}])
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": cpus})
     if checked:
         with pytest.raises(ValueError, match="there is no directory /nope"):
-            module.build({"target": "/nope"})
+            build({"target": "/nope"})
     else:
-        module.build({"target": "/nope"})
+        build({"target": "/nope"})
