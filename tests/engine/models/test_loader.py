@@ -332,7 +332,7 @@ def test_a_context_that_is_cut_is_told(
         assert (message in caplog.text) == capped
         caplog.clear()
         load(Pair(str(path), str(path)), max_model_len=4096, max_running=1)
-        assert caplog.text == ""
+        assert "max_model_len" not in caplog.text
 
 
 @pytest.mark.parametrize(
