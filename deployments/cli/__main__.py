@@ -47,7 +47,7 @@ def chat(
 
 @app.command()
 def trace(
-    request: Annotated[str, typer.Argument(metavar="[ID]", help="of a reply")] = "last",
+    request: Annotated[str, typer.Argument(metavar="ID", help="of a reply")] = "last",
     url: Url = URL,
     key: Key = None,
 ) -> None:

@@ -131,8 +131,8 @@ def converse(conversation: Conversation, source: TextIO, out: TextIO) -> int:
     try:
         conversation.open()
         if interactive:
-            out.write(f"{conversation.model} at {conversation.url}; {GREEN if colour else ''}accepted drafts"
-                      f"{PLAIN if colour else ''} are the draft model's. Ctrl-C stops an answer, Ctrl-D ends\n")  # fmt: skip
+            drafts = f"{GREEN}accepted drafts{PLAIN} are green. " if colour else ""
+            out.write(f"{conversation.model} at {conversation.url}. {drafts}Ctrl-C stops an answer, Ctrl-D ends\n")
     except (Failed, LookupError, ValueError) as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,6 @@ import typer
 from pydantic.fields import FieldInfo
 
 from deployments.config_file import BUILDER
-from deployments.launch import serve
 from deployments.settings import ROOT, Settings
 from engine.hub_id import parse_hub_id
 
@@ -23,6 +22,8 @@ def serve_command() -> Callable[..., None]:
     """A function whose parameters are the options. A value is read as in `serve run`: a text that Settings checks."""
 
     def command(target: str | None, host: str, port: int, dry_run: bool, **given: str | None) -> None:
+        from deployments.launch import serve  # its imports would delay --help
+
         settings = {"target": target, **given}
         args = {name: _path(value) if name in PATHS else value for name, value in settings.items() if value is not None}
         os.chdir(ROOT)  # Ray's processes work where this one does
@@ -56,7 +57,7 @@ def _path(given: str) -> str:
 def _own_parameters() -> list[inspect.Parameter]:
     about = "checkpoint directory, or hub id: owner/name[@revision]"
     return [
-        _keyword("target", Annotated[str | None, typer.Argument(metavar="[TARGET]", help=about)], None),
+        _keyword("target", Annotated[str | None, typer.Argument(metavar="TARGET", help=about)], None),
         _keyword("host", Annotated[str, typer.Option(help="address to listen at")], "127.0.0.1"),
         _keyword("port", Annotated[int, typer.Option(help="port to listen at")], 8000),
         _keyword(
@@ -71,11 +72,10 @@ def _options() -> list[tuple[str, FieldInfo]]:
 
 def _parameter(option: tuple[str, FieldInfo]) -> inspect.Parameter:
     name, field = option
-    shown = False if field.default is None else str(field.default).lower()
     about = " ".join((field.description or "").split())
-    kind = typer.Option(
-        f"--{name.replace('_', '-')}", help=about, metavar=metavar(field.annotation), show_default=shown
-    )
+    if field.default is not None:
+        about += f" [default: {str(field.default).lower()}]"
+    kind = typer.Option(f"--{name.replace('_', '-')}", help=about, metavar=metavar(field.annotation))
     return _keyword(name, Annotated[str | None, kind], None)
 
 
