@@ -1,4 +1,4 @@
-"""Shows a request's rounds in the terminal: python -m scripts.trace ID [--url http://127.0.0.1:8000] [--key KEY] [--rounds]
+"""Shows a request's rounds in the terminal: python -m scripts.trace ID [--url URL] [--key KEY] [--rounds]
 
 ID is the reply's id, with or without "cmpl-", or "last". A round is a column as high as k, filled up to the number of
 accepted drafts. A server keeps its latest requests only; each replica of a deployment keeps its own. The exit status is
