@@ -11,8 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from app.telemetry.tracer import Level, TraceConfig
-from deployments.chats import ChatConfig
-from deployments.settings import ROOT, EdgeConfig, PolicySettings, Settings
+from deployments.settings import ROOT, ChatConfig, EdgeConfig, PolicySettings, Settings
 from engine.config import EngineConfig
 from engine.hub_id import HubId, parse_hub_id
 from engine.types import DRAFTERS, VERIFIERS
