@@ -186,7 +186,9 @@ class FakeEngineClient:
         self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to report steps
         self._ended: Callable[[Output], None] = _nobody
 
-    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
         await asyncio.sleep(0)
         self.tokenized.append((field, text))
         special = self.bos if field != "prediction" and add_special_tokens else ()
@@ -196,7 +198,7 @@ class FakeEngineClient:
         self.chats.append(chat)
         return await self.template(chat)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode("utf-8", "replace")
 
     def token(self, token_id: int) -> Token:

@@ -61,11 +61,13 @@ class LocalClient:
     def model(self) -> ModelCard:
         return replace(self._card, policy=_policy_name(self.worker.engine.policy))
 
-    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
         special = field != "prediction" and add_special_tokens
         if len(text) <= TOKENIZE_INLINE:
             return self._tokenizer.encode(text, special=special)
-        if len(text) > self._max_characters:
+        if len(text) > self._max_characters and not any_length:
             limit = self.model.max_model_len
             raise InvalidRequest(
                 f"this model's context is {limit} tokens; {len(text)} characters of {field} cannot fit: shorten it",
@@ -77,8 +79,8 @@ class LocalClient:
     async def render_chat(self, chat: Chat) -> RenderedChat:
         return await self._chats.render(chat)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> Token:
         """Return the token as replies show it: a special token by its name, an id without a token by its number."""
@@ -86,7 +88,8 @@ class LocalClient:
         if token is None:
             data = self._tokenizer.data(token_id)
             name = self._tokenizer.name(token_id) if not data else None
-            token = Token.of(data) if data else Token(name or f"token_id:{token_id}", b"")
+            special = token_id in self._tokenizer.special_ids
+            token = Token.of(data) if data else Token(name or f"token_id:{token_id}", b"", special)
             self._tokens[token_id] = token
         return token
 
