@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the clients that tests/external/clients runs, each into an environment of its own below $FORETOKEN_CLIENTS or
 # .cache/clients. tests/external/clients/requirements has one file per client.
-# A client that cannot be installed in time leaves the reason in NAME.reason, and pytest skips its tests. The exit status is 0.
+# Usage: setup_clients.sh [NAME...]; without names, all. A client that cannot be installed in time leaves the reason in
+# NAME.reason, and pytest skips its test. The exit status is 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,14 +10,14 @@ folder=${FORETOKEN_CLIENTS:-.cache/clients}
 requirements=tests/external/clients/requirements
 python=.venv/bin/python
 uv=$folder/.uv/bin/uv
-total_s=180                     # for everything
-sharing_torch="guidellm lm-eval" # they take torch and transformers from .venv, which saves gigabytes
+total_s=180 # for everything
+sharing_torch="guidellm lm-eval" # these take torch and transformers from .venv, which saves gigabytes
 
 # pip's settings of this machine, for uv, which does not read them.
 of_pip() {
     "$python" -m pip config get "global.$1" 2> /dev/null || true
 }
-export UV_CACHE_DIR=$folder/.uv/cache UV_PYTHON_DOWNLOADS=never UV_HTTP_TIMEOUT=20 UV_NO_CONFIG=1
+export UV_CACHE_DIR=$folder/.uv-cache UV_PYTHON_DOWNLOADS=never UV_HTTP_TIMEOUT=20 UV_HTTP_RETRIES=1 UV_NO_CONFIG=1
 index=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-$(of_pip index-url)}}
 [ -z "$index" ] || export UV_DEFAULT_INDEX=$index
 certificates=${SSL_CERT_FILE:-${PIP_CERT:-$(of_pip cert)}}
@@ -28,8 +29,8 @@ left_s() {
 }
 
 get_uv() {
-    "$python" -m venv --clear "$folder/.uv" &&
-        timeout "$(left_s)" "$folder/.uv/bin/python" -m pip install -q --retries 1 --timeout 20 uv
+    timeout "$(left_s)" "$python" -m pip install -q --disable-pip-version-check --retries 1 --timeout 20 \
+        --target "$folder/.uv" uv
 }
 
 # torch is never downloaded.
@@ -48,20 +49,24 @@ share() {
     "$python" -c "$site" > "$("$folder/$1/bin/python" -c "$site")/project.pth"
 }
 
-# The last line of what the installation said, kept for pytest.
+# Why the client $1 is missing, from the exit status $2 of its installation. pytest prints it.
 give_reason() {
-    local reason
-    reason=$(grep -v '^ *$' "$folder/log" | tail -1)
-    echo "${reason:-the installation took too long}" > "$folder/$1.reason"
-    echo "not installed: $1 ($(cat "$folder/$1.reason"))"
+    local reason="the installation took more than $total_s s"
+    [ "$2" = 124 ] || reason=$(grep -o '[^ ].*' "$folder/log" | tail -1)
+    echo "$reason" > "$folder/$1.reason"
+    echo "not installed: $1 ($reason)"
 }
 
 mkdir -p "$folder"
-for file in "$requirements"/*.txt; do
-    name=$(basename "$file" .txt)
-    ! cmp -s "$file" "$folder/$name/.ready" || continue
+[ $# -gt 0 ] || set -- $(basename -s .txt "$requirements"/*.txt)
+without_uv=0
+[ -x "$uv" ] || get_uv 2> "$folder/log" || without_uv=$?
+for name; do
+    ! cmp -s "$requirements/$name.txt" "$folder/$name/.ready" || continue
     rm -rf "$folder/$name" "$folder/$name.reason"
-    if [ ! -x "$uv" ] && ! get_uv 2> "$folder/log" || ! install "$name" 2> "$folder/log"; then
-        give_reason "$name"
+    if [ $without_uv != 0 ]; then
+        give_reason "$name" $without_uv
+    else
+        install "$name" 2> "$folder/log" || give_reason "$name" $?
     fi
 done

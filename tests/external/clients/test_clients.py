@@ -84,6 +84,15 @@ def environment(name: str) -> Path:
     return folder
 
 
+def test_what_cannot_be_installed_is_skipped_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = "http://127.0.0.1:9/simple"
+    variables = os.environ | {"FORETOKEN_CLIENTS": str(tmp_path), "PIP_INDEX_URL": nowhere, "UV_DEFAULT_INDEX": nowhere}
+    subprocess.run([ROOT / "scripts/setup_clients.sh", "openai"], env=variables, check=True, timeout=LIMIT_S)
+    monkeypatch.setattr("tests.external.clients.test_clients.ENVIRONMENTS", tmp_path)
+    with pytest.raises(pytest.skip.Exception, match="openai: .*(No matching distribution|refused)"):
+        environment("openai")
+
+
 def run(client: str, arguments: list[str], folder: Path, said: str = "") -> str:
     """What the client's Python prints. It runs in `folder`, which is also its home: it leaves nothing elsewhere."""
     variables = {
@@ -228,32 +237,70 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | task))
 
 
-def scores(ids: list[int], begin: int) -> tuple[float, bool]:
-    """What transformers makes of ids[begin:] after ids[:begin]: the log-probability, and whether greedy decoding would
-    write it."""
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
-    with torch.no_grad():
-        law = model(torch.tensor([ids])).logits[0, begin - 1 : -1].log_softmax(-1)
-    ends = torch.tensor(ids[begin:])
-    return float(law[torch.arange(len(ends)), ends].sum()), bool((law.argmax(-1) == ends).all())
+class Reference:
+    """The target as transformers runs it."""
+
+    def __init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
+        self.tokens = AutoTokenizer.from_pretrained(TARGET)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokens.encode(text, add_special_tokens=False)
+
+    def scores(self, ids: list[int], begin: int) -> tuple[float, bool]:
+        """Return the log-probability of ids[begin:] after ids[:begin], and whether greedy decoding would write it."""
+        with torch.no_grad():
+            law = self.model(torch.tensor([ids])).logits[0, begin - 1 : -1].log_softmax(-1)
+        ends = torch.tensor(ids[begin:])
+        return float(law[torch.arange(len(ends)), ends].sum()), bool((law.argmax(-1) == ends).all())
 
 
-@pytest.mark.parametrize("tokenizer", ["local", "remote"])
-def test_lm_eval(asked: Asked, tmp_path: Path, tokenizer: str) -> None:
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+def test_lm_eval(asked: Asked, reference: Reference, tmp_path: Path) -> None:
     write_tasks(tmp_path)
-    local = {"tokenizer": str(TARGET), "tokenizer_backend": "huggingface"} if tokenizer == "local" else {}
-    result = told("lm-eval", asked, tmp_path, tasks=str(tmp_path), model_args={"auth_token": KEY} | local)
-    tokens = AutoTokenizer.from_pretrained(TARGET)
-    for (context, continuation), scored, rolling in zip(SNIPPETS, result["scores"], result["rolling"], strict=True):
-        ids = tokens.encode(context + continuation, add_special_tokens=False)
-        begin = len(tokens.encode(context.rstrip(), add_special_tokens=False))  # lm-eval scores the white space too
-        score, greedy = scores(ids, begin)
-        assert scored == [pytest.approx(score, abs=1e-4), greedy]
-        whole, _ = scores([tokens.bos_token_id, *ids], 1)
-        assert rolling == pytest.approx(whole, abs=1e-4)
+    result = told("lm-eval", asked, tmp_path, tasks=str(tmp_path), tokenizer=str(TARGET))
+    for tokenizer in ("local", "remote"):
+        assert_right_scores(result[tokenizer], reference)
+        assert result[tokenizer]["texts"] == result["local"]["texts"]
     greedily = {"max_tokens": 24, "temperature": 0, "stop": ["\n\n"]}
-    for (context, _), text, chat in zip(SNIPPETS, result["texts"], result["chats"], strict=True):
+    for (context, _), text, chat in zip(SNIPPETS, result["local"]["texts"], result["chats"], strict=True):
         assert text == asked.post("/v1/completions", prompt=context, **greedily)["choices"][0]["text"]
         messages = [{"role": "user", "content": context}]
         said = asked.post("/v1/chat/completions", messages=messages, **greedily)["choices"][0]["message"]["content"]
         assert chat == said
+
+
+def assert_right_scores(result: dict[str, Any], reference: Reference) -> None:
+    for (context, continuation), scored, rolling in zip(SNIPPETS, result["scores"], result["rolling"], strict=True):
+        ids = reference.ids(context + continuation)
+        begin = len(reference.ids(context.rstrip()))  # lm-eval scores the white space at a context's end too
+        score, greedy = reference.scores(ids, begin)
+        assert scored == [pytest.approx(score, abs=1e-4), greedy]
+        whole, _ = reference.scores([reference.tokens.bos_token_id, *ids], 1)
+        assert rolling == pytest.approx(whole, abs=1e-4)
+
+
+def test_guidellm(asked: Asked, tmp_path: Path) -> None:
+    """Its defaults: streamed chats, with the usage in every chunk. Only the tokenizer must be named."""
+    report = tmp_path / "report.json"
+    options = {
+        "backend": f"kind=openai_http,target={asked.url},api_key={KEY}",
+        "tokenizer": f"kind=hf_auto,model={TARGET}",
+        "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+        "profile": "kind=synchronous",  # its default, sweep, takes two minutes to start its workers
+        "constraint": "kind=max_requests,count=4",
+        "output": f"kind=json,path={report}",
+    }
+    arguments = [item for name, value in options.items() for item in (f"--{name}", value)]
+    run("guidellm", ["-m", "guidellm", "run", "--disable-console", *arguments], tmp_path)
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert (requests["errored"], requests["incomplete"], len(requests["successful"])) == ([], [], 4)
+    for request in requests["successful"]:
+        assert request["output"]
+        assert request["output_metrics"]["total_tokens"] == 16
+        assert request["info"]["timings"]["token_iterations"] >= 3

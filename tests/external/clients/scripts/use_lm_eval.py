@@ -27,6 +27,13 @@ def answers(model: str, path: str, tasks: list[str], model_args: dict[str, Any],
 
 
 os.environ["OPENAI_API_KEY"] = ASKED["key"]
-result = answers("local-completions", "/v1/completions", ["scores", "rolling", "texts"], ASKED["model_args"])
+ALL = ["scores", "rolling", "texts"]
+TOKENIZERS = {
+    "local": {"tokenizer": ASKED["tokenizer"], "tokenizer_backend": "huggingface"},
+    "remote": {"auth_token": ASKED["key"]},  # the default where the server has one
+}
+result: dict[str, Any] = {
+    name: answers("local-completions", "/v1/completions", ALL, arguments) for name, arguments in TOKENIZERS.items()
+}
 chats = answers("local-chat-completions", "/v1/chat/completions", ["texts"], {}, apply_chat_template=True)
 print(json.dumps(result | {"chats": chats["texts"]}))
