@@ -16,6 +16,7 @@ class ModelCard:
 
     name: str
     max_model_len: int
+    vocab_size: int  # token ids are smaller
     policy: str  # in force; it chooses k for requests that do not fix their own; "off": they get no drafts
     max_spec_length: int  # 0 when there is no drafter
     drafters: tuple[DrafterName, ...]  # a request may name these
@@ -97,10 +98,15 @@ class EngineClient(Protocol):
         ...
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids that `submit` accepted, without special tokens unless asked for."""
+        """Return the text of token ids of the vocabulary, without special tokens unless asked for. Any thread may call
+        it."""
         ...
 
     def token(self, token_id: int) -> Token: ...
+
+    def tokenizer_info(self) -> Mapping[str, str]:
+        """Return the special tokens by their roles, such as bos_token, and the chat template, as Jinja."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         """Admit all requests or none. Each request's iterator ends after the output with a finish_reason.

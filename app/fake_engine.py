@@ -160,6 +160,7 @@ class FakeEngineClient:
         self.model = ModelCard(
             name=name,
             max_model_len=max_model_len,
+            vocab_size=256,
             policy=POLICY,
             max_spec_length=MAX_K,
             drafters=DRAFTERS,
@@ -203,6 +204,9 @@ class FakeEngineClient:
 
     def token(self, token_id: int) -> Token:
         return Token.of(bytes([token_id]))
+
+    def tokenizer_info(self) -> Mapping[str, str]:
+        return {"eos_token": "\x00", "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         if any(token > 255 for request in requests for token in request.prompt_ids):

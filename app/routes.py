@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.client import EngineClient, ModelCard
-from app.errors import ModelNotFound
+from app.errors import require_model
 from app.openai.choices import ReplyChoice, best, engine_requests, merged
 from app.openai.fields import Prompt
 from app.openai.forms import Form
@@ -23,9 +23,18 @@ from app.openai.replies import JSON, Envelope, encode_choice
 from app.openai.request import GenerationRequest, check_prompt_tokens, defaults_in_force
 from app.openai.stream import HEADERS, completion_events, oserror_to_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
+from app.telemetry.names import VERSION
 from app.tenants import cache_salt
 from engine import types
-from engine.types import InvalidRequest, Output
+from engine.types import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    InvalidRequest,
+    Output,
+)
 
 MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into one piece
 
@@ -36,6 +45,10 @@ ROUTES = {
     "POST /v1/completions": "text completions, whole or streamed",
     "GET /v1/models": "the model of this server",
     "GET /v1/models/{id}": "one model by its name",
+    "POST /tokenize": "the token ids of a text or a chat",
+    "POST /detokenize": "the text of token ids",
+    "GET /tokenizer_info": "special tokens and the chat template",
+    "GET /version": "the version of this server",
     "GET /health": "whether the engine makes progress",
 }
 
@@ -51,20 +64,41 @@ async def list_models(client: EngineClient, request: Request) -> Response:
     return JSON({"object": "list", "data": [_model(client.model)]})
 
 
+async def version(request: Request) -> Response:
+    return JSON({"version": VERSION})
+
+
 async def get_model(client: EngineClient, request: Request) -> Response:
     require_model(request.path_params["id"], client.model)
     return JSON(_model(client.model))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
-    """Return OpenAI's model object with two fields more: max_model_len, in tokens, and sampling_defaults."""
+    """Return OpenAI's model object with vLLM's max_model_len, in tokens, and our limits and defaults."""
     identity = {"id": card.name, "object": "model", "created": card.created, "owned_by": "foretoken"}
-    return identity | {"max_model_len": card.max_model_len, "sampling_defaults": defaults_in_force(card)}
-
-
-def require_model(name: str, card: ModelCard) -> None:
-    if name != card.name:
-        raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}")
+    limits = {
+        "choices": card.max_choices,
+        "prompt_tokens": card.max_prompt_tokens,
+        "spec_length": card.max_spec_length,
+        "logprobs": MAX_LOGPROBS,
+        "stop": MAX_STOP_STRINGS,
+        "stop_token_ids": MAX_STOP_TOKENS,
+        "logit_bias": MAX_LOGIT_BIAS,
+        "bad_words": MAX_BAD_WORDS,
+    }
+    speculation = {
+        "policy": card.policy,
+        "drafters": card.drafters,
+        "drafter": card.drafter,
+        "verifier": card.verifier,
+    }
+    return identity | {
+        "max_model_len": card.max_model_len,
+        "vocab_size": card.vocab_size,
+        "limits": limits,
+        "sampling_defaults": defaults_in_force(card),
+        "speculation_defaults": speculation,
+    }
 
 
 class Generate:

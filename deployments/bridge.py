@@ -28,6 +28,7 @@ class LocalClient:
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
+            vocab_size=engine.target.vocab_size,
             policy=_policy_name(engine.policy),
             max_spec_length=can.max_spec_length,
             drafters=can.drafters,
@@ -43,6 +44,7 @@ class LocalClient:
         self._tokenizer = engine.tokenizer
         template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)
         self._chats = ChatRenderer(template, self._card.max_choices)
+        self._tokenizer_info = {**engine.tokenizer.special_tokens, "chat_template": template.source}
         # A longer text never fits: a token stands for at most as many characters as the longest token string has. (A
         # tokenizer that drops characters could make such a text fit; it is refused all the same.)
         self._max_characters = engine.max_model_len * longest_token
@@ -92,6 +94,9 @@ class LocalClient:
             token = Token.of(data) if data else Token(name or f"token_id:{token_id}", b"", special)
             self._tokens[token_id] = token
         return token
+
+    def tokenizer_info(self) -> Mapping[str, str]:
+        return self._tokenizer_info
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         self._loop = asyncio.get_running_loop()

@@ -14,12 +14,13 @@ from starlette.applications import Starlette
 
 from app.keys import ApiKeys
 from app.main import create_app
+from app.metrics.meter import Meter
 from app.page.live import LivePage
 from app.telemetry import export, names
 from app.telemetry.exchange import Listener
 from app.telemetry.tracer import Tracer
 from deployments.bridge import LocalClient
-from deployments.metrics import Meter
+from deployments.ray_metrics import RayMetrics
 from deployments.settings import EdgeConfig, PolicySettings
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
@@ -47,22 +48,24 @@ class Replica:
         log.info("loading %s on %s (GPUs from Ray: %s)", config.target, config.device, gpus or "none")
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name, edge.chat)
-        self.meter = Meter(self.client, edge.model_name)
+        self.meter = Meter(self.client, RayMetrics(edge.model_name))
         self._started = False  # whether Serve has started the replica and sent the first user_config
         gc.collect()
         gc.freeze()  # loaded objects stay for good; a full collection that visits them takes 0.1 s
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application over this replica's engine. Serve calls this after __init__."""
-        listeners: list[Listener] = [self.meter]
+        listeners: list[Listener] = []
         if self._tracing is not None:
-            listeners.insert(0, Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
+            listeners.append(Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
         return create_app(
             self.client,
             listeners,
             live_page=LivePage(self.client),
+            meter=self.meter,
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
+            allowed_origins=self._edge.allowed_origins,
         )
 
     def reconfigure(self, user_config: Any) -> None:

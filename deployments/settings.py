@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.main import BODY_TIMEOUT_S
+from app.origins import check_origins
 from app.telemetry.tracer import Level, TraceConfig
 from deployments.chats import DEFAULTS, ChatConfig
 from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
@@ -47,6 +48,14 @@ def _tags(value: Any) -> Any:
     return value.split() if isinstance(value, str) else value
 
 
+def _origins(value: Any) -> Any:
+    """Read origins: a list, or a text with spaces between them. Raises ValueError for what is no origin."""
+    value = _none(value)
+    origins = value.split() if isinstance(value, str) else () if value is None else value
+    check_origins(origins)
+    return tuple(origins)
+
+
 def _template(choice: str | None) -> str | None:
     """Return a file's path in full. A name of the checkpoint's templates has neither a slash nor a suffix."""
     return _resolve(choice) if choice is not None and ("/" in choice or choice.endswith(".jinja")) else choice
@@ -69,6 +78,7 @@ class EdgeConfig:
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
     chat: ChatConfig = DEFAULTS
+    allowed_origins: tuple[str, ...] = ()  # whose web pages may call the server
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -146,6 +156,8 @@ class Settings(BaseModel):
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU as many as num_cpus
     num_cpus: Number = 1.0  # per replica
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: no key is needed
+    # Origins whose web pages may call the server, separated by spaces, such as "https://chat.example.org"; "*": all.
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
     # The chat template: a file (*.jinja), or a name of the checkpoint's own; none: the checkpoint's default.
     chat_template: Annotated[str | None, BeforeValidator(_none)] = None
     # Around the model's reasoning, such as "<think> </think>": chats tell it apart from the answer. none: they do not.
@@ -181,6 +193,7 @@ class Settings(BaseModel):
             None if self.api_key_file is None else _resolve(self.api_key_file),
             self.body_timeout_s,
             ChatConfig(_template(self.chat_template), self.reasoning_tags),
+            self.allowed_origins,
         )
 
     def freeze(self, device: Device) -> EngineConfig:

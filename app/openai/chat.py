@@ -104,17 +104,14 @@ def _without_empty(value: Any) -> Any:
     return {name: item for name, item in value.items() if item is not None and (name == "content" or item != [])}
 
 
-class ChatBody(SharedBody):
-    """The fields of /v1/chat/completions that take effect."""
+class ChatFields(Strict):
+    """What a request says to the chat template."""
 
     messages: Annotated[list[Annotated[Message, BeforeValidator(_without_empty)]], Field(min_length=1)]
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool | None = None  # None: the chat template writes them
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    renamed: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
 
     def chat(self) -> Chat:
         """Raises InvalidRequest for an answer that shall both begin and continue."""
@@ -124,6 +121,14 @@ class ChatBody(SharedBody):
             raise InvalidRequest(message, "continue_final_message")
         messages = tuple(message.for_template() for message in self.messages)
         return Chat(messages, begins, self.continue_final_message, self.chat_template_kwargs)
+
+
+class ChatBody(SharedBody, ChatFields):
+    """The fields of /v1/chat/completions that take effect."""
+
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    renamed: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
 
     def alternatives(self) -> int | None:
         """Return how many log-probabilities each token comes with beside its own; None: no log-probabilities."""

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
@@ -200,6 +201,7 @@ class GenerationRequest:
         return "prompt" if self.chat is None else "messages"
 
 
+AnyBody = TypeVar("AnyBody", bound=Strict)
 BodyType = TypeVar("BodyType", bound=SharedBody)
 
 
@@ -227,14 +229,24 @@ def read_body(
 ) -> BodyType:
     """Return the fields that take effect, with the server's defaults. Raises InvalidRequest, naming the field at
     fault."""
-    given = _acting_fields(_load(raw), body_type, inert, neutral)
-    try:
-        body = body_type.model_validate({**card.sampling_defaults, **given})
-    except ValidationError as error:
-        raise _as_invalid_request(error.errors(include_input=False, include_url=False)[0]) from None
+    body = validated(body_type, load_object(raw), inert, neutral, card.sampling_defaults)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     return body
+
+
+def validated(
+    body_type: type[AnyBody],
+    given: dict[str, Any],
+    inert: Set[str] = frozenset(),
+    neutral: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> AnyBody:
+    """Return the fields that take effect, over the defaults. Raises InvalidRequest, naming the field at fault."""
+    try:
+        return body_type.model_validate({**defaults, **_acting_fields(given, body_type, inert, neutral)})
+    except ValidationError as error:
+        raise _as_invalid_request(error.errors(include_input=False, include_url=False)[0]) from None
 
 
 def checked(
@@ -319,7 +331,8 @@ def check_prompt_tokens(
         )
 
 
-def _load(raw: bytes) -> dict[str, Any]:
+def load_object(raw: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest for a body that is not a JSON object."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -330,7 +343,7 @@ def _load(raw: bytes) -> dict[str, Any]:
 
 
 def _acting_fields(
-    given: dict[str, Any], body_type: type[SharedBody], inert: Set[str], neutral: Mapping[str, Any]
+    given: dict[str, Any], body_type: type[Strict], inert: Set[str], neutral: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the fields that take effect: without nulls, inert fields and neutral values."""
     acting = {}

@@ -136,7 +136,7 @@ def make_cases(plain: Got) -> dict[str, dict[str, Any]]:
         "repetition_penalty": {"repetition_penalty": 1.8, "logit_bias": few},
         "repetition_penalty below 1": {"repetition_penalty": 0.6},
         "logit_bias": {"logit_bias": few},
-        "bans": {"logit_bias": tuple((token, -100.0) for token in sorted({*plain.tokens})[::2])},
+        "bans": {"logit_bias": tuple((token, -100.0) for token in sorted({*plain.tokens}))},
         "allowed_token_ids": {"allowed_token_ids": (*FEW, FORCED)},
         "bad words": {"logit_bias": few, "bad_word_ids": bad_words(plain.tokens)},
         "bad words of one token": {"bad_word_ids": tuple((token,) for token in sorted({*plain.tokens})[::2])},
