@@ -89,7 +89,7 @@ def test_what_cannot_be_installed_is_skipped_with_the_reason(tmp_path: Path, mon
     variables = os.environ | {"FORETOKEN_CLIENTS": str(tmp_path), "PIP_INDEX_URL": nowhere, "UV_DEFAULT_INDEX": nowhere}
     subprocess.run([ROOT / "scripts/setup_clients.sh", "openai"], env=variables, check=True, timeout=LIMIT_S)
     monkeypatch.setattr("tests.external.clients.test_clients.ENVIRONMENTS", tmp_path)
-    with pytest.raises(pytest.skip.Exception, match="openai: .*(No matching distribution|refused)"):
+    with pytest.raises(pytest.skip.Exception, match=r"openai: .*(No matching distribution|refused)"):
         environment("openai")
 
 
