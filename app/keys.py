@@ -91,6 +91,7 @@ class RequireKey:
 
 
 def _refusal() -> JSON:
-    message = "this server needs an API key: send it in the header 'Authorization: Bearer KEY'"
+    # litellm tells a wrong key from other mistakes by OpenAI's first four words.
+    message = "Incorrect API key provided, or none: send one of this server's in the header 'Authorization: Bearer KEY'"
     error = error_object(message, "invalid_request_error", "invalid_api_key")
     return JSON(error, 401, {"www-authenticate": "Bearer"})
