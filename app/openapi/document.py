@@ -115,7 +115,7 @@ def openapi_document(operations: tuple[Operation, ...], model: str, *, keys: boo
     paths: Schema = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, schemas, keys=keys)
-    document = {"openapi": "3.1.0", "info": {"title": SCOPE, "version": VERSION}, "paths": paths}
+    document: Schema = {"openapi": "3.1.0", "info": {"title": SCOPE, "version": VERSION}, "paths": paths}
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
