@@ -40,6 +40,7 @@ class LocalClient:
             created=int(time.time()),
             sampling_defaults=engine.sampling_defaults,
             reasoning_tags=chat.reasoning_tags,
+            has_chat_template=chat.template is not None or "default" in engine.tokenizer.chat_templates,
         )
         self._tokenizer = engine.tokenizer
         template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)

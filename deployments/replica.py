@@ -65,7 +65,7 @@ class Replica:
         return create_app(
             self.client,
             listeners,
-            live_page=LivePage(self.client),
+            live_page=LivePage(self.client, trace_viewer_url=self._edge.trace_viewer_url),
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
         )

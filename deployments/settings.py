@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.main import BODY_TIMEOUT_S
 from app.telemetry.tracer import Level, TraceConfig
@@ -22,6 +22,8 @@ DEMO_TARGET = "models/demo/target"
 DEMO_DRAFT = "models/demo/draft"
 
 Device = Literal["cpu", "cuda"]
+
+TRACE_ID = "{trace_id}"  # stands for the trace's id in trace_viewer_url
 
 
 def _none(value: Any) -> Any:
@@ -44,6 +46,13 @@ def _tags(value: Any) -> Any:
     """Split the two tags of a text at the space between them."""
     value = _none(value)
     return value.split() if isinstance(value, str) else value
+
+
+def _trace_viewer(url: str | None) -> str | None:
+    """Check the URL by which the live page links to a trace. Raises ValueError, which pydantic reports."""
+    if url is not None and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
+        raise ValueError(f"must be an http or https URL with {TRACE_ID} in place of the trace's id")
+    return url
 
 
 def _template(choice: str | None) -> str | None:
@@ -79,6 +88,7 @@ class EdgeConfig:
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
     chat: ChatConfig = DEFAULT_CHAT
+    trace_viewer_url: str | None = None  # with {trace_id} in place of the id; None: the live page links to no traces
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -189,8 +199,10 @@ class Settings(BaseModel):
     """the two tags around the model's reasoning, such as "<think> </think>"; none: chats do not tell it apart"""
     trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"
     """what traces hold: docs/operations.md, Traces"""
-    trace_steps: Fraction = 0.01
-    """share of the engine's steps that get a span"""
+    trace_steps: Fraction = 0.0
+    """share of the engine's steps that get a trace of their own"""
+    trace_viewer_url: Annotated[str | None, BeforeValidator(_none), AfterValidator(_trace_viewer)] = None
+    """where the live page's trace ids lead, such as http://localhost:16686/trace/{trace_id}; none: nowhere"""
 
     @model_validator(mode="before")
     @classmethod
@@ -234,6 +246,7 @@ class Settings(BaseModel):
             None if self.api_key_file is None else _resolve(self.api_key_file),
             self.body_timeout_s,
             ChatConfig(_template(self.chat_template), self.reasoning_tags),
+            self.trace_viewer_url,
         )
 
     def freeze(self, device: Device) -> EngineConfig:
@@ -269,9 +282,13 @@ class Settings(BaseModel):
 
 
 def _checkpoint(given: str) -> str:
-    """A checkpoint's absolute path, or its hub id where this machine has no directory of that name."""
+    """A checkpoint's absolute path, or its hub id where there is no directory of that name, here or in the working
+    directory. The replica's own working directory does not matter."""
     path = _resolve(given)
-    return given if parse_hub_id(given) and not Path(path).is_dir() else path
+    hub_id = None if Path(path).is_dir() else parse_hub_id(given)
+    if hub_id is not None:
+        return hub_id.url
+    return path if Path(path).is_dir() or not Path(given).is_dir() else os.path.abspath(given)
 
 
 def _resolve(directory: str) -> str:

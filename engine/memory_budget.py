@@ -72,7 +72,17 @@ def layouts(
     layout = replace(layout, mapped=_mappings(layout, shapes) < max_map_count() // 2)
     access = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
     log.info("the KV cache has %s, %s", budget, access)
-    return [layout for _ in shapes]
+    return [_sliding(layout, shape.window, config.max_step_tokens) for shape in shapes]
+
+
+def _sliding(layout: Layout, window: int | None, pass_tokens: int) -> Layout:
+    return layout if window is None else replace(layout, window=window, pass_tokens=pass_tokens)
+
+
+def _blocks_per_sequence(config: EngineConfig, shapes: Sequence[KVShape], block_size: int, max_len: int) -> int:
+    """Blocks that one sequence of max_len tokens holds at most, in the model that needs more of them."""
+    layout = Layout(1, max_len, block_size)
+    return max(_sliding(layout, shape.window, config.max_step_tokens).held_blocks(max_len) for shape in shapes)
 
 
 def choose_block_size(config: EngineConfig, shapes: Sequence[KVShape], slots: int, max_len: int) -> int:
@@ -122,6 +132,7 @@ def kv_blocks(
     """
     token_bytes = tuple(shape.token_bytes for shape in shapes)
     block_bytes = block_size * sum(token_bytes)
+    table = _blocks_per_sequence(config, shapes, block_size, max_len)
     if config.kv_tokens is not None:
         blocks, source = config.kv_tokens // block_size, f"kv_tokens {config.kv_tokens:,}"
     else:
@@ -131,13 +142,13 @@ def kv_blocks(
         elif shapes[0].device.type == "cuda":
             room, source = _share(CUDA_FRACTION, memory.total, weights_bytes, activation_bytes)
         else:
-            room, source = _demand(config.max_running, ceil(max_len / block_size), block_bytes, memory.available)
+            room, source = _demand(config.max_running, table, block_bytes, memory.available)
         free = memory.available - activation_bytes
         if fraction is None and free < room:
             room, source = free, f"{_mib(memory.available)} available − {_mib(activation_bytes)} activations"
         blocks, source = room // block_bytes, f"{source} = {_mib(room)}"
     budget = Budget(block_size, max(blocks, 0), token_bytes, source)
-    _check_room(budget, max_len, config)
+    _check_room(budget, table + 1, max_len, config)
     _check_fits(budget, activation_bytes, memory, config)
     return budget
 
@@ -160,8 +171,8 @@ def _demand(slots: int, table: int, block_bytes: int, available: int) -> tuple[i
     return half, f"0.5 × {_mib(available)} available"
 
 
-def _check_room(budget: Budget, max_len: int, config: EngineConfig) -> None:
-    needed = ceil(max_len / budget.block_size) + 1
+def _check_room(budget: Budget, needed: int, max_len: int, config: EngineConfig) -> None:
+    """needed: blocks."""
     if budget.blocks >= needed:
         return
     if config.kv_tokens is not None:

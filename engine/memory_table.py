@@ -42,7 +42,7 @@ class MemoryTable:
         target = self.layouts[0]
         if not target.paged:
             return target.slots
-        return min(target.slots, target.blocks // -(-length // target.block_size))
+        return min(target.slots, target.blocks // target.held_blocks(length))
 
     def tell(self) -> None:
         log.info("memory:\n%s", self)

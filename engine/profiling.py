@@ -115,7 +115,9 @@ class ProfileBench:
         """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time."""
         runners = [self._target, *self._drafts]
         translations = [runner.translation for runner in self._drafts if runner.translation is not None]
-        max_len = min(runner.cache.max_len for runner in runners) - max((len(t.start) for t in translations), default=0)
+        limits = [n for runner in runners for n in (runner.cache.max_len, runner.cache.window) if n is not None]
+        # No sequence is longer than a window: the rounds take back what they read, and a window does not go back.
+        max_len = min(limits) - max((len(t.start) for t in translations), default=0)
         largest_pass = count * (1 + depth)  # tokens of the largest round: prefill must not need more
         length = max(2, min(MEAN_LENGTH * 3 // 2, max_len - depth, largest_pass))  # of the longest sequence
         self.depth = min(depth, max_len - length)
