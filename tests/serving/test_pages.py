@@ -58,7 +58,10 @@ def test_the_console_tells_the_start_by_its_stages_and_one_line_per_request(serv
         time.sleep(0.1)
     assert " 404 GET /v1/nothing: not_found" in log
     assert "secret_name" not in log
-    stages = ("starting ", "settings, files and tokenizers are valid", "Ray and Serve run", "loading target ")
-    stages += ("configurations and tokenizers are read", "weights as_is", "memory:", "were profiled", "policy: ")
-    starts = [log.index(stage) for stage in (*stages, f"foretoken: ready: {served.url}/ui (")]
+    stages = (
+        *("starting ", "settings, files and tokenizers are valid", "Ray and Serve run", "loading target "),
+        *("configurations and tokenizers are read", "weights as_is", "memory:", "were profiled", "policy: "),
+        f"foretoken: ready: {served.url}/ui (",
+    )
+    starts = [log.index(stage) for stage in stages]
     assert starts == sorted(starts)
