@@ -11,9 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from app.telemetry.tracer import Level, TraceConfig
-from deployments.chats import ChatConfig
-from deployments.settings import ROOT, EdgeConfig, PolicySettings, Settings
+from deployments.settings import ROOT, ChatConfig, EdgeConfig, PolicySettings, Settings
 from engine.config import EngineConfig
+from engine.hub_id import HubId, parse_hub_id
 from engine.types import DRAFTERS, VERIFIERS
 from policies.config import PolicyConfig, PolicyName
 
@@ -446,11 +446,25 @@ def _replica(config: dict[str, Any]) -> dict[str, Any]:
     return replica
 
 
+def test_a_checkpoint_is_looked_for_where_the_settings_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica may have another working directory, with other directories in it."""
+    launcher, replica = tmp_path / "launcher", tmp_path / "replica"
+    (launcher / "mine/model").mkdir(parents=True)
+    (replica / "Qwen/Qwen3-8B").mkdir(parents=True)
+    monkeypatch.chdir(launcher)
+    configs = [Settings(target=name).freeze("cpu") for name in ("mine/model", "Qwen/Qwen3-8B")]
+    monkeypatch.chdir(replica)
+    assert configs[0].target == str(launcher / "mine/model")
+    assert parse_hub_id(configs[1].target) == HubId("Qwen/Qwen3-8B", None)
+
+
 @pytest.mark.parametrize("given", ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main"])
 def test_a_hub_id_is_passed_on_and_is_the_default_name(given: str) -> None:
     settings = Settings(target=given, draft="Qwen/Qwen3-0.6B")
     config = settings.freeze("cpu")
-    assert (config.target, config.draft) == (given, "Qwen/Qwen3-0.6B")
+    assert (config.target, config.draft) == (f"hf://{given}", "hf://Qwen/Qwen3-0.6B")
     assert settings.name == "Qwen/Qwen3-8B"
     assert Settings(target=given, model_name="mine").name == "mine"
 

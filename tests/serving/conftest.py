@@ -90,9 +90,8 @@ class Served:
         answer = self._ask(f"""
 import contextlib
 from deployments.build import build
-from deployments.settings import Settings
 with contextlib.suppress(RuntimeError):
-    serve.run(build(Settings(**{args!r})), name="second", route_prefix="/second")
+    serve.run(build({args!r}), name="second", route_prefix="/second")
 answer = {{"message": serve.status().applications["second"].deployments["Replica"].message}}
 serve.delete("second")""")
         return str(answer["message"])
