@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from app.client import ModelCard
 from app.openai.replies import JSON
 from app.refusals import log_refusal
 from engine.types import EngineStopped, InvalidRequest, Overloaded
@@ -19,6 +20,12 @@ class ModelNotFound(Exception):
     """The request names a model that this server does not serve."""
 
     param = "model"
+
+
+def require_model(name: str | None, card: ModelCard) -> None:
+    """Raise ModelNotFound for another model's name. None names none."""
+    if name is not None and name != card.name:
+        raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}")
 
 
 class BodyTooLarge(Exception):

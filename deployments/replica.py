@@ -14,12 +14,14 @@ from starlette.applications import Starlette
 
 from app.keys import ApiKeys
 from app.main import create_app
+from app.metrics.meter import Meter
 from app.page.live import LivePage
 from app.telemetry import export, names
 from app.telemetry.exchange import Listener
 from app.telemetry.request_log import RequestLog
 from app.telemetry.tracer import Tracer
 from deployments.console import show_logs
+from deployments.ray_metrics import RayMetrics
 from deployments.settings import EdgeConfig, PolicySettings
 from engine.config import ConfigError, EngineConfig
 
@@ -37,7 +39,6 @@ class Replica:
         """Loads the models. Its errors are the deployment's start-up errors, so their messages say what to change."""
         # Here, because the process that builds the application imports this module too and needs no torch.
         from deployments.bridge import LocalClient
-        from deployments.metrics import Meter
         from engine.engine import Engine
 
         _show_logs()
@@ -52,22 +53,24 @@ class Replica:
         log.info("loading target %s and draft %s on %s", config.target, config.draft or "none", device)
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name, edge.chat)
-        self.meter = Meter(self.client, edge.model_name)
+        self.meter = Meter(self.client, RayMetrics(edge.model_name))
         self._started = False  # whether Serve has started the replica and sent the first user_config
         gc.collect()
         gc.freeze()  # loaded objects stay for good; a full collection that visits them takes 0.1 s
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application over this replica's engine. Serve calls this after __init__."""
-        listeners: list[Listener] = [self.meter, RequestLog()]
+        listeners: list[Listener] = [RequestLog()]
         if self._tracing is not None:
-            listeners.insert(0, Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
+            listeners.append(Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
         return create_app(
             self.client,
             listeners,
             live_page=LivePage(self.client, trace_viewer_url=self._edge.trace_viewer_url),
+            meter=self.meter,
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
+            allowed_origins=self._edge.allowed_origins,
         )
 
     def reconfigure(self, user_config: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.main import BODY_TIMEOUT_S
+from app.origins import check_origins
 from app.telemetry.tracer import Level, TraceConfig
 from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
 from engine.hub_id import parse_hub_id
@@ -55,6 +56,14 @@ def _trace_viewer(url: str | None) -> str | None:
     return url
 
 
+def _origins(value: Any) -> Any:
+    """Read origins: a list, or a text with spaces between them. Raises ValueError for what is no origin."""
+    value = _none(value)
+    origins = value.split() if isinstance(value, str) else () if value is None else value
+    check_origins(origins)
+    return tuple(origins)
+
+
 def _template(choice: str | None) -> str | None:
     """Return a file's path in full. A name of the checkpoint's templates has neither a slash nor a suffix."""
     return _resolve(choice) if choice is not None and ("/" in choice or choice.endswith(".jinja")) else choice
@@ -89,6 +98,7 @@ class EdgeConfig:
     body_timeout_s: float
     chat: ChatConfig = DEFAULT_CHAT
     trace_viewer_url: str | None = None  # with {trace_id} in place of the id; None: the live page links to no traces
+    allowed_origins: tuple[str, ...] = ()  # whose web pages may call the server
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -193,6 +203,8 @@ class Settings(BaseModel):
     """CPUs that Ray reserves per replica"""
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None
     """one API key per line; none: no key is needed"""
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
+    """origins whose web pages may call the server, separated by spaces, such as "https://chat.example.org"; "*": all"""
     chat_template: Annotated[str | None, BeforeValidator(_none)] = None
     """a file (*.jinja), or a name of the checkpoint's templates; none: the checkpoint's default"""
     reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
@@ -247,6 +259,7 @@ class Settings(BaseModel):
             self.body_timeout_s,
             ChatConfig(_template(self.chat_template), self.reasoning_tags),
             self.trace_viewer_url,
+            self.allowed_origins,
         )
 
     def freeze(self, device: Device) -> EngineConfig:

@@ -143,6 +143,7 @@ def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
         top_k=50,
         min_p=0.01,
         logit_bias=((0, 1.0),),
+        bad_word_ids=((0, 0), (0,)),
         repetition_penalty=1.1,
         presence_penalty=0.1,
         frequency_penalty=0.1,

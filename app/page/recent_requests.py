@@ -135,7 +135,7 @@ def _columns(record: RequestRecord) -> Columns:
 
 def _prompt_tokens(exchange: Exchange) -> int:
     """Count each prompt once for all its choices."""
-    n = exchange.request_body.n if exchange.request_body is not None else 1
+    n = exchange.request_body.candidates if exchange.request_body is not None else 1
     return sum(len(request.prompt_ids) for request in exchange.requests[::n])
 
 
