@@ -26,13 +26,14 @@ help:
 setup: $(READY)
 
 # Only the dependencies go into the environment. torch first and alone: the rest then settles on that version.
-$(READY): pyproject.toml
+$(READY): pyproject.toml scripts/foretoken
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) # also one that was cut short
 	$(BIN)/python -c "import tomllib; d = tomllib.load(open('pyproject.toml', 'rb')); \
 	    print(*d['project']['dependencies'], *d['dependency-groups']['dev'], sep='\n')" > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
+	install -m 755 scripts/foretoken $(BIN)/foretoken
 	@touch $@
 
 serve: $(READY)

@@ -28,6 +28,7 @@ class ModelCard:
     created: int  # Unix seconds
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's, for fields left out
     reasoning_tags: tuple[str, str] | None = None  # around the model's reasoning in a chat; None: not told apart
+    has_chat_template: bool = False  # the checkpoint's or the operator's; else chats are written as transcripts
 
     @property
     def capabilities(self) -> Capabilities:

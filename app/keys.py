@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.errors import error_object
 from app.middleware import READ_METHODS, route_path
 from app.openai.replies import JSON
+from app.refusals import log_refusal
 
 ALWAYS_OPEN = frozenset({"/health"})  # paths that need no key for a GET or HEAD
 
@@ -80,6 +81,7 @@ class RequireKey:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
+            log_refusal(scope, 401, "no accepted API key", None)
             await _refusal()(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:

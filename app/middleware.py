@@ -96,7 +96,7 @@ class LastResort(HttpMiddleware):
         try:
             await self.app(scope, receive, watch)
         except Exception as error:
-            log.exception("request %s failed", scope["state"]["request_id"])
+            log.exception("%s failed: %s %s", scope["state"]["request_id"], scope["method"], scope["path"][:200])
             if started:
                 raise  # the server then breaks the connection: half a reply must not look complete
             await error_reply(error)(scope, receive, send)

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from app.client import Chat, ModelCard, RenderedChat, TextField, Token
-from deployments.chats import DEFAULTS, ChatConfig, ChatRenderer
+from deployments.chats import ChatRenderer
+from deployments.settings import DEFAULT_CHAT, ChatConfig
 from engine.config import PolicyConfig
 from engine.engine import Engine
 from engine.models.chat_template import open_template
@@ -21,7 +22,7 @@ TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the even
 class LocalClient:
     """Wakes the event loop once per engine step, however many requests the step served."""
 
-    def __init__(self, engine: Engine, model_name: str, chat: ChatConfig = DEFAULTS) -> None:
+    def __init__(self, engine: Engine, model_name: str, chat: ChatConfig = DEFAULT_CHAT) -> None:
         """Raises ConfigError for a chat template that does not exist or cannot be compiled."""
         longest_token = max(map(len, engine.tokenizer.vocab))
         can = engine.intake.capabilities
@@ -40,6 +41,7 @@ class LocalClient:
             created=int(time.time()),
             sampling_defaults=engine.sampling_defaults,
             reasoning_tags=chat.reasoning_tags,
+            has_chat_template=chat.template is not None or "default" in engine.tokenizer.chat_templates,
         )
         self._tokenizer = engine.tokenizer
         template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)

@@ -111,5 +111,5 @@ def test_the_setting_may_name_none(given: Any) -> None:
 
 
 def test_the_setting_refuses_what_is_no_origin() -> None:
-    with pytest.raises(ValueError, match="'example.org' is not an origin"):
+    with pytest.raises(ValueError, match=r"'example\.org' is not an origin"):
         Settings(allowed_origins="https://a.org example.org")  # type: ignore[arg-type]
