@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.models.runner import Feed
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig
@@ -283,7 +284,9 @@ def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, mo
     """Left alone within 20 rounds, used again within 200 after its repair. In between, newcomers try it briefly."""
     engine = load(twins, policy=PolicyConfig("goodput"), max_running=4, max_spec_length=8)
     priced(engine, monkeypatch)
-    table = model_drafter(engine).runner.decoder.embedding
+    decoder = model_drafter(engine).runner.decoder
+    assert isinstance(decoder, Decoder)
+    table = decoder.embedding
     good = table.clone()
 
     def spoil() -> None:
