@@ -4,13 +4,11 @@ Both models' caches hold the same number of tokens, since a sequence needs its p
 """
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,19 +17,13 @@ from cache.layout import Layout
 from cache.mapped import map_count, mappable
 from cache.storage import KVShape
 from engine.config import ConfigError, EngineConfig
+from engine.machine_memory import DeviceMemory, host_memory, read_number
 
 BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
 CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
 DEFAULT_MAX_MAP_COUNT = 65_530  # Linux's constant of this name
 
 log = logging.getLogger(__name__)
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes that this process may have in all, and bytes that it can still get."""
-
-    total: int
-    available: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,57 +247,6 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free + cached)
 
 
-def host_memory(root: Path = Path("/")) -> DeviceMemory:
-    """The memory of the machine whose /proc and /sys are below `root`. Droppable page cache counts as available."""
-    total, available = _machine_memory(root / "proc" / "meminfo")
-    for limit, used in _cgroup_limits(root):
-        total, available = min(total, limit), min(available, limit - used)
-    return DeviceMemory(total, max(available, 0))
-
-
-def _machine_memory(meminfo: Path) -> tuple[int, int]:
-    if not meminfo.is_file():  # not Linux
-        page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-        free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else pages
-        return pages * page, free * page
-    sizes = _numbers(meminfo)  # in kB
-    return sizes["MemTotal:"] * 1024, sizes["MemAvailable:"] * 1024
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used bytes) of every cgroup, version 1 or 2, that limits this process's memory.
-
-    A container may see its own group as the root of the mount, so all folders from the named one upwards are read.
-    """
-    membership = root / "proc" / "self" / "cgroup"
-    for line in membership.read_text("utf-8").splitlines() if membership.is_file() else []:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = mount / path.lstrip("/")
-        for folder in (f for f in (group, *group.parents) if f.is_relative_to(mount)):
-            limit, used = _number(folder / names[0]), _number(folder / names[1])
-            if limit is not None and used is not None:
-                yield limit, used - _numbers(folder / "memory.stat").get(names[2], 0)
-
-
 def max_map_count() -> int:
     """Memory mappings that Linux allows this process."""
-    return _number(Path("/proc/sys/vm/max_map_count")) or DEFAULT_MAX_MAP_COUNT
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no such file or it holds "max"."""
-    text = path.read_text("utf-8").strip() if path.is_file() else ""
-    return int(text) if text.isdecimal() else None
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """First word of each line → the number after it."""
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[1].isdecimal()}
+    return read_number(Path("/proc/sys/vm/max_map_count")) or DEFAULT_MAX_MAP_COUNT

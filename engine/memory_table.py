@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cache.layout import Layout
-from engine.memory_budget import DeviceMemory
+from engine.machine_memory import DeviceMemory
 
 LENGTHS = (512, 2048)  # tokens of a request, beside the longest that is served
 

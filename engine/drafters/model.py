@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
-from engine.drafters.translation import SharedTokens, Translation
+from engine.drafters.shared_tokens import SharedTokens
+from engine.drafters.translation import Translation
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence

@@ -5,7 +5,7 @@ rounding could decide, the definition in filters.py is used. No pass over the ro
 are many and short, and on a busy machine each would wait for the slowest thread.
 """
 
-from math import inf, isqrt
+from math import inf, isqrt, log
 
 import numpy as np
 import torch
@@ -15,7 +15,10 @@ from torch import Tensor
 SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
 SORT_LIMIT = 4096  # rows of at most so many logits are sorted without a sample
 SERIAL_LIMIT = 16_384  # numbers; torch shares a pass over more than twice as many among threads
-ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses, in whatever order, per token
+ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, in whatever order, per token
+FP32_ROUNDING = 2.0**-24  # relative error of an operation in fp32
+SUM_BLOCK = 64  # masses that are summed in fp32
+EXP_ERROR = 8  # bound on the relative error of an exponential in fp32, in units of FP32_ROUNDING
 
 Logits = NDArray[np.floating]
 Scores = NDArray[np.float64]
@@ -43,7 +46,7 @@ class LogitsRow:
                 kept = torch.from_numpy(kept.numpy()[kept.numpy() > self.last_below(kth)])
         if top_p == 1:
             return floor
-        lowest = self._lowest_in_top_p(kept, top_p, vocab * ROUNDING_PER_TOKEN, masses[: len(kept)])
+        lowest = self._lowest_in_top_p(kept, top_p, masses[: len(kept)])
         return None if lowest is None else max(floor, lowest)
 
     def last_below(self, threshold: float) -> float:
@@ -60,19 +63,29 @@ class LogitsRow:
             low, high = (low, middle) if self._score(middle) >= threshold else (middle, high)
         return low
 
-    def _lowest_in_top_p(self, kept: Tensor, top_p: float, rounding: float, masses: Scores) -> float | None:
+    def _lowest_in_top_p(self, kept: Tensor, top_p: float, masses: Scores) -> float | None:
         """The lowest score of the smallest set of best logits, with all equals, that has top_p of the mass of `kept`.
 
         Only logits near it are sorted. None if it is not among these, or if the mass of the set, with or without its
-        lowest score, is so close to top_p that rounding could decide.
+        lowest score, is so close to top_p that rounding could decide. Of fp32 logits the mass is first summed in fp32:
+        where few logits have top_p of it, the error of that sum seldom matters.
         """
-        logits = kept.numpy()
+        logits, few = kept.numpy(), None
+        if kept.dtype == torch.float32:
+            total, rounding = self._mass_in_fp32(kept, torch.from_numpy(masses).view(torch.float32)[: len(kept)])
+            low, high = self._bracket(logits, (1 - top_p) * total)
+            near = logits >= low
+            if np.count_nonzero(near) <= SORT_LIMIT:
+                few = self._first_to_reach(top_p, logits[np.flatnonzero(near)], 0.0, total, rounding)
+        if few is not None:
+            return few
         with np.errstate(over="ignore"):  # a low temperature
             np.subtract(logits, self._best, out=masses, dtype=np.float64)
             masses *= 1 / self._temperature
             np.exp(masses, out=masses)
         total = float(masses.sum())
-        low, high = self._bracket(logits, (1 - top_p) * total)
+        if kept.dtype != torch.float32:
+            low, high = self._bracket(logits, (1 - top_p) * total)
         near, above = logits >= low, 0.0
         if high < inf:
             below = logits < high
@@ -81,7 +94,27 @@ class LogitsRow:
             cap = float(np.exp(self._score(high)))
             capped = float(np.minimum(masses, cap, out=masses).sum())
             above = total - capped + cap * (len(logits) - np.count_nonzero(below))
-        scores = self._scores(np.sort(logits[np.flatnonzero(near)])[::-1])
+        rounding = len(self._logits) * ROUNDING_PER_TOKEN
+        return self._first_to_reach(top_p, logits[np.flatnonzero(near)], above, total, rounding)
+
+    def _mass_in_fp32(self, kept: Tensor, scratch: Tensor) -> tuple[float, float]:
+        """(mass of fp32 logits, bound on its relative error).
+
+        The three operations that make a score s give its mass a relative error of 3 · |s| · FP32_ROUNDING. The mean of
+        |s|, weighted by mass, is at most the logarithm of the number of logits, because the entropy of their law is.
+        """
+        torch.sub(kept, self._best, out=scratch)
+        scratch.mul_(1 / self._temperature).exp_()
+        whole = len(kept) // SUM_BLOCK * SUM_BLOCK
+        sums = scratch[:whole].view(-1, SUM_BLOCK).sum(-1).double().sum() + scratch[whole:].double().sum()
+        return float(sums), (3 * log(len(kept)) + SUM_BLOCK + EXP_ERROR) * FP32_ROUNDING
+
+    def _first_to_reach(self, top_p: float, near: Logits, above: float, total: float, rounding: float) -> float | None:
+        """The score at which the masses, summed from the largest on, reach top_p of `total`; None if not clearly one.
+
+        near: logits in any order; above: mass of all logits above these; rounding: bound on the error of a share.
+        """
+        scores = self._scores(np.sort(near)[::-1])
         mass = (above + np.exp(scores).cumsum()) / total
         last = int(np.searchsorted(mass, top_p))
         if last == len(scores):

@@ -2,11 +2,13 @@
 
 The two earliest clocks of a block of tokens have hashes of their own. The tokens with the first clocks compete, and the
 best of them sets the score to beat. No other token of a block exceeds the block's best score plus the noise of its
-second clock, so most blocks need no more noise. numpy is used because its calls on arrays of this size cost a third of
-torch's.
+second clock, so most blocks need no more noise. Where filters leave few tokens, only these need noise. numpy is used
+because its calls on arrays of this size cost a third of torch's.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
+FEW = 8  # where at most one block in so many holds a token, the tokens race without the earliest clocks of all blocks
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
 Floats = NDArray[np.float64]
@@ -26,7 +29,7 @@ _OFFSETS = np.arange(BLOCK)  # within a block
 
 @dataclass(frozen=True, slots=True)
 class BlockClocks:
-    """The two earliest clocks of each block, and the ids of the tokens that have them; [R, blocks] each."""
+    """The two earliest clocks of blocks, and the ids of the tokens that have them; arrays of one shape."""
 
     first: Floats
     second: Floats
@@ -34,47 +37,78 @@ class BlockClocks:
     second_id: Ids
 
     @classmethod
-    def of(cls, rows: Bits, blocks: int) -> "BlockClocks":
-        """The clocks of all blocks, from row keys [R, 1]."""
-        numbers = np.arange(1, blocks + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    def of(cls, rows: Bits, blocks: Ids) -> "BlockClocks":
+        """From row keys and block numbers, which are broadcast to the result's shape."""
+        numbers = (blocks + 1).view(np.uint64) * np.uint64(GOLDEN)
         bits = mix_array(mix_array(rows ^ np.uint64(FIRST_CLOCK_SALT)) + numbers)
         others = mix_array(bits + np.uint64(SECOND_CLOCK_SALT))
-        first, start = _clocks(bits) / BLOCK, np.arange(blocks) * BLOCK
+        first, start = _clocks(bits) / BLOCK, blocks * BLOCK
         first_offset = (bits % np.uint64(BLOCK)).view(np.int64)
         distance = (mix_array(bits + np.uint64(SECOND_TOKEN_SALT)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
         second = first + _clocks(others) / (BLOCK - 1)
         return cls(first, second, start + first_offset, start + (first_offset + distance) % BLOCK)
 
 
+@dataclass(frozen=True, slots=True)
+class Leaders:
+    """What the two earliest clocks of all blocks give in a race, each [R, blocks]."""
+
+    ids: Ids  # of the tokens with the first clocks
+    noise: Floats  # of these tokens
+    bounds: Floats  # no less than the noise of any other token of the block
+
+
 class BlockNoise:
-    """The noise of R rows: the earliest clocks are made once, the others when a race needs them."""
+    """The noise of R rows. What all races of a row need is made once, the rest when a race needs it."""
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
-        self._rows = mix_array(bits)[:, None]
+        self._rows = mix_array(bits)
         self._temperatures = temperatures.numpy()[:, None]
-        self._clocks = BlockClocks.of(self._rows, -(-vocab_size // BLOCK))
-        self._first_noise = -np.log(self._clocks.first) * self._temperatures
-        bounds = -np.log(self._clocks.second) * self._temperatures
-        self._bounds = bounds + SLACK * (1 + np.abs(bounds))
+        self._blocks = -(-vocab_size // BLOCK)
+
+    @cached_property
+    def _leaders(self) -> Leaders:
+        clocks = BlockClocks.of(self._rows[:, None], np.arange(self._blocks))
+        bounds = -np.log(clocks.second) * self._temperatures
+        noise = -np.log(clocks.first) * self._temperatures
+        return Leaders(clocks.first_id, noise, bounds + SLACK * (1 + np.abs(bounds)))
 
     def race(self, scores: Tensor, rows: Ids) -> Ids:
         """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
         maxima, values = _block_maxima(scores), scores.numpy()
-        blocks, every = maxima.shape[1], np.arange(len(rows))
-        first_ids = self._clocks.first_id[rows, :blocks]
-        leaders = self._first_noise[rows, :blocks] + _scores(values, every[:, None], first_ids)
-        best_block = leaders.argmax(1)
-        best = leaders[every, best_block]
-        ids = np.where(best == -np.inf, 0, first_ids[every, best_block])  # id 0 if every token is excluded
+        held = ~(maxima < LOWEST_FINITE)  # blocks with a token that may win: one with a NaN does
+        if np.count_nonzero(held) * FEW <= held.size:
+            return self._race_few(values, rows, *np.nonzero(held))
+        best, ids = self._lead(values, rows, maxima.shape[1])
         # Blocks that could hold the winner. An excluded block never can; a block with a NaN can, and the NaN wins.
-        i, block = np.nonzero(~(self._bounds[rows, :blocks] + maxima < np.maximum(best, LOWEST_FINITE)[:, None]))
+        bounds = self._leaders.bounds[rows, : maxima.shape[1]]
+        i, block = np.nonzero(~(bounds + maxima < np.maximum(best, LOWEST_FINITE)[:, None]))
         winners, tokens = self._run(values, rows[i], i, block)
         for n, winner, token in zip(i.tolist(), winners.tolist(), tokens.tolist(), strict=True):
             leader = best[n]
             if winner > leader or (np.isnan(winner) and not np.isnan(leader)) or (winner == leader and token < ids[n]):
                 best[n], ids[n] = winner, token
         return ids
+
+    def _race_few(self, scores: NDArray[np.floating], rows: Ids, i: Ids, block: Ids) -> Ids:
+        """Winners [n] among the tokens that the blocks [m] of rows i [m] hold, in ascending order; id 0 if none."""
+        ids = block[:, None] * BLOCK + _OFFSETS
+        rivals = _scores(scores, i[:, None], ids)
+        pair, offset = np.nonzero(~(rivals < LOWEST_FINITE))
+        owners, tokens = i[pair], ids[pair, offset]
+        noise = self._noise(rows[owners], block[pair], tokens[:, None])[:, 0]
+        noisy = rivals[pair, offset] + self._temperatures[rows[owners], 0] * noise
+        ends = np.searchsorted(owners, np.arange(len(rows) + 1)).tolist()
+        return np.array([tokens[a + noisy[a:b].argmax()] if a < b else 0 for a, b in pairwise(ends)])
+
+    def _lead(self, scores: NDArray[np.floating], rows: Ids, blocks: int) -> tuple[Floats, Ids]:
+        """(best score, its token) [n] among the tokens with the first clocks; id 0 if all of these are excluded."""
+        every, first_ids = np.arange(len(rows)), self._leaders.ids[rows, :blocks]
+        leaders = self._leaders.noise[rows, :blocks] + _scores(scores, every[:, None], first_ids)
+        best_block = leaders.argmax(1)
+        best = leaders[every, best_block]
+        return best, np.where(best == -np.inf, 0, first_ids[every, best_block])
 
     def _run(self, scores: NDArray[np.floating], rows: Ids, i: Ids, block: Ids) -> tuple[Floats, Ids]:
         """(winning score, its token) of each block [n]: in row i [n] of the scores and row `rows` [n] of the noise."""
@@ -84,13 +118,12 @@ class BlockNoise:
         return noisy[every, winners], ids[every, winners]
 
     def _noise(self, rows: Ids, block: Ids, ids: Ids) -> Floats:
-        """The values of gumbel_noise for the ids [n, BLOCK] of these blocks."""
-        where, clocks = (rows, block), self._clocks
-        times = _clocks(mix_array(self._rows[rows] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
-        times += clocks.second[where][:, None]
-        every = np.arange(len(rows))
-        times[every, clocks.second_id[where] % BLOCK] = clocks.second[where]
-        times[every, clocks.first_id[where] % BLOCK] = clocks.first[where]
+        """The values of gumbel_noise for tokens `ids` [n, m] of each block [n]."""
+        clocks = BlockClocks.of(self._rows[rows, None], block[:, None])
+        times = _clocks(mix_array(self._rows[rows, None] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
+        times += clocks.second
+        np.copyto(times, clocks.second, where=ids == clocks.second_id)
+        np.copyto(times, clocks.first, where=ids == clocks.first_id)
         return -np.log(times)
 
 

@@ -206,7 +206,7 @@ def test_damaged_checkpoints(name: str, pair: Pair, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_does_not_exist(pair: Pair, tmp_path: Path) -> None:
-    assert "no config.json" in refused(tmp_path / "nowhere")
+    assert f"there is no directory {tmp_path}/nowhere" in refused(tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in refused(pair.target, tmp_path / "nowhere")
 
 
@@ -350,7 +350,7 @@ def test_a_context_that_is_cut_is_told(
         assert (message in caplog.text) == capped
         caplog.clear()
         load(Pair(str(path), str(path)), max_model_len=4096, max_running=1)
-        assert caplog.text == ""
+        assert "max_model_len" not in caplog.text
 
 
 @pytest.mark.parametrize(

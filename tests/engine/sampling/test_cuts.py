@@ -147,6 +147,27 @@ def test_a_cut_that_trusts_its_rounding_shows(monkeypatch: pytest.MonkeyPatch) -
     assert decided_by_rounding() > 10
 
 
+def decided_by_rounding_in_fp32() -> int:
+    """The same for fp32 logits, of which few have each row's top-p: this is the mass of some of them, but for 1e-10."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 20_000, generator=g) * 5
+    exact = logits[0].double().sort(descending=True).values.softmax(0).cumsum(0)[:100]
+    near = exact * (1 + (torch.arange(100).double() % 2 * 2 - 1) * 1e-10)
+    chosen = Filters.make([SamplingParams(top_p=share) for share in near.tolist()], 20_000, CPU)
+    rows = logits.expand(100, -1)
+    expected = rows.masked_fill(removed(rows, chosen), -inf)
+    return int((truncated(rows, chosen) != expected).any(1).sum())
+
+
+def test_where_rounding_in_fp32_decides_the_sum_in_fp64_does() -> None:
+    assert decided_by_rounding_in_fp32() == 0
+
+
+def test_a_cut_that_trusts_its_sum_in_fp32_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "FP32_ROUNDING", 0.0)
+    assert decided_by_rounding_in_fp32() > 10
+
+
 @pytest.mark.usefixtures("every_row_is_long")
 def test_a_cut_that_takes_scores_for_logits_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that are equal stay together, though their logits differ."""
@@ -154,6 +175,15 @@ def test_a_cut_that_takes_scores_for_logits_shows(monkeypatch: pytest.MonkeyPatc
         cuts.LogitsRow, "last_below", lambda self, threshold: self._best + threshold * self._temperature
     )
     assert wrong_rows(close_to_zero, torch.float64) > 0
+
+
+def test_peaked_laws_are_cut_by_the_sum_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials in fp64 of a whole row take longer than all the rest."""
+    monkeypatch.setattr(cuts, "ROUNDING_PER_TOKEN", inf)  # a sum in fp64 decides nothing
+    monkeypatch.setattr(filters, "removed", lambda logits, filters: pytest.fail("the sum in fp32 did not decide"))
+    logits = torch.randn(10, 20_000, generator=torch.Generator().manual_seed(0)) * 8
+    chosen = Filters.make([SamplingParams(top_p=0.9)] * 10, 20_000, CPU)
+    assert (truncated(logits, chosen) > -inf).any(1).all()
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0, 5.0])

@@ -51,6 +51,16 @@ def only_one(shape: tuple[int, int], g: torch.Generator) -> Tensor:
     return scores.scatter_(1, torch.randint(shape[1], (shape[0], 1), generator=g), 0.0)
 
 
+def few_left(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    """A handful of tokens, some of them equal and side by side; in some rows none, or one that is not a number."""
+    scores = torch.full(shape, -inf, dtype=torch.float64)
+    for n, row in enumerate(scores):
+        ids = torch.randint(shape[1], (n % 4,), generator=g)
+        row[ids] = row[(ids + 1) % shape[1]] = torch.randint(3, (), generator=g).double()
+        row[int(torch.randint(shape[1], (), generator=g))] = torch.nan if n % 5 == 4 else -inf
+    return scores
+
+
 def ties(shape: tuple[int, int], g: torch.Generator) -> Tensor:
     return normal(shape, g).round()
 
@@ -77,6 +87,7 @@ KINDS: list[Kind] = [
     normal,
     forbidden,
     only_one,
+    few_left,
     ties,
     huge_ties,
     nothing_allowed,
@@ -116,7 +127,7 @@ def draws_apart(kind: Kind, dtype: torch.dtype, draw: Draw = race) -> int:
         dense = torch.from_numpy(finals(scores, *noise).numpy().argmax(1))
         before = scores.clone()
         wrong += int((draw(scores, *noise) != dense).sum())
-        assert torch.equal(scores, before)
+        assert torch.equal(scores.nan_to_num(), before.nan_to_num())
     return wrong
 
 
@@ -131,11 +142,14 @@ def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, m
 
 @pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
 @pytest.mark.parametrize("vocab", [40, 600, 4096])
-def test_a_score_that_is_not_a_number_wins(vocab: int, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [normal, few_left], ids=lambda kind: kind.__name__)
+def test_a_score_that_is_not_a_number_wins(
+    kind: Kind, vocab: int, threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever it stands, so that it is seen: the verifier ends a sequence whose token has no finite score."""
     monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
     g = torch.Generator().manual_seed(vocab)
-    scores, (temperatures, keys, positions) = normal((50, vocab), g), parameters(50, g)
+    scores, (temperatures, keys, positions) = kind((50, vocab), g), parameters(50, g)
     scores[torch.arange(50), torch.randint(vocab, (50,), generator=g)] = torch.nan
     drawn = GumbelRace(keys, positions, temperatures, vocab).run(scores, range(50))
     assert scores.gather(1, drawn[:, None]).isnan().all()
@@ -154,23 +168,49 @@ def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPat
             assert drawn.tolist() == dense[at, :vocab].argmax(1).tolist()
 
 
-def test_forbidden_blocks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_tokens_get_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leads: after top-p or top-k most blocks hold nothing, and often no leader of a block may be drawn."""
-    ran: list[int] = []
-    run = race_module.BlockNoise._run
+    made: list[int] = []
+    noise_of = race_module.BlockNoise._noise
 
-    def watched(self: race_module.BlockNoise, scores: NDArray[np.floating], at: Ids, row: Ids, block: Ids) -> Rivals:
-        ran.append(len(block))
-        return run(self, scores, at, row, block)
+    def watched(self: race_module.BlockNoise, rows: Ids, block: Ids, ids: Ids) -> NDArray[np.float64]:
+        made.append(ids.size)
+        return noise_of(self, rows, block, ids)
 
-    monkeypatch.setattr(race_module.BlockNoise, "_run", watched)
+    def no_leaders(rows: Ids, blocks: Ids) -> None:
+        pytest.fail("the earliest clocks of all blocks were made")
+
+    monkeypatch.setattr(race_module.BlockNoise, "_noise", watched)
+    monkeypatch.setattr(race_module, "Leaders", no_leaders)
     g = torch.Generator().manual_seed(0)
     noise = parameters(50, g)
     allowed = only_one((50, 20_000), g)
     assert race(allowed, *noise).tolist() == allowed.argmax(1).tolist()
     assert race(nothing_allowed((50, 20_000), g), *noise).tolist() == [0] * 50
-    assert ran[0] <= 50  # the block of the one token; not even that one, if it leads and its second cannot win
-    assert ran[1] == 0
+    assert made == [50, 0]
+
+
+def most_excluded(shape: tuple[int, int], g: torch.Generator) -> Tensor:
+    """Too many blocks hold a token for these to race alone; many hold none, and many leaders are excluded."""
+    scores = peaks(shape, g)
+    return scores.masked_fill(torch.rand(shape, generator=g) < 0.5, -inf)
+
+
+def test_excluded_blocks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Ids] = []
+    run = race_module.BlockNoise._run
+
+    def watched(self: race_module.BlockNoise, scores: NDArray[np.floating], at: Ids, row: Ids, block: Ids) -> Rivals:
+        assert (scores.reshape(len(scores), -1, BLOCK)[row, block] > -inf).any(1).all()
+        ran.append(block)
+        return run(self, scores, at, row, block)
+
+    monkeypatch.setattr(race_module.BlockNoise, "_run", watched)
+    g = torch.Generator().manual_seed(0)
+    scores, noise = most_excluded((50, 19_968), g), parameters(50, g)
+    scores[:, 640:9_600] = -inf
+    assert race(scores, *noise).tolist() == finals(scores, *noise).argmax(1).tolist()
+    assert len(ran[0])
 
 
 def favourites_only(scores: Tensor, temperatures: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
