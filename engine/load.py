@@ -218,7 +218,13 @@ def _make_runners(
     _beside_weights(device, _planned_weights(config, checkpoints, dtype, device))
     try:
         decoders = [
-            load_model(c, dtype=dtype, device=device, max_len=max_len, weights=Weights(form, config.quantize_head))
+            load_model(
+                c,
+                dtype=dtype,
+                device=device,
+                max_len=min(max_len, c.shape.max_position_embeddings),  # a draft's context may be shorter
+                weights=Weights(form, config.quantize_head),
+            )
             for c, form in zip(checkpoints, _forms(config), strict=False)
         ]
     except (RuntimeError, MemoryError) as error:

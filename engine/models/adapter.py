@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.config import ConfigError
+from engine.host_memory import out_of_memory
 from engine.models.attention import Attention, Scoring, Span, plan_attention
 from engine.models.decoder import DecoderConfig
 from engine.models.shards import Shards
@@ -77,7 +78,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] of N
     packed tokens → ([1, N, heads, head_dim], no weights)."""
-    current: Pass = module.kv_pass  # set by AdaptedModel
+    current = cast(Pass, module.kv_pass)  # set by AdaptedModel
     layer: int | None = getattr(module, "layer_idx", None)
     if current.attention is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -310,7 +311,9 @@ def load_adapted(path: Path, config: DecoderConfig, dtype: torch.dtype, device: 
             output_loading_info=True,
         )
         model, info = loaded
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         raise ConfigError(f"{path} cannot be loaded by transformers: {error}") from error
     for what in ("missing_keys", "mismatched_keys", "error_msgs", "unexpected_keys"):
         if found := sorted(map(str, info.get(what) or ())):

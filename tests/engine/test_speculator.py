@@ -132,6 +132,23 @@ def test_memory_is_named_where_it_was_the_reason(twins: Pair) -> None:
     assert not any("cache" in reasons(record) for record in records(roomy))
 
 
+def test_the_policy_names_memory_as_its_reason(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a policy's k and for a request's own. The scheduler has no part in it."""
+    engine = load(pair, policy=PolicyConfig("fixed", k=3))
+    for name, k in (("policy", None), ("own", 3)):
+        engine.submit(Request(name, (5, 6, 7), PARAMS, k))
+    engine.step()
+    sequences = engine.scheduler.running
+    assert len(sequences) == 2
+    for room, ks, reasons_of_both in ((100, (3, 3), {"policy", "user"}), (2, (1, 1), {"cache"})):
+        monkeypatch.setattr(engine.target.cache, "room", lambda handle, room=room: room)
+        decision = engine.speculator.plan(sequences, 0)
+        assert tuple(decision.ks) == ks
+        assert set(decision.reasons) == reasons_of_both
+    monkeypatch.undo()
+    engine.cancel_all()
+
+
 def test_a_policy_is_replaced_while_sequences_run(twins: Pair) -> None:
     plain = drive(load(twins), requests(k=0)).tokens
     engine = load(twins, policy=PolicyConfig("fixed", k=2))
