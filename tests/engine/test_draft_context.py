@@ -57,7 +57,9 @@ def drafted_positions(run: Drive, requests: list[Request]) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(("temperature", "k"), [(0.0, 4), (0.8, 1), (0.8, 4), (0.8, 8)])
+@pytest.mark.parametrize(
+    ("temperature", "k"), [(0.0, 4), (0.8, 1), pytest.param(0.8, 4, marks=pytest.mark.proofs), (0.8, 8)]
+)
 def test_the_text_is_that_of_plain_decoding_on_both_sides_of_the_border(
     temperature: float, k: int, engine: Engine
 ) -> None:
