@@ -10,6 +10,7 @@ TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
 # Workers as tests/workers.py says; the tests of a group stay together, long groups first.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadscope --no-loadscope-reorder
+CLIENTS := openai langchain litellm llama-index inspect-ai lm-eval
 RULES := tests/test_imports.py tests/test_layout.py tests/test_budgets.py
 POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
@@ -17,21 +18,22 @@ export RAY_USAGE_STATS_ENABLED = 0
 export PYTHONPATH = $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test proofs check format bench clean test-external
+.PHONY: help setup serve test proofs check format bench clean test-external test-clients
 
 help:
-	@echo "make serve | test | test-external | proofs | check | format | bench | clean"
+	@echo "make serve | test | test-external | test-clients | proofs | check | format | bench | clean"
 
 setup: $(READY)
 
 # Only the dependencies go into the environment. torch first and alone: the rest then settles on that version.
-$(READY): pyproject.toml
+$(READY): pyproject.toml scripts/foretoken
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) # also one that was cut short
 	$(BIN)/python -c "import tomllib; d = tomllib.load(open('pyproject.toml', 'rb')); \
 	    print(*d['project']['dependencies'], *d['dependency-groups']['dev'], sep='\n')" > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
+	install -m 755 scripts/foretoken $(BIN)/foretoken
 	@touch $@
 
 serve: $(READY)
@@ -40,10 +42,17 @@ serve: $(READY)
 test: $(READY)
 	$(PYTEST) --durations 10 $(addprefix --ignore=,$(RULES)) $(ARGS)
 
-# Tests that need a browser or Prometheus: installed on Debian if they can be, else listed as skipped, with the reason.
+# Tests that need a browser or Prometheus, installed on Debian if they can be, or other projects' clients from PyPI. What
+# is missing is listed as skipped, with the reason.
 test-external: $(READY)
 	scripts/setup_external.sh
+	scripts/setup_clients.sh $(CLIENTS)
 	$(BIN)/python -m pytest -q -rs -m external tests/external $(ARGS)
+
+# All clients. guidellm is slow to install and to start.
+test-clients: $(READY)
+	scripts/setup_clients.sh
+	$(BIN)/python -m pytest -q -rs -m external tests/external/clients $(ARGS)
 
 # What `test` leaves out: long searches, the law of every combination of settings, drafters and verifiers (about an hour
 # on one core), and all of the engine's tests over the other kinds of KV memory.
@@ -73,4 +82,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.telemetry $(PAIR) --threads 2
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

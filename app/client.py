@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from engine.speculation import Capabilities
 from engine.types import DrafterName, EngineStats, Output, Request, StepStats, Verifier
 
-TextField = Literal["prompt", "messages", "prediction"]  # fields of requests whose text is tokenized
+TextField = Literal["prompt", "messages", "prediction", "bad_words"]  # fields of requests whose text is tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class ModelCard:
 
     name: str
     max_model_len: int
+    vocab_size: int  # token ids are smaller
     policy: str  # in force; it chooses k for requests that do not fix their own; "off": they get no drafts
     max_spec_length: int  # 0 when there is no drafter
     drafters: tuple[DrafterName, ...]  # a request may name these
@@ -27,6 +28,7 @@ class ModelCard:
     created: int  # Unix seconds
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's, for fields left out
     reasoning_tags: tuple[str, str] | None = None  # around the model's reasoning in a chat; None: not told apart
+    has_chat_template: bool = False  # the checkpoint's or the operator's; else chats are written as transcripts
 
     @property
     def capabilities(self) -> Capabilities:
@@ -40,6 +42,7 @@ class Token:
 
     text: str
     data: bytes  # its bytes, perhaps not whole characters; empty for a special token
+    special: bool = False  # whether texts leave it out; `text` is then its name
 
     @classmethod
     def of(cls, data: bytes) -> "Token":
@@ -74,13 +77,16 @@ class EngineClient(Protocol):
         """The card at present: the policy can change while the server runs."""
         ...
 
-    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
         """Return the token ids of a field's text.
 
         With add_special_tokens a prompt or a chat gets the special tokens that the checkpoint puts around a text, such
         as BOS. A prediction gets none.
 
-        Raises InvalidRequest, with the field's name, for a text so long that no tokenization of it fits the context.
+        Raises InvalidRequest, with the field's name, for a text so long that no tokenization of it fits the context,
+        unless any_length.
         """
         ...
 
@@ -92,11 +98,16 @@ class EngineClient(Protocol):
         """
         ...
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids that `submit` accepted, without special tokens."""
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids of the vocabulary, without special tokens unless asked for. Any thread may call
+        it."""
         ...
 
     def token(self, token_id: int) -> Token: ...
+
+    def tokenizer_info(self) -> Mapping[str, str]:
+        """Return the special tokens by their roles, such as bos_token, and the chat template, as Jinja."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         """Admit all requests or none. Each request's iterator ends after the output with a finish_reason.

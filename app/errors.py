@@ -8,7 +8,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from app.client import ModelCard
 from app.openai.replies import JSON
+from app.refusals import log_refusal
 from engine.types import EngineStopped, InvalidRequest, Overloaded
 
 log = logging.getLogger(__name__)
@@ -18,6 +20,12 @@ class ModelNotFound(Exception):
     """The request names a model that this server does not serve."""
 
     param = "model"
+
+
+def require_model(name: str | None, card: ModelCard) -> None:
+    """Raise ModelNotFound for another model's name. None names none."""
+    if name is not None and name != card.name:
+        raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}")
 
 
 class BodyTooLarge(Exception):
@@ -91,6 +99,8 @@ def _headers(error: Exception) -> dict[str, str] | None:
 
 
 async def on_known_error(request: Request, error: Exception) -> Response:
+    status, body = error_body(error)
+    log_refusal(request.scope, status, body["error"]["message"], body["error"]["code"])
     return error_reply(error)
 
 
@@ -102,6 +112,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         message, code = f"the path {path} does not exist; GET / lists the paths of this server", "not_found"
     else:
         message, code = f"{path} does not accept {request.method}", "method_not_allowed"
+    log_refusal(request.scope, error.status_code, code, code)
     return JSON(error_object(message, "invalid_request_error", code), error.status_code, error.headers)
 
 

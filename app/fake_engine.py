@@ -160,6 +160,7 @@ class FakeEngineClient:
         self.model = ModelCard(
             name=name,
             max_model_len=max_model_len,
+            vocab_size=256,
             policy=POLICY,
             max_spec_length=MAX_K,
             drafters=DRAFTERS,
@@ -186,7 +187,9 @@ class FakeEngineClient:
         self.stepped: Callable[[Sequence[StepStats]], None] = _nobody  # call it to report steps
         self._ended: Callable[[Output], None] = _nobody
 
-    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
         await asyncio.sleep(0)
         self.tokenized.append((field, text))
         special = self.bos if field != "prediction" and add_special_tokens else ()
@@ -196,11 +199,14 @@ class FakeEngineClient:
         self.chats.append(chat)
         return await self.template(chat)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode("utf-8", "replace")
 
     def token(self, token_id: int) -> Token:
         return Token.of(bytes([token_id]))
+
+    def tokenizer_info(self) -> Mapping[str, str]:
+        return {"eos_token": "\x00", "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         if any(token > 255 for request in requests for token in request.prompt_ids):

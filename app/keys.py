@@ -9,10 +9,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.errors import error_object
+from app.middleware import READ_METHODS, route_path
 from app.openai.replies import JSON
+from app.refusals import log_refusal
 
 ALWAYS_OPEN = frozenset({"/health"})  # paths that need no key for a GET or HEAD
-READ_METHODS = ("GET", "HEAD")
 
 
 class ApiKeys:
@@ -80,21 +81,17 @@ class RequireKey:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
+            log_refusal(scope, 401, "no accepted API key", None)
             await _refusal()(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and scope["method"] in READ_METHODS and _route_path(scope) in self._open_paths:
+        if scope["type"] == "http" and scope["method"] in READ_METHODS and route_path(scope) in self._open_paths:
             return True
         return self._keys.accept(Headers(scope=scope).get("authorization"))
 
 
-def _route_path(scope: Scope) -> str:
-    """Return the path without the prefix under which the server mounts this application, as the router reads it."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
-
-
 def _refusal() -> JSON:
-    message = "this server needs an API key: send it in the header 'Authorization: Bearer KEY'"
+    # litellm tells a wrong key from other mistakes by OpenAI's first four words.
+    message = "Incorrect API key provided, or none: send one of this server's in the header 'Authorization: Bearer KEY'"
     error = error_object(message, "invalid_request_error", "invalid_api_key")
     return JSON(error, 401, {"www-authenticate": "Bearer"})

@@ -12,8 +12,20 @@ from app.client import EngineClient
 from app.errors import HANDLERS
 from app.health import health
 from app.keys import ApiKeys, RequireKey
-from app.middleware import MAX_UNFINISHED_BODIES, BodyDeadline, BodyLimit, DisconnectErrors, LastResort, RequestId
+from app.metrics.exposition import metrics
+from app.metrics.meter import Meter
+from app.middleware import (
+    MAX_UNFINISHED_BODIES,
+    BodyDeadline,
+    BodyLimit,
+    DisconnectErrors,
+    LastResort,
+    PageForBrowsers,
+    RequestId,
+)
+from app.openai import tokens
 from app.openai.forms import CHAT, COMPLETIONS
+from app.origins import cross_origin
 from app.page.live import LivePage
 from app.page.routes import OPEN_PATHS, page_routes
 from app.telemetry.exchange import Listener, Telemetry
@@ -27,17 +39,21 @@ def create_app(
     listeners: Sequence[Listener] = (),
     *,
     live_page: LivePage | None = None,
+    meter: Meter | None = None,
     keys: ApiKeys | None = None,
+    allowed_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
     max_unfinished_bodies: int = MAX_UNFINISHED_BODIES,
 ) -> Starlette:
     """Build the application over any EngineClient: a replica's own, a remote one, or the fake.
 
-    listeners: see app/telemetry/exchange.py. live_page: the data of /ui; it is a listener too. keys: every client must
-    send one of them; None: no key is needed.
+    listeners: see app/telemetry/exchange.py. live_page and meter: the data of /ui and of /metrics, which are listeners
+    too. keys: every client must send one of them; None: no key is needed. allowed_origins: whose web pages may call the
+    server (origins.py).
     """
-    telemetry = Telemetry(client, (*listeners, live_page) if live_page is not None else listeners)
+    own_listeners = [listener for listener in (meter, live_page) if listener is not None]
+    telemetry = Telemetry(client, (*listeners, *own_listeners))
     app = Starlette(
         routes=[
             Route("/", partial(routes.index, client, live_page is not None)),
@@ -46,11 +62,18 @@ def create_app(
             Route("/v1/models/{id:path}", partial(routes.get_model, client)),
             Route("/v1/completions", routes.Generate(client, telemetry, COMPLETIONS), methods=["POST"]),
             Route("/v1/chat/completions", routes.Generate(client, telemetry, CHAT), methods=["POST"]),
+            Route("/tokenize", partial(tokens.tokenize, client), methods=["POST"]),
+            Route("/detokenize", partial(tokens.detokenize, client), methods=["POST"]),
+            Route("/tokenizer_info", partial(tokens.tokenizer_info, client)),
+            Route("/version", routes.version),
+            *([Route("/metrics", partial(metrics, meter))] if meter is not None else ()),
             *(page_routes(live_page) if live_page is not None else ()),
         ],
         middleware=[
             Middleware(RequestId),
+            *cross_origin(allowed_origins),
             Middleware(LastResort),
+            *([Middleware(PageForBrowsers)] if live_page is not None else ()),
             *([Middleware(RequireKey, keys=keys, open_paths=OPEN_PATHS)] if keys is not None else ()),
             Middleware(DisconnectErrors),
             Middleware(BodyDeadline, timeout_s=body_timeout_s, max_unfinished=max_unfinished_bodies),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import BodyTimeout, BodyTooLarge, error_reply
@@ -14,9 +15,16 @@ from app.request_ids import is_request_id
 
 MAX_UNFINISHED_BODIES = 256  # bodies that the server waits for at once; each further one makes the oldest give way
 GRACE_S = 2.0  # a younger body does not give way: its last part may already lie in the server's buffers
+READ_METHODS = ("GET", "HEAD")
 MAX_LENGTH_DIGITS = 15  # digits of a content-length; int() refuses to read thousands of digits
 
 log = logging.getLogger(__name__)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path without the prefix under which the server mounts this application, as the router reads it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 class HttpMiddleware:
@@ -61,6 +69,19 @@ class RequestId(HttpMiddleware):
         await self.app(scope, receive, send if keeps_id else send_with_id)
 
 
+class PageForBrowsers(HttpMiddleware):
+    """Sends a browser from / to the live page, which needs no key. Everybody else gets what the application says."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        accept = Headers(scope=scope).get("accept", "")
+        at_root = scope["method"] in READ_METHODS and route_path(scope) in ("", "/")
+        if at_root and "text/html" in accept:
+            page = scope.get("root_path", "") + "/ui"
+            await RedirectResponse(page, 307, {"vary": "accept"})(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
 class LastResort(HttpMiddleware):
     """Logs an unexpected exception. Sends a 500 without internal details if no reply has begun."""
 
@@ -75,7 +96,7 @@ class LastResort(HttpMiddleware):
         try:
             await self.app(scope, receive, watch)
         except Exception as error:
-            log.exception("request %s failed", scope["state"]["request_id"])
+            log.exception("%s failed: %s %s", scope["state"]["request_id"], scope["method"], scope["path"][:200])
             if started:
                 raise  # the server then breaks the connection: half a reply must not look complete
             await error_reply(error)(scope, receive, send)

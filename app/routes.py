@@ -13,18 +13,28 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.client import EngineClient, ModelCard
-from app.errors import ModelNotFound
-from app.openai.choices import ReplyChoice, engine_requests, merged
+from app.errors import require_model
+from app.openai.choices import ReplyChoice, best, engine_requests, merged
 from app.openai.fields import Prompt
 from app.openai.forms import Form
+from app.openai.prompts import bad_word_ids, prompt_ids
 from app.openai.reasoning import ReasoningSplit
 from app.openai.replies import JSON, Envelope, encode_choice
 from app.openai.request import GenerationRequest, check_prompt_tokens, defaults_in_force
 from app.openai.stream import HEADERS, completion_events, oserror_to_disconnect, unless_disconnected
 from app.telemetry.exchange import Exchange, Telemetry
+from app.telemetry.names import VERSION
 from app.tenants import cache_salt
 from engine import types
-from engine.types import InvalidRequest, Output
+from engine.types import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    InvalidRequest,
+    Output,
+)
 
 MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into one piece
 
@@ -35,6 +45,10 @@ ROUTES = {
     "POST /v1/completions": "text completions, whole or streamed",
     "GET /v1/models": "the model of this server",
     "GET /v1/models/{id}": "one model by its name",
+    "POST /tokenize": "the token ids of a text or a chat",
+    "POST /detokenize": "the text of token ids",
+    "GET /tokenizer_info": "special tokens and the chat template",
+    "GET /version": "the version of this server",
     "GET /health": "whether the engine makes progress",
 }
 
@@ -50,20 +64,41 @@ async def list_models(client: EngineClient, request: Request) -> Response:
     return JSON({"object": "list", "data": [_model(client.model)]})
 
 
+async def version(request: Request) -> Response:
+    return JSON({"version": VERSION})
+
+
 async def get_model(client: EngineClient, request: Request) -> Response:
     require_model(request.path_params["id"], client.model)
     return JSON(_model(client.model))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
-    """Return OpenAI's model object with two fields more: max_model_len, in tokens, and sampling_defaults."""
+    """Return OpenAI's model object with vLLM's max_model_len, in tokens, and our limits and defaults."""
     identity = {"id": card.name, "object": "model", "created": card.created, "owned_by": "foretoken"}
-    return identity | {"max_model_len": card.max_model_len, "sampling_defaults": defaults_in_force(card)}
-
-
-def require_model(name: str, card: ModelCard) -> None:
-    if name != card.name:
-        raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}")
+    limits = {
+        "choices": card.max_choices,
+        "prompt_tokens": card.max_prompt_tokens,
+        "spec_length": card.max_spec_length,
+        "logprobs": MAX_LOGPROBS,
+        "stop": MAX_STOP_STRINGS,
+        "stop_token_ids": MAX_STOP_TOKENS,
+        "logit_bias": MAX_LOGIT_BIAS,
+        "bad_words": MAX_BAD_WORDS,
+    }
+    speculation = {
+        "policy": card.policy,
+        "drafters": card.drafters,
+        "drafter": card.drafter,
+        "verifier": card.verifier,
+    }
+    return identity | {
+        "max_model_len": card.max_model_len,
+        "vocab_size": card.vocab_size,
+        "limits": limits,
+        "sampling_defaults": defaults_in_force(card),
+        "speculation_defaults": speculation,
+    }
 
 
 class Generate:
@@ -120,25 +155,36 @@ class Generate:
     ) -> Coroutine[Any, Any, None]:
         reply_object = self.form.chunk_object if body.stream else self.form.object
         now = int(time.time())
-        envelope = Envelope(exchange.id, reply_object, now, self.client.model.name, body.n, body.tell_steps)
-        echoes = [cache(partial(self._echo, prompt)) if body.echo else None for prompt in body.prompts]
+        prompts = [request.prompt_ids for request in requests[:: body.candidates]]
+        tells_ids = body.tell_ids and not self.form.prompt_ids_in_choices
+        envelope = Envelope(
+            exchange.id,
+            reply_object,
+            now,
+            self.client.model.name,
+            body.candidates,
+            body.tell_steps,
+            prompt_tokens=sum(map(len, prompts)),
+            prompt_token_ids=prompts[0] if tells_ids else None,
+        )
+        echoes = [
+            cache(partial(self._echo, body, index, ids)) if body.echo else None for index, ids in enumerate(prompts)
+        ]
         choices = [
             ReplyChoice(
                 index,
                 request,
                 self.client.token,
                 self.form,
-                streams=body.stream,
+                body=body,
                 echo=echoes[request.prompt_index],
-                tell_tokens=body.tell_tokens,
                 split=self._split(body),
             )
             for index, request in enumerate(requests)
         ]
         if body.stream:
-            events = completion_events(outputs, choices, envelope, body.include_usage, exchange.fail)
-            return send_stream(events, send)
-        return send_whole(outputs, choices, envelope, send)
+            return send_stream(completion_events(outputs, choices, envelope, body, exchange.fail), send)
+        return send_whole(outputs, choices, envelope, body, send)
 
     def _split(self, body: GenerationRequest) -> ReasoningSplit | None:
         tags = self.client.model.reasoning_tags
@@ -160,8 +206,16 @@ class Generate:
         prompts: list[tuple[int, ...]] = []
         for index, prompt in enumerate(body.prompts):
             prompts.append(await self._prompt_ids(prompt, body))
-            check_prompt_tokens([*prompts, *body.prompts[index + 1 :]], self.client.model, body.text_field)
+            check_prompt_tokens(
+                [*prompts, *body.prompts[index + 1 :]],
+                self.client.model,
+                body.text_field,
+                truncated_to=body.truncate_prompt_tokens,
+            )
         prediction = await self._prediction_ids(body.drafting.prediction)
+        if body.bad_words:
+            words = await bad_word_ids(self.client, body.bad_words)
+            body = replace(body, params=replace(body.params, bad_word_ids=words))
         if body.fills_context:
             room = self.client.model.max_model_len - max(map(len, prompts))
             body = replace(body, params=replace(body.params, max_tokens=room))
@@ -170,10 +224,10 @@ class Generate:
     async def _prompt_ids(self, prompt: Prompt, body: GenerationRequest) -> tuple[int, ...]:
         """Raises InvalidRequest unless the prompt and max_tokens together fit the model's context."""
         field, limit = body.text_field, self.client.model.max_model_len
-        special, max_tokens = body.add_special_tokens is not False, 1 if body.fills_context else body.params.max_tokens
-        ids = (
-            await self.client.tokenize(prompt, field, add_special_tokens=special) if isinstance(prompt, str) else prompt
-        )
+        max_tokens = 1 if body.fills_context else body.params.max_tokens
+        kept = body.truncate_prompt_tokens
+        room = max(1, limit - max_tokens) if kept == -1 else kept
+        ids = await prompt_ids(self.client, prompt, field, special=body.add_special_tokens is not False, most=room)
         if not ids:
             raise InvalidRequest(f"{field} must hold at least one token", field)
         if len(ids) + max_tokens > limit:
@@ -197,27 +251,34 @@ class Generate:
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 
-    def _echo(self, prompt: Prompt) -> str:
-        """Return the prompt's text. Call it after `submit`: the engine has then checked the ids."""
-        return prompt if isinstance(prompt, str) else self.client.detokenize(prompt)
+    def _echo(self, body: GenerationRequest, index: int, ids: tuple[int, ...]) -> str:
+        """Return the text of the prompt with these ids. Call it after `submit`: the engine has then checked them."""
+        prompt = body.prompts[index]
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        return self.client.detokenize(ids, skip_special_tokens=body.params.skip_special_tokens)
 
 
 async def send_whole(
     outputs: AsyncGenerator[tuple[int, Output]],
     choices: Sequence[ReplyChoice],
     envelope: Envelope,
+    body: GenerationRequest,
     send: Send,
 ) -> None:
-    """Send the whole reply at the end. Each choice is encoded as soon as it finishes."""
+    """Send the whole reply at the end. Each choice is encoded as soon as it finishes, unless only the best are sent."""
     encoded = [b""] * len(choices)
+    selects = body.candidates > body.n
     async with aclosing(outputs):
         async for index, output in outputs:
             await choices[index].add(output)
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not selects:
                 encoded[index] = await encode_choice(choices[index].take())
+    if selects:
+        encoded = [await encode_choice(choice.take()) for choice in best(choices, body.n, body.candidates)]
     records = [choice.record for choice in choices if choice.record is not None]
     assert len(records) == len(choices), "the output that finishes a choice carries its record"
-    parts = envelope.body(encoded, envelope.final_fields(records))
+    parts = envelope.body(encoded, envelope.first_fields() | envelope.final_fields(records))
     length = sum(map(len, parts))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -33,6 +33,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from app.main import create_app
+from app.metrics.meter import Meter
 from app.openai.request import parse
 from app.telemetry.exchange import Exchange, Listener
 from app.telemetry.export import BoundedSpanProcessor, DroppedSpans
@@ -213,7 +214,8 @@ def meters(client: LocalClient) -> list[Listener]:
     """The listener of the metrics; none if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         return []
-    return [importlib.import_module("deployments.metrics").Meter(client, client.model.name)]
+    exporter = importlib.import_module("deployments.ray_metrics").RayMetrics(client.model.name)
+    return [Meter(client, exporter)]
 
 
 async def measure(bench: BurstBench, args: argparse.Namespace, url: str) -> tuple[list[tuple[Burst, Burst]], bool, int]:

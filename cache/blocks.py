@@ -72,6 +72,17 @@ class BlockPool:
         self._free[block] = None
         return block
 
+    def touch(self, block: int) -> None:
+        """Let the block be evicted after all other cached blocks, if it is cached."""
+        if not self.counts[block]:
+            self._cached.move_to_end(block)
+
+    def forget(self, block: int) -> None:
+        """Free the block if it is cached: the index has dropped it."""
+        if not self.counts[block]:
+            del self._cached[block]
+            self._free[block] = None
+
     def withhold_cached(self, block: int) -> None:
         """Withhold the block if it is cached: the index has dropped it, and it may hold values that are not finite."""
         if not self.counts[block]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cache.paged import PagedCache
+from cache.paged import HIDDEN, PagedCache
 from cache.storage import Blocks, KVShape, KVView
 
 
@@ -41,6 +41,8 @@ class GatheredStorage(Blocks):
         tables = [self._cache.slot_table(s)[:count] for s in range(first_slot, first_slot + slots)]
         padded = [table + [self._zero_block] * (count - len(table)) for table in tables]
         blocks = torch.tensor(padded, dtype=torch.int64, device=self._offsets.device)[:, :, None]  # [slots, count, 1]
+        if self._cache.window is not None:
+            blocks.masked_fill_(blocks == HIDDEN, self._zero_block)
         index = (blocks * self._block_size + self._offsets).flatten(1)[:, :length]  # [slots, length]
         return GatheredView(self.rows, index, self._kv_heads)
 

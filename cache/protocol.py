@@ -18,6 +18,7 @@ class KVCache(Protocol):
 
     max_len: int  # most positions of one sequence
     shares: bool  # whether a sequence can use what another one has computed
+    window: int | None  # a query sees so many positions, its own included; None: all up to its own
 
     @property
     def free_slots(self) -> int: ...
@@ -64,16 +65,26 @@ class KVCache(Protocol):
     def truncate_to(self, handle: int, length: int) -> None:
         """Forget positions from `length` on (rollback) and free the memory that only they used. No data moves.
 
-        Memory that other sequences share stays theirs. Raises ValueError for more than the current length.
+        Memory that other sequences share stays theirs. Raises ValueError for more than the current length, and for a
+        length above 0 whose next query would see memory that `slide` has freed.
         """
+        ...
+
+    def unseen(self, handle: int, length: int) -> int:
+        """Return how many positions with memory no query at `length` or behind it sees."""
+        ...
+
+    def slide(self, handle: int, length: int) -> None:
+        """Free the memory of the positions that are `unseen`. The sequence must never be truncated below `length`,
+        except to 0. The freed memory must be finite."""
         ...
 
     def fork(self, parent: int, child: int, length: int) -> int:
         """Let `child`, which holds a slot, share the parent's first `length` positions if it has fewer itself.
 
         Returns the child's length. The first of the two to write into a shared block copies it, so the parent must
-        reserve again. Sequences with different salts share nothing. Raises ValueError for more positions than the
-        parent has.
+        reserve again. Sequences with different salts share nothing, and nothing is shared if the child's next query
+        would see memory that the parent's window has left. Raises ValueError for more positions than the parent has.
         """
         ...
 

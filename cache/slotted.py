@@ -10,6 +10,7 @@ class SlottedCache:
     """A KVCache of `num_slots` equal slots. Sequences share nothing and find no prefixes."""
 
     shares = False
+    window: int | None = None
 
     def __init__(self, num_slots: int, max_len: int) -> None:
         self.num_slots, self.max_len = num_slots, max_len
@@ -66,6 +67,12 @@ class SlottedCache:
         if not 0 <= length <= self._lengths[handle]:
             raise ValueError(f"cannot truncate sequence {handle} to {length} positions: it has {self._lengths[handle]}")
         self._lengths[handle] = length
+
+    def unseen(self, handle: int, length: int) -> int:
+        return 0
+
+    def slide(self, handle: int, length: int) -> None:
+        pass  # a slot is one piece
 
     def fork(self, parent: int, child: int, length: int) -> int:
         if not 0 <= length <= self._lengths[parent]:

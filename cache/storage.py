@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.paged import PagedCache
+from cache.paged import HIDDEN, PagedCache
 from cache.slotted import SlottedCache
 
 PIECE_POSITIONS = 64  # positions of a layer that are checked at once; the check needs memory for as many again
@@ -26,6 +26,7 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None  # positions that a query sees in every layer; None: some layer sees all
 
     @property
     def row(self) -> tuple[int, int]:
@@ -91,7 +92,10 @@ class Storage(Protocol):
         ...
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return K and V [kv_heads, length, head_dim] of the sequence's first positions, for tests and audits."""
+        """Return K and V [kv_heads, length, head_dim] of the sequence's first positions, for tests and audits.
+
+        Positions that its window has left read as zeros.
+        """
         ...
 
 
@@ -191,7 +195,9 @@ class Blocks:
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         self.copy_shared_blocks()
         table = torch.tensor(self._cache.table(handle), dtype=torch.int64, device=self.pool.device)
-        rows = self.pool[layer, table].flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
+        blocks = self.pool[layer, table]  # a copy
+        blocks[table == HIDDEN] = 0
+        rows = blocks.flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
         return rows[: self._kv_heads], rows[self._kv_heads :]
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from app.client import Chat, ModelCard, RenderedChat, TextField, Token
-from deployments.chats import DEFAULTS, ChatConfig, ChatRenderer
+from deployments.chats import ChatRenderer
+from deployments.settings import DEFAULT_CHAT, ChatConfig
 from engine.config import PolicyConfig
 from engine.engine import Engine
 from engine.models.chat_template import open_template
@@ -21,13 +22,14 @@ TOKENIZE_INLINE = 4_000  # characters; longer prompts are tokenized off the even
 class LocalClient:
     """Wakes the event loop once per engine step, however many requests the step served."""
 
-    def __init__(self, engine: Engine, model_name: str, chat: ChatConfig = DEFAULTS) -> None:
+    def __init__(self, engine: Engine, model_name: str, chat: ChatConfig = DEFAULT_CHAT) -> None:
         """Raises ConfigError for a chat template that does not exist or cannot be compiled."""
         longest_token = max(map(len, engine.tokenizer.vocab))
         can = engine.intake.capabilities
         self._card = ModelCard(
             name=model_name,
             max_model_len=engine.max_model_len,
+            vocab_size=engine.target.vocab_size,
             policy=_policy_name(engine.policy),
             max_spec_length=can.max_spec_length,
             drafters=can.drafters,
@@ -39,10 +41,12 @@ class LocalClient:
             created=int(time.time()),
             sampling_defaults=engine.sampling_defaults,
             reasoning_tags=chat.reasoning_tags,
+            has_chat_template=chat.template is not None or "default" in engine.tokenizer.chat_templates,
         )
         self._tokenizer = engine.tokenizer
         template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)
         self._chats = ChatRenderer(template, self._card.max_choices)
+        self._tokenizer_info = {**engine.tokenizer.special_tokens, "chat_template": template.source}
         # A longer text never fits: a token stands for at most as many characters as the longest token string has. (A
         # tokenizer that drops characters could make such a text fit; it is refused all the same.)
         self._max_characters = engine.max_model_len * longest_token
@@ -61,11 +65,13 @@ class LocalClient:
     def model(self) -> ModelCard:
         return replace(self._card, policy=_policy_name(self.worker.engine.policy))
 
-    async def tokenize(self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
         special = field != "prediction" and add_special_tokens
         if len(text) <= TOKENIZE_INLINE:
             return self._tokenizer.encode(text, special=special)
-        if len(text) > self._max_characters:
+        if len(text) > self._max_characters and not any_length:
             limit = self.model.max_model_len
             raise InvalidRequest(
                 f"this model's context is {limit} tokens; {len(text)} characters of {field} cannot fit: shorten it",
@@ -77,8 +83,8 @@ class LocalClient:
     async def render_chat(self, chat: Chat) -> RenderedChat:
         return await self._chats.render(chat)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids)
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> Token:
         """Return the token as replies show it: a special token by its name, an id without a token by its number."""
@@ -86,9 +92,13 @@ class LocalClient:
         if token is None:
             data = self._tokenizer.data(token_id)
             name = self._tokenizer.name(token_id) if not data else None
-            token = Token.of(data) if data else Token(name or f"token_id:{token_id}", b"")
+            special = token_id in self._tokenizer.special_ids
+            token = Token.of(data) if data else Token(name or f"token_id:{token_id}", b"", special)
             self._tokens[token_id] = token
         return token
+
+    def tokenizer_info(self) -> Mapping[str, str]:
+        return self._tokenizer_info
 
     def submit(self, requests: Sequence[Request]) -> list[AsyncIterator[Output]]:
         self._loop = asyncio.get_running_loop()

@@ -1,28 +1,64 @@
-"""Builds the Serve application: `serve run deployments.build:build target=DIR draft=DIR`, or from serve_config.yaml.
+"""Builds the Serve application: `serve run deployments.build:build target=DIR draft=DIR`, or from serve_config.yaml."""
 
-This module must not use `from __future__ import annotations`: Serve reads the builder's annotation to validate its
-arguments.
-"""
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 import ray
-import torch
 from ray.serve import Application
 
 from app.middleware import MAX_UNFINISHED_BODIES
+from deployments.checks import check_edge, check_models, device_here, has_gpu, read_settings
+from deployments.console import PREFIX, say
 from deployments.replica import Replica
 from deployments.settings import Device, Settings
+from engine.config import ConfigError
 
 # Requests beyond those that the engine holds or whose bodies still arrive: refusals, /health and the live page. Serve
 # passes nothing on while max_ongoing_requests are open, so they need room of their own.
 MAX_OTHER_REQUESTS = 1000
 
 
-def build(settings: Settings) -> Application:
-    """Return one deployment that is its own ingress. Raises ValueError for settings that cannot be served.
+def build(arguments: Mapping[str, Any]) -> Application:
+    """Return one deployment that is its own ingress.
 
-    The options here are defaults. A value under `deployments` in the YAML file overrides them.
+    Raises ConfigError for settings and files that cannot be served. In `serve run`, which builds before Ray starts, it
+    ends the process with one line and status 1 instead.
     """
-    device = available_device() if settings.device == "auto" else settings.device
+    try:
+        return _deployment(*_checked(arguments))
+    except (ValueError, OSError) as error:
+        if ray.is_initialized():
+            raise ConfigError(str(error)) from None
+        raise SystemExit(f"{PREFIX}{error}") from None
+
+
+def _checked(arguments: Mapping[str, Any]) -> tuple[Settings, Device]:
+    """Read the settings. Check the files too, if the replicas run on this machine."""
+    settings = read_settings(arguments)
+    if not _replicas_run_here(settings):
+        return settings, _given_device(settings)
+    device = _given_device(settings) if ray.is_initialized() else device_here(settings)
+    check_edge(settings)
+    check_models(settings, device)
+    if settings.hint is not None and not ray.is_initialized():
+        say(settings.hint)
+    return settings, device
+
+
+def _replicas_run_here(settings: Settings) -> bool:
+    """Whether replicas can only run on this machine. On others the checkpoints may lie elsewhere."""
+    if ray.is_initialized():
+        alone, resources = len([node for node in ray.nodes() if node["Alive"]]) == 1, ray.cluster_resources()
+        gpus = 1 if settings.device == "cuda" else 0
+        return alone and resources.get("CPU", 0) >= settings.num_cpus and resources.get("GPU", 0) >= gpus
+    address = os.environ.get("RAY_ADDRESS", "local")
+    return address in ("", "local") and not any(a.startswith(("-a", "--address")) for a in sys.argv[1:])
+
+
+def _deployment(settings: Settings, device: Device) -> Application:
+    """The options here are defaults. A value under `deployments` in the YAML file overrides them."""
     resources = {"num_cpus": settings.num_cpus, "num_gpus": 1 if device == "cuda" else 0}
     deployment = Replica.options(  # type: ignore[attr-defined]  # Serve's decorators are untyped
         ray_actor_options=resources,
@@ -33,13 +69,18 @@ def build(settings: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2,
         health_check_timeout_s=30,
+        logging_config={"enable_access_log": False},  # it tells a route, not the path; ours tells requests
     )
     application: Application = deployment.bind(settings.freeze(device), settings.edge())
     return application
+
+
+def _given_device(settings: Settings) -> Device:
+    return available_device() if settings.device == "auto" else settings.device
 
 
 def available_device() -> Device:
     """Return cuda if the Ray cluster has a GPU or, before Ray runs, if this machine has one."""
     if ray.is_initialized():
         return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"

@@ -2,24 +2,12 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from app.client import Chat, RenderedChat
 from engine.models.chat_template import ChatTemplate, RenderLimit
 from engine.types import Overloaded
 
 THREADS = 2  # a template in a loop holds one of them until its limit
-
-
-@dataclass(frozen=True, slots=True)
-class ChatConfig:
-    """The operator's settings for chats."""
-
-    template: str | None = None  # a name of the checkpoint's templates or a file; None: the checkpoint's default
-    reasoning_tags: tuple[str, str] | None = None  # around the model's reasoning; None: it stays in the text
-
-
-DEFAULTS = ChatConfig()
 
 
 class ChatRenderer:

@@ -1,39 +1,42 @@
 """A Ray cluster on this machine alone with Serve in it. launch.py uses Ray only through this module."""
 
 import json
+import logging
 import ssl
 import time
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from pathlib import Path
+from typing import Any
 
 import ray
-import yaml
+from pydantic import ValidationError
 from ray import serve
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from app.proxy import DRAIN_PATH
+from deployments.checks import explain
+from deployments.config_file import BUILDER
+from deployments.console import WorkerLines
 from deployments.settings import Settings
 
-BUILDER = "deployments.build:build"
 FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+RAYS_PRINTER = "ray_print_logs"  # shows the lines of workers; ray.shutdown removes it by this name
 STOP_LIMIT_S = 10  # for replicas to end once no request runs
 PROXY_LIMIT_S = 2.0  # for the proxy to answer a drain command
 
 
-def read_config(path: Path) -> ServeDeploySchema:
-    """Read a Serve configuration file. Raises OSError if it cannot be read, ValueError if it is not valid."""
+def read_config(document: Any) -> ServeDeploySchema:
+    """Return the configuration of a YAML document. Raises ValueError if it is not valid for Serve."""
     try:
-        config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text("utf-8")))
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-    if not config.applications:
-        raise ValueError("the file names no application; add one under `applications`")
-    return config
+        return ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        raise ValueError(explain(error, ServeDeploySchema)) from None
 
 
 def _reason(application: ApplicationStatusOverview) -> str:
-    """Why an application failed: the engine's own words, if a replica could not start, else Serve's."""
-    lines = [line for deployment in application.deployments.values() for line in deployment.message.splitlines()]
+    """Why an application failed: the engine's own words, if the builder or a replica refused, else Serve's."""
+    messages = [deployment.message for deployment in application.deployments.values()]
+    lines = [line for message in (*messages, application.message) for line in message.splitlines()]
     reasons = [line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line]
     return reasons[-1] if reasons else application.message
 
@@ -51,7 +54,10 @@ class Cluster:
 
     def start(self) -> None:
         """Start a new cluster, even if this machine has one already, and deploy the applications without waiting."""
-        ray.init(address="local", namespace="serve")
+        ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        global_worker_stdstream_dispatcher.remove_handler(RAYS_PRINTER)
+        global_worker_stdstream_dispatcher.add_handler(RAYS_PRINTER, WorkerLines().show)
         options = self._config.http_options.model_dump()
         serve.start(self._config.proxy_location, http_options=options)
         client = serve.context._get_global_client()
@@ -69,6 +75,12 @@ class Cluster:
     def failures(self) -> list[str]:
         applications = serve.status().applications.items()
         return [f"application {name}: {_reason(app)}" for name, app in applications if app.status in FAILED]
+
+    def troubles(self) -> list[str]:
+        """What Serve says of deployments that cannot start yet."""
+        applications = serve.status().applications.values()
+        messages = [deployment.message for a in applications for deployment in a.deployments.values()]
+        return [message.splitlines()[0] for message in messages if message.strip()]
 
     @property
     def url(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.build import available_device
-from deployments.cluster import BUILDER
+from deployments.config_file import BUILDER
 from deployments.settings import Settings
 from engine.load import plan_memory
 

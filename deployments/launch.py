@@ -14,10 +14,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deployments.checks import check_edge, check_models, check_port, device_here, read_settings
+from deployments.config_file import listen_address, our_applications, read_document
+from deployments.console import say
 from deployments.proxy import DRAIN_TOKEN
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ ENVIRONMENT = {
     # Seconds between two health checks of the proxy (10 by default). Serve replaces it after three failures.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+    # Serve's own log goes to its files only; the console has our lines.
+    "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 POLL_S = 0.2
 
@@ -66,26 +72,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="a Serve configuration file, such as serve_config.yaml")
     parser.add_argument("--dry-run", action="store_true", help="print the memory that it would take, and end")
     parsed = parser.parse_args(arguments)
-    path = parsed.config
-    signals = Signals()
+    return serve(lambda: read_document(parsed.config), str(parsed.config), dry_run=parsed.dry_run)
+
+
+def serve(read: Callable[[], Any], source: str, *, dry_run: bool = False) -> int:
+    """Serve a configuration on this machine alone until a signal. Returns the exit status.
+
+    read: gives the configuration's document. source: what to call it.
+    """
+    began, signals = time.monotonic(), Signals()
     signals.listen()
     cluster = None
     try:
+        say(f"starting {source}")
         token = secrets.token_urlsafe()
         os.environ |= ENVIRONMENT | os.environ | {DRAIN_TOKEN: token}
-        from deployments.cluster import Cluster, read_config  # imports Ray
-
         try:
-            if parsed.dry_run:
-                from deployments.dry_run import dry_run  # imports torch
+            document = read()
+            check(document, port_too=not dry_run)
+            say(f"settings, files and tokenizers are valid ({time.monotonic() - began:.1f} s)")
+            from deployments.cluster import Cluster, read_config  # imports Ray
 
-                say("\n".join(dry_run(read_config(path))))
+            if dry_run:
+                from deployments.dry_run import dry_run as memory_tables  # imports torch
+
+                say("\n".join(memory_tables(read_config(document))))
                 return 0
-            cluster = Cluster(read_config(path), token)
+            cluster = Cluster(read_config(document), token)
         except (OSError, ValueError) as error:
-            say(f"{path}: {error}")
+            say(f"{source}: {error}")
             return 1
-        return run(cluster, signals)
+        return run(cluster, signals, began)
     except (SecondSignal, SystemExit):  # while Ray starts, its own handler turns SIGTERM into SystemExit
         signals.ignore()
         say("ending at once")
@@ -96,18 +113,39 @@ def main(arguments: list[str] | None = None) -> int:
             cluster.kill()
 
 
-def run(cluster: "Cluster", signals: Signals) -> int:
-    """Serve from the cluster's start to its orderly end. Returns the exit status. Raises SecondSignal."""
+def check(document: Any, *, port_too: bool = True) -> None:
+    """Check what can be checked before Ray starts. Raises OSError or ValueError; says what an operator may want to
+    change."""
+    for application in our_applications(document):
+        settings = read_settings(application.args, application.user_config)
+        check_edge(settings)
+        check_models(settings, device_here(settings))
+        if settings.hint is not None:
+            say(settings.hint)
+    if port_too:
+        check_port(*listen_address(document))
+
+
+def run(cluster: "Cluster", signals: Signals, began: float) -> int:
+    """Serve from the cluster's start to its orderly end. Returns the exit status. Raises SecondSignal.
+
+    began: monotonic seconds, when the start began.
+    """
     cluster.start()
+    say(f"Ray and Serve run ({time.monotonic() - began:.1f} s); a replica starts")
     signals.listen()
+    told: set[str] = set()
     while not (signals.stop_requested.is_set() or cluster.settled):
+        for trouble in set(cluster.troubles()) - told:
+            told.add(trouble)
+            say(f"waiting: {trouble}")
         time.sleep(POLL_S)
     if not signals.stop_requested.is_set():
         failures = cluster.failures()
         if failures:
             say("\n".join(failures))
             return 1
-        say(f"ready at {cluster.url}")
+        say(f"ready: {cluster.url}/ui ({time.monotonic() - began:.1f} s)")
     signals.stop_requested.wait()
     drain(cluster)
     cluster.stop()
@@ -120,10 +158,6 @@ def drain(cluster: "Cluster") -> None:
     say(f"ending: running requests have {cluster.drain_s:g} s; a second signal ends them at once")
     while cluster.drain(max(0.0, left_s := deadline - time.monotonic())) and left_s > 0:
         time.sleep(min(left_s, POLL_S))
-
-
-def say(line: str) -> None:
-    print(f"foretoken: {line}", flush=True)
 
 
 if __name__ == "__main__":

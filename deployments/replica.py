@@ -14,15 +14,16 @@ from starlette.applications import Starlette
 
 from app.keys import ApiKeys
 from app.main import create_app
+from app.metrics.meter import Meter
 from app.page.live import LivePage
 from app.telemetry import export, names
 from app.telemetry.exchange import Listener
+from app.telemetry.request_log import RequestLog
 from app.telemetry.tracer import Tracer
-from deployments.bridge import LocalClient
-from deployments.metrics import Meter
+from deployments.console import show_logs
+from deployments.ray_metrics import RayMetrics
 from deployments.settings import EdgeConfig, PolicySettings
 from engine.config import ConfigError, EngineConfig
-from engine.engine import Engine
 
 LOOPBACK = "127.0.0.1"
 
@@ -36,33 +37,40 @@ class Replica:
 
     def __init__(self, config: EngineConfig, edge: EdgeConfig) -> None:
         """Loads the models. Its errors are the deployment's start-up errors, so their messages say what to change."""
+        # Here, because the process that builds the application imports this module too and needs no torch.
+        from deployments.bridge import LocalClient
+        from engine.engine import Engine
+
         _show_logs()
         _keep_to_loopback()
         self._edge = edge
         self._keys = None if edge.api_key_file is None else ApiKeys.read(Path(edge.api_key_file))
         self._tracing = export.provider(_resource()) if edge.traces.level != "off" else None
         self._traces_text = self._tracing is not None and export.captures_text()
-        log.info("traces: %s", "none" if self._tracing is None else edge.traces)
-        gpus = ray.get_gpu_ids()
-        log.info("loading %s on %s (GPUs from Ray: %s)", config.target, config.device, gpus or "none")
+        if self._tracing is not None:
+            log.info("traces: %s", edge.traces)
+        device = f"{config.device} {ray.get_gpu_ids()}" if config.device != "cpu" else "cpu"
+        log.info("loading target %s and draft %s on %s", config.target, config.draft or "none", device)
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name, edge.chat)
-        self.meter = Meter(self.client, edge.model_name)
+        self.meter = Meter(self.client, RayMetrics(edge.model_name))
         self._started = False  # whether Serve has started the replica and sent the first user_config
         gc.collect()
         gc.freeze()  # loaded objects stay for good; a full collection that visits them takes 0.1 s
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the HTTP application over this replica's engine. Serve calls this after __init__."""
-        listeners: list[Listener] = [self.meter]
+        listeners: list[Listener] = [RequestLog()]
         if self._tracing is not None:
-            listeners.insert(0, Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
+            listeners.append(Tracer(self.client, self._tracing, self._edge.traces, text=self._traces_text))
         return create_app(
             self.client,
             listeners,
-            live_page=LivePage(self.client),
+            live_page=LivePage(self.client, trace_viewer_url=self._edge.trace_viewer_url),
+            meter=self.meter,
             keys=self._keys,
             body_timeout_s=self._edge.body_timeout_s,
+            allowed_origins=self._edge.allowed_origins,
         )
 
     def reconfigure(self, user_config: Any) -> None:
@@ -81,7 +89,7 @@ class Replica:
             self.client.refuse(reason)
             log.warning("the user_config is refused, and the policy stays: %s", reason)
         else:
-            log.info("policy: %s", user_config)
+            log.info("policy: %s", ", ".join(f"{name} {value}" for name, value in user_config.items()))
         self._started = True
 
     def check_health(self) -> None:
@@ -144,9 +152,6 @@ def _keep_to_loopback() -> None:
 
 
 def _show_logs() -> None:
-    """Send this project's log, from INFO on, to the replica's log of Serve."""
-    for name in ("app", "deployments", "engine"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.handlers = logging.getLogger("ray.serve").handlers
-        logger.propagate = False
+    """Send this project's log, from INFO on, to the console in short lines, and to the replica's log file of Serve."""
+    handlers = logging.getLogger("ray.serve").handlers
+    show_logs(*(handler for handler in handlers if not isinstance(handler, logging.StreamHandler)))

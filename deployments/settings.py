@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from app.main import BODY_TIMEOUT_S
+from app.origins import check_origins
 from app.telemetry.tracer import Level, TraceConfig
-from deployments.chats import DEFAULTS, ChatConfig
 from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
 from engine.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
@@ -23,6 +23,8 @@ DEMO_TARGET = "models/demo/target"
 DEMO_DRAFT = "models/demo/draft"
 
 Device = Literal["cpu", "cuda"]
+
+TRACE_ID = "{trace_id}"  # stands for the trace's id in trace_viewer_url
 
 
 def _none(value: Any) -> Any:
@@ -47,6 +49,21 @@ def _tags(value: Any) -> Any:
     return value.split() if isinstance(value, str) else value
 
 
+def _trace_viewer(url: str | None) -> str | None:
+    """Check the URL by which the live page links to a trace. Raises ValueError, which pydantic reports."""
+    if url is not None and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
+        raise ValueError(f"must be an http or https URL with {TRACE_ID} in place of the trace's id")
+    return url
+
+
+def _origins(value: Any) -> Any:
+    """Read origins: a list, or a text with spaces between them. Raises ValueError for what is no origin."""
+    value = _none(value)
+    origins = value.split() if isinstance(value, str) else () if value is None else value
+    check_origins(origins)
+    return tuple(origins)
+
+
 def _template(choice: str | None) -> str | None:
     """Return a file's path in full. A name of the checkpoint's templates has neither a slash nor a suffix."""
     return _resolve(choice) if choice is not None and ("/" in choice or choice.endswith(".jinja")) else choice
@@ -61,6 +78,17 @@ Fraction = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """The operator's settings for chats."""
+
+    template: str | None = None  # a name of the checkpoint's templates or a file; None: the checkpoint's default
+    reasoning_tags: tuple[str, str] | None = None  # around the model's reasoning; None: it stays in the text
+
+
+DEFAULT_CHAT = ChatConfig()
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeConfig:
     """The settings of a replica's HTTP edge."""
 
@@ -68,7 +96,9 @@ class EdgeConfig:
     traces: TraceConfig
     api_key_file: str | None  # on the replica's machine
     body_timeout_s: float
-    chat: ChatConfig = DEFAULTS
+    chat: ChatConfig = DEFAULT_CHAT
+    trace_viewer_url: str | None = None  # with {trace_id} in place of the id; None: the live page links to no traces
+    allowed_origins: tuple[str, ...] = ()  # whose web pages may call the server
 
 
 Policy = Annotated[PolicyName, BeforeValidator(_off)]
@@ -103,61 +133,108 @@ class PolicySettings(BaseModel):
 
 
 class Settings(BaseModel):
-    """The application's arguments. Serve validates them before it calls the builder: an unknown name or a conflict ends
-    the build with the reason."""
+    """The application's arguments. The builder checks them before anything starts: an unknown name or a conflict ends
+    the start with the reason. `foretoken serve --help` shows the texts below the fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    # Directory of the checkpoint (a relative one is below the repository's root), or a hub id: owner/name[@revision].
     target: Annotated[str, Field(min_length=1)] = DEMO_TARGET
-    draft: Annotated[str | None, BeforeValidator(_none)] = DEMO_DRAFT  # none: plain decoding
-    model_name: Annotated[str | None, BeforeValidator(_none)] = None  # the name for clients; none: see `name`
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if Ray has a GPU to give
-    # auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16. The replica decides: it sees the GPU.
+    """directory of the target's checkpoint (a relative one is below the repository's root), or a hub id:
+    owner/name[@revision]"""
+    draft: Annotated[str | None, BeforeValidator(_none)] = None
+    """the draft's checkpoint; none: no draft model. The embedded target has the embedded draft"""
+    model_name: Annotated[str | None, BeforeValidator(_none)] = None
+    """what clients call the model; none: "demo" for the embedded pair, else the hub id or the directory's name"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if Ray has a GPU to give"""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
-    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    """auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16"""
+    target_weights: WeightForm = "as_is"
+    """int8: quantised at load, only on CPU"""
     draft_weights: WeightForm = "as_is"
-    quantize_head: bool = True  # whether int8 includes the product that gives the logits
-    # For requests that name no drafter. auto: the draft model if there is one; off: none, the same as policy off.
+    """int8: quantised at load, only on CPU"""
+    quantize_head: bool = True
+    """whether int8 includes the product that gives the logits"""
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
-    verifier: Verifier = "match"  # for requests that name no verifier
-    policy: Policy = "goodput"  # chooses k in every round; the deployment's user_config overrides it
-    spec_length: Count = 5  # k of policy fixed, and the first k of policy heuristic
-    max_spec_length: Count = 16  # the largest k of any policy or request
+    """for requests that name no drafter. auto: the draft model if there is one; off: the same as policy off"""
+    verifier: Verifier = "match"
+    """for requests that name no verifier"""
+    policy: Policy = "goodput"
+    """chooses k, the number of drafts, in every round; the deployment's user_config overrides it"""
+    spec_length: Count = 5
+    """k of policy fixed, and the first k of policy heuristic"""
+    max_spec_length: Count = 16
+    """the largest k of any policy or request"""
     max_running: Positive = 16
+    """sequences that run at once"""
     max_waiting: Count = 48
-    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = (
-        None  # none: what the target allows, at most 4,096
-    )
+    """admitted sequences that wait for a place; further ones get 429"""
+    max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None
+    """tokens of a prompt and its output together; none: what the target allows, at most 4,096"""
     max_step_tokens: Positive = 512
-    prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: chosen for the device
+    """target tokens of one pass"""
+    prefill_chunk: Annotated[Positive | None, BeforeValidator(_none)] = None
+    """most prompt tokens in a pass that also serves running streams; none: chosen for the device"""
     cache: CacheKind = "paged"
-    block_size: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: chosen for the models
-    kv_tokens: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: from memory_fraction
-    memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None  # none: the engine chooses
+    """paged: blocks as needed; slotted: max_model_len tokens for every sequence"""
+    block_size: Annotated[Positive | None, BeforeValidator(_none)] = None
+    """tokens of a block; none: chosen for the models"""
+    kv_tokens: Annotated[Positive | None, BeforeValidator(_none)] = None
+    """tokens that each model's cache has room for; none: from memory_fraction"""
+    memory_fraction: Annotated[Number | None, BeforeValidator(_none)] = None
+    """share of the device's memory for weights, activations and caches; none: the engine chooses"""
     prefix_cache: bool = True
-    max_demand: Number = 8.0  # admitted requests may need so many times the tokens that the cache holds
-    # auto: the sampling fields of the target's generation_config.json are the defaults of requests.
+    """whether requests share the memory of what their prompts have in common"""
+    max_demand: Number = 8.0
+    """admitted requests may need so many times the tokens that the cache holds"""
     generation_config: GenerationConfig = "auto"
-    max_prompt_tokens: Positive = 131_072  # of one request to /v1/completions, all its prompts together
-    request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None  # none: no limit
-    body_timeout_s: Number = BODY_TIMEOUT_S  # from the start of a request to the end of its body
-    drain_s: Share = 30.0  # `make serve`: seconds that running requests get after SIGINT or SIGTERM
-    threads: Annotated[Positive | None, BeforeValidator(_none)] = None  # none: on CPU as many as num_cpus
-    num_cpus: Number = 1.0  # per replica
-    api_key_file: Annotated[str | None, BeforeValidator(_none)] = None  # one key per line; none: no key is needed
-    # The chat template: a file (*.jinja), or a name of the checkpoint's own; none: the checkpoint's default.
+    """auto: the sampling fields of the target's generation_config.json are the defaults of requests"""
+    max_prompt_tokens: Positive = 131_072
+    """prompt tokens of one request, all its prompts together"""
+    request_timeout_s: Annotated[Number | None, BeforeValidator(_none)] = None
+    """longest time of any request in seconds; none: no limit"""
+    body_timeout_s: Number = BODY_TIMEOUT_S
+    """seconds from the start of a request to the end of its body"""
+    drain_s: Share = 30.0
+    """seconds that running requests get after SIGINT or SIGTERM"""
+    threads: Annotated[Positive | None, BeforeValidator(_none)] = None
+    """CPU threads of the engine; none: on CPU as many as num_cpus"""
+    num_cpus: Number = 1.0
+    """CPUs that Ray reserves per replica"""
+    api_key_file: Annotated[str | None, BeforeValidator(_none)] = None
+    """one API key per line; none: no key is needed"""
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
+    """origins whose web pages may call the server, separated by spaces, such as "https://chat.example.org"; "*": all"""
     chat_template: Annotated[str | None, BeforeValidator(_none)] = None
-    # Around the model's reasoning, such as "<think> </think>": chats tell it apart from the answer. none: they do not.
+    """a file (*.jinja), or a name of the checkpoint's templates; none: the checkpoint's default"""
     reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
-    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"  # off, request, packed or rounds: operations.md
-    trace_steps: Fraction = 0.01  # share of the engine's steps that get a span
+    """the two tags around the model's reasoning, such as "<think> </think>"; none: chats do not tell it apart"""
+    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"
+    """what traces hold: docs/operations.md, Traces"""
+    trace_steps: Fraction = 0.0
+    """share of the engine's steps that get a trace of their own"""
+    trace_viewer_url: Annotated[str | None, BeforeValidator(_none), AfterValidator(_trace_viewer)] = None
+    """where the live page's trace ids lead, such as http://localhost:16686/trace/{trace_id}; none: nowhere"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded_draft(cls, given: Any) -> Any:
+        """The embedded draft is for the embedded target only: a target that is named alone has no draft."""
+        named = isinstance(given, dict) and ("target" in given or "draft" in given)
+        return given if named or not isinstance(given, dict) else {**given, "draft": DEMO_DRAFT}
 
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
         """Let the engine check the fields for conflicts, so that a conflict ends the build and not each replica."""
         self.freeze("cuda" if self.device == "cuda" else "cpu")
         return self
+
+    @property
+    def hint(self) -> str | None:
+        """What to tell an operator who named a target and said nothing of a draft."""
+        if "draft" in self.model_fields_set:
+            return None
+        return "no draft is named, so decoding is plain: name a smaller model of the same family as draft, or none"
 
     @property
     def name(self) -> str:
@@ -181,6 +258,8 @@ class Settings(BaseModel):
             None if self.api_key_file is None else _resolve(self.api_key_file),
             self.body_timeout_s,
             ChatConfig(_template(self.chat_template), self.reasoning_tags),
+            self.trace_viewer_url,
+            self.allowed_origins,
         )
 
     def freeze(self, device: Device) -> EngineConfig:
@@ -216,9 +295,13 @@ class Settings(BaseModel):
 
 
 def _checkpoint(given: str) -> str:
-    """A checkpoint's absolute path, or its hub id where this machine has no directory of that name."""
+    """A checkpoint's absolute path, or its hub id where there is no directory of that name, here or in the working
+    directory. The replica's own working directory does not matter."""
     path = _resolve(given)
-    return given if parse_hub_id(given) and not Path(path).is_dir() else path
+    hub_id = None if Path(path).is_dir() else parse_hub_id(given)
+    if hub_id is not None:
+        return hub_id.url
+    return path if Path(path).is_dir() or not Path(given).is_dir() else os.path.abspath(given)
 
 
 def _resolve(directory: str) -> str:

@@ -122,10 +122,6 @@ class EngineConfig:
                 )
         if self.kv_tokens is not None and self.memory_fraction is not None:
             raise ConfigError("kv_tokens and memory_fraction both say how large the cache is: set one of them")
-        if self.kv_tokens is not None and self.max_model_len is not None and self.kv_tokens < self.max_model_len:
-            raise ConfigError(
-                f"kv_tokens {self.kv_tokens} cannot hold one request of max_model_len {self.max_model_len}"
-            )
         for name in ("block_size", "kv_tokens", "prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -154,7 +154,7 @@ class Engine:
             slice_.sequence.prompt_logprobs += logprobs
         for slice_ in plan.slices:
             if not slice_.emits and slice_.sequence.state is State.RUNNING:
-                self.target.cache.publish(slice_.sequence.handle, slice_.sequence.tokens)
+                self.target.publish(slice_.sequence)
                 slice_.sequence.record.prefill_passes += 1
         for i, slice_ in enumerate(outcome.slices):
             output = self._commit_one(slice_, i, outcome) if slice_.sequence.state is State.RUNNING else None
@@ -177,7 +177,7 @@ class Engine:
             log.exception("request %s failed while its tokens were committed", sequence.request_id)
             self._finish(sequence, "error", "the output of this request could not be processed")
             return None
-        self.target.cache.publish(sequence.handle, sequence.tokens)
+        self.target.publish(sequence)
         prompt_logprobs = () if record.rounds else tuple(sequence.prompt_logprobs)
         self._ledger.note(slice_, outcome, i, len(committed.tokens))
         if record.first_token is None and committed.tokens:

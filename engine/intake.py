@@ -1,6 +1,7 @@
 """Checks requests against the model and turns them into sequences. Refusals that depend on the model are made here."""
 
 import secrets
+from functools import partial
 from math import inf
 
 from engine.config import EngineConfig
@@ -78,6 +79,8 @@ class Intake:
         named = {
             "logit_bias": [token for token, _ in params.logit_bias],
             "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in params.bad_word_ids for token in word],
             "prediction": request.prediction_ids,
         }
         for param, ids in named.items():
@@ -85,6 +88,16 @@ class Intake:
                 raise InvalidRequest(f"{param} names a token outside the vocabulary of {vocab}", param)
         if params.min_tokens and len(self._end_ids(params)) >= vocab:
             raise InvalidRequest("every token would end the text, and min_tokens forbids them all", "stop_token_ids")
+        if params.excludes:
+            self._check_remaining(params)
+
+    def _check_remaining(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest unless some token is allowed wherever the text may be."""
+        excluded = {word[-1] for word in params.bad_word_ids} | (self._end_ids(params) if params.min_tokens else set())
+        allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if all(token in excluded for token in allowed):
+            message = "every allowed token ends a bad word, or the text before min_tokens: no token would be left"
+            raise InvalidRequest(message, "bad_words" if params.allowed_token_ids is None else "allowed_token_ids")
 
     def _speculation(self, request: Request) -> Speculation:
         """Return how the request speculates. Raises InvalidRequest for a way that this engine does not have."""
@@ -102,12 +115,18 @@ class Intake:
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         return (frozenset() if params.ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids)
 
+    def _detokenizer(self, prompt: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        tokenizer = self._tokenizer
+        if skip_special_tokens:
+            return Detokenizer(tokenizer.decode, prompt, tokenizer.special_ids)
+        return Detokenizer(partial(tokenizer.decode, skip_special_tokens=False), prompt)
+
     def sequence(self, request: Request, handle: int, arrived: float) -> Sequence:
         """Turn a checked request into a waiting sequence. arrived: monotonic seconds. Draws a seed if it has none."""
         params, plan = request.params, self._speculation(request)
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         prompt = list(request.prompt_ids)
-        detokenizer = Detokenizer(self._tokenizer.decode, prompt, self._tokenizer.special_ids)
+        detokenizer = self._detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
         text = TextStream(detokenizer, params.stop, include=params.include_stop_str_in_output)
         within = min((t for t in (request.deadline_s, self._config.request_timeout_s) if t is not None), default=None)
         record = RequestRecord(

@@ -17,7 +17,8 @@ from engine.config import ConfigError, EngineConfig
 from engine.drafters.base import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.host_memory import out_of_memory
-from engine.memory_budget import DeviceMemory, measure_activations
+from engine.machine_memory import DeviceMemory
+from engine.memory_budget import measure_activations
 from engine.models.decoder import Decoder
 from engine.models.runner import Feed, Runner, kv_shape
 from engine.profiling import ConstantDrafter, scratch_sequence
@@ -142,6 +143,7 @@ def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
         top_k=50,
         min_p=0.01,
         logit_bias=((0, 1.0),),
+        bad_word_ids=((0, 0), (0,)),
         repetition_penalty=1.1,
         presence_penalty=0.1,
         frequency_penalty=0.1,

@@ -20,7 +20,6 @@ from engine.types import (
 )
 
 Prompt = str | Sequence[int]
-DEFAULT_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,15 @@ class LLM:
         self.steps: list[StepStats] = []  # of the latest `generate`
         self._ids = itertools.count()
 
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """The given fields, and the defaults of the checkpoint's generation_config.json for the others, as in a request
+        to the server. Raises InvalidRequest."""
+        return SamplingParams(**{**self.engine.sampling_defaults, **given})
+
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         k: int | Sequence[int | None] | None = None,
         *,
         verifier: Verifier | None = None,
@@ -71,10 +75,12 @@ class LLM:
     ) -> list[Completion]:
         """Completions in the order of the prompts.
 
-        params and k: one for all prompts or one per prompt; k None: the policy chooses. verifier and drafter None: the
+        params and k: one for all prompts or one per prompt; params None: `sampling_params()`; k None: the policy
+        chooses. verifier and drafter None: the
         engine's default. predictions: guesses of the outputs, one per prompt.
         Raises InvalidRequest before anything runs, RuntimeError if a request fails while it runs.
         """
+        params = self.sampling_params() if params is None else params
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ks = list(k) if isinstance(k, Sequence) else [k] * len(prompts)
         guesses = [()] * len(prompts) if predictions is None else [self._encode(p, special=False) for p in predictions]

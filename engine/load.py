@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, prod
+from time import perf_counter
 
 import torch
 
@@ -23,7 +24,8 @@ from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
 from engine.largest_rounds import MakeDrafter, measure_largest_rounds
-from engine.memory_budget import DeviceMemory, device_memory, layouts
+from engine.machine_memory import DeviceMemory
+from engine.memory_budget import device_memory, layouts
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
@@ -62,7 +64,9 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
+    began = perf_counter()
     opened = _open_checkpoints(config)
+    log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)
     make_drafter = partial(_model_drafter, config, opened.translation)
     target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_drafter)
     model = make_drafter(target, drafts[0]) if drafts else None

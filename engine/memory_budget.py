@@ -4,13 +4,11 @@ Both models' caches hold the same number of tokens, since a sequence needs its p
 """
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,19 +17,13 @@ from cache.layout import Layout
 from cache.mapped import map_count, mappable
 from cache.storage import KVShape
 from engine.config import ConfigError, EngineConfig
+from engine.machine_memory import DeviceMemory, host_memory, read_number
 
 BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
 CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
 DEFAULT_MAX_MAP_COUNT = 65_530  # Linux's constant of this name
 
 log = logging.getLogger(__name__)
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes that this process may have in all, and bytes that it can still get."""
-
-    total: int
-    available: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,17 @@ def layouts(
     layout = replace(layout, mapped=_mappings(layout, shapes) < max_map_count() // 2)
     access = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
     log.info("the KV cache has %s, %s", budget, access)
-    return [layout for _ in shapes]
+    return [_sliding(layout, shape.window, config.max_step_tokens) for shape in shapes]
+
+
+def _sliding(layout: Layout, window: int | None, pass_tokens: int) -> Layout:
+    return layout if window is None else replace(layout, window=window, pass_tokens=pass_tokens)
+
+
+def _blocks_per_sequence(config: EngineConfig, shapes: Sequence[KVShape], block_size: int, max_len: int) -> int:
+    """Blocks that one sequence of max_len tokens holds at most, in the model that needs more of them."""
+    layout = Layout(1, max_len, block_size)
+    return max(_sliding(layout, shape.window, config.max_step_tokens).held_blocks(max_len) for shape in shapes)
 
 
 def choose_block_size(config: EngineConfig, shapes: Sequence[KVShape], slots: int, max_len: int) -> int:
@@ -130,6 +132,7 @@ def kv_blocks(
     """
     token_bytes = tuple(shape.token_bytes for shape in shapes)
     block_bytes = block_size * sum(token_bytes)
+    table = _blocks_per_sequence(config, shapes, block_size, max_len)
     if config.kv_tokens is not None:
         blocks, source = config.kv_tokens // block_size, f"kv_tokens {config.kv_tokens:,}"
     else:
@@ -139,13 +142,13 @@ def kv_blocks(
         elif shapes[0].device.type == "cuda":
             room, source = _share(CUDA_FRACTION, memory.total, weights_bytes, activation_bytes)
         else:
-            room, source = _demand(config.max_running, ceil(max_len / block_size), block_bytes, memory.available)
+            room, source = _demand(config.max_running, table, block_bytes, memory.available)
         free = memory.available - activation_bytes
         if fraction is None and free < room:
             room, source = free, f"{_mib(memory.available)} available − {_mib(activation_bytes)} activations"
         blocks, source = room // block_bytes, f"{source} = {_mib(room)}"
     budget = Budget(block_size, max(blocks, 0), token_bytes, source)
-    _check_room(budget, max_len, config)
+    _check_room(budget, table + 1, max_len, config)
     _check_fits(budget, activation_bytes, memory, config)
     return budget
 
@@ -168,8 +171,8 @@ def _demand(slots: int, table: int, block_bytes: int, available: int) -> tuple[i
     return half, f"0.5 × {_mib(available)} available"
 
 
-def _check_room(budget: Budget, max_len: int, config: EngineConfig) -> None:
-    needed = ceil(max_len / budget.block_size) + 1
+def _check_room(budget: Budget, needed: int, max_len: int, config: EngineConfig) -> None:
+    """needed: blocks."""
     if budget.blocks >= needed:
         return
     if config.kv_tokens is not None:
@@ -244,57 +247,6 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free + cached)
 
 
-def host_memory(root: Path = Path("/")) -> DeviceMemory:
-    """The memory of the machine whose /proc and /sys are below `root`. Droppable page cache counts as available."""
-    total, available = _machine_memory(root / "proc" / "meminfo")
-    for limit, used in _cgroup_limits(root):
-        total, available = min(total, limit), min(available, limit - used)
-    return DeviceMemory(total, max(available, 0))
-
-
-def _machine_memory(meminfo: Path) -> tuple[int, int]:
-    if not meminfo.is_file():  # not Linux
-        page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-        free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else pages
-        return pages * page, free * page
-    sizes = _numbers(meminfo)  # in kB
-    return sizes["MemTotal:"] * 1024, sizes["MemAvailable:"] * 1024
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used bytes) of every cgroup, version 1 or 2, that limits this process's memory.
-
-    A container may see its own group as the root of the mount, so all folders from the named one upwards are read.
-    """
-    membership = root / "proc" / "self" / "cgroup"
-    for line in membership.read_text("utf-8").splitlines() if membership.is_file() else []:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = mount / path.lstrip("/")
-        for folder in (f for f in (group, *group.parents) if f.is_relative_to(mount)):
-            limit, used = _number(folder / names[0]), _number(folder / names[1])
-            if limit is not None and used is not None:
-                yield limit, used - _numbers(folder / "memory.stat").get(names[2], 0)
-
-
 def max_map_count() -> int:
     """Memory mappings that Linux allows this process."""
-    return _number(Path("/proc/sys/vm/max_map_count")) or DEFAULT_MAX_MAP_COUNT
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no such file or it holds "max"."""
-    text = path.read_text("utf-8").strip() if path.is_file() else ""
-    return int(text) if text.isdecimal() else None
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """First word of each line → the number after it."""
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[1].isdecimal()}
+    return read_number(Path("/proc/sys/vm/max_map_count")) or DEFAULT_MAX_MAP_COUNT

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cache.layout import Layout
-from engine.memory_budget import DeviceMemory
+from engine.machine_memory import DeviceMemory
 
 LENGTHS = (512, 2048)  # tokens of a request, beside the longest that is served
 
@@ -42,7 +42,7 @@ class MemoryTable:
         target = self.layouts[0]
         if not target.paged:
             return target.slots
-        return min(target.slots, target.blocks // -(-length // target.block_size))
+        return min(target.slots, target.blocks // target.held_blocks(length))
 
     def tell(self) -> None:
         log.info("memory:\n%s", self)

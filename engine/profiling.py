@@ -51,7 +51,8 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
     no memory. A plain round of one sequence is always measured.
     """
     models = [part for part in _all_drafters(drafter) if isinstance(part, ModelDrafter)]
-    deadline = perf_counter() + budget_s
+    began = perf_counter()
+    deadline = began + budget_s
     with torch.inference_mode():
         bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), [m.runner for m in models])
         try:
@@ -64,6 +65,8 @@ def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budg
             timings = _measure(bench, shapes, deadline)
         finally:
             bench.clear(drafter)
+    seconds = perf_counter() - began
+    log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(timings), len(shapes), seconds)
     return timings
 
 
@@ -112,7 +115,9 @@ class ProfileBench:
         """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time."""
         runners = [self._target, *self._drafts]
         translations = [runner.translation for runner in self._drafts if runner.translation is not None]
-        max_len = min(runner.cache.max_len for runner in runners) - max((len(t.start) for t in translations), default=0)
+        limits = [n for runner in runners for n in (runner.cache.max_len, runner.cache.window) if n is not None]
+        # No sequence is longer than a window: the rounds take back what they read, and a window does not go back.
+        max_len = min(limits) - max((len(t.start) for t in translations), default=0)
         largest_pass = count * (1 + depth)  # tokens of the largest round: prefill must not need more
         length = max(2, min(MEAN_LENGTH * 3 // 2, max_len - depth, largest_pass))  # of the longest sequence
         self.depth = min(depth, max_len - length)
@@ -201,8 +206,6 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], deadline: float) -> l
             of_shape = samples.setdefault(shape, Samples(draft.steps, draft.read))
             of_shape.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
             of_shape.score_s.append(outcome.score_us * 1e-6)
-    if len(samples) < len(shapes):
-        log.info("%d of %d shapes of rounds were profiled", len(samples), len(shapes))
     return [of_shape.timing(shape) for shape, of_shape in samples.items()]
 
 

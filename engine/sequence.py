@@ -5,6 +5,7 @@ from enum import Enum
 
 from engine.detokenize import TextStream
 from engine.drafters.translation import DraftText
+from engine.sampling.exclusions import Exclusions
 from engine.sampling.penalties import History
 from engine.types import (
     DrafterName,
@@ -53,6 +54,7 @@ class Sequence:
     group: str = ""  # all choices of one client's request; the scheduler treats groups alike
     deadline: float | None = None  # monotonic seconds after which it ends with an error
     history: History | None = None  # its token counts, if penalties need them; the sampler makes it
+    exclusions: Exclusions | None = None  # if its request excludes tokens; the sampler makes them
     draft_text: DraftText | None = None  # its tokens as a draft model with another tokenizer reads them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)

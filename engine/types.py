@@ -22,6 +22,8 @@ DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024  # tokens that one request may bias
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD = 128  # tokens
 MAX_LOGPROBS = 20  # alternatives reported per token
 MAX_SEED = 2**63 - 1
 SEED_RANGE = 2**53  # drawn seeds are smaller, so that a client in JavaScript can send them back
@@ -63,6 +65,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None  # None: the engine draws one and reports it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is drawn; None: every token may be
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the output never holds one of these runs of tokens
     repetition_penalty: float = 1.0  # for tokens of prompt and output: divides positive logits, multiplies others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
@@ -72,6 +76,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # end the text like an end-of-sequence token
     include_stop_str_in_output: bool = False  # whether the text keeps what stopped it
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # whether the text leaves special tokens out
     logprobs: int | None = None  # alternatives to report per emitted token; 0: the token's own only; None: nothing
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
@@ -88,6 +93,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2.0 <= getattr(self, name) <= 2.0, name, "must lie between -2 and 2")
         self._check_logit_bias()
+        self._check_exclusions()
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             legal = count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS)
@@ -108,6 +114,23 @@ class SamplingParams:
         _require(len(set(ids)) == len(ids), "logit_bias", "must not name a token twice")
         legal = all(isfinite(b) and -100.0 <= b <= 100.0 for _, b in self.logit_bias)
         _require(legal, "logit_bias", "must have values between -100 and 100")
+
+    def _check_exclusions(self) -> None:
+        allowed, words = self.allowed_token_ids, self.bad_word_ids
+        if allowed is not None:
+            _require(len(allowed) > 0, "allowed_token_ids", "must name at least one token")
+            _require(all(isinstance(t, int) for t in allowed), "allowed_token_ids", "must hold integers")
+        # A word of a text has two spellings: with and without a space in front.
+        _require(len(words) <= 2 * MAX_BAD_WORDS, "bad_words", f"takes at most {MAX_BAD_WORDS} words")
+        _require(all(words), "bad_words", "must not contain a word without tokens")
+        _require(
+            all(len(w) <= MAX_BAD_WORD for w in words), "bad_words", f"takes words of at most {MAX_BAD_WORD} tokens"
+        )
+
+    @property
+    def excludes(self) -> bool:
+        """Whether allowed_token_ids or bad words exclude tokens."""
+        return self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
     @property
     def penalised(self) -> bool:

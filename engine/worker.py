@@ -94,7 +94,7 @@ class EngineWorker:
         for request in requests:
             self.engine.check(request)
         arrived = time.monotonic()
-        kv_tokens = sum(map(_kv_tokens, requests))
+        kv_tokens = sum(map(self._kv_tokens, requests))
         with self._lock:
             if self._stopping:
                 raise EngineStopped("the engine is shutting down, or has stopped")
@@ -116,11 +116,15 @@ class EngineWorker:
         for request in requests:
             self._inbox.put(partial(self._start, request, arrived))
 
+    def _kv_tokens(self, request: Request) -> int:
+        """Positions of KV memory that the request may need at once."""
+        return self.engine.target.layout.held(len(request.prompt_ids) + request.params.max_tokens)
+
     def _measure(self, request: Request) -> _OpenRequest:
         """What a new request needs of the engine."""
         work_s = self._work.seconds(len(request.prompt_ids), request.params.max_tokens)
         output_s = self._work.seconds(0, request.params.max_tokens)
-        return _OpenRequest(request.group or request.id, _kv_tokens(request), work_s, output_s)
+        return _OpenRequest(request.group or request.id, self._kv_tokens(request), work_s, output_s)
 
     def _retry_after(self) -> int:
         """Seconds until a request of a new group would run, after one choice of each group that has no slot.
@@ -292,8 +296,3 @@ class EngineWorker:
 
 def _nothing() -> None:
     pass
-
-
-def _kv_tokens(request: Request) -> int:
-    """Positions of KV memory that the request may need."""
-    return len(request.prompt_ids) + request.params.max_tokens

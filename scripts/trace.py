@@ -1,4 +1,4 @@
-"""Shows a request's rounds in the terminal: python -m scripts.trace ID [--url http://127.0.0.1:8000] [--key KEY]
+"""Shows a request's rounds in the terminal: python -m scripts.trace ID [--url URL] [--key KEY] [--rounds]
 
 ID is the reply's id, with or without "cmpl-", or "last". A round is a column as high as k, filled up to the number of
 accepted drafts. A server keeps its latest requests only; each replica of a deployment keeps its own. The exit status is
@@ -134,8 +134,8 @@ def rounds_of(choice: dict[str, Any]) -> list[RoundRow]:
     return [RoundRow(*row) for row in zip(*columns, strict=True)]
 
 
-def report(told: dict[str, Any], look: Look) -> Iterator[str]:
-    """The lines to print."""
+def report(told: dict[str, Any], look: Look, *, whole: bool = False) -> Iterator[str]:
+    """The lines to print. whole: with a table of all rounds instead of the slowest."""
     yield from header(told, look)
     if not told["choices"]:
         yield "no rounds: the engine ran nothing of this request"
@@ -143,7 +143,8 @@ def report(told: dict[str, Any], look: Look) -> Iterator[str]:
         yield from ("", about(choice))
         if rounds := rounds_of(choice):
             yield from (*strip(rounds, look), *legend(rounds, look), "")
-            yield from (*by_reason(rounds), "", *slowest(rounds), "", *totals(rounds))
+            yield from (*by_reason(rounds), "", *(every(rounds) if whole else slowest(rounds)), "")
+            yield from totals(rounds)
         else:
             yield "no rounds"
 
@@ -234,6 +235,15 @@ def slowest(rounds: Sequence[RoundRow]) -> Iterator[str]:
     yield from table(names, rows)
 
 
+def every(rounds: Sequence[RoundRow]) -> Iterator[str]:
+    names = ("round", "at ms", "ms", "k", "why", "drafted", "accepted", "tokens", "batch", "drafter")
+    rows = []
+    for i, r in enumerate(rounds):
+        times, drafts = (_ms(r.began_us), _ms(r.total_us)), (r.drafted, r.accepted, r.emitted)
+        rows.append((i, *times, r.k, r.reason or "-", *drafts, r.batch, r.drafter or "-"))
+    yield from table(names, rows)
+
+
 def totals(rounds: Sequence[RoundRow]) -> Iterator[str]:
     emitted, drafted, accepted = _sum(rounds, "emitted"), _sum(rounds, "drafted"), _sum(rounds, "accepted")
     verified = sum(1 for r in rounds if r.drafted)
@@ -284,9 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("id", help='of the reply, with or without its prefix, or "last"')
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
     parser.add_argument("--key", help="an API key, where the server needs one")
+    parser.add_argument("--rounds", action="store_true", help="a table of all rounds in place of the slowest ones")
     asked = parser.parse_args(argv)
     try:
-        show(list(report(find(asked.url, asked.id, asked.key), look_of(sys.stdout))), sys.stdout)
+        told = find(asked.url, asked.id, asked.key)
+        show(list(report(told, look_of(sys.stdout), whole=asked.rounds)), sys.stdout)
     except Failed as failed:
         print(f"trace: {failed}", file=sys.stderr)
         return 1

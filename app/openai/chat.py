@@ -1,37 +1,26 @@
 """The request body of /v1/chat/completions: messages, and the fields that only chats have."""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from app.client import Chat, ModelCard
 from app.openai import fields
 from app.openai.fields import Strict, refuse
-from app.openai.request import GenerationRequest, SharedBody, checked, read_body
-from engine.types import InvalidRequest, SamplingParams
+from app.openai.request import INERT as SHARED_INERT
+from app.openai.request import SHARED_NEUTRAL, GenerationRequest, SharedBody, checked, read_body
+from engine.types import InvalidRequest
 
-# OpenAI fields that concern its service and not the text: accepted with any value, and without effect.
-INERT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",  # without tools it says nothing
-    }
-)
+INERT = SHARED_INERT | {"parallel_tool_calls"}  # without tools it says nothing
 
 # Unsupported fields with their neutral value. Only this value and null are accepted.
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict[str, Any] = SHARED_NEUTRAL | {
     "tools": [],
     "tool_choice": "none",
     "functions": [],
     "function_call": "none",
-    "response_format": {"type": "text"},
     "modalities": ["text"],
     "audio": None,
     "web_search_options": None,
@@ -41,9 +30,6 @@ NEUTRAL: dict[str, Any] = {
     "chat_template": None,  # a program: only the operator chooses it
     "echo": False,
     "best_of": 1,
-    "prompt_logprobs": None,
-    "skip_special_tokens": True,
-    "return_token_ids": False,
 }
 
 Text = Annotated[str, AfterValidator(fields.text)]
@@ -118,18 +104,14 @@ def _without_empty(value: Any) -> Any:
     return {name: item for name, item in value.items() if item is not None and (name == "content" or item != [])}
 
 
-class ChatBody(SharedBody):
-    """The fields of /v1/chat/completions that take effect."""
+class ChatFields(Strict):
+    """What a request says to the chat template."""
 
     messages: Annotated[list[Annotated[Message, BeforeValidator(_without_empty)]], Field(min_length=1)]
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool | None = None  # None: the chat template writes them
-    max_tokens: int | None = None  # OpenAI's older name
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
 
     def chat(self) -> Chat:
         """Raises InvalidRequest for an answer that shall both begin and continue."""
@@ -140,13 +122,13 @@ class ChatBody(SharedBody):
         messages = tuple(message.for_template() for message in self.messages)
         return Chat(messages, begins, self.continue_final_message, self.chat_template_kwargs)
 
-    def limit(self) -> int | None:
-        """Return the most tokens of an answer; None: what the context leaves."""
-        both = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(both) > 1:
-            message = "max_tokens and max_completion_tokens mean the same: send one of them"
-            raise InvalidRequest(message, "max_completion_tokens")
-        return next(iter(both), None)
+
+class ChatBody(SharedBody, ChatFields):
+    """The fields of /v1/chat/completions that take effect."""
+
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    renamed: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
 
     def alternatives(self) -> int | None:
         """Return how many log-probabilities each token comes with beside its own; None: no log-probabilities."""
@@ -162,26 +144,9 @@ def parse_chat(raw: bytes, card: ModelCard) -> GenerationRequest:
     return checked(
         card,
         body,
-        _params(body, card.max_model_len if limit is None else limit),
+        body.sampling_params(card.max_model_len if limit is None else limit, body.alternatives()),
         (),
         add_special_tokens=body.add_special_tokens,
         chat=body.chat(),
         fills_context=limit is None,
-        limit_field=_limit_field(body),
     )
-
-
-def _limit_field(body: ChatBody) -> str:
-    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-
-
-def _params(body: ChatBody, max_tokens: int) -> SamplingParams:
-    """Raises InvalidRequest with the names that a chat's fields have."""
-    names = {"max_tokens": _limit_field(body), "logprobs": "top_logprobs"}
-    try:
-        return body.sampling_params(max_tokens, body.alternatives())
-    except InvalidRequest as error:
-        name = names.get(error.param or "")
-        if name is None:
-            raise
-        raise InvalidRequest(str(error).replace(str(error.param), name), name, error.code) from None

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from app.client import Token
@@ -25,13 +26,15 @@ def engine_requests(
 
     All of them share one seed, which the reply names. Their indices give each choice its own noise.
     """
-    several = len(prompts) * body.n > 1
+    several = len(prompts) * body.candidates > 1
     params = body.params
+    if body.candidates > body.n and params.logprobs is None:
+        params = replace(params, logprobs=0)  # they tell which candidates are best
     if several and params.seed is None:
         params = replace(params, seed=secrets.randbelow(SEED_RANGE))
     return [
         Request(
-            id=f"{request_id}-{prompt_index * body.n + choice_index}" if several else request_id,
+            id=f"{request_id}-{prompt_index * body.candidates + choice_index}" if several else request_id,
             prompt_ids=ids,
             params=params,
             k=body.drafting.k,
@@ -47,7 +50,7 @@ def engine_requests(
             group=request_id,
         )
         for prompt_index, ids in enumerate(prompts)
-        for choice_index in range(body.n)
+        for choice_index in range(body.candidates)
     ]
 
 
@@ -61,24 +64,27 @@ class ReplyChoice:
         token: Callable[[int], Token],
         form: Form,
         *,
-        streams: bool,
+        body: GenerationRequest,
         echo: Callable[[], str] | None = None,
-        tell_tokens: bool = False,
         split: ReasoningSplit | None = None,
     ) -> None:
-        """streams: whether `take` returns parts or the whole. echo: returns the prompt's text; None: the reply does not
-        repeat the prompt. tell_tokens: whether the reply lists the origin of each token. split: finds the reasoning;
-        None: all text is the answer."""
+        """body: the request, which says what the reply tells. echo: returns the prompt's text; None: the reply does not
+        repeat the prompt. split: finds the reasoning; None: all text is the answer."""
         self.index = index
+        self.num_tokens = 0  # emitted so far
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
         self._form = form
-        self._streams = streams
+        self._streams = body.stream
         self._taken = False  # whether a part was taken
         self._prompt_ids = request.prompt_ids
         self._echo = echo  # None once it is written
-        self._logprobs = None if request.params.logprobs is None else form.logprobs(token)
-        keeps_end = request.params.include_stop_str_in_output
-        self._origins = TokenOrigins(token, keeps_end=keeps_end) if tell_tokens else None
+        if not body.params.skip_special_tokens:
+            token = partial(_shown, token)
+        self._logprobs = None if body.params.logprobs is None else form.logprobs(token)
+        self._total_logprob = 0.0
+        keeps_end = body.params.include_stop_str_in_output
+        self._origins = TokenOrigins(token, keeps_end=keeps_end) if body.tell_tokens else None
+        self._ids: list[int] | None = [] if body.tell_ids else None  # since the last `take`
         self._split = split
         self._reasoning = ""
         self._text = ""
@@ -95,11 +101,20 @@ class ReplyChoice:
             reasoning, text = self._split.feed(text, ended=output.finish_reason is not None)
         self._reasoning += reasoning
         self._text += text
+        self.num_tokens += len(output.token_ids)
+        self._total_logprob += sum(logprob.logprob for logprob in output.logprobs)
+        if self._ids is not None:
+            self._ids += output.token_ids
         if self._logprobs is not None:
             self._logprobs.add(output.logprobs)
         if self._origins is not None:
             self._origins.add(output)
         self._reason, self.record = output.finish_reason, output.record
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of the tokens so far, if the engine tells log-probabilities; 0 without tokens."""
+        return self._total_logprob / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def due(self) -> bool:
@@ -113,8 +128,34 @@ class ReplyChoice:
         first, self._taken = not self._taken, True
         said = self._form.part(text, reasoning, first) if self._streams else self._form.whole(text, reasoning)
         logprobs = None if self._logprobs is None else self._logprobs.take()
-        own_fields = {} if self._origins is None else {"speculation": {"rounds": self._origins.take()}}
+        own_fields: dict[str, Any] = {} if self._origins is None else {"speculation": {"rounds": self._origins.take()}}
+        if self._ids is not None:
+            own_fields |= {"token_ids": self._ids} | self._prompt_ids_field(first)
+            self._ids = []
         return {"index": self.index} | said | {"logprobs": logprobs, "finish_reason": self._reason} | own_fields
+
+    def _prompt_ids_field(self, first: bool) -> dict[str, Any]:
+        """Return the prompt's ids, where the form's choices have them: in the first part only."""
+        return {"prompt_token_ids": self._prompt_ids if first else None} if self._form.prompt_ids_in_choices else {}
+
+
+def _shown(token: Callable[[int], Token], token_id: int) -> Token:
+    """The token as a text with special tokens shows it."""
+    found = token(token_id)
+    return Token(found.text, found.text.encode()) if found.special else found
+
+
+def best(choices: Sequence[ReplyChoice], n: int, candidates: int) -> list[ReplyChoice]:
+    """Return the n choices of each prompt's candidates whose tokens have the highest mean log-probability.
+
+    The best comes first, and of equals the one that was made first. The choices get new indices.
+    """
+    chosen: list[ReplyChoice] = []
+    for start in range(0, len(choices), candidates):
+        chosen += sorted(choices[start : start + candidates], key=lambda choice: -choice.mean_logprob)[:n]
+    for index, choice in enumerate(chosen):
+        choice.index = index
+    return chosen
 
 
 async def until_finish(outputs: AsyncIterator[Output]) -> AsyncGenerator[Output]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
-from engine.types import MAX_STOP_STRINGS
+from engine.types import MAX_BAD_WORDS, MAX_STOP_STRINGS
 
 Prompt = str | tuple[int, ...]
 
@@ -61,6 +61,16 @@ def stops(value: Any) -> tuple[str, ...]:
     if len(items) > MAX_STOP_STRINGS:
         raise refuse(f"takes at most {MAX_STOP_STRINGS} strings, not {len(items)}")
     return tuple(text(item) for item in items)
+
+
+def bad_words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise refuse("must be a list of strings")
+    if len(value) > MAX_BAD_WORDS:
+        raise refuse(f"takes at most {MAX_BAD_WORDS} words, not {len(value)}")
+    if not all(item.strip() for item in value):
+        raise refuse("must not contain an empty word")
+    return tuple(text(item) for item in value)
 
 
 def logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -22,6 +22,7 @@ class Form:
     logprobs: Callable[[Callable[[int], Token]], Logprobs]
     whole: Callable[[str, str], dict[str, Any]]  # (text, reasoning) → the field of a choice that holds them
     part: Callable[[str, str, bool], dict[str, Any]]  # the same for a chunk; the last argument: whether it is the first
+    prompt_ids_in_choices: bool  # where a reply tells the prompt's ids: in each choice, or beside the choices
 
 
 def _message(text: str, reasoning: str) -> dict[str, Any]:
@@ -43,6 +44,7 @@ COMPLETIONS = Form(
     logprobs=LogprobColumns,
     whole=lambda text, reasoning: {"text": text},
     part=lambda text, reasoning, first: {"text": text},
+    prompt_ids_in_choices=True,
 )
 
 CHAT = Form(
@@ -53,6 +55,7 @@ CHAT = Form(
     logprobs=LogprobObjects,
     whole=_message,
     part=_delta,
+    prompt_ids_in_choices=False,
 )
 
 ID_PREFIXES = ("", COMPLETIONS.id_prefix, CHAT.id_prefix)  # a request may be named without the prefix

@@ -65,8 +65,10 @@ class Envelope:
     object: str
     created: int  # Unix seconds
     model: str
-    n: int = 1  # choices per prompt
+    candidates: int = 1  # choices per prompt that the engine makes
     tell_steps: bool = False  # whether the metrics list every round of every choice
+    prompt_tokens: int = 0  # a prompt counts once for all its choices
+    prompt_token_ids: tuple[int, ...] | None = None  # None: the reply does not tell them here
 
     def body(self, choices: Sequence[bytes], extra_fields: dict[str, Any]) -> list[bytes]:
         """Return the body around encoded choices, in parts that join to one line of JSON: each choice is a part."""
@@ -75,12 +77,23 @@ class Envelope:
         end = b"," + encode_json(extra_fields)[1:] if extra_fields else b"}"
         return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]
 
+    def first_fields(self) -> dict[str, Any]:
+        """Return the fields of a whole reply, or of a stream's first chunk, that no later chunk repeats."""
+        return {} if self.prompt_token_ids is None else {"prompt_token_ids": self.prompt_token_ids}
+
+    def usage_so_far(self, completion_tokens: int) -> dict[str, Any]:
+        return _counts(self.prompt_tokens, completion_tokens)
+
     def final_fields(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
         """Return the fields that are known only at the end: usage, metrics, seed, and the label of a lossy reply."""
         lenience = records[0].lenience
         label = {} if lenience is None else {"lossy": {"lenience": lenience}}
         request_metrics = metrics(records, tell_steps=self.tell_steps)
-        return {"usage": usage(records, self.n), "metrics": request_metrics, "seed": records[0].seed} | label
+        return {"usage": usage(records, self.candidates), "metrics": request_metrics, "seed": records[0].seed} | label
+
+
+def _counts(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
@@ -91,7 +104,7 @@ def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
     """
     prompt = sum(record.prompt_tokens for record in records[::n])
     output = sum(record.output_tokens for record in records)
-    counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counts = _counts(prompt, output)
     counts["prompt_tokens_details"] = {"cached_tokens": sum(record.cached_tokens for record in records[::n])}
     if predicted := sum(record.prediction_tokens for record in records):
         accepted = sum(record.prediction_accepted for record in records)

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Send
 from app.errors import DeadlineExceeded, error_body
 from app.openai.choices import ReplyChoice
 from app.openai.replies import Envelope, encode_choice, encode_json
+from app.openai.request import GenerationRequest
 from engine.types import Output
 
 HEADERS = [
@@ -36,14 +37,16 @@ async def completion_events(
     outputs: AsyncGenerator[tuple[int, Output]],
     choices: Sequence[ReplyChoice],
     envelope: Envelope,
-    include_usage: bool,
+    body: GenerationRequest,
     on_error: Callable[[Exception], None],
 ) -> AsyncGenerator[bytes]:
     """Yield one event per output that adds text to its choice or ends it, then the usage, then [DONE].
 
     With include_usage (OpenAI's option) the usage comes in an event of its own, else in the event that ends the last
-    choice. An error before the first event is raised, because the reply can still get its status. A later error
-    goes to `on_error` and becomes an error event, without [DONE].
+    choice. With continuous_usage (vLLM's option) every event tells the usage of all choices so far.
+
+    An error before the first event is raised, because the reply can still get its status. A later error goes to
+    `on_error` and becomes an error event, without [DONE].
     """
     started = False
     try:
@@ -53,7 +56,9 @@ async def completion_events(
                 if not choices[index].due:
                     continue
                 encoded = await encode_choice(choices[index].take())
-                for extra_fields, encoded_choices in _chunks(choices, encoded, envelope, include_usage):
+                for extra_fields, encoded_choices in _chunks(choices, encoded, envelope, body):
+                    if not started:
+                        extra_fields |= envelope.first_fields()
                     started = True
                     yield _encoded_event(b"".join(envelope.body(encoded_choices, extra_fields)))
     except Exception as error:
@@ -70,13 +75,14 @@ async def completion_events(
 
 
 def _chunks(
-    choices: Sequence[ReplyChoice], encoded: bytes, envelope: Envelope, include_usage: bool
+    choices: Sequence[ReplyChoice], encoded: bytes, envelope: Envelope, body: GenerationRequest
 ) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
     """Yield (extra fields, encoded choices) of each chunk that can be sent once one choice is `encoded`."""
     records = [choice.record for choice in choices if choice.record is not None]
     final_fields = envelope.final_fields(records) if len(records) == len(choices) else None
-    if include_usage:
-        yield {"usage": None}, [encoded]
+    if body.include_usage:
+        so_far = envelope.usage_so_far(sum(choice.num_tokens for choice in choices)) if body.continuous_usage else None
+        yield {"usage": so_far}, [encoded]
         if final_fields is not None:
             yield final_fields, []
     else:

@@ -10,7 +10,8 @@ from math import ceil
 from typing import Any
 
 from app.client import EngineClient
-from app.page.recent_requests import RecentRequests
+from app.page.recent_requests import RecentRequests, keep
+from app.page.request_speedups import RequestSpeedups
 from app.page.step_window import Counts, StepWindow, batches, decisions, ended, positions, series, speedup, why_none
 from app.telemetry.exchange import Exchange
 from engine.types import EngineStats, StepStats
@@ -34,13 +35,24 @@ REASON_TEXTS = {
 class LivePage:
     """A Listener that collects the page's data. `version` grows with every event that it receives."""
 
-    def __init__(self, client: EngineClient, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns monotonic seconds, on the same clock as the times of engine steps."""
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        trace_viewer_url: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """trace_viewer_url: where a trace can be looked at, with {trace_id} in place of its id; None: nowhere.
+
+        clock: returns monotonic seconds, on the same clock as the times of engine steps.
+        """
         self.client = client
+        self._trace_viewer_url = trace_viewer_url
         self.version = 0
         self.recent = RecentRequests()
         self.open: set[str] = set()  # ids of exchanges that have begun and not ended
         self._window = StepWindow()
+        self._speedups = RequestSpeedups()
         self._clock = clock
         self._latencies: tuple[int, dict[str, Any]] = (-1, {})  # (recent.taken when computed, percentiles)
 
@@ -51,11 +63,14 @@ class LivePage:
     def ended(self, exchange: Exchange) -> None:
         self.version += 1
         self.open.discard(exchange.id)
-        self.recent.add(exchange, self.client.model.name)
+        kept = keep(exchange, self.client.model.name)
+        self.recent.add(kept)
+        self._speedups.add(kept)
 
     def stepped(self, steps: Sequence[StepStats]) -> None:
         self.version += 1
         self._window.add(steps, self._clock())
+        self._speedups.stepped(steps)
 
     @property
     def _epoch(self) -> float:
@@ -72,8 +87,10 @@ class LivePage:
             "drafters": list(card.drafters),
             "drafter": card.drafter,
             "verifier": card.verifier,
+            "chat": card.has_chat_template,
         }
-        return {"model": model, "now": self._now(), "series": self._series(float("inf"))}
+        fixed = {"model": model, "trace_viewer_url": self._trace_viewer_url}
+        return {**fixed, "now": self._now(), "series": self._series(float("inf"))}
 
     def event(self) -> dict[str, Any]:
         """Return what changes: the current figures and the last REPEAT_S of the series."""
@@ -92,6 +109,7 @@ class LivePage:
             "t": round(now + self._epoch, 2),
             **_load(stats),
             "requests": self.recent.taken,
+            "speedups": self._speedups.settled,
             "tokens_per_s": self._sum(now, RATE_S)["emitted", 0] / RATE_S,
             "acceptance": _share(totals["accepted", 0], totals["drafted", 0]),
             "accepted_per_round": _share(totals["accepted", 0], totals["drafting", 0]),

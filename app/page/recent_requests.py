@@ -34,6 +34,11 @@ class KeptRequest:
     def rounds(self) -> int:
         return sum(len(columns["step"]) for columns in self.columns)
 
+    @property
+    def last_step(self) -> int:
+        """The engine's number of the last step that served it; -1 without rounds."""
+        return max((columns["step"][-1] for columns in self.columns if columns["step"]), default=-1)
+
     def summary(self) -> dict[str, Any]:
         """Return the row with each choice's facts and totals, without its rounds."""
         choices = [facts | totals for facts, totals in zip(self.facts, self.totals, strict=True)]
@@ -53,9 +58,9 @@ class RecentRequests:
         self._rounds = 0
         self.taken = 0  # number of requests added so far
 
-    def add(self, exchange: Exchange, model: str) -> None:
-        self._rounds += (kept := keep(exchange, model)).rounds
-        self._kept[exchange.id] = kept
+    def add(self, kept: KeptRequest) -> None:
+        self._rounds += kept.rounds
+        self._kept[kept.row["id"]] = kept
         self.taken += 1
         while len(self._kept) > MAX_REQUESTS or (self._rounds > MAX_ROUNDS and len(self._kept) > 1):
             self._rounds -= self._kept.pop(next(iter(self._kept))).rounds
@@ -91,6 +96,7 @@ def keep(exchange: Exchange, model: str) -> KeptRequest:
         "queue_ms": _ms(arrived, _first([record.admitted for record in records])),
         "ttft_ms": _ms(arrived, _first([record.first_token for record in records])),
         "total_ms": _ms(exchange.began, exchange.finished),
+        "speedup": None,  # request_speedups.py fills it in
     }
     facts = tuple(_facts(index, output, record) for index, output, record in choices)
     tpots = [_tpot_ms(record) for record in records]
@@ -129,7 +135,7 @@ def _columns(record: RequestRecord) -> Columns:
 
 def _prompt_tokens(exchange: Exchange) -> int:
     """Count each prompt once for all its choices."""
-    n = exchange.request_body.n if exchange.request_body is not None else 1
+    n = exchange.request_body.candidates if exchange.request_body is not None else 1
     return sum(len(request.prompt_ids) for request in exchange.requests[::n])
 
 

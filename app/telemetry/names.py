@@ -1,4 +1,5 @@
-"""The names of spans and their attributes. `gen_ai.*` are OpenTelemetry's, `specdec.*` are ours.
+"""The names of spans and their attributes. `gen_ai.*` are OpenTelemetry's, `specdec.*` are ours, and the others are
+OpenInference's, which stand beside OpenTelemetry's because some viewers read only these.
 
 No other module spells these names. Durations are whole microseconds (`_us`), counts are integers. OpenTelemetry's names
 for generative AI are still in development; these follow its page on inference spans
@@ -16,6 +17,11 @@ PREFILL = "specdec.prefill"  # from the first pass to the first token
 DECODE = "specdec.decode"  # from the first token to the last
 ROUND = "specdec.round"
 ENGINE_STEP = "specdec.engine_step"  # the root of its own trace, with links to the requests that it served
+
+# OpenInference's name for what a span is (arize-ai.github.io/openinference/spec). Phoenix and Langfuse read it.
+SPAN_KIND = "openinference.span.kind"
+LLM = "LLM"  # a request
+CHAIN = "CHAIN"  # a part of a request, or an engine step
 
 # Attributes of the request span: the request.
 OPERATION = "gen_ai.operation.name"
@@ -39,6 +45,13 @@ INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 ERROR_TYPE = "error.type"
+
+# OpenInference's names for the same facts.
+LLM_MODEL = "llm.model_name"
+LLM_INPUT_TOKENS = "llm.token_count.prompt"
+LLM_OUTPUT_TOKENS = "llm.token_count.completion"
+LLM_TOTAL_TOKENS = "llm.token_count.total"
+LLM_CACHED_TOKENS = "llm.token_count.prompt_details.cache_read"
 
 # Attributes of the request span that hold text: only if the operator turned them on.
 INPUT_MESSAGES = "gen_ai.input.messages"
@@ -77,6 +90,7 @@ PREDICTION_REJECTED = "specdec.prediction.rejected"
 QUEUE_US = "specdec.time.queue_us"  # over all choices; each choice's spans have its own times
 PREFILL_US = "specdec.time.prefill_us"
 DECODE_US = "specdec.time.decode_us"
+ROUNDS_TABLE = "specdec.rounds.table"  # the first choice's rounds as text: rounds_table.py
 DRAFT_US = "specdec.time.draft_us"  # of all engine steps that served the request; they served others too
 VERIFY_US = "specdec.time.verify_us"
 

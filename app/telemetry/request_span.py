@@ -12,6 +12,7 @@ from opentelemetry.util.types import AttributeValue
 from app.openai.request import GenerationRequest
 from app.telemetry import names as name
 from app.telemetry.exchange import Exchange
+from app.telemetry.rounds_table import rounds_table
 from engine.types import Acceptance, RequestRecord, acceptance_of
 
 MAX_MODEL_NAME = 128  # characters of the model's name that a client sent
@@ -23,6 +24,8 @@ Attributes = dict[str, AttributeValue]
 def request_attributes(exchange: Exchange, model: str) -> Attributes:
     """Return the attributes that are known: a refused body has none. model: the name of the served model."""
     attributes: Attributes = {
+        name.SPAN_KIND: name.LLM,
+        name.LLM_MODEL: model,
         name.OPERATION: name.OPERATIONS[exchange.form.object],
         name.PROVIDER: name.SCOPE,
         name.RESPONSE_MODEL: model,
@@ -116,11 +119,18 @@ def _used(exchange: Exchange) -> Attributes:
     """Count a prompt's tokens once for all its choices. Cached tokens are those that its first choice found."""
     prompts = {request.prompt_index: len(request.prompt_ids) for request in exchange.requests}
     firsts = [exchange.last_outputs[request.id].record for request in exchange.requests if request.choice_index == 0]
+    input_tokens = sum(prompts.values())
+    output_tokens = sum(record.output_tokens for record in exchange.records)
+    cached_tokens = sum(record.cached_tokens for record in firsts if record is not None)
     return {
         name.FINISH_REASONS: [str(output.finish_reason) for output in exchange.outputs],
-        name.INPUT_TOKENS: sum(prompts.values()),
-        name.OUTPUT_TOKENS: sum(record.output_tokens for record in exchange.records),
-        name.CACHED_TOKENS: sum(record.cached_tokens for record in firsts if record is not None),
+        name.INPUT_TOKENS: input_tokens,
+        name.OUTPUT_TOKENS: output_tokens,
+        name.CACHED_TOKENS: cached_tokens,
+        name.LLM_INPUT_TOKENS: input_tokens,
+        name.LLM_OUTPUT_TOKENS: output_tokens,
+        name.LLM_TOTAL_TOKENS: input_tokens + output_tokens,
+        name.LLM_CACHED_TOKENS: cached_tokens,
     }
 
 
@@ -140,6 +150,8 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
     acceptance = acceptance_of(*records)
     disabled = _disabled(exchange, first, acceptance)
     attributes[name.ENABLED] = disabled is None
+    if first.rounds:
+        attributes[name.ROUNDS_TABLE] = rounds_table(first.rounds)
     if disabled is not None:
         attributes[name.DISABLED_REASON] = disabled
     return attributes | _tokens(acceptance) | _acceptance(acceptance) | _prediction(records) | _times(records)

@@ -33,7 +33,7 @@ Level = Literal["off", "request", "packed", "rounds"]
 """
 off       no spans
 request   one span per request
-packed    also spans for each choice's queue, prefill and decode, with the rounds as columns, and for engine steps
+packed    also spans for each choice's queue, prefill and decode, with the rounds as columns
 rounds    also one span per round, for up to 64 rounds of each choice
 """
 
@@ -41,7 +41,9 @@ rounds    also one span per round, for up to 64 rounds of each choice
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
     level: Level = "packed"
-    steps: float = 0.01  # share of the engine's steps that get a span; only steps that served a traced request do
+    # Share of the engine's steps that get a trace, at the levels packed and rounds. Only steps that served a traced
+    # request get one. Beside the requests' traces they fill a viewer's list.
+    steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,9 @@ class Tracer:
             span.set_attribute(name.CHOICES_OMITTED, len(records) - MAX_CHOICES)
 
     def _write(self, piece: Piece, context: Context, clock: Clock, links: Sequence[Link] = ()) -> None:
+        attributes = {name.SPAN_KIND: name.CHAIN, **piece.attributes}
         span = self._tracer.start_span(
-            piece.name, context, attributes=piece.attributes, links=links, start_time=clock.wall_ns(piece.began)
+            piece.name, context, attributes=attributes, links=links, start_time=clock.wall_ns(piece.began)
         )
         inner_context = trace.set_span_in_context(span, context)
         for part in piece.parts:

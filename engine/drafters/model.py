@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
-from engine.drafters.translation import SharedTokens, Translation
+from engine.drafters.shared_tokens import SharedTokens
+from engine.drafters.translation import Translation
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
@@ -65,7 +66,7 @@ class ModelDrafter:
         self.runner.restore_withheld()
         cache, gap = self.runner.cache, self.runner.uncached(sequence)
         if cache.holds(sequence.handle):
-            k = min(k, 1 + cache.room(sequence.handle) - gap)  # the last draft is not fed
+            k = min(k, 1 + cache.room(sequence.handle) - self._next_read(gap))  # the last draft is not fed
         elif not cache.free_slots:
             k = 0
         return Offer(sequence.drafter, max(0, k), gap)
@@ -150,16 +151,20 @@ class ModelDrafter:
         if self._left(sequence) <= 0 or sequence.handle in self._given_up:
             return 0
         if cache.holds(sequence.handle):
-            cache.publish(sequence.handle, self.runner.tokens(sequence))
+            self.runner.publish(sequence)
         elif cache.free_slots:
             cache.allocate(sequence.handle, self.runner.tokens(sequence), sequence.cache_salt)
         else:  # a sequence that has ended still holds its slot; the audit reports it
             return 0
-        gap = self.runner.uncached(sequence)
+        gap = self._next_read(self.runner.uncached(sequence))
         k = max(0, min(k, 1 + cache.room(sequence.handle) - gap))  # the last draft is not fed
         if k:
             cache.reserve(sequence.handle, gap + k - 1)
         return k
+
+    def _next_read(self, gap: int) -> int:
+        """Tokens of a gap that need memory at once: all, unless each piece that was read leaves a window."""
+        return gap if self.runner.cache.window is None else min(gap, self._max_catch_up)
 
     def _catch_up(self, sequences: Seq[Sequence], ks: Seq[int]) -> tuple[list[int], list[Feed]]:
         """(ks, partial feeds). Closes the smallest gaps first, within the budget, and feeds a piece of the first gap

@@ -63,6 +63,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, whole: bool = True) -> None:
         """special_tokens: by their roles, such as bos_token. whole: whether the template writes the special tokens that
         a prompt begins with. Raises ConfigError for a template that cannot be compiled."""
+        self.source = source
         self.needs_special_tokens = not whole
         self._special_tokens = dict(special_tokens)
         environment = _environment()

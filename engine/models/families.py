@@ -145,6 +145,8 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
         experts=ExpertFamily(GPT_OSS_EXPERTS, routing="choice_first", clamped=True),
     ),
 }
+LARGEST_COUNT = 2**31 - 1  # of layers, rows, positions …
+LARGEST_NUMBER = 1e30
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Fields that change what a model computes, with the values that change nothing. A checkpoint of a family that does not
 # read such a field must not have another value there.
@@ -200,14 +202,14 @@ class Fields:
     def count(self, name: str, default: int | None = None) -> int:
         value = self.raw.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
+            raise ConfigError(f"{name} must be an integer of at least 1 and at most {LARGEST_COUNT:,}, not {value!r}")
         return value
 
     def number(self, name: str) -> float:
         value = self.raw.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ConfigError(f"{name} must be a number above 0, not {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LARGEST_NUMBER:
+            raise ConfigError(f"{name} must be a number above 0 and at most {LARGEST_NUMBER:g}, not {value!r}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:

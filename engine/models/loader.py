@@ -1,10 +1,10 @@
 """Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from transformers import AutoConfig
 
 from engine.config import ConfigError
 from engine.models.attention import Scoring
+from engine.models.config_file import read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, Layer, Norm, no_norm
-from engine.models.families import FAMILIES, read_config
+from engine.models.families import read_config
 from engine.models.linear import Linear
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
@@ -26,8 +27,6 @@ from engine.models.traits import ExpertTraits
 
 log = logging.getLogger(__name__)
 
-# Without these transformers would fill in the values of some published model.
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")  # of a text model's tensors
 FUSED = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}  # where a checkpoint has one tensor for several
 NOT_READ = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold although config.json says the same
@@ -45,17 +44,7 @@ class Checkpoint:
 def open_checkpoint(directory: str) -> Checkpoint:
     """Read and check config.json. Raises ConfigError if it is malformed or needs what the decoder does not have."""
     path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    try:
-        given = json.loads((path / "config.json").read_text("utf-8"))
-        kind = given.get("model_type")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path}: config.json is malformed: {error}") from error
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"{path} is a {kind!r} model; supported are {', '.join(FAMILIES)}")
-    if "text_config" not in given and (missing := [name for name in REQUIRED if given.get(name) is None]):
-        raise ConfigError(f"{path}: config.json lacks {', '.join(missing)}")
+    kind = read_config_file(path)["model_type"]
     try:
         raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # transformers raises errors of many classes here, KeyError among others
@@ -80,7 +69,7 @@ def load_decoder(
     Raises ConfigError, naming the file or tensor, if one is missing, has another shape than config.json says, or is
     something that the family does not have.
     """
-    config, path = checkpoint.shape, checkpoint.path
+    config, path, began = checkpoint.shape, checkpoint.path, perf_counter()
     size = RopeSize(config.traits.rotary_dim or config.head_dim, max_len, config.max_position_embeddings)
     try:
         rotations = tuple(rotation_table(rope, size, dtype, device) for rope in config.traits.ropes)
@@ -119,7 +108,8 @@ def load_decoder(
     )
     tensors.refuse_unread(config)
     dtype_name = str(dtype).removeprefix("torch.")
-    log.info("%s: weights %s in %s, %.1f MB", path, weights.form, dtype_name, decoder.weight_bytes / 1e6)
+    size_mb, seconds = decoder.weight_bytes / 1e6, perf_counter() - began
+    log.info("%s: weights %s in %s, %.1f MB (%.1f s)", path, weights.form, dtype_name, size_mb, seconds)
     return decoder
 
 

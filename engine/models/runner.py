@@ -82,6 +82,17 @@ class Runner:
         self._known_finite.discard(handle)
         self.cache.release(handle)
 
+    def publish(self, sequence: Sequence) -> None:
+        """Let other sequences find what the cache holds of the committed tokens, and free what no later query sees.
+
+        The memory is examined first if it is not known to be finite. Memory that is not finite is kept until the
+        sequence ends.
+        """
+        handle, tokens = sequence.handle, self.tokens(sequence)
+        self.cache.publish(handle, tokens)
+        if self.cache.unseen(handle, len(tokens)) and (handle in self._known_finite or self._finite(handle)):
+            self.cache.slide(handle, len(tokens))
+
     def mark_finite(self, sequence: Sequence) -> None:
         """The sequence's memory has led to finite scores, so it is finite."""
         self._known_finite.add(sequence.handle)
@@ -223,4 +234,4 @@ class Runner:
 
 
 def kv_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
-    return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, device)
+    return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, device, config.traits.widest_window)

@@ -4,23 +4,18 @@ Files are read and not mapped into memory. The pages of a mapping count as this 
 them back, and a mapped file that somebody truncates kills the process.
 """
 
-import json
 import mmap
-import operator
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.weight_files import INDEX, WEIGHTS, pickle_reason, weight_files
+from engine.models.headers import StoredTensor, stored_tensors
+from engine.models.progress import Progress
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 MAPPED_BYTES = 2**21  # a huge page
 DTYPES = {
     "F64": torch.float64,
@@ -40,24 +35,14 @@ DTYPES = {
 Read = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) → the tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies in its file."""
-
-    file: Path
-    dtype: str  # as the format names it
-    shape: tuple[int, ...]
-    start: int  # its first byte, from the beginning of the file
-    num_bytes: int
-
-
 class Shards:
     """All tensors of a checkpoint. One file is open at a time."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers of all files. Raises ConfigError, naming the file, for one that is missing or broken."""
         self.directory = directory
-        self.tensors = _stored_tensors(directory)
+        self.tensors = stored_tensors(directory)
+        self._progress: Progress | None = None  # begins with the first read
         self._file: Path | None = None
         self._descriptor = -1
 
@@ -72,6 +57,8 @@ class Shards:
         stored = self.stored(name)
         if stored.dtype not in DTYPES:
             raise ConfigError(f"{stored.file}: {name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}")
+        if self._progress is None:
+            self._progress = Progress(str(self.directory), sum(t.num_bytes for t in self.tensors.values()))
         data = _buffer(stored.num_bytes)
         view, done = data.numpy().data, 0
         try:
@@ -83,6 +70,7 @@ class Shards:
                 done += count
         except OSError as error:
             raise ConfigError(f"{stored.file} cannot be read: {error}") from error
+        self._progress.add(stored.num_bytes)
         return data.view(DTYPES[stored.dtype]).view(stored.shape)
 
     def close(self) -> None:
@@ -131,54 +119,3 @@ def tensor_reader(shards: Shards, dtype: torch.dtype, device: torch.device) -> R
         return _buffer(tensor.numel() * dtype.itemsize).view(dtype).view(shape).copy_(tensor)
 
     return read
-
-
-def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    index, single = directory / INDEX, directory / WEIGHTS
-    if not index.is_file():
-        if single.is_file():
-            return read_header(single)
-        raise ConfigError(f"{directory} holds no {WEIGHTS}{pickle_reason([p.name for p in _files(directory)])}")
-    names = weight_files(index)
-    if missing := sorted({file for file in names.values() if not (directory / file).is_file()}):
-        raise ConfigError(f"{directory}: {INDEX} names files that are missing: {', '.join(missing)}")
-    headers = {file: read_header(directory / file) for file in sorted(set(names.values()))}
-    for name, file in names.items():
-        if name not in headers[file]:
-            raise ConfigError(f"{directory}: {INDEX} says that {file} holds {name!r}, and it does not")
-    return {name: headers[file][name] for name, file in names.items()}
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file. Raises ConfigError if the file is truncated or its header is wrong."""
-    try:
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"the header's length is {length:,} bytes, the file's {size:,}")
-            header: dict[str, dict[str, Any]] = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from error
-    if (needed := max((t.start + t.num_bytes for t in tensors.values()), default=0)) > size:
-        raise ConfigError(f"{file} is truncated: its header names {needed:,} bytes, and it has {size:,}")
-    return tensors
-
-
-def _stored(file: Path, data_start: int, entry: dict[str, Any]) -> StoredTensor:
-    """Raises ValueError for an entry whose bytes do not fit its shape."""
-    (first, end), shape = map(operator.index, entry["data_offsets"]), tuple(map(operator.index, entry["shape"]))
-    dtype = entry["dtype"]
-    if not 0 <= first <= end or min(shape, default=0) < 0:
-        raise ValueError(f"a tensor of shape {shape} lies at bytes {first} to {end}")
-    if dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != end - first:
-        raise ValueError(f"a tensor of shape {shape} and dtype {dtype} has {end - first:,} bytes")
-    return StoredTensor(file, dtype, shape, data_start + first, end - first)

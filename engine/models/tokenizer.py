@@ -67,18 +67,19 @@ class Tokenizer:
             raise _not_text() from None
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens.
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, without special tokens unless skip_special_tokens is false.
 
         Text that is complete does not change when further ids follow. For that, bytes of sentencepiece are decoded
         character by character; the backend turns a whole run of them into U+FFFD if one of them is invalid.
         """
         if self._byte_ids and not self._byte_ids.isdisjoint(ids):
-            names = [name for i in ids if i not in self.special_ids and (name := self.name(i)) is not None]
+            hidden = self.special_ids if skip_special_tokens else ()
+            names = [name for i in ids if i not in hidden and (name := self.name(i)) is not None]
             return str(self._decoder.decode(list(_split_invalid_runs(names))))
-        if self._unflagged:
+        if self._unflagged and skip_special_tokens:
             ids = [i for i in ids if i not in self._unflagged]
-        return str(self._backend.decode(ids, skip_special_tokens=True))
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def name(self, token: int) -> str | None:
         """A token's entry in the vocabulary; None for an id that only the model's embedding has."""

@@ -84,6 +84,13 @@ class Traits:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    @property
+    def widest_window(self) -> int | None:
+        """Positions that a token sees in every layer, at most; None: all before it in some layer."""
+        return (
+            max((window for window in self.windows if window is not None), default=None) if all(self.windows) else None
+        )
+
     def rope(self, layer: int) -> int | None:
         return self.rope_of_layer[layer] if self.rope_of_layer else 0
 

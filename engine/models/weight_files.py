@@ -1,11 +1,13 @@
 """In which files a checkpoint keeps its weights. Only safetensors are read."""
 
 import json
+import os
 from pathlib import Path, PurePosixPath
 
 from engine.config import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAME_BYTES = 255  # of a file's name, at most
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -14,9 +16,14 @@ def weight_files(index: Path) -> dict[str, str]:
     that is not safetensors."""
     try:
         names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+        too_long = [
+            file for file in names.values() if any(len(os.fsencode(part)) > NAME_BYTES for part in file.split("/"))
+        ]
         outside = sorted({file for file in names.values() if not _is_inside(file)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is malformed: {error!r}") from error
+    if too_long:
+        raise ConfigError(f"{index} names a file by more than {NAME_BYTES} bytes: {too_long[0][:40]}…")
     if outside:
         raise ConfigError(f"{index} names files outside of its directory: {', '.join(outside)}")
     if others := sorted({file for file in names.values() if not file.endswith(".safetensors")}):

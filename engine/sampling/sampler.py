@@ -4,8 +4,9 @@ A round's rows are sequence-major: sequence i has rows offset[i] … offset[i] +
 absolute position len(tokens[i]) + j, after the committed tokens and the first j drafts. Draft j + 1 and the target's
 own token are drawn for the same row, so with the same parameters and, under `match`, with the same noise.
 
-The transform, in transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no end
-tokens before min_tokens, temperature, top-k, top-p, min-p (filters.py).
+The transform, in transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no token
+that the request excludes (exclusions.py), no end tokens before min_tokens, temperature, top-k, top-p, min-p
+(filters.py).
 """
 
 from collections.abc import Sequence as Seq
@@ -14,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.sampling.exclusions import Exclusions
 from engine.sampling.filters import Filters, apply_temperature, truncated, truncates
 from engine.sampling.noise import (
     COIN_STREAM,
@@ -61,6 +63,7 @@ class Sampler:
         self._filters = (
             Filters.make([params[row] for row in truncated_rows], vocab_size, device) if truncated_rows else None
         )
+        self._exclusions = {i: self._excluded(s) for i, s in enumerate(sequences) if s.params.excludes}
         self._histories = [self._history(s) for s in sequences] if self._penalised else []
 
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
@@ -74,6 +77,8 @@ class Sampler:
             logits = _put(logits, picked, biased(_take(logits, picked), [self._params[rows[n]] for n in picked]))
         if picked := [n for n, row in enumerate(rows) if row in self._penalised]:
             logits = _put(logits, picked, self._penalise(_take(logits, picked), [rows[n] for n in picked], drafts))
+        if self._exclusions:
+            logits = self._without_excluded(logits, rows, drafts)
         if self._banned:
             logits = self._without_banned(logits, rows)
         picked = [n for n, row in enumerate(rows) if row in self._filter_row]
@@ -158,6 +163,25 @@ class Sampler:
         # An illegal draft is rejected, so the rows behind it do not matter.
         drafted = owners if drafts is None else drafts[sequences, columns].clamp(0, self._vocab_size - 1)
         return penalised(logits, histories, drafted, owners)
+
+    def _excluded(self, sequence: Sequence) -> Exclusions:
+        """The sequence's exclusions, up to its end; made in its first round."""
+        if sequence.exclusions is None:
+            sequence.exclusions = Exclusions(sequence.params, self._vocab_size, self.device)
+        return sequence.exclusions
+
+    def _without_excluded(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
+        logits = logits.clone()
+        for i, exclusions in self._exclusions.items():
+            picked = [n for n, row in enumerate(rows) if self._rows[row][0] == i]
+            if not picked:
+                continue
+            sequence, ahead = self._sequences[i], [self._rows[rows[n]][1] for n in picked]
+            tail = sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - exclusions.width) :]
+            seen = None if drafts is None else drafts[i]
+            index = self._index(picked)
+            logits[index] = exclusions.apply(logits[index], tail, seen, ahead)
+        return logits
 
     def _without_banned(self, logits: Tensor, rows: Seq[int]) -> Tensor:
         pairs = [(i, t) for i, row in enumerate(rows) for t in self._banned.get(row, ()) if t < logits.shape[-1]]

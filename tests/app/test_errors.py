@@ -111,7 +111,7 @@ def test_an_engine_that_falls_silent_is_an_error_not_a_finish(monkeypatch: pytes
 def test_a_reply_that_breaks_midway_is_left_for_the_server_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the server can break the connection. If the exception were swallowed, half a reply would look complete."""
 
-    async def half(outputs: Any, choices: Any, envelope: Any, send: Send) -> None:
+    async def half(outputs: Any, choices: Any, envelope: Any, body: Any, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("midway")
 

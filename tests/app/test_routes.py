@@ -15,7 +15,24 @@ CARD = {
     "created": 1_700_000_000,
     "owned_by": "foretoken",
     "max_model_len": 256,
+    "vocab_size": 256,
+    "limits": {
+        "choices": 64,
+        "prompt_tokens": 131_072,
+        "spec_length": 8,
+        "logprobs": 20,
+        "stop": 4,
+        "stop_token_ids": 64,
+        "logit_bias": 1024,
+        "bad_words": 64,
+    },
     "sampling_defaults": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    "speculation_defaults": {
+        "policy": "goodput",
+        "drafters": ["model", "ngram", "lookup", "prediction", "cascade"],
+        "drafter": "model",
+        "verifier": "match",
+    },
 }
 
 

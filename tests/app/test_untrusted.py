@@ -80,7 +80,7 @@ def test_text_that_cannot_be_told_costs_only_itself(caplog: pytest.LogCaptureFix
         yield Output(request.id, (), "", "error", "broken", record=record_of(request))
 
     traced = Traced(failing, text=True)
-    traced.client.detokenize = broken  # type: ignore[method-assign]
+    traced.client.detokenize = broken  # type: ignore[assignment, method-assign]
     call(traced.app, PROMPT | {"prompt": [104, 105]})
     assert "no text for these ids" in caplog.text
     assert traced.attributes()["error.type"] == "engine_error"

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache.paged import PagedCache
+from cache.paged import HIDDEN, PagedCache
 from cache.prefix import Node
 from cache.protocol import CacheFull, KVCache
 from cache.slotted import SlottedCache
 
 SLOTS, MAX_LEN, BLOCK, BLOCKS = 4, 9, 2, 10  # all slots at max_len would need 20 blocks, the last of each not full
+WINDOW = 4  # of a cache that slides; its edge lies within a block or between two
 HANDLES = st.integers(0, 5)
 TOKENS = st.lists(st.integers(0, 1), max_size=MAX_LEN)
 # So few that two sequences often compute the same, and go apart after it.
@@ -47,7 +48,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.salts: dict[int, str] = {}
         self.committed: dict[int, int] = {}  # of the held tokens; those behind them are drafts
         self.reserved: dict[int, int] = {}  # positions that may be written
-        self.closed: set[int] = set()  # sequences that met their text in a block of another's, or were discarded
+        self.window = self.cache.window
+        self.left: dict[int, int] = {}  # positions that the sequence's window has left
+        self.indexed: dict[int, int] = {}  # positions whose blocks it published or found, while the index has them all
+        # Sequences that met their text in a block of another's, were discarded, or lost a block above theirs.
+        self.closed: set[int] = set()
         self.memory: dict[Place, Text] = {}
         self.distrusted: set[Place] = set()
         self.withheld: set[int] = set()  # blocks, or slots
@@ -88,12 +93,20 @@ class CacheMachine(RuleBasedStateMachine):
         length = len(self.held[handle])
         if self.paged is None:
             return MAX_LEN - length
-        references = Counter(block for h in self.held for block in self.paged.table(h))
+        references = self.references()
         blocks, table = BLOCKS - len(references) - len(self.withheld), self.paged.table(handle)
         if length % BLOCK:
             last = table[length // BLOCK]
             blocks -= references[last] > 1 or last in self.index().values()
         return 0 if blocks < 0 else min(MAX_LEN, (len(table) + blocks) * BLOCK) - length
+
+    def references(self) -> Counter[int]:
+        assert self.paged is not None
+        return Counter(block for h in self.held for block in self.paged.table(h) if block != HIDDEN)
+
+    def first_seen(self, length: int) -> int:
+        """The first position of the first block that a query at `length` sees."""
+        return 0 if self.window is None else max(0, length - self.window + 1) // BLOCK * BLOCK
 
     @property
     def free_slots(self) -> int:
@@ -122,7 +135,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.allocate(handle, prompt, salt) == expected, "not the longest prefix that is there"
         assert self.cache.slot(handle) == slot
         self.held[handle], self.salts[handle] = prompt[:expected], salt
-        self.committed[handle] = self.reserved[handle] = expected
+        self.committed[handle] = self.reserved[handle] = self.indexed[handle] = expected
+        self.left[handle] = self.first_seen(expected)
 
     @precondition(lambda self: self.free_slots)
     @rule(prompt=PROMPTS, salt=SALTS, commit=st.booleans())
@@ -149,6 +163,17 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cache.reserve(handle, count)
             self.reserved[handle] = max(self.reserved[handle], len(self.held[handle]) + count)
+            self.note_evictions()
+
+    def note_evictions(self) -> None:
+        """Without a window no sequence loses a block above its own."""
+        index = self.index()
+        for handle, indexed in self.indexed.items():
+            chain = [(self.salts[handle], tuple(self.held[handle][:n])) for n in range(BLOCK, indexed + 1, BLOCK)]
+            if not index.keys() >= set(chain):
+                assert self.window is not None, f"{chain} was evicted while sequence {handle} held it"
+                self.closed.add(handle)
+                self.indexed[handle] = 0
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), tokens=TOKENS, commit=st.booleans())
@@ -165,6 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
             count = min(len(tokens), self.cache.room(handle))
             self.cache.reserve(handle, count)
             self.reserved[handle] += count
+            self.note_evictions()
         self.do_copies()
         for token in tokens[: self.reserved[handle] - len(text)]:
             text.append(token)
@@ -204,12 +230,43 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         handle = self.pick(data)
         length = len(self.held[handle]) - data.draw(st.integers(0, len(self.held[handle])), label="fewer")
+        if length and self.first_seen(length) < self.left[handle]:
+            with pytest.raises(ValueError, match="its window has left"):
+                self.cache.truncate_to(handle, length)
+            return
         self.cache.truncate_to(handle, length)
         del self.held[handle][length:]
+        self.indexed[handle] = min(self.indexed[handle], length // BLOCK * BLOCK)
         self.reserved[handle] = length
         self.committed[handle] = min(self.committed[handle], length)
         if not length:
             self.closed.discard(handle)
+            self.left[handle] = 0
+
+    @precondition(lambda self: self.held and self.window)
+    @rule(data=st.data(), tokens=TOKENS)
+    def go_on(self, data: st.DataObject, tokens: list[int]) -> None:
+        """A sequence commits one token after the other, and its window moves on."""
+        handle = self.pick(data)
+        for token in tokens:
+            self.feed(handle, [token])
+            self.publish(handle, len(self.held[handle]), [])
+            self.slide_to(handle, len(self.held[handle]))
+
+    @precondition(lambda self: self.held and self.window)
+    @rule(data=st.data())
+    def slide(self, data: st.DataObject) -> None:
+        handle = self.pick(data)
+        self.slide_to(handle, data.draw(st.integers(0, self.committed[handle]), label="length"))
+
+    def slide_to(self, handle: int, length: int) -> None:
+        """The memory that no query behind the committed tokens sees is freed."""
+        left = max(self.left[handle], self.first_seen(length))
+        assert self.cache.unseen(handle, length) == left - self.left[handle]
+        self.cache.slide(handle, length)
+        self.left[handle] = left
+        if left > self.indexed[handle]:
+            self.closed.add(handle)
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(data=st.data())
@@ -218,10 +275,13 @@ class CacheMachine(RuleBasedStateMachine):
         length = len(self.held[parent]) - data.draw(st.integers(0, len(self.held[parent])), label="fewer")
         before = len(self.held[child])
         shared = self.paged is not None and length > before and self.salts[parent] == self.salts[child]
+        shared = shared and self.first_seen(length) >= self.left[parent]
         assert self.cache.fork(parent, child, length) == (length if shared else before)
         if shared:
             self.held[child] = self.held[parent][:length]
             self.committed[child] = min(self.committed[parent], length)
+            self.left[child] = self.left[parent]
+            self.indexed[child] = min(self.indexed[parent], length // BLOCK * BLOCK)
             self.reserved[child], self.reserved[parent] = length, len(self.held[parent])
             (self.closed.add if parent in self.closed else self.closed.discard)(child)
 
@@ -243,10 +303,14 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.published |= {(salt, prefix) for prefix in prefixes}
         for prefix, block in zip(prefixes, self.paged.table(handle), strict=False):
+            if block == HIDDEN:
+                assert (salt, prefix) in index
+                continue
             if index.get((salt, prefix), block) != block:
                 self.closed.add(handle)
                 return
             assert self.index().get((salt, prefix)) == block, "a full committed block is not indexed"
+            self.indexed[handle] = max(self.indexed[handle], len(prefix))
 
     @rule(handle=HANDLES)
     def release(self, handle: int) -> None:
@@ -254,7 +318,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.gone(handle)
 
     def gone(self, handle: int) -> None:
-        for facts in (self.held, self.salts, self.committed, self.reserved):
+        for facts in (self.held, self.salts, self.committed, self.reserved, self.left, self.indexed):
             facts.pop(handle, None)
         self.closed.discard(handle)
         self.cache.audit(self.held.keys())
@@ -296,11 +360,18 @@ class CacheMachine(RuleBasedStateMachine):
         found = set(self.index().values())
         self.cache.discard(handle)
         if self.paged is not None and self.paged.table(handle):
-            held = {block for h in self.held for block in self.paged.table(h)}
-            self.withheld |= found - set(self.index().values()) - held
-            first = self.paged.table(handle)[0]
-            self.closed |= {h for h in self.held if self.paged.table(h)[:1] == [first]}
-            self.distrusted |= {self.place(handle, n) for n in range(len(self.held[handle]))}
+            self.withheld |= found - set(self.index().values()) - self.references().keys()
+            related = {h for h in self.held if self.related(handle, h)}
+            self.closed |= related
+            self.indexed |= dict.fromkeys(related, 0)
+            self.distrusted |= {self.place(handle, n) for n in range(self.left[handle], len(self.held[handle]))}
+
+    def related(self, one: int, other: int) -> bool:
+        """Whether two sequences share a block, or began with the same indexed block."""
+        assert self.paged is not None
+        blocks = set(self.paged.table(one)) - {HIDDEN}
+        first, theirs = ((self.salts[h], self.held[h][: min(BLOCK, self.indexed[h])]) for h in (one, other))
+        return not blocks.isdisjoint(self.paged.table(other)) or (bool(first[1]) and first == theirs)
 
     # What must hold.
 
@@ -321,17 +392,21 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(set(slots)) == len(slots)
         assert all(0 <= s < SLOTS for s in slots)
         if self.paged is not None:
-            references = Counter(block for h in self.held for block in self.paged.table(h))
+            references = self.references()
             assert self.paged.used_blocks == len(references) + len(self.withheld) == BLOCKS - self.paged.free_blocks
             for h in self.held:
                 assert self.paged.slot_table(self.cache.slot(h)) == self.paged.table(h)
                 assert self.paged.owned(h) == [b for b in self.paged.table(h) if references[b] == 1]
+                entries = self.left[h] // BLOCK
+                assert [b == HIDDEN for b in self.paged.table(h)[:entries]] == [True] * entries
+                assert HIDDEN not in self.paged.table(h)[entries:]
             assert all(self.paged.slot_table(s) == [] for s in set(range(SLOTS)) - set(slots))
 
     def everyone_reads_its_own_text(self) -> None:
         for handle, text in self.held.items():
-            read = [self.read(self.place(handle, n)) for n in range(len(text))]
-            assert read == [tuple(text[: n + 1]) for n in range(len(text))], f"sequence {handle} reads another's memory"
+            seen = range(self.left[handle], len(text))
+            read = [self.read(self.place(handle, n)) for n in seen]
+            assert read == [tuple(text[: n + 1]) for n in seen], f"sequence {handle} reads another's memory"
 
     def what_is_found_is_what_was_published(self) -> None:
         for (salt, text), block in self.index().items():
@@ -353,3 +428,9 @@ class PagedMachine(CacheMachine):
     @staticmethod
     def make() -> KVCache:
         return PagedCache(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True)
+
+
+class SlidingMachine(CacheMachine):
+    @staticmethod
+    def make() -> KVCache:
+        return PagedCache(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True, window=WINDOW)

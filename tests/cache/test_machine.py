@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache.blocks import BlockPool
 from cache.paged import NEVER, PagedCache, _Held
 from cache.protocol import CacheFull, KVCache
-from tests.cache.machine import BLOCK, BLOCKS, MAX_LEN, SLOTS, CacheMachine, PagedMachine
+from tests.cache.machine import BLOCK, BLOCKS, MAX_LEN, SLOTS, WINDOW, CacheMachine, PagedMachine, SlidingMachine
 
 # A failing program is shrunk and printed as Python that reproduces it; print_blob adds the line that repeats it.
 NORMAL = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
@@ -20,6 +20,8 @@ HUNT = settings(NORMAL, max_examples=2000, derandomize=True, database=None, phas
 
 TestPagedCache = PagedMachine.TestCase
 TestPagedCache.settings = NORMAL
+TestSlidingCache = SlidingMachine.TestCase
+TestSlidingCache.settings = NORMAL
 
 
 class WithoutPrefixes(PagedMachine):
@@ -39,8 +41,9 @@ TestPagedCacheWithoutPrefixes.settings = settings(NORMAL, max_examples=40)
 
 
 @pytest.mark.proofs
-def test_the_paged_cache_holds_for_a_hundred_thousand_steps() -> None:
-    machine: type[CacheMachine] = type("Long", (PagedMachine,), {"steps": 0})
+@pytest.mark.parametrize("kind", [PagedMachine, SlidingMachine])
+def test_the_paged_cache_holds_for_a_hundred_thousand_steps(kind: type[CacheMachine]) -> None:
+    machine: type[CacheMachine] = type("Long", (kind,), {"steps": 0})
     run_state_machine_as_test(machine, settings=LONG)
     assert machine.steps >= 100_000
 
@@ -220,6 +223,67 @@ def test_the_machine_catches(faulty: type[PagedCache]) -> None:
 
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run_state_machine_as_test(type("Faulty", (PagedMachine,), {"make": staticmethod(make)}), settings=HUNT)
+
+
+class SlidesTooFar(PagedCache):
+    def _first_seen(self, length: int) -> int:
+        return super()._first_seen(length + 1)
+
+
+class SlidesTooLittle(PagedCache):
+    def _first_seen(self, length: int) -> int:
+        return super()._first_seen(length - 1)
+
+
+class TruncatesIntoWhatItLeft(PagedCache):
+    def truncate_to(self, handle: int, length: int) -> None:
+        window, self.window = self.window, None
+        super().truncate_to(handle, length)
+        self.window = window
+
+
+class ForksWhatIsGone(PagedCache):
+    def fork(self, parent: int, child: int, length: int) -> int:
+        hidden, self._held[parent].hidden = self._held[parent].hidden, 0
+        try:
+            return super().fork(parent, child, length)
+        finally:
+            self._held[parent].hidden = hidden
+
+
+class IndexesBelowWhatIsGone(PagedCache):
+    """A sequence that loses a block above its own goes on to index below it."""
+
+    def _forget(self, blocks: Any) -> None:
+        for block in blocks:
+            self._pool.forget(block)
+
+
+class DiscardsOnlyWhatItSees(PagedCache):
+    """Blocks that a discarded sequence has left are still found."""
+
+    def discard(self, handle: int) -> None:
+        if not self._held[handle].hidden:
+            super().discard(handle)
+
+
+SLIDING_FAULTS = [
+    SlidesTooFar,
+    SlidesTooLittle,
+    TruncatesIntoWhatItLeft,
+    ForksWhatIsGone,
+    IndexesBelowWhatIsGone,
+    DiscardsOnlyWhatItSees,
+]
+
+
+@pytest.mark.parametrize("faulty", SLIDING_FAULTS)
+def test_the_machine_catches_in_a_sliding_cache(faulty: type[PagedCache]) -> None:
+    def make() -> KVCache:
+        return faulty(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True, window=WINDOW)
+
+    with pytest.raises((AssertionError, KeyError, IndexError, pytest.fail.Exception)):
+        run_state_machine_as_test(type("Faulty", (SlidingMachine,), {"make": staticmethod(make)}), settings=HUNT)
 
 
 def test_the_machine_catches_drafts_that_are_handed_over() -> None:

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache.paged import PagedCache
+from cache.paged import HIDDEN, PagedCache
 from cache.protocol import CacheFull, KVCache
 
 TEXT = list(range(100, 140))
 
 
-def paged(blocks: int = 16, *, slots: int = 4, max_len: int = 32, prefixes: bool = True) -> PagedCache:
-    return PagedCache(slots, max_len, 4, blocks, prefixes=prefixes)
+def paged(
+    blocks: int = 16, *, slots: int = 4, max_len: int = 32, prefixes: bool = True, window: int | None = None
+) -> PagedCache:
+    return PagedCache(slots, max_len, 4, blocks, prefixes=prefixes, window=window)
 
 
 def grow(cache: PagedCache, handle: int, count: int) -> None:
@@ -387,6 +389,90 @@ def test_unreferenced_blocks_below_what_was_discarded_are_withheld() -> None:
     cache.restore()
     assert (cache.free_blocks, cache._pool.free) == (3, 3)
     cache.audit({0})
+
+
+def read_on(cache: PagedCache, handle: int, tokens: Sequence[int]) -> None:
+    """Read and commit the tokens that are left, four at a time; the window moves on each time."""
+    while (length := cache.length(handle)) < len(tokens):
+        grow(cache, handle, min(4, len(tokens) - length))
+        cache.publish(handle, tokens)
+        cache.slide(handle, cache.length(handle))
+        cache.audit(set(range(10)))
+
+
+def test_a_sliding_sequence_holds_what_its_window_sees() -> None:
+    cache = paged(blocks=4, window=6)
+    cache.allocate(0)
+    read_on(cache, 0, TEXT[:31])  # in 4 blocks instead of 8
+    assert cache.table(0)[:6] == [HIDDEN] * 6  # the next query, at 31, sees 26 … 31
+    assert cache.used_blocks == 2
+    with pytest.raises(ValueError, match="to 28 positions: its window has left the first 24"):
+        cache.truncate_to(0, 28)
+    cache.truncate_to(0, 29)
+    cache.truncate_to(0, 0)
+    cache.audit({0})
+    assert cache.used_blocks == 0
+    read_on(cache, 0, TEXT[:8])
+
+
+def test_a_text_is_found_behind_its_window() -> None:
+    cache = paged(window=6)
+    cache.allocate(0)
+    read_on(cache, 0, TEXT[:16])
+    table = list(cache.table(0))
+    read_on(cache, 0, TEXT[:20])
+    assert cache.allocate(1, TEXT[:17]) == 16
+    assert cache.table(1) == [HIDDEN, HIDDEN, table[2], table[3]]  # the query at 16 sees 11 … 16
+    cache.release(0)
+    cache.audit({1})
+    assert cache.used_blocks == 2
+
+
+def test_evicting_a_block_takes_what_is_below_it_out_of_the_index() -> None:
+    cache = paged(blocks=6, window=4)
+    cache.allocate(0)
+    read_on(cache, 0, TEXT[:12])
+    cache.allocate(1)
+    cache.reserve(1, 15)  # the last of its four blocks was the text's first one
+    cache.audit({0, 1})
+    assert (cache.used_blocks, cache.free_blocks) == (5, 1)
+    assert cache.allocate(2, TEXT) == 0
+    read_on(cache, 0, TEXT[:16])  # indexes nothing below what is gone
+    cache.release(2)
+    assert cache.allocate(2, TEXT) == 0
+
+
+def test_a_finished_text_loses_its_end_first() -> None:
+    cache = paged(blocks=6, window=4)
+    cache.allocate(0)
+    read_on(cache, 0, TEXT[:16])
+    cache.release(0)
+    cache.allocate(1)
+    cache.reserve(1, 12)  # two free blocks, then one of the text's four
+    assert cache.allocate(2, TEXT) == 12
+
+
+def test_what_was_left_before_it_was_indexed_is_not_indexed() -> None:
+    cache = paged(window=6)
+    cache.allocate(0)
+    grow(cache, 0, 16)
+    cache.slide(0, 16)
+    cache.publish(0, TEXT)
+    cache.audit({0})
+    assert cache.allocate(1, TEXT) == 0
+
+
+def test_a_fork_needs_what_its_next_query_sees() -> None:
+    cache = paged(window=6)
+    cache.allocate(0)
+    read_on(cache, 0, TEXT[:20])  # has left its first 12
+    cache.allocate(1)
+    assert cache.fork(0, 1, 16) == 0
+    assert cache.fork(0, 1, 17) == 17
+    cache.audit({0, 1})
+    cache.release(0)
+    cache.release(1)
+    assert cache.used_blocks == 0
 
 
 def test_salts_leave_nothing_behind() -> None:

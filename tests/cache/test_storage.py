@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cache.gathered import GatheredStorage
 from cache.layout import Layout, make_cache
 from cache.mapped import MappedStorage
 from cache.memory import make_storage
-from cache.paged import PagedCache
+from cache.paged import HIDDEN, PagedCache
 from cache.protocol import KVCache
 from cache.slotted import SlottedCache
 from cache.storage import PIECE_POSITIONS, KVShape, SlottedStorage, Storage
@@ -25,6 +26,8 @@ SLOTS, MAX_LEN, BLOCK, BLOCKS = 3, 15, 4, 9
 SHAPE = KVShape(2, 1, mmap.PAGESIZE // (BLOCK * 2 * 8), torch.float64, torch.device("cpu"))  # a block is a page
 SLOTTED = Layout(SLOTS, MAX_LEN)
 PAGED = Layout(SLOTS, MAX_LEN, BLOCK, BLOCKS)
+WINDOW = 5
+SLIDING = replace(PAGED, window=WINDOW)
 HANDLES = st.integers(0, 4)
 BITS = st.integers(0, 1)
 
@@ -83,6 +86,8 @@ class Machine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(sorted(self.tokens)))
         length = data.draw(st.integers(0, len(self.tokens[handle])))
+        if length and self.left(handle) > max(0, length - WINDOW + 1):
+            return
         self.cache.truncate_to(handle, length)
         del self.tokens[handle][length:]
         self.check([handle])
@@ -104,6 +109,11 @@ class Machine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(sorted(self.tokens)))
         self.cache.publish(handle, self.tokens[handle])
+        self.cache.slide(handle, len(self.tokens[handle]))
+        self.check([handle])
+
+    def left(self, handle: int) -> int:
+        return self.cache.table(handle).count(HIDDEN) * BLOCK if isinstance(self.cache, PagedCache) else 0
 
     @rule(handle=HANDLES)
     def release(self, handle: int) -> None:
@@ -114,10 +124,11 @@ class Machine(RuleBasedStateMachine):
         self.storage.prepare(handles)
         whole = self.storage.view(0, SLOTS, MAX_LEN)
         for handle in handles:
-            slot, tokens = self.cache.slot(handle), self.tokens[handle]
+            slot, tokens, left = self.cache.slot(handle), self.tokens[handle], self.left(handle)
             backed = len(self.cache.table(handle)) * BLOCK if isinstance(self.cache, PagedCache) else MAX_LEN
             for layer in range(SHAPE.num_layers):
                 expected = written(tokens, 0, layer).transpose(0, 1)  # [2, length, head_dim]
+                expected[:, :left] = 0
                 seen = torch.cat([part[slot] for part in whole[layer]])  # [2, max_len, head_dim]
                 assert torch.equal(seen[:, : len(tokens)], expected)
                 assert not seen[:, backed:].any()
@@ -138,9 +149,10 @@ def run_machine(layout: Layout, make: Callable[..., Storage], **how: Any) -> Non
 
 
 every_storage = pytest.mark.parametrize(
-    ("layout", "make"), [(SLOTTED, make_storage), (PAGED, make_storage), (PAGED, gathered)],
-    ids=["slotted", "mapped", "gathered"],
-)  # fmt: skip
+    ("layout", "make"),
+    [(SLOTTED, make_storage), (PAGED, make_storage), (PAGED, gathered), (SLIDING, make_storage), (SLIDING, gathered)],
+    ids=["slotted", "mapped", "gathered", "mapped and sliding", "gathered and sliding"],
+)
 
 
 @every_storage
@@ -202,6 +214,19 @@ CONTROL: dict[str, Any] = {"derandomize": True, "phases": [Phase.generate], "max
 def test_negative_control_mapped(broken: type[MappedStorage]) -> None:
     with pytest.raises(AssertionError):
         run_machine(PAGED, lambda _, cache, shape: broken(cache, SLOTS, MAX_LEN, shape), **CONTROL)
+
+
+class KeepsWhatWasLeft(MappedStorage):
+    """Leaves blocks mapped that the sequence's window has left."""
+
+    def _map(self, slot: int, start: int, end: int, block: int | None) -> None:
+        if block is not None or end > len(self._cache.slot_table(slot)):
+            super()._map(slot, start, end, block)
+
+
+def test_negative_control_mapped_and_sliding() -> None:
+    with pytest.raises(AssertionError):
+        run_machine(SLIDING, lambda _, cache, shape: KeepsWhatWasLeft(cache, SLOTS, MAX_LEN, shape), **CONTROL)
 
 
 def test_negative_control_gathered() -> None:

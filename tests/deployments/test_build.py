@@ -1,6 +1,7 @@
 """The deployment's options: the defaults of `serve run deployments.build:build`, and those that a YAML file changes."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from deployments.settings import EdgeConfig, PolicySettings, Settings
 
 
 def replica(settings: Settings) -> Deployment:
-    bound: Deployment = build(settings)._bound_deployment
+    bound: Deployment = build(settings.model_dump(exclude_unset=True))._bound_deployment
     return bound
 
 
@@ -49,21 +50,24 @@ def test_the_policy_is_an_option_that_can_change_in_place(args: dict[str, str], 
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
-def test_a_replica_reserves_what_it_uses(device: str, gpus: int) -> None:
+def test_a_replica_reserves_what_it_uses(device: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.checks.has_gpu", lambda: True)
     options = replica(Settings.model_validate({"device": device, "num_cpus": 3})).ray_actor_options
     assert options is not None
     assert (options["num_cpus"], options["num_gpus"]) == (3, gpus)
 
 
-def test_what_is_around_the_engine_reaches_the_replica() -> None:
+def test_what_is_around_the_engine_reaches_the_replica(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one-key\n", "utf-8")
     args = {
         "trace_level": "rounds",
         "trace_steps": "0.5",
-        "api_key_file": "/keys",
+        "api_key_file": str(keys),
         "model_name": "m",
         "body_timeout_s": 3,
     }
     arguments: Any = replica(Settings.model_validate(args)).init_args
     engine, edge = arguments
-    assert edge == EdgeConfig("m", TraceConfig("rounds", 0.5), "/keys", 3)
+    assert edge == EdgeConfig("m", TraceConfig("rounds", 0.5), str(keys), 3)
     assert engine == Settings().freeze(engine.device)

@@ -13,7 +13,8 @@ from app.client import Chat
 from app.main import create_app
 from deployments import chats
 from deployments.bridge import LocalClient
-from deployments.chats import ChatConfig, ChatRenderer
+from deployments.chats import ChatRenderer
+from deployments.settings import ChatConfig
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.chat_template import ChatTemplate, RenderLimit

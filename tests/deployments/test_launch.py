@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from deployments import launch
 from deployments.cluster import Cluster, read_config
+from deployments.config_file import read_document
 from deployments.launch import SecondSignal, Signals, main, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +40,9 @@ class FakeCluster:
 
     def start(self) -> None:
         self.did.append("start")
+
+    def troubles(self) -> list[str]:
+        return []
 
     def failures(self) -> list[str]:
         return self._failures
@@ -67,7 +72,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
 def interrupted(cluster: Any, signals: Signals, number: int) -> int:
     """Run the cluster, with a signal as soon as it is ready."""
     threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
-    return run(cluster, signals)
+    return run(cluster, signals, time.monotonic())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -75,7 +80,7 @@ def test_the_first_signal_drains_then_stops(signals: Signals, number: int, capsy
     cluster = FakeCluster([2, 1])
     assert interrupted(cluster, signals, number) == 0
     assert cluster.did == ["start", "drain", "drain", "drain", "stop"]
-    assert "ready at http://127.0.0.1:1" in capsys.readouterr().out
+    assert "foretoken: ready: http://127.0.0.1:1/ui (" in capsys.readouterr().out
 
 
 def test_the_drain_lasts_no_longer_than_it_may(signals: Signals) -> None:
@@ -114,7 +119,7 @@ def test_a_signal_during_the_start_ends_it_without_a_word_of_ready(
 def test_an_application_that_fails_is_told_and_is_status_1(
     signals: Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(FakeCluster([], failures=["application a: no such directory"]), signals) == 1  # type: ignore[arg-type]
+    assert run(FakeCluster([], failures=["application a: no such directory"]), signals, 0.0) == 1  # type: ignore[arg-type]
     assert "application a: no such directory" in capsys.readouterr().out
 
 
@@ -144,9 +149,6 @@ def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
     ("text", "reason"),
     [
         ("applications: 4", "valid list"),
-        ("applications: [", "flow node"),
-        ("", "valid dict"),
-        ("applications: []", "names no application"),
         ("applications: [{import_path: deployments.build:build, args: {drain_s: soon}}]", "drain_s"),
     ],
 )
@@ -154,14 +156,14 @@ def test_a_configuration_that_cannot_be_served_is_refused(tmp_path: Path, text: 
     file = tmp_path / "serve.yaml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=reason):
-        Cluster(read_config(file), "token")
+        Cluster(read_config(read_document(file)), "token")
 
 
 def test_a_start_without_a_configuration_says_so_and_is_status_1(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deployments.launch", str(tmp_path / "none.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith(f"foretoken: {tmp_path / 'none.yaml'}: ")
+    assert done.stdout.splitlines()[1].startswith(f"foretoken: {tmp_path / 'none.yaml'}: ")
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -189,7 +191,7 @@ def test_the_proxy_is_asked_what_still_runs(tmp_path: Path, reply: bytes, unfini
     with HTTPServer(("127.0.0.1", 0), Proxy) as server:
         file = tmp_path / "serve.yaml"
         file.write_text(CONFIG % server.server_port, encoding="utf-8")
-        cluster = Cluster(read_config(file), "token")
+        cluster = Cluster(read_config(read_document(file)), "token")
         answering = threading.Thread(target=server.handle_request)
         answering.start()
         assert cluster.drain(2.5) == unfinished
@@ -208,8 +210,8 @@ def test_a_dry_run_prints_the_memory_and_serves_nothing(
     file.write_text(CONFIG % 1, encoding="utf-8")
     assert main([str(file), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(": demo, one replica:")
-    assert [line.split()[0] for line in lines[2:5]] == ["target", "draft", "KV"]
+    assert lines[2].endswith(": demo, one replica:")
+    assert [line.split()[0] for line in lines[4:7]] == ["target", "draft", "KV"]
 
 
 def test_a_dry_run_of_what_cannot_be_served_is_status_1(
@@ -219,7 +221,7 @@ def test_a_dry_run_of_what_cannot_be_served_is_status_1(
     file = tmp_path / "serve.yaml"
     file.write_text((CONFIG % 1).replace("drain_s: 7", f"target: {tmp_path}/none"), encoding="utf-8")
     assert main([str(file), "--dry-run"]) == 1
-    assert f"{tmp_path}/none holds no config.json" in capsys.readouterr().out
+    assert f"there is no directory {tmp_path}/none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -244,4 +246,4 @@ def test_a_failure_is_told_in_the_words_of_the_engine(
     monkeypatch.setattr("deployments.cluster.serve.status", lambda: Mock(applications=states))
     file = tmp_path / "serve.yaml"
     file.write_text(CONFIG % 1, encoding="utf-8")
-    assert Cluster(read_config(file), "token").failures() == [f"application bad: {reason}"]
+    assert Cluster(read_config(read_document(file)), "token").failures() == [f"application bad: {reason}"]

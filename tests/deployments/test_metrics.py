@@ -6,18 +6,20 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from app.fake_engine import FakeEngineClient, Script, spell
 from app.main import create_app
+from app.metrics import meter as metrics
+from app.metrics.meter import OUTCOMES, Meter
 from app.page.live import LivePage
 from app.telemetry.exchange import Exchange as Followed
 from app.telemetry.export import DroppedSpans
-from deployments import metric_families, metrics
-from deployments.metrics import OUTCOMES, Meter
-from engine.types import DRAFTERS, REASONS, EngineStats, Output, Request, RoundRecord, StepStats
+from deployments import ray_metrics
+from deployments.ray_metrics import RayMetrics
+from engine.types import DRAFTERS, REASONS, EngineStats, FinishReason, Output, Request, RoundRecord, StepStats
 from tests.app.harness import PROMPT, Exchange, call
 from tests.app.telemetry.tracing import Traced
 from tests.deployments import recording
@@ -45,6 +47,8 @@ COUNTERS = {
     "specdec_decode_tokens_total": ("batch", "drafts"),
     "specdec_plain_seconds_total": ("batch", "drafts"),
     "specdec_requests_total": ("outcome",),
+    "specdec_choices_total": ("finish_reason",),
+    "specdec_choice_prompt_tokens_total": (),
     "specdec_prediction_tokens_total": ("result",),
     "specdec_telemetry_dropped_total": ("kind",),
 }
@@ -74,7 +78,7 @@ LOAD, BY_USER, CAP = REASONS.index("load"), REASONS.index("user"), REASONS.index
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    monkeypatch.setattr(metric_families, "metrics", recording)
+    monkeypatch.setattr(ray_metrics, "metrics", recording)
     monkeypatch.setattr(Instrument, "made", {})
     monkeypatch.setattr(metrics, "ONE_IN", 1)
     return Told()
@@ -133,7 +137,7 @@ def approx(**values: float) -> Any:
 
 
 def test_every_family_and_no_other_with_its_labels(told: Told) -> None:
-    Meter(FakeEngineClient(), "demo")
+    Meter(FakeEngineClient(), RayMetrics("demo"))
     made = {kind: {i.name: i.keys for i in Instrument.made.values() if i.kind == kind} for kind in FAMILIES}
     labelled = {kind: {name: ("model_name", *keys) for name, keys in of.items()} for kind, of in FAMILIES.items()}
     assert made == labelled
@@ -141,7 +145,7 @@ def test_every_family_and_no_other_with_its_labels(told: Told) -> None:
 
 
 def test_what_rounds_add(told: Told) -> None:
-    play(Meter(FakeEngineClient(), "demo"), STEPS)
+    play(Meter(FakeEngineClient(), RayMetrics("demo")), STEPS)
     assert told["specdec_rounds_total"] == {"model": 3, "ngram": 1}
     assert told["specdec_drafted_tokens_total"] == {"model": 7, "ngram": 3}
     assert told["specdec_accepted_tokens_total"] == {"model": 5}
@@ -155,13 +159,13 @@ def test_what_rounds_add(told: Told) -> None:
 
 def test_the_policy_s_view_leaves_out_what_requests_fixed(told: Told) -> None:
     """A sequence without drafts counts for the server's default drafter and lowers its mean."""
-    play(Meter(FakeEngineClient(), "demo"), STEPS)
+    play(Meter(FakeEngineClient(), RayMetrics("demo")), STEPS)
     assert told["specdec_k_current"] == approx(model=(4 + 2 + 1 + 1 + 0) / 5)
     assert told["specdec_alpha_estimate"] == approx(model=(0.6 * 3 + 0.8 + 0.2) / 5)
 
 
 def test_what_steps_add(told: Told) -> None:
-    play(Meter(FakeEngineClient(), "demo"), STEPS)
+    play(Meter(FakeEngineClient(), RayMetrics("demo")), STEPS)
     assert told["specdec_steps_total"] == {"": 5}
     assert told.total("specdec_step_seconds_total") == pytest.approx(0.050)
     assert told.total("specdec_draft_seconds_total") == pytest.approx(0.004)
@@ -180,7 +184,7 @@ def test_what_steps_add(told: Told) -> None:
 
 def test_histograms_see_one_step_in_so_many_that_ran(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "ONE_IN", 3)
-    meter = Meter(FakeEngineClient(), "demo")
+    meter = Meter(FakeEngineClient(), RayMetrics("demo"))
     steps = [step(*[part(1, 1)] * batch) for batch in range(1, 11)]
     for few in (steps[:2], steps[2:3], [step()], steps[3:]):
         play(meter, few)
@@ -191,7 +195,7 @@ def test_histograms_see_one_step_in_so_many_that_ran(told: Told, monkeypatch: py
 
 
 def test_decoding_is_counted_by_batch_and_without_steps_that_read_prompts(told: Told) -> None:
-    play(Meter(FakeEngineClient(), "demo"), STEPS)
+    play(Meter(FakeEngineClient(), RayMetrics("demo")), STEPS)
     seconds = told["specdec_decode_seconds_total"]
     assert seconds == pytest.approx({"4 yes": 0.010, "2 yes": 0.010, "1 no": 0.010})
     assert told["specdec_decode_tokens_total"] == {"4 yes": 7, "2 yes": 3, "1 no": 1}
@@ -202,7 +206,7 @@ def test_decoding_is_counted_by_batch_and_without_steps_that_read_prompts(told: 
 
 def test_the_page_and_the_metrics_tell_one_speedup(told: Told) -> None:
     client = FakeEngineClient()
-    meter, live = Meter(client, "demo"), LivePage(client)
+    meter, live = Meter(client, RayMetrics("demo")), LivePage(client)
     fast = [step(*[part(3, 3)] * 2, plain_us=25_000, began=time.monotonic())] * 7
     slow = [step(part(0, 0), draft_us=50_000, step_us=60_000, plain_us=10_000, draft_faults=1)] * 2
     steps = [*STEPS, *fast, *slow, step(part(2, 1), prefill_tokens=50, step_us=90_000)]
@@ -217,7 +221,7 @@ def test_the_page_and_the_metrics_tell_one_speedup(told: Told) -> None:
 
 def test_reply_span_page_and_metrics_tell_one_acceptance(told: Told) -> None:
     traced = Traced(spell)
-    meter, live = Meter(traced.client, "demo"), LivePage(traced.client)
+    meter, live = Meter(traced.client, RayMetrics("demo")), LivePage(traced.client)
     app = create_app(traced.client, [meter, traced.tracer], live_page=live)
     reply = json.loads(call(app, PROMPT | {"max_tokens": 8, "speculation": {"k": 3}}).reply)
     said, span = reply["metrics"]["speculative_decoding"], traced.attributes()
@@ -244,7 +248,7 @@ def random_step(draw: random.Random) -> StepStats:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_identities_between_families(told: Told, seed: int) -> None:
     draw = random.Random(seed)
-    meter = Meter(FakeEngineClient(), "demo")
+    meter = Meter(FakeEngineClient(), RayMetrics("demo"))
     steps = [random_step(draw) for _ in range(60)]
     for first in range(0, 60, 12):
         play(meter, steps[first : first + 12])
@@ -269,7 +273,7 @@ def test_the_identities_between_families(told: Told, seed: int) -> None:
 
 def test_series_that_can_be_foreseen_begin_at_nothing_and_leave_no_trace(told: Told) -> None:
     """Ray's counters refuse 0. Without a first sample, Prometheus' `increase` misses the first growth."""
-    meter = Meter(FakeEngineClient(), "demo", dropped=DroppedSpans())
+    meter = Meter(FakeEngineClient(), RayMetrics("demo"), dropped=DroppedSpans())
     empty = {name for name in COUNTERS if not Instrument.made[name].told}
     assert empty == {f"specdec_{name}_total" for name in ("decode_seconds", "decode_tokens", "plain_seconds")}
     assert all(told.total(name) == 0 for name in COUNTERS)
@@ -283,7 +287,7 @@ def test_series_that_can_be_foreseen_begin_at_nothing_and_leave_no_trace(told: T
 
 def test_a_request_that_ends_well(told: Told) -> None:
     client = FakeEngineClient()
-    meter = Meter(client, "demo")
+    meter = Meter(client, RayMetrics("demo"))
     prediction = {"type": "content", "content": "abX"}
     reply = call(create_app(client, [meter]), PROMPT | {"max_tokens": 7, "prediction": prediction})
     assert reply.status == 200
@@ -302,7 +306,7 @@ def test_a_request_that_ends_well(told: Told) -> None:
 
 def test_times_are_the_record_s(told: Told) -> None:
     client = FakeEngineClient()
-    meter = Meter(client, "demo")
+    meter = Meter(client, RayMetrics("demo"))
     exchange = Followed("cmpl-1", {}, began=100.0)  # type: ignore[arg-type]  # nobody reads its headers
     request = Request("r", (1, 2))
     exchange.requests = (request,)
@@ -353,7 +357,7 @@ def broken(code: Any) -> Script:
 )
 def test_how_requests_end(told: Told, outcome: str, client: FakeEngineClient, fields: Any, stream: bool) -> None:
     """An error within a stream cannot change the status any more."""
-    call(create_app(client, [meter := Meter(client, "demo")]), PROMPT | fields | {"stream": stream})
+    call(create_app(client, [meter := Meter(client, RayMetrics("demo"))]), PROMPT | fields | {"stream": stream})
     meter.beat()
     served = outcome not in ("refused", "overloaded")
     assert told["specdec_requests_total"] == {outcome: 1}
@@ -366,7 +370,7 @@ def test_how_requests_end(told: Told, outcome: str, client: FakeEngineClient, fi
 def test_a_request_that_nobody_waits_for_any_more(told: Told, cancels: bool) -> None:
     """Serve tells the app that the client left, or cancels the task first."""
     client = FakeEngineClient(silent)
-    app = create_app(client, [meter := Meter(client, "demo")])
+    app = create_app(client, [meter := Meter(client, RayMetrics("demo"))])
 
     async def leave() -> None:
         exchange = Exchange(app, b'{"model": "fake", "prompt": "abc"}')
@@ -385,7 +389,7 @@ def test_a_request_that_nobody_waits_for_any_more(told: Told, cancels: bool) -> 
 
 def test_gauges_tell_of_an_engine_that_stands_still(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeEngineClient()
-    meter = Meter(client, "demo")
+    meter = Meter(client, RayMetrics("demo"))
     assert told["specdec_engine_heartbeat_age_seconds"] == {"": 0.0}, "from the start"
     stats = EngineStats(
         healthy=False, reason="", steps=9, running=3, waiting=5, max_running=4, free_slots=1, heartbeat_age_s=12.5,
@@ -403,7 +407,7 @@ def test_while_the_engine_works_counters_are_told_without_a_beat(told: Told, mon
     """Values go to Ray at most once a second, because a report costs more than counting."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    meter = Meter(FakeEngineClient(), "demo")
+    meter = Meter(FakeEngineClient(), RayMetrics("demo"))
     meter.stepped(STEPS)
     assert told["specdec_steps_total"] == {}
     now += 1.5
@@ -414,7 +418,7 @@ def test_while_the_engine_works_counters_are_told_without_a_beat(told: Told, mon
 def test_telemetry_that_is_lost_is_counted_once(told: Told) -> None:
     lost = DroppedSpans()
     lost.add("queue_full", 3)
-    meter = Meter(FakeEngineClient(), "demo", dropped=lost)
+    meter = Meter(FakeEngineClient(), RayMetrics("demo"), dropped=lost)
     assert told["specdec_telemetry_dropped_total"] == {"queue_full": 3}
     lost.add("queue_full", 2)
     lost.add("export_failed", 1)
@@ -425,7 +429,7 @@ def test_telemetry_that_is_lost_is_counted_once(told: Told) -> None:
 
 def test_series_do_not_grow_with_requests_and_name_none(told: Told) -> None:
     client = FakeEngineClient()
-    app = create_app(client, [meter := Meter(client, "demo")])
+    app = create_app(client, [meter := Meter(client, RayMetrics("demo"))])
 
     def serve(count: int) -> int:
         for i in range(count):
@@ -441,6 +445,7 @@ def test_series_do_not_grow_with_requests_and_name_none(told: Told) -> None:
         "cached",
         "accepted",
         "rejected",
+        *get_args(FinishReason),
         "queue_full",
         "export_failed",
         "shutdown",
@@ -452,6 +457,6 @@ def test_series_do_not_grow_with_requests_and_name_none(told: Told) -> None:
 def test_ray_takes_these_instruments() -> None:
     """Its own classes, in a process without a cluster: names, buckets and labels as they are, without a warning."""
     client = FakeEngineClient()
-    meter = Meter(client, "demo")
+    meter = Meter(client, RayMetrics("demo"))
     play(meter, STEPS)
     assert call(create_app(client, [meter]), PROMPT).status == 200

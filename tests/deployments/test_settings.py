@@ -11,9 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from app.telemetry.tracer import Level, TraceConfig
-from deployments.chats import ChatConfig
-from deployments.settings import ROOT, EdgeConfig, PolicySettings, Settings
+from deployments.settings import ROOT, ChatConfig, EdgeConfig, PolicySettings, Settings
 from engine.config import EngineConfig
+from engine.hub_id import HubId, parse_hub_id
 from engine.types import DRAFTERS, VERIFIERS
 from policies.config import PolicyConfig, PolicyName
 
@@ -182,11 +182,18 @@ def test_off_needs_no_quotes_in_yaml() -> None:
 
 
 def test_traces_are_packed_unless_said_otherwise() -> None:
-    assert Settings().edge() == EdgeConfig("demo", TraceConfig("packed", 0.01), None, 10)
+    assert Settings().edge() == EdgeConfig("demo", TraceConfig("packed", 0.0), None, 10)
     assert Settings.model_validate(yaml.safe_load("trace_level: off")).edge().traces.level == "off"
     for level in get_args(Level):
         assert Settings.model_validate({"trace_level": level}).edge().traces.level == level
     assert Settings.model_validate({"api_key_file": "keys.txt"}).edge().api_key_file == str(ROOT / "keys.txt")
+
+
+def test_trace_ids_lead_where_the_operator_says() -> None:
+    url = "https://traces.example/trace/{trace_id}?view=all"
+    assert Settings().edge().trace_viewer_url is None
+    assert Settings.model_validate({"trace_viewer_url": "none"}).edge().trace_viewer_url is None
+    assert Settings.model_validate({"trace_viewer_url": url}).edge().trace_viewer_url == url
 
 
 def test_a_chat_template_is_a_file_or_a_name() -> None:
@@ -346,6 +353,8 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"trace_steps": 1.01}, "less than or equal to 1"),
         ({"trace_steps": -0.01}, "greater than or equal to 0"),
         ({"trace_steps": True}, "must be a number"),
+        ({"trace_viewer_url": "http://localhost:16686/trace/"}, r"\{trace_id\} in place of the trace's id"),
+        ({"trace_viewer_url": "javascript:alert('{trace_id}')"}, "http or https URL"),
     ],
 )
 def test_a_bad_setting_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
@@ -437,11 +446,25 @@ def _replica(config: dict[str, Any]) -> dict[str, Any]:
     return replica
 
 
+def test_a_checkpoint_is_looked_for_where_the_settings_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica may have another working directory, with other directories in it."""
+    launcher, replica = tmp_path / "launcher", tmp_path / "replica"
+    (launcher / "mine/model").mkdir(parents=True)
+    (replica / "Qwen/Qwen3-8B").mkdir(parents=True)
+    monkeypatch.chdir(launcher)
+    configs = [Settings(target=name).freeze("cpu") for name in ("mine/model", "Qwen/Qwen3-8B")]
+    monkeypatch.chdir(replica)
+    assert configs[0].target == str(launcher / "mine/model")
+    assert parse_hub_id(configs[1].target) == HubId("Qwen/Qwen3-8B", None)
+
+
 @pytest.mark.parametrize("given", ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main"])
 def test_a_hub_id_is_passed_on_and_is_the_default_name(given: str) -> None:
     settings = Settings(target=given, draft="Qwen/Qwen3-0.6B")
     config = settings.freeze("cpu")
-    assert (config.target, config.draft) == (given, "Qwen/Qwen3-0.6B")
+    assert (config.target, config.draft) == (f"hf://{given}", "hf://Qwen/Qwen3-0.6B")
     assert settings.name == "Qwen/Qwen3-8B"
     assert Settings(target=given, model_name="mine").name == "mine"
 

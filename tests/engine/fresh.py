@@ -10,7 +10,7 @@ from torch import Tensor
 from cache.gathered import GatheredStorage
 from cache.layout import Layout
 from cache.mapped import MappedStorage
-from cache.paged import PagedCache
+from cache.paged import HIDDEN, PagedCache
 from cache.prefix import Node
 from cache.storage import Blocks, SlottedStorage
 from engine.engine import Engine
@@ -85,13 +85,15 @@ class Checker:
             if name == "target" and sequence.num_output and not sequence.record.preemptions:
                 assert length == len(sequence.tokens) - 1
             runner.storage.prepare([sequence.handle])
+            left = _left_behind(runner, sequence.handle)
             window = runner.storage.view(runner.cache.slot(sequence.handle), 1, length)
             for layer in range(runner.decoder.config.num_layers):
                 read = runner.storage.read(layer, sequence.handle, length)
                 seen = [tensor[0] for tensor in window[layer]]  # as attention sees it
                 theirs = fresh.storage.read(layer, i, length)
                 for what, a, b, c in zip(("keys", "values"), read, seen, theirs, strict=True):
-                    same = _close(a, c) and _close(b, c)
+                    same = _close(a[:, left:], c[:, left:]) and _close(b[:, left:], c[:, left:])
+                    assert not b[:, :left].any(), f"{name}: {what} that the window has left are read"
                     assert same, f"{name}: {what} of layer {layer} are not those of the committed tokens"
             if self._logits:
                 given = _next_logits(runner, sequence)
@@ -111,6 +113,12 @@ class Checker:
                 assert _close(rows, theirs), f"{name}: blocks {blocks} can be found, and hold other tokens than theirs"
             self.indexed[name] += len(tokens)
         _release(fresh, len(paths))
+
+
+def _left_behind(runner: Runner, handle: int) -> int:
+    """Positions that the sequence's window has left."""
+    cache = runner.cache
+    return cache.table(handle).count(HIDDEN) * cache.block_size if isinstance(cache, PagedCache) else 0
 
 
 def _paths(cache: PagedCache) -> Iterator[tuple[str, list[int], list[int]]]:

@@ -11,6 +11,8 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.types import (
     DRAFTERS,
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
@@ -93,6 +95,8 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("logit_bias", (("5", 1.0),), "token ids as keys"),
     ("logit_bias", ((5, 1.0), (6, 1.0), (5, 2.0)), "not name a token twice"),
     ("logit_bias", tuple((t, 1.0) for t in range(MAX_LOGIT_BIAS + 1)), "at most 1024 tokens"),
+    ("allowed_token_ids", (), "at least one token"),
+    ("allowed_token_ids", ("5",), "must hold integers"),
     *(("logprobs", value, "integer between 0 and 20") for value in (-1, MAX_LOGPROBS + 1, 1.5)),
     *(("prompt_logprobs", value, "integer between 0 and 20") for value in (-1, MAX_LOGPROBS + 1, "all")),
     ("max_tokens", -1, "not be negative"),
@@ -115,6 +119,20 @@ def test_values_out_of_range(param: str, value: Any, message: str) -> None:
     assert (caught.value.param, caught.value.code) == (param, None)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (((5,),) * (2 * MAX_BAD_WORDS + 1), "at most 64 words"),
+        (((5,), ()), "a word without tokens"),
+        (((5,) * (MAX_BAD_WORD + 1),), "words of at most 128 tokens"),
+    ],
+)
+def test_bad_words_out_of_range(words: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        SamplingParams(bad_word_ids=words)
+    assert caught.value.param == "bad_words"
+
+
 LIMITS: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (0.0, 2.0)),
     *(("top_p", value) for value in (1e-9, 1.0)),
@@ -126,6 +144,10 @@ LIMITS: list[tuple[str, Any]] = [
     *(("frequency_penalty", value) for value in (-2.0, 2.0)),
     ("logit_bias", ((0, 100.0), (VOCAB - 1, -100.0))),
     ("logit_bias", tuple((t, 1.0) for t in range(VOCAB))),
+    ("allowed_token_ids", (VOCAB - 1,)),
+    ("allowed_token_ids", tuple(range(VOCAB))),
+    ("bad_word_ids", tuple((t, t + 1) for t in range(2 * MAX_BAD_WORDS))),
+    ("bad_word_ids", (tuple(range(MAX_BAD_WORD)),)),
     *(("logprobs", value) for value in (0, MAX_LOGPROBS)),
     *(("prompt_logprobs", value) for value in (0, MAX_LOGPROBS)),
     *(("max_tokens", value) for value in (0, CONTEXT - len(PROMPT))),
@@ -160,6 +182,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (with_params(logit_bias=((5, 1.0), (-1, 1.0))), "logit_bias", "outside the vocabulary"),
     (with_params(stop_token_ids=(5, VOCAB)), "stop_token_ids", "outside the vocabulary"),
     (with_params(stop_token_ids=(-1,)), "stop_token_ids", "outside the vocabulary"),
+    (with_params(allowed_token_ids=(5, VOCAB)), "allowed_token_ids", "outside the vocabulary"),
+    (with_params(allowed_token_ids=(-1,)), "allowed_token_ids", "outside the vocabulary"),
+    (with_params(bad_word_ids=((5, VOCAB),)), "bad_words", "outside the vocabulary"),
+    (with_params(bad_word_ids=((-1,),)), "bad_words", "outside the vocabulary"),
+    (with_params(allowed_token_ids=(5, 6), bad_word_ids=((5,), (7, 6))), "allowed_token_ids", "no token would be left"),
+    (
+        with_params(allowed_token_ids=(EOS, 6), bad_word_ids=((6,),), ignore_eos=False, min_tokens=1),
+        "allowed_token_ids",
+        "no token would be left",
+    ),
+    (with_params(allowed_token_ids=(5, 6), stop_token_ids=(5, 6), min_tokens=1), "allowed_token_ids", "no token"),
     ({"prediction_ids": (5, VOCAB)}, "prediction", "outside the vocabulary"),
     ({"prediction_ids": (-1,)}, "prediction", "outside the vocabulary"),
     ({"drafter": "medusa"}, "speculation.drafter", "no drafter 'medusa'; it has: "),

@@ -11,7 +11,8 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.largest_rounds import measure_largest_rounds
 from engine.load import load_models, plan_memory
-from engine.memory_budget import DeviceMemory, measure_activations
+from engine.machine_memory import DeviceMemory
+from engine.memory_budget import measure_activations
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import load
 from tests.engine.pairs import Pair, Shape, copy_of, save_pair

@@ -46,6 +46,20 @@ def test_one_each(llm: LLM) -> None:
         assert alone.token_ids == completion.token_ids
 
 
+def test_the_checkpoints_sampling_defaults_hold_as_in_the_server(pair: Pair, tmp_path: Path) -> None:
+    path = copy_of(pair.target, tmp_path / "tuned")
+    edit_json(path / "generation_config.json", temperature=0.0, top_k=3)
+    tuned = LLM(str(path), dtype="float64", max_model_len=64)
+    assert tuned.sampling_params(top_k=5) == SamplingParams(temperature=0.0, top_k=5)
+    assert tuned.sampling_params(temperature=0.7, max_tokens=4) == SamplingParams(0.7, top_k=3, max_tokens=4)
+    greedy, (default,) = tuned.generate(["the cat"], SamplingParams(0.0)), tuned.generate(["the cat"])
+    assert default.token_ids == greedy[0].token_ids
+    untuned = LLM(str(path), dtype="float64", max_model_len=64, generation_config="none")
+    assert untuned.sampling_params() == SamplingParams()
+    with pytest.raises(InvalidRequest, match="temperature"):
+        tuned.sampling_params(temperature=-1)
+
+
 def test_steps_are_those_of_the_last_call(llm: LLM) -> None:
     (completion,) = llm.generate(["the dog"], GREEDY, k=2)
     assert sum(s.emitted for s in llm.steps) == len(completion.token_ids) == 10

@@ -25,6 +25,7 @@ from engine.drafters.chain import ChainedDrafter
 from engine.engine import Engine
 from engine.sampling import acceptance
 from engine.sampling.acceptance import DeviceVerdict, Verdict
+from engine.sampling.exclusions import Exclusions
 from engine.sampling.noise import sequence_key
 from engine.sampling.penalties import penalised
 from engine.types import (
@@ -136,6 +137,9 @@ def make_cases(plain: Got) -> dict[str, dict[str, Any]]:
         "repetition_penalty below 1": {"repetition_penalty": 0.6},
         "logit_bias": {"logit_bias": few},
         "bans": {"logit_bias": tuple((token, -100.0) for token in sorted({*plain.tokens}))},
+        "allowed_token_ids": {"allowed_token_ids": (*FEW, FORCED)},
+        "bad words": {"logit_bias": few, "bad_word_ids": bad_words(plain.tokens)},
+        "bad words of one token": {"bad_word_ids": tuple((token,) for token in sorted({*plain.tokens})[::2])},
         "one forced": {"logit_bias": ((FORCED, 100.0),)},
         "one of a few": {"logit_bias": tuple((token, 100.0) for token in FEW)},
         "min_tokens": {"min_tokens": LENGTH * 3 // 4, "stop_token_ids": tuple(sorted({*plain.tokens}))},
@@ -146,6 +150,7 @@ def make_cases(plain: Got) -> dict[str, dict[str, Any]]:
         "stop, included": {"stop": (stop,), "include_stop_str_in_output": True},
         "stop_token_ids": {"stop_token_ids": (end,)},
         "stop_token_ids, included": {"stop_token_ids": (end,), "include_stop_str_in_output": True},
+        "special tokens shown": {"ignore_eos": True, "logit_bias": to_eos, "skip_special_tokens": False},
         "seed": {"seed": 8},
         "logprobs": {"logprobs": 3},
         "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 0},
@@ -157,6 +162,9 @@ def make_cases(plain: Got) -> dict[str, dict[str, Any]]:
             "frequency_penalty": 0.3,
             "repetition_penalty": 1.2,
             "logit_bias": (*((token, 6.0) for token in FEW), (EOS, 5.0), (plain.tokens[0], -100.0)),
+            "allowed_token_ids": tuple(range(VOCAB - 20)),
+            "bad_word_ids": ((60, 200), *((token,) for token in plain.tokens[-2:])),
+            "skip_special_tokens": False,
             "min_tokens": 10,
             "ignore_eos": False,
             "stop": (stop,),
@@ -166,6 +174,11 @@ def make_cases(plain: Got) -> dict[str, dict[str, Any]]:
             "prompt_logprobs": 1,
         },
     }
+
+
+def bad_words(tokens: Seq[int]) -> tuple[tuple[int, ...], ...]:
+    """Words of one to three tokens of a text, and of the few tokens that a bias makes likely."""
+    return ((tokens[0],), tuple(tokens[3:5]), tuple(tokens[6:9]), (5, 60), (200, 200), (60, 5, 200), (5, 5, 5))
 
 
 CASES = tuple(make_cases(Got(tuple(range(LENGTH)), "abcdef", "stop", (), (), RequestRecord("", 0, 0, 0, 0.0))))
@@ -356,6 +369,19 @@ def test_negative_control_penalties_that_do_not_see_the_drafts(
     assert any(not same(results[j.name], expected(j, plain)) for j in wanted)
 
 
+def test_negative_control_bad_words_that_do_not_see_the_drafts(
+    engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blind(self: Exclusions, logits: Tensor, tail: Seq[int], drafts: Tensor | None, ahead: Seq[int]) -> Tensor:
+        return apply(self, logits, tail, None, [0] * len(ahead))
+
+    apply = Exclusions.apply
+    monkeypatch.setattr(Exclusions, "apply", blind)
+    wanted = [j for d in DRAFTERS for j in cells(whole, d, "match", case="bad words")]
+    results = got(hear(engine, [j.request() for j in wanted]))
+    assert any(not same(results[j.name], expected(j, plain)) for j in wanted)
+
+
 # --- what the others promise -----------------------------------------------------------------------------------------
 
 
@@ -376,6 +402,11 @@ def broken_promise(job: Job, result: Got, plain: Plain, ends: frozenset[int]) ->
         promises["greedy"] = tokens == plain["nothing", 0.0].tokens
     if job.case == "one forced":
         promises["forced"] = {*tokens} == {FORCED}
+    if job.case == "allowed_token_ids":
+        promises["allowed"] = {*tokens} <= {*FEW, FORCED}
+    if params.bad_word_ids:
+        runs = {tokens[at : at + n] for n in (1, 2, 3) for at in range(len(tokens))}
+        promises["bad words"] = not runs & {*params.bad_word_ids}
     if job.case == "one of a few":
         promises["few"] = {*tokens} <= {*FEW}
     if job.case == "eos after min_tokens":

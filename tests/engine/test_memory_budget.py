@@ -20,12 +20,11 @@ from cache.layout import Layout
 from cache.storage import KVShape
 from engine import memory_budget
 from engine.config import ConfigError, EngineConfig
+from engine.machine_memory import DeviceMemory, host_memory
 from engine.memory_budget import (
     Budget,
-    DeviceMemory,
     choose_block_size,
     device_memory,
-    host_memory,
     kv_blocks,
     layouts,
     max_map_count,

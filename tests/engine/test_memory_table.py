@@ -1,7 +1,7 @@
 """The table in the start log adds up."""
 
 from cache.layout import Layout
-from engine.memory_budget import DeviceMemory
+from engine.machine_memory import DeviceMemory
 from engine.memory_table import MemoryTable, ModelMemory
 
 MIB = 2**20

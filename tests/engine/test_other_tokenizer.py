@@ -13,7 +13,8 @@ import pytest
 
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.model import DraftLaws
-from engine.drafters.translation import SharedTokens, Translation, Words
+from engine.drafters.shared_tokens import SharedTokens
+from engine.drafters.translation import Translation, Words
 from engine.engine import Engine
 from engine.load import load_models
 from engine.models.tokenizer import Tokenizer

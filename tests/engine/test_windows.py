@@ -1,5 +1,6 @@
 """Every family through the whole engine: drafts, batches, prefix hits and preemption change no text."""
 
+import itertools
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -7,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cache.paged import HIDDEN, PagedCache
+from engine.config import ConfigError
 from engine.engine import Engine
+from engine.models.runner import Feed
+from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
-from tests.engine.driving import drive, load
+from tests.engine.driving import drive, load, make_sequence
 from tests.engine.fresh import Checker, memory
 from tests.engine.models.families import CASES, random_checkpoint, reference
 from tests.engine.pairs import VOCAB, Pair
 
+ALL_SLIDE = ("mistral", "phi3")  # every layer: blocks that no layer sees any more are freed
 SLIDING = ("mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "qwen2 with a window in its last layers")
 GREEDY = sorted(set(CASES) - {"llama, dynamic beyond its context"})  # which is served nowhere
 MAX_LEN = 96
@@ -49,6 +56,20 @@ def tight(pair: Pair, **config: Any) -> Engine:
     return load(pair, max_model_len=MAX_LEN, **{**settings, **config})
 
 
+def preempt_at_times(engine: Engine) -> None:
+    """Every seventh plan preempts a sequence if it is not alone."""
+    scheduler, numbers = engine.scheduler, itertools.count(1)
+    reserve = scheduler._reserve_next_tokens
+
+    def reserve_and_preempt() -> list[Sequence]:
+        preempted = reserve()
+        if next(numbers) % 7 == 0 and len(scheduler.running) > 1:
+            preempted.append(scheduler._preempt())
+        return preempted
+
+    scheduler._reserve_next_tokens = reserve_and_preempt  # type: ignore[method-assign]
+
+
 def few(names: Seq[str], default: Callable[[str], bool]) -> list[Any]:
     """The parameters of a test; those that are not `default` are proofs."""
     return [name if default(name) else pytest.param(name, marks=pytest.mark.proofs) for name in names]
@@ -60,13 +81,50 @@ def test_windows_with_prefix_hits_preemption_and_rollback(name: str, tmp_path: P
     ample = tight(pair, kv_tokens=640)
     alone = {r.id: drive(ample, [r]).tokens[r.id] for r in make_requests(0)}
     first, *others = make_requests(4)
-    engine = tight(pair)
+    engine = tight(pair, kv_tokens=72 if name in ALL_SLIDE else 112)
+    if name in ALL_SLIDE:  # 72 tokens are enough for three requests of 70
+        preempt_at_times(engine)
     # The first ends its prompt before the second, which begins alike, comes.
     run = drive(engine, {0: [first], 4: others}, after_step=Checker(engine, logits=False))
     assert run.tokens == alone
     assert sum(s.preempted for s in run.steps) > 0
     assert sum(s.cached_tokens for s in run.steps) >= 32
     assert 0.05 < run.accepted / run.drafted < 0.95
+
+
+def test_a_text_longer_than_the_memory(tmp_path: Path) -> None:
+    """Every layer of both models sees 9 tokens, so 64 tokens of memory are enough for 94."""
+    pair = save_families("mistral", tmp_path)
+    prompt = tuple(random.Random(5).randrange(2, VOCAB) for _ in range(50))
+    requests = [
+        Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=44, ignore_eos=True), k=k) for k in (0, 4)
+    ]
+    plain, speculative = (drive(tight(pair, kv_tokens=640), [request]) for request in requests)
+    engine = tight(pair, kv_tokens=64)
+    assert engine.target.layout.tokens < len(prompt) + 44
+    used = []
+    run = drive(engine, [requests[1]], after_step=lambda: used.append(engine.target.cache.used))
+    assert run.tokens == speculative.tokens == plain.tokens
+    assert run.drafted > 0
+    assert used[0] > used[20]  # a pass of 28 tokens, then one of five
+    with pytest.raises(ConfigError, match="one request of max_model_len 96 needs 104, with one block"):
+        tight(save_families("gemma2", tmp_path / "sees all"), kv_tokens=64)
+    assert engine.target.layout.held(30) == 30
+    assert engine.target.layout.held(MAX_LEN) == 9 + 28 + 8
+
+
+def test_memory_that_is_not_finite_is_not_given_away(tmp_path: Path) -> None:
+    """A chunk of a prompt gives no scores, so nobody has seen yet whether its memory is finite."""
+    runner = tight(save_families("mistral", tmp_path)).target
+    assert isinstance(runner.cache, PagedCache)
+    sequence = make_sequence(0, prompts()[0])
+    with torch.inference_mode():
+        runner.run([Feed(sequence, 28, outputs=0)])
+    row = list(runner.storage.row_numbers(runner.cache.slot(0), 3, 4))
+    for value, left in ((torch.nan, 0), (1.0, 2)):
+        runner.storage.rows[0][row] = value
+        runner.publish(sequence)
+        assert runner.cache.table(0).count(HIDDEN) == left
 
 
 @pytest.mark.parametrize("name", few(GREEDY, lambda name: " " not in name))

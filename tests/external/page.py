@@ -30,6 +30,9 @@ def generate(browser: Browser, url: str, **fields: Any) -> dict[str, Any]:
     return kept
 
 
+VERDICT = "document.querySelector('#verdict').textContent"
+
+
 def tokens(browser: Browser, root: str = "#output") -> list[list[str]]:
     """[class, text] of every token, ghosts included."""
     find = "return [...document.querySelectorAll(arguments[0])].map(n => [n.className, n.textContent])"

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
@@ -12,14 +12,22 @@ from app.client import EngineClient
 from app.keys import ApiKeys
 from app.main import create_app
 from app.page.live import LivePage
+from app.telemetry.exchange import Listener
 
 
 @contextmanager
 def serving(
-    client: EngineClient, keys: ApiKeys | None = None, port: int = 0, around: Callable[[ASGIApp], ASGIApp] | None = None
+    client: EngineClient,
+    keys: ApiKeys | None = None,
+    port: int = 0,
+    around: Callable[[ASGIApp], ASGIApp] | None = None,
+    *,
+    listeners: Sequence[Listener] = (),
+    trace_viewer_url: str | None = None,
 ) -> Iterator[str]:
     """The server's URL; it ends with the block. `around`: what stands between the network and the application."""
-    app: ASGIApp = create_app(client, live_page=LivePage(client), keys=keys)
+    live_page = LivePage(client, trace_viewer_url=trace_viewer_url)
+    app: ASGIApp = create_app(client, listeners, live_page=live_page, keys=keys)
     app = around(app) if around is not None else app
     config = uvicorn.Config(app, port=port, log_level="warning", ws="none", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

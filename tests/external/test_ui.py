@@ -1,5 +1,7 @@
 """The live page in a real browser, before a real server over the demo pair."""
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from policies.config import PolicyConfig
 from tests.external.browser import Browser
-from tests.external.page import DONE, fill, generate, tokens, visit
+from tests.external.page import DONE, VERDICT, fill, generate, tokens, visit
 from tests.external.server import serving
 
 pytestmark = pytest.mark.external
@@ -44,7 +46,7 @@ def test_the_playground_streams_tokens_in_the_colours_of_their_sources(browser: 
     assert sources.count("ghost") == sum(rounds["drafted"]) - sum(rounds["accepted"])
     assert len(sources) - sources.count("ghost") == sum(rounds["emitted"]) == 48
     asked = {"model": "demo", "prompt": browser.run("return document.querySelector('#prompt').value")}
-    body = asked | {"seed": 7, "max_tokens": 48, "temperature": 0.8}
+    body = asked | {"seed": 7, "max_tokens": 48, "temperature": 0.6}
     reply = httpx.post(f"{server}/v1/completions", json=body, timeout=60).raise_for_status().json()
     assert "".join(text for source, text in tokens(browser) if source != "ghost") == reply["choices"][0]["text"]
     colours = "return ['draft', 'recovered', 'bonus', 'plain'].map(s => getComputedStyle("
@@ -72,9 +74,14 @@ def test_a_comparison_ends_in_identical_and_a_ratio(browser: Browser, server: st
     visit(browser, server)
     fill(browser, seed=7, max_tokens=48)
     browser.click("#ab")
-    verdict = browser.wait("document.querySelector('#verdict').textContent")
-    assert verdict.startswith("identical · 48 tokens · ")
-    assert " × as fast with drafts" in verdict
+    verdict = browser.wait(VERDICT)
+    assert re.fullmatch(
+        r"\d+\.\d\d × as fast Identical text: 48 tokens in \d+\.\d\d s with drafts, \d+\.\d\d s without\. Seed 7\.",
+        verdict,
+    )
+    size = "parseFloat(getComputedStyle(document.querySelector(arguments[0])).fontSize)"
+    big, small = (browser.run(f"return {size}", f"#verdict {part}") for part in ("strong", "span"))
+    assert big >= 1.8 * small
     without, drafted = tokens(browser, "#text-off"), tokens(browser, "#text-on")
     assert {source for source, _ in without} == {"plain"}
     assert "draft" in {source for source, _ in drafted}
@@ -99,7 +106,7 @@ def test_a_comparison_that_finds_a_difference_says_where(browser: Browser) -> No
         visit(browser, url)
         fill(browser, seed=7, max_tokens=12)
         browser.click("#ab")
-        assert browser.wait("document.querySelector('#verdict').textContent").startswith("different at token 5 · ")
+        assert browser.wait(VERDICT).startswith("Different texts The texts differ at token 5.")
         browser.open("about:blank")
 
 
@@ -149,11 +156,11 @@ def test_everything_is_reached_by_keyboard(browser: Browser, server: str) -> Non
     browser.wait("document.querySelectorAll('.row').length")
     browser.run("document.activeElement.blur(); window.scrollTo(0, 0)")
     reached = []
-    for _ in range(60):
+    for _ in range(100):
         browser.press("Tab")
         reached.append(browser.run("const a = document.activeElement; return a.id || a.className || a.name"))
     wanted = ["prompt", "temperature", "max-tokens", "seed", "k", "drafter", "go", "ab", "ghosts", "output", "row"]
-    wanted += ["quiet copy", "rounds", "span"]
+    wanted += ["quiet copy", "rounds", "span", "form", "example", "term", "term token bonus"]
     assert [name for name in wanted if name not in reached] == []
     browser.run("document.querySelector('#go').focus(); delete document.querySelector('#strip-body').dataset.id")
     browser.press("Enter")
@@ -171,6 +178,139 @@ def test_the_figures_and_charts_live(browser: Browser, server: str) -> None:
     browser.wait(f"document.querySelector('#tile-acceptance').textContent === '{100 * now['acceptance']:.0f} %'")
     for accepted, drafted in zip(now["positions"]["accepted"], now["positions"]["drafted"], strict=True):
         browser.wait(f"document.querySelector('.survival').textContent.includes('{accepted:,} of {drafted:,}')")
+
+
+def test_the_text_begins_with_its_prompt(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    asked = browser.run("return document.querySelector('#prompt').value")
+    generate(browser, server, max_tokens=8)
+    said = browser.run("return document.querySelector('#output').textContent")
+    assert said == asked + "".join(text for _, text in tokens(browser))
+    browser.run("document.querySelector('#examples button:nth-child(3)').click()")
+    asked = browser.run("return document.querySelector('#prompt').value")
+    assert asked.startswith("class Person:")
+    browser.click("#ab")
+    browser.wait(VERDICT)
+    for lane in ("#text-off", "#text-on"):
+        assert browser.run("return document.querySelector(arguments[0]).textContent", lane).startswith(asked)
+
+
+def test_a_chat_goes_on_from_answer_to_question(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    browser.click("#form-choice input[value=chat]")
+    browser.run("fetch2 = window.fetch; asked = []; window.fetch = (p, o) => (asked.push([p, o?.body]), fetch2(p, o))")
+    first = generate(browser, server, max_tokens=8)
+    assert first["id"].startswith("chatcmpl-")
+    question = browser.run("return document.querySelector('#output .prompt').textContent")
+    answer = "".join(text for source, text in tokens(browser) if source != "ghost")
+    assert browser.run("return document.querySelector('#prompt').value") == ""
+    generate(browser, server, max_tokens=8, prompt="Another one")
+    shown = browser.run("return [...document.querySelectorAll('#output .turn')].map(n => n.textContent)")
+    assert shown == [question, answer, "Another one"]
+    bodies = [json.loads(body) for path, body in browser.run("return asked") if path == "v1/chat/completions"]
+    assert [[(m["role"], m["content"]) for m in body["messages"]] for body in bodies] == [
+        [("user", question)],
+        [("user", question), ("assistant", answer), ("user", "Another one")],
+    ]
+    fill(browser, prompt="A third one", max_tokens=8)
+    browser.click("#ab")
+    assert "Identical text" in browser.wait(VERDICT)
+    browser.click("#new-chat")
+    assert browser.run("return document.querySelector('#output').textContent") == ""
+    assert browser.run("return document.querySelector('#new-chat').hidden")
+
+
+def test_where_there_is_no_chat_template_no_chat_is_offered(browser: Browser) -> None:
+    with serving(FakeEngineClient()) as url:
+        visit(browser, url)
+        browser.wait("document.querySelector('#model').textContent === 'fake'")
+        assert browser.run("return document.querySelector('#form-choice').hidden")
+        browser.open("about:blank")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_term_explains_itself_where_it_stands(browser: Browser, server: str, width: int) -> None:
+    browser.resize(width, 900)
+    visit(browser, server)
+    shown = "document.querySelector('#tip').matches(':popover-open')"
+    for word in ("recovered", "bonus", "round", "k", "fixed"):
+        browser.run("document.querySelector('#options').open = true")
+        browser.wait(f"document.querySelector('[data-term={word}]')")
+        browser.run(f"document.querySelector('[data-term={word}]').scrollIntoView({{block: 'center'}})")
+        browser.run("return new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+        browser.run(f"document.querySelector('[data-term={word}]').focus({{preventScroll: true}})")
+        browser.press("Enter")
+        browser.wait(shown)
+        said, described = browser.run(
+            "return [document.querySelector('#tip').textContent, document.activeElement.getAttribute('title')]"
+        )
+        assert said == described
+        assert len(said) > 40
+        left, right, top, bottom = browser.run(
+            "const at = document.querySelector('#tip').getBoundingClientRect(); "
+            "return [at.left, at.right, at.top, at.bottom]"
+        )
+        assert left >= 0
+        assert right <= width
+        assert top >= 0
+        assert bottom <= 900
+        browser.press("Escape")
+        browser.wait(f"!{shown}")
+        assert browser.run("return document.activeElement.dataset.term") == word
+
+
+def test_a_small_screen_begins_with_what_one_can_do(browser: Browser, server: str) -> None:
+    browser.resize(400, 900)
+    visit(browser, server)
+    order = """return ['#ab', '#go', '#output', '#tiles', '#rows'].map(s => {
+      const at = document.querySelector(s).getBoundingClientRect();
+      return at.top + window.scrollY;
+    });"""
+    tops = browser.run(order)
+    assert tops == sorted(tops)
+    assert tops[2] < 900, "the text is seen without scrolling"
+    assert not browser.run("return document.querySelector('#options').open")
+    fill(browser, max_tokens="")
+    browser.click("#go")
+    browser.wait("document.querySelector('#options').open && document.activeElement.id === 'max-tokens'")
+
+
+class Tracing:
+    """Gives every request a trace, as the Tracer does."""
+
+    def began(self, exchange: Any) -> None:
+        exchange.trace_id = "0af7651916cd43dd8448eb211c80319c"
+
+    def ended(self, exchange: Any) -> None:
+        pass
+
+    def stepped(self, steps: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("viewer", [None, "https://traces.example/trace/{trace_id}?view=1"])
+def test_a_traces_id_leads_to_the_operators_viewer(browser: Browser, viewer: str | None) -> None:
+    with serving(FakeEngineClient(), listeners=[Tracing()], trace_viewer_url=viewer) as url:
+        visit(browser, url)
+        generate(browser, url)
+        assert "0af7651916cd43dd8448eb211c80319c" in browser.run(
+            "return document.querySelector('#strip-body').innerText"
+        )
+        link = browser.run("return document.querySelector('#strip-body a')?.href ?? null")
+        assert link == (viewer and viewer.replace("{trace_id}", "0af7651916cd43dd8448eb211c80319c"))
+        browser.open("about:blank")
+
+
+def test_recent_requests_tell_their_size_speed_and_speedup(browser: Browser, server: str) -> None:
+    visit(browser, server)
+    kept = generate(browser, server)
+    row = f"document.querySelector('.row[data-id=\"{kept['id']}\"]')"
+    browser.wait(f"{row} && {row}.querySelector('.speedup').textContent")
+    kept = httpx.get(f"{server}/ui/api/requests/{kept['id']}").raise_for_status().json()
+    said = browser.run(f"return {row}.innerText")
+    assert f"{kept['prompt_tokens']} + 48 tokens" in said
+    assert f"{kept['speedup']:.2f} ×" in said
+    assert f"{48_000 / kept['total_ms']:.0f} tokens/s" in said
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -213,7 +353,7 @@ def test_a_server_that_drafts_nothing_by_itself_says_so_and_compares_all_the_sam
         assert "the policy is off" in browser.run("return document.querySelector('#tiles').innerText")
         assert "drafts nothing by itself" in browser.run("return document.querySelector('#hint').textContent")
         browser.click("#ab")
-        assert browser.wait("document.querySelector('#verdict').textContent").startswith("identical")
+        assert "Identical text" in browser.wait(VERDICT)
         assert client.submitted[-1].k == 4
         browser.open("about:blank")
 

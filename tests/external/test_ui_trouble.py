@@ -14,7 +14,7 @@ from app.openai import stream
 from app.page.live import LivePage
 from engine.types import Output, Request
 from tests.external.browser import PATIENCE_S, Browser
-from tests.external.page import fill, generate, visit
+from tests.external.page import VERDICT, fill, generate, visit
 from tests.external.server import serving
 
 pytestmark = pytest.mark.external
@@ -187,7 +187,7 @@ def test_a_comparison_uses_the_verifier_that_promises_identity_and_says_so(brows
     with serving(client) as url:
         visit(browser, url)
         browser.click("#ab")
-        assert browser.wait("document.querySelector('#verdict').textContent").startswith("identical")
+        assert "Identical text" in browser.wait(VERDICT)
         said = browser.run(f"return {HINT}")
         browser.open("about:blank")
     assert [request.verifier for request in client.submitted] == [None, None if verifier == "match" else "match"]
@@ -197,7 +197,7 @@ def test_a_comparison_uses_the_verifier_that_promises_identity_and_says_so(brows
 def test_a_long_text_is_followed(browser: Browser) -> None:
     with serving(FakeEngineClient(lines)) as url:
         visit(browser, url)
-        generate(browser, url, max_tokens=150)
+        generate(browser, url, prompt="a", max_tokens=150)
         at = browser.run(
             "const o = document.querySelector('#output'); return [o.scrollTop, o.scrollTopMax ?? "
             "o.scrollHeight - o.clientHeight]"

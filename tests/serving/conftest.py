@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ from ray import serve
 (port,) = pathlib.Path(os.environ["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
 ray.init(f"{ray.util.get_node_ip_address()}:{port.read_text()}", log_to_driver=False)
 """
+
+_SECOND = "from deployments.build import build;"
 
 # Deploys each configuration that it reads, as `serve deploy` does, and answers with the processes of the replicas.
 OPERATE = """
@@ -85,14 +87,21 @@ class Served:
             "answer = details['deployments']['Replica']['deployment_config']"
         )
 
+    @contextmanager
+    def beside(self, args: dict[str, Any]) -> Iterator["Served"]:
+        """A second application with these settings, below /second of the same server."""
+        self._ask(_SECOND + f"serve.run(build({args!r}), name='second', route_prefix='/second'); answer = {{}}")
+        try:
+            yield replace(self, url=f"{self.url}/second")
+        finally:
+            self._ask("serve.delete('second'); answer = {}")
+
     def failure_of(self, args: dict[str, str]) -> str:
         """Why a second application with these arguments does not start, in the words of its status."""
-        answer = self._ask(f"""
+        answer = self._ask(f"""{_SECOND}
 import contextlib
-from deployments.build import build
-from deployments.settings import Settings
 with contextlib.suppress(RuntimeError):
-    serve.run(build(Settings(**{args!r})), name="second", route_prefix="/second")
+    serve.run(build({args!r}), name="second", route_prefix="/second")
 answer = {{"message": serve.status().applications["second"].deployments["Replica"].message}}
 serve.delete("second")""")
         return str(answer["message"])

@@ -45,7 +45,7 @@ def climb(traced: Traced) -> list[Span]:
     return above
 
 
-@pytest.mark.parametrize("proxy", ["python", "haproxy"])
+@pytest.mark.parametrize("proxy", ["python", pytest.param("haproxy", marks=pytest.mark.proofs)])
 def test_a_request_joins_the_trace_of_serve(tmp_path: Path, proxy: str) -> None:
     """Ours hangs from the span of Serve's replica, and that, at last, from the client's; none of ours without the
     client's leave, though Serve makes its own then too (Ray 2.60)."""

@@ -15,7 +15,7 @@ import pytest
 
 from engine.llm import LLM
 from engine.types import SamplingParams
-from tests.serving.conftest import AUTOSCALING, SERVE_RUN, Served, serving
+from tests.serving.conftest import Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -27,16 +27,16 @@ ARGS: dict[str, Any] = {
     "max_model_len": LENGTH,
     "kv_tokens": POOL,
     "max_demand": DEMAND,
+    "num_cpus": 0.1,  # beside the replicas of the first application
 }
 SHORT = "x = ["
 LONG = "".join(f"def function_{i}(argument, other={i}):\n    return argument + other\n\n" for i in range(8))
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    one = AUTOSCALING | {"max_replicas": 1}  # the pool of another would help out
-    with serving(tmp_path_factory.mktemp("small"), ARGS, one, SERVE_RUN) as served:
-        yield served
+def small(served: Served) -> Iterator[Served]:
+    with served.beside(ARGS) as second:
+        yield second
 
 
 @cache
@@ -270,10 +270,11 @@ def test_clients_that_leave_under_pressure_give_their_memory_back(small: Served)
     assert preemptions(small, 2) == 0
 
 
-def test_a_pool_that_cannot_hold_one_request_ends_the_start_with_the_arithmetic(small: Served) -> None:
+@pytest.mark.proofs
+def test_a_pool_that_cannot_hold_one_request_ends_the_start_with_the_arithmetic(served: Served) -> None:
     """As `serve status` shows it, given as the command line gives it: beside an application that serves on."""
-    message = small.failure_of({"kv_tokens": "260", "max_model_len": "256", "num_cpus": "0.1"})
+    message = served.failure_of({"kv_tokens": "260", "max_model_len": "256", "num_cpus": "0.1"})
     assert "room for 256 tokens (8 blocks of 32: kv_tokens 260" in message
     assert "one request of max_model_len 256 needs 288" in message
     assert "raise kv_tokens, or lower max_model_len" in message
-    assert load(small)["running"] == 0
+    assert load(served)["running"] == 0

@@ -5,7 +5,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.serving.collector import Collector, Span, collecting
-from tests.serving.conftest import ARGS, AUTOSCALING, Served, serving
+from tests.serving.conftest import ARGS, AUTOSCALING, LAUNCH, SERVE_RUN, Served, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -63,7 +63,7 @@ class Traced:
 
 
 @contextmanager
-def tracing(folder: Path, variables: dict[str, str]) -> Iterator[Traced]:
+def tracing(folder: Path, variables: dict[str, str], command: Sequence[str] = LAUNCH) -> Iterator[Traced]:
     """The application with a collector of its own. Everything is traced; a collector that fails is given up soon."""
     standard = {
         "OTEL_BSP_SCHEDULE_DELAY": "100",
@@ -76,13 +76,13 @@ def tracing(folder: Path, variables: dict[str, str]) -> Iterator[Traced]:
                 patch.setenv(name, value)
             (folder / "keys").write_text(f"{KEY}\n", encoding="utf-8")
             settings = ARGS | {"trace_level": "rounds", "trace_steps": 1.0, "api_key_file": str(folder / "keys")}
-            served = stack.enter_context(serving(folder, settings, AUTOSCALING | {"max_replicas": 1}))
+            served = stack.enter_context(serving(folder, settings, AUTOSCALING | {"max_replicas": 1}, command))
         yield Traced(served, collector)
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    with tracing(tmp_path_factory.mktemp("traced"), {}) as traced:
+    with tracing(tmp_path_factory.mktemp("traced"), {}, SERVE_RUN) as traced:
         yield traced
 
 

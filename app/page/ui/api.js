@@ -1,4 +1,4 @@
-// All network access of the page: requests with the tab's API key, streamed completions, and the live feed.
+// All network access of the page: requests with the tab's API key, streamed texts, and the live feed.
 
 const KEY = "foretoken.key"; // its name in this tab's session storage
 const SILENCE_MS = 6000; // the feed sends an event every second; after this long without one it counts as gone
@@ -65,7 +65,8 @@ async function* events(reply) {
   }
 }
 
-// Yields the chunks of one streamed completion. Throws ApiError, also for an error event within the stream.
+// Yields the chunks of one streamed completion, or of a chat's next message if the body has `messages`. Throws ApiError,
+// also for an error event within the stream.
 export async function* complete(body, signal) {
   const options = {
     method: "POST",
@@ -73,7 +74,8 @@ export async function* complete(body, signal) {
     body: JSON.stringify({ ...body, stream: true }),
     signal,
   };
-  for await (const data of events(await request("v1/completions", options))) {
+  const path = body.messages ? "v1/chat/completions" : "v1/completions";
+  for await (const data of events(await request(path, options))) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(500, chunk.error.code, chunk.error.message);

@@ -6,7 +6,8 @@ import { buildCompare } from "./compare.js";
 import { byId, number } from "./dom.js";
 import { buildPlayground, fitPlayground } from "./playground.js";
 import { buildRequests, markChosen, refreshRequests } from "./requests.js";
-import { showStrip } from "./strip.js";
+import { fitStrip, showStrip } from "./strip.js";
+import { buildTerms } from "./terms.js";
 import { buildTiles, showTiles } from "./tiles.js";
 
 let model = null;
@@ -17,6 +18,7 @@ buildCharts();
 buildPlayground(open);
 buildCompare(open);
 buildRequests(open);
+buildTerms();
 buildKey();
 follow({ state: begin, event: show, gone, locked });
 
@@ -30,9 +32,10 @@ function begin(state) {
   byId("model").textContent = model.name;
   document.title = `${model.name} · Foretoken`;
   byId("change-key").hidden = !key.get();
+  fitStrip(state.trace_viewer_url);
   restart(state);
   show(state);
-  refreshRequests(state.now.requests, true);
+  refreshRequests(state.now, true);
   performance.mark("useful");
 }
 
@@ -42,7 +45,7 @@ function show(change) {
   trouble(now.healthy ? "" : `The engine makes no progress: ${now.reason}.`);
   showTiles(now);
   take(change);
-  refreshRequests(now.requests);
+  refreshRequests(now);
   const current = JSON.stringify([model, now.policy, now.speculation.unasked]);
   if (current !== fittedTo) fitPlayground(model, now);
   fittedTo = current;

@@ -1,6 +1,7 @@
 // Live charts of the feed's series, drawn by uPlot. Survival by position is a list of plain bars with their counts.
 
 import { byId, el, number, percent } from "./dom.js";
+import { term } from "./terms.js";
 
 const NOTHING = { steps: 0, emitted: 0, rounds: 0, accepted: 0, draft_us: 0, verify_us: 0, step_us: 0 };
 const KEPT_S = 300;
@@ -11,14 +12,14 @@ let now = null;
 let span = 60;
 let charts = [];
 
-// [id, title, explanation].
+// [id, title, explanation with its terms].
 const FIGURES = [
-  ["rate", "Tokens per second", "All requests together emit so many."],
-  ["accepted", "Accepted drafts per round", "Mean over all rounds with drafts, per sequence."],
-  ["time", "Time of a step", "Mean time, split into drafting, verifying and the rest."],
-  ["survival", "Accepted drafts by position", "Number of drafts at each position, and the share that was accepted."],
-  ["k", "k by batch size", "Mean of the chosen k, by number of sequences in the round."],
-  ["speedup", "Estimated speedup by batch size", "Relative to plain decoding. The dashed line is 1."],
+  ["rate", "Tokens per second", ["All requests together get so many."]],
+  ["accepted", "Accepted drafts per round", ["Mean over all ", term("round", "rounds"), " with drafts, per sequence."]],
+  ["time", "Time of a step", ["Mean time, split into drafting, verifying and the rest."]],
+  ["survival", "Accepted drafts by position", ["Drafts by position, and the share that was accepted."]],
+  ["k", "k by batch size", ["Mean of the chosen ", term("k"), ", by number of sequences in the round."]],
+  ["speedup", "Estimated speedup by batch size", [term("speedup", "Over plain decoding"), ". The dashed line is 1."]],
 ];
 
 export function buildCharts() {
@@ -29,7 +30,7 @@ export function buildCharts() {
       {},
       el("figcaption", {}, el("b", { id: `title-${id}` }, title), readout),
       el("div", { class: "plot", id: `plot-${id}`, role: "img", "aria-label": title }),
-      el("p", { class: "hint", id: `about-${id}` }, about),
+      el("p", { class: "hint", id: `about-${id}` }, ...about),
     );
     byId("figures").append(figure);
   }

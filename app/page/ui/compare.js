@@ -1,16 +1,17 @@
 // Compares the same seeded prompt without and with drafts: runs both one after the other, then replays them together.
 
-import { byId, number } from "./dom.js";
+import { byId, el, number, plural } from "./dom.js";
 import {
-  completionBody,
+  draftingSurely,
   exclusively,
   facts,
   formIsValid,
   hint,
   otherVerifier,
+  question,
   recordOf,
   stream,
-  draftingSurely,
+  textBody,
 } from "./playground.js";
 import { TokenText } from "./tokens.js";
 
@@ -27,12 +28,12 @@ async function compare(lanes, chosen, signal) {
   byId("output").hidden = true;
   byId("lanes").hidden = false;
   for (const name of ["off", "on"]) {
-    lanes[name].clear();
+    lanes[name].clear(...question());
     show(name, 0, "");
   }
   facts("");
-  verdict("", "");
-  const body = completionBody();
+  byId("verdict").replaceChildren();
+  const body = textBody();
   body.seed ??= Math.floor(Math.random() * SEEDS);
   const off = await record(body, { mode: "off" }, "without drafts (1 of 2)", signal);
   const on = await record(body, { ...draftingSurely(), ...matching() }, "with drafts (2 of 2)", signal);
@@ -56,9 +57,9 @@ async function record(body, speculation, runName, signal) {
   const run = { steps: [], text: "", tokens: 0 };
   const sent = { ...body, cache_salt: crypto.randomUUID?.() ?? String(Math.random()) };
   sent.speculation = { ...body.speculation, ...speculation };
-  const onChunk = (rounds, text) => {
+  const onChunk = (rounds, text, reasoning) => {
     run.steps.push({ at: performance.now() - begun, rounds });
-    run.text += text;
+    run.text += reasoning + text;
     run.tokens += rounds.reduce((sum, round) => sum + round.tokens.length, 0);
     hint(`Running ${runName}: ${number(run.tokens)} tokens.`);
   };
@@ -94,11 +95,13 @@ function show(name, share, clock) {
 }
 
 function conclude(off, on, seed) {
-  const speed = `${number(off.ms / on.ms, 2)} × as fast with drafts (${seconds(on)} against ${seconds(off)})`;
+  const times = `${seconds(on)} with drafts, ${seconds(off)} without`;
   if (off.text === on.text) {
-    verdict("same", `identical · ${number(off.closing.usage.completion_tokens)} tokens · ${speed} · seed ${seed}`);
+    const tokens = plural(off.closing.usage.completion_tokens, "token");
+    verdict("same", `${number(off.ms / on.ms, 2)} × as fast`, `Identical text: ${tokens} in ${times}. Seed ${seed}.`);
   } else {
-    verdict("different", `different at token ${firstDifference(off, on)} · ${speed} · seed ${seed}`);
+    const where = `The texts differ at token ${firstDifference(off, on)}`;
+    verdict("different", "Different texts", `${where}. ${times}. Seed ${seed}.`);
   }
 }
 
@@ -111,9 +114,9 @@ function firstDifference(...runs) {
 
 const seconds = (run) => `${number(run.ms / 1000, 2)} s`;
 
-function verdict(state, text) {
+function verdict(state, headline, detail) {
   byId("verdict").dataset.state = state;
-  byId("verdict").textContent = text;
+  byId("verdict").replaceChildren(el("strong", {}, headline), " ", el("span", {}, detail));
 }
 
 async function remember(lane, run, chosen) {

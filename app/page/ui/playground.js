@@ -1,7 +1,10 @@
 // The form and one streamed text. compare.js runs the same form twice.
 
 import { ApiError, complete, get } from "./api.js";
+import * as chat from "./chat.js";
 import { byId, el, number, percent } from "./dom.js";
+import { firstExample, offerExamples } from "./examples.js";
+import { term } from "./terms.js";
 import { TokenText } from "./tokens.js";
 
 let model = null;
@@ -11,11 +14,22 @@ let running = null; // AbortController of the running request or comparison
 
 export const facts = (text) => (byId("facts").textContent = text);
 
+const chatting = () => form() === "chat";
+
+const form = () => document.querySelector("#form-choice input:checked").value;
+
+// Returns the nodes that show what the form asks, for the beginning of the text.
+export function question() {
+  const prompt = byId("prompt").value;
+  return chatting() ? chat.turns(chat.withQuestion(prompt)) : [el("span", { class: "prompt" }, prompt)];
+}
+
 // Returns the body of the form's request, without `speculation.mode`, k and drafter.
-export function completionBody() {
+export function textBody() {
+  const prompt = byId("prompt").value;
   const body = {
     model: model.name,
-    prompt: byId("prompt").value,
+    ...(chatting() ? { messages: chat.withQuestion(prompt) } : { prompt }),
     temperature: Number(byId("temperature").value),
     max_tokens: Number(byId("max-tokens").value),
     speculation: { tokens: true },
@@ -43,12 +57,13 @@ export function draftingSurely() {
 
 const drafters = () => model.drafters.filter((name) => name !== "prediction"); // it needs a prediction from the client
 
-// Streams one completion and calls onChunk(rounds, text) for each chunk. Returns the last chunk: id, usage, metrics.
+// Streams one text and calls onChunk(rounds, text, reasoning) for each chunk. Returns the last one: id, usage, metrics.
 export async function stream(body, onChunk, signal) {
   let closing = null;
   for await (const chunk of complete(body, signal)) {
     const choice = chunk.choices[0];
-    if (choice) onChunk(choice.speculation?.rounds ?? [], choice.text);
+    const { content, reasoning_content: reasoning } = choice?.delta ?? {};
+    if (choice) onChunk(choice.speculation?.rounds ?? [], choice.text ?? content ?? "", reasoning ?? "");
     if (chunk.usage) closing = chunk;
   }
   return closing;
@@ -63,8 +78,11 @@ export async function recordOf(id) {
   }
 }
 
-// Whether the form is valid. The browser shows what is missing.
-export const formIsValid = () => byId("ask").reportValidity();
+// Whether the form is valid. The browser shows what is missing, so the settings are opened for it.
+export function formIsValid() {
+  byId("options").open ||= byId("options").querySelector(":invalid") !== null;
+  return byId("ask").reportValidity();
+}
 
 // The server's default verifier if it is not `match`, else null.
 export const otherVerifier = () => (model.verifier === "match" ? null : model.verifier);
@@ -98,6 +116,10 @@ function updateButtons() {
   byId("go").disabled = running !== null;
   byId("ab").disabled = running !== null || !maxK;
   byId("stop").hidden = running === null;
+  byId("ab").classList.toggle("main", maxK > 0 || !model);
+  byId("go").classList.toggle("main", !maxK && model !== null);
+  byId("go").textContent = chatting() ? "Send" : "Generate";
+  byId("new-chat").hidden = chat.isEmpty();
 }
 
 export function hint(text, bad = false) {
@@ -108,6 +130,7 @@ export function hint(text, bad = false) {
 
 export function buildPlayground(chosen) {
   const text = new TokenText(byId("output"), facts);
+  byId("go").addEventListener("click", formIsValid);
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     exclusively((signal) => generate(text, chosen, signal));
@@ -117,22 +140,47 @@ export function buildPlayground(chosen) {
     byId("playground").classList.toggle("with-ghosts", byId("ghosts").checked);
   });
   byId("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && formIsValid()) byId("ask").requestSubmit();
   });
   byId("k").addEventListener("change", () => (byId("drafter").disabled = byId("k").value === "off"));
+  byId("options").open = matchMedia("(min-width: 641px)").matches; // a small screen has no room for it
+  byId("form-choice").addEventListener("change", () => changeForm(text));
+  byId("new-chat").addEventListener("click", () => changeForm(text));
+  changeForm(text);
+}
+
+// Begins anew with the chosen form.
+function changeForm(text) {
+  running?.abort();
+  chat.forget();
+  byId("prompt-label").textContent = chatting() ? "Message" : "Prompt: the model continues it";
+  byId("prompt").value = firstExample(form());
+  offerExamples(form(), (prompt) => (byId("prompt").value = prompt));
+  text.clear();
+  facts("");
+  byId("output").hidden = false;
+  byId("lanes").hidden = true;
+  updateButtons();
 }
 
 async function generate(text, chosen, signal) {
   byId("output").hidden = false;
   byId("lanes").hidden = true;
-  text.clear();
+  text.clear(...question());
   byId("output").dataset.state = "running";
   facts("");
   try {
-    const body = completionBody();
+    const asked = chatting() ? byId("prompt").value : null;
+    const body = textBody();
     Object.assign(body.speculation, drafting());
-    const closing = await stream(body, (rounds) => text.add(rounds), signal);
+    let answer = "";
+    const onChunk = (rounds, part) => {
+      text.add(rounds);
+      answer += part;
+    };
+    const closing = await stream(body, onChunk, signal);
     facts(summary(closing));
+    if (asked !== null) keepTurn(asked, answer);
     const record = await recordOf(closing.id);
     if (record) {
       text.columns = record.choices[0].rounds;
@@ -141,6 +189,12 @@ async function generate(text, chosen, signal) {
   } finally {
     byId("output").dataset.state = "done";
   }
+}
+
+function keepTurn(asked, answer) {
+  chat.remember(asked, answer);
+  if (byId("prompt").value === asked) byId("prompt").value = "";
+  updateButtons();
 }
 
 function summary(closing) {
@@ -163,9 +217,12 @@ export function fitPlayground(card, now) {
   draftsUnasked = now.speculation.unasked;
   maxK = drafters().length ? card.max_spec_length : 0;
   const fixed = Array.from({ length: maxK }, (_, i) => [String(i + 1), String(i + 1)]);
+  byId("form-choice").hidden = !card.chat;
   options(byId("k"), [["auto", maxK ? `auto (policy ${now.policy.name})` : "auto"], ["off", "off"], ...fixed]);
   const own = card.drafter ? `server’s own (${card.drafter})` : "server’s own (none)";
   options(byId("drafter"), [["", own], ...drafters().map((name) => [name, name])]);
+  byId("about-auto").hidden = !maxK;
+  byId("about-auto").replaceChildren("auto: the policy ", term(now.policy.name), " chooses k.");
   byId("k").disabled = !maxK;
   byId("drafter").disabled = !maxK || byId("k").value === "off";
   updateButtons();

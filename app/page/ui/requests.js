@@ -9,7 +9,8 @@ const STATUS = { ok: "✓", error: "✕", disconnected: "⤺" };
 
 let limit = SHOWN;
 let chosen = null; // id of the request in the strip
-let known = -1; // how many requests had ended when the list was last read
+let known = ""; // which changes of the list were known when it was last read
+let latest = null; // the figures of the latest event
 let nextReading = 0; // earliest time to read the list again, ms of performance.now()
 let timer; // of the next reading
 
@@ -24,7 +25,7 @@ export function buildRequests(open) {
   });
   byId("more").addEventListener("click", async () => {
     limit = ALL;
-    await refreshRequests(known, true);
+    await refreshRequests(latest, true);
     byId("rows").children[SHOWN]?.focus();
   });
 }
@@ -34,24 +35,27 @@ export function markChosen(id) {
   for (const row of byId("rows").children) row.setAttribute("aria-pressed", String(row.dataset.id === id));
 }
 
-// Reads the list again if requests have ended since the last reading, at most once a second.
-export async function refreshRequests(ended, force = false) {
-  if (!force && ended === known) return;
+// Reads the list again if requests have ended, or got their speedup, since the last reading: at most once a second.
+export async function refreshRequests(now, force = false) {
+  latest = now;
+  const changes = `${now.requests} ${now.speedups}`;
+  if (!force && changes === known) return;
   clearTimeout(timer);
   const wait = nextReading - performance.now();
   if (!force && wait > 0) {
-    timer = setTimeout(() => refreshRequests(ended), wait);
+    timer = setTimeout(() => refreshRequests(latest), wait);
     return;
   }
-  known = ended;
+  known = changes;
   nextReading = performance.now() + 1000;
   try {
     const { requests } = await get(`ui/api/requests?limit=${limit + 1}`);
     byId("no-requests").hidden = requests.length > 0;
+    byId("about-requests").hidden = !requests.length;
     byId("more").hidden = requests.length <= limit;
     show(requests.slice(0, limit));
   } catch {
-    known = -1; // the next event reads the list again; the feed reports the error
+    known = ""; // the next event reads the list again; the feed reports the error
   }
 }
 
@@ -65,15 +69,18 @@ function show(requests) {
 function row(request) {
   const sums = (name) => request.choices.reduce((sum, choice) => sum + choice[name], 0);
   const drafted = sums("drafted");
-  const drafts = drafted ? `${percent(sums("accepted") / drafted)} of ${number(drafted)} drafts` : "no drafts";
+  const drafts = drafted ? `${percent(sums("accepted") / drafted)} of ${plural(drafted, "draft")}` : "no drafts";
   const outcome = request.status === "ok" ? drafts : (request.error ?? request.status);
+  const speed = request.output_tokens ? `${number((1000 * request.output_tokens) / request.total_ms)} tokens/s` : "";
   return el(
     "button",
     { type: "button", class: "row", "data-id": request.id, "data-status": request.status },
     el("span", { class: "status", role: "img", "aria-label": request.status }, STATUS[request.status]),
     el("span", { class: "when" }, new Date(request.began_unix_ms).toLocaleTimeString("en-GB")),
-    el("span", { class: "size" }, plural(request.output_tokens, "token")),
+    el("span", { class: "size" }, `${number(request.prompt_tokens)} + ${plural(request.output_tokens, "token")}`),
+    el("span", { class: "speedup" }, request.speedup ? `${number(request.speedup, 2)} ×` : ""),
     el("span", { class: "drafts" }, outcome),
+    el("span", { class: "speed" }, speed),
     el("span", { class: "took" }, millis(request.total_ms)),
   );
 }

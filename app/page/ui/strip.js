@@ -12,6 +12,10 @@ const TIMES = 56; // height of the longest round's time
 const GAP = 22; // between drafts and times; it holds the marks of the reasons
 
 const TIME = { draft: "draft_us", verify: "verify_us", other: "overhead_us" };
+let traceViewerUrl = null; // with {trace_id} in place of the id; null: the operator gave none
+
+export const fitStrip = (url) => (traceViewerUrl = url);
+
 const MARKS = { policy: "P", user: "U", cap: "C", cache: "M", acceptance: "A", load: "L", probe: "?" };
 
 export function showStrip(record) {
@@ -31,17 +35,25 @@ function facts(record) {
   const entries = [
     ["Status", record.error ? `${record.status}: ${record.error}` : record.status],
     ["Tokens", `${number(record.prompt_tokens)} in, ${number(record.output_tokens)} out`],
+    ["Est. speedup", record.speedup ? `${number(record.speedup, 2)} ×` : "–"],
     ["Queued", millis(record.queue_ms)],
     ["First token", millis(record.ttft_ms)],
     ["Total", `${millis(record.total_ms)} (${number(rate)} tokens per second)`],
     ["Request", named(record.id, "the request’s id")],
-    ["Trace", record.trace_id ? named(record.trace_id, "the trace’s id") : "not traced"],
+    ["Trace", record.trace_id ? named(record.trace_id, "the trace’s id", traceUrl(record.trace_id)) : "not traced"],
   ];
   const pairs = entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
   return el("dl", { class: "record" }, ...pairs);
 }
 
-const named = (id, label) => el("span", { class: "named" }, el("code", {}, id), copyButton(id, label));
+const traceUrl = (id) => traceViewerUrl?.replaceAll("{trace_id}", id);
+
+// href: what the id links to; undefined: nothing.
+function named(id, label, href) {
+  const code = el("code", {}, id);
+  const link = href ? el("a", { href, target: "_blank", rel: "noopener noreferrer" }, code) : code;
+  return el("span", { class: "named" }, link, copyButton(id, label));
+}
 
 function drawing(choice, several) {
   const columns = choice.rounds;

@@ -1,6 +1,7 @@
 // The figures at the top of the page.
 
 import { byId, el, millis, number, percent } from "./dom.js";
+import { term } from "./terms.js";
 
 // [id, label, function from `now` to the value, function from `now` to the note below it].
 const TILES = [
@@ -19,7 +20,7 @@ export function buildTiles() {
   for (const [id, label] of TILES) {
     const value = el("dd", { class: "value", id: `tile-${id}` }, "–");
     const note = el("dd", { class: "note", id: `note-${id}` });
-    byId("tiles").append(el("div", { class: `tile ${id}` }, el("dt", {}, label), value, note));
+    byId("tiles").append(el("div", { class: `tile ${id}` }, el("dt", {}, term(id, label)), value, note));
   }
 }
 

@@ -25,11 +25,13 @@ export class TokenText {
     stepping(root, () => this.rounds.length, () => this.current, (index) => this.choose(index));
   }
 
-  clear() {
+  // before: nodes that stand in front of the text, such as its prompt.
+  clear(...before) {
     this.rounds = []; // from the stream
     this.columns = null; // of the same rounds, from the server's record; null while the request runs
     this.current = null;
-    this.root.replaceChildren();
+    this.root.replaceChildren(...before);
+    this.root.scrollTop = this.root.scrollHeight;
   }
 
   add(rounds) {

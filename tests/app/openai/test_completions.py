@@ -195,7 +195,10 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "repetition_penalty": 1.1,
         "logit_bias": {"5": 1, "17": -100.0},
         "stop_token_ids": [9, 8],
+        "allowed_token_ids": [97, 98],
+        "bad_words": ["b", "bc"],
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "logprobs": 4,
         "speculation": {"k": 3, "drafter": "lookup", "verifier": "block"},
     }
@@ -216,7 +219,10 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         repetition_penalty=1.1,
         logit_bias=((5, 1.0), (17, -100.0)),
         stop_token_ids=(9, 8),
+        allowed_token_ids=(97, 98),
+        bad_word_ids=((98,), (98, 99)),
         include_stop_str_in_output=True,
+        skip_special_tokens=False,
         logprobs=4,
         prompt_logprobs=None,
     )
@@ -228,6 +234,10 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "cache_salt",
         "deadline_s",
         "add_special_tokens",
+        "best_of",
+        "max_completion_tokens",
+        "return_token_ids",
+        "truncate_prompt_tokens",
     }  # which have tests of their own
 
 

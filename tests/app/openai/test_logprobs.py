@@ -100,7 +100,7 @@ def test_echo_begins_the_text_with_the_prompt(prompt: Any) -> None:
 def test_echo_gives_a_text_as_it_was_sent_and_ids_as_they_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer may change a text, by lower case or by other spaces."""
     client = FakeEngineClient()
-    monkeypatch.setattr(client, "detokenize", lambda ids: "decoded ")
+    monkeypatch.setattr(client, "detokenize", lambda ids, **options: "decoded ")
     assert choice_of(client, prompt="ABC", max_tokens=0, echo=True)["text"] == "ABC"
     assert choice_of(client, prompt=[65, 66], max_tokens=0, echo=True)["text"] == "decoded "
 

@@ -102,11 +102,27 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "not sup",
     ),
     ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options.include_obfuscation", "boolean"),
-    (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-        "sup",
-    ),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "needs include_usage"),
+    ({"best_of": 0}, "best_of", "greater than or equal to 1"),
+    ({"best_of": True}, "best_of", "valid integer"),
+    ({"n": 3, "best_of": 2}, "best_of", "at least n"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids", "list of token ids"),
+    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids", "integers from 0"),
+    ({"bad_words": "a"}, "bad_words", "must be a list of strings"),
+    ({"bad_words": ["a", 3]}, "bad_words", "must be a list of strings"),
+    ({"bad_words": ["a", " "]}, "bad_words", "empty word"),
+    ({"bad_words": ["\ud800"]}, "bad_words", "surrogate"),
+    ({"bad_words": ["a"] * 65}, "bad_words", "at most 64 words"),
+    ({"bad_words": ["a" * 129]}, "bad_words", "at most 128 tokens"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens", "valid boolean"),
+    ({"return_token_ids": 1}, "return_token_ids", "valid boolean"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "between 1 and the context of 256"),
+    ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "between 1 and the context of 256"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "mean the same"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "must not be negative"),
+    ({"max_completion_tokens": 300}, "max_completion_tokens", "max_completion_tokens 300 make 303"),
     ({"speculation": 3}, "speculation", "dictionary"),
     ({"speculation": {"mode": "off", "k": 3}}, "speculation", "cannot be off and draft"),
     ({"speculation": {"mode": "fast"}}, "speculation.mode", "'auto', 'off' or 'fixed'"),
@@ -211,8 +227,11 @@ def test_a_bad_field_is_a_400_that_names_it(fields: dict[str, Any], param: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("best_of", 3),
-        ("best_of", True),
+        ("use_beam_search", True),
+        ("length_penalty", 0.5),
+        ("spaces_between_special_tokens", False),
+        ("return_tokens_as_token_ids", True),
+        ("priority", 1),
         ("prompt_logprobs", 1),
         ("suffix", "end"),
         ("response_format", {"type": "json_object"}),
@@ -252,6 +271,19 @@ def test_a_top_k_of_minus_one_is_every_token() -> None:
 def test_every_field_is_of_one_kind_only() -> None:
     assert not INERT & NEUTRAL.keys()
     assert not Body.model_fields.keys() & (INERT | NEUTRAL.keys())
+
+
+def test_more_candidates_than_the_engine_holds_are_refused() -> None:
+    status, error = fault(PROMPT | {"prompt": ["a"] * 13, "best_of": 5})
+    assert (status, error["param"]) == (400, "best_of")
+    assert "13 × best_of = 5 make 65" in error["message"]
+
+
+def test_best_of_above_n_is_not_streamed_and_equal_to_n_is() -> None:
+    status, error = fault(PROMPT | {"best_of": 2, "stream": True})
+    assert (status, error["param"]) == (400, "best_of")
+    assert "cannot be streamed" in error["message"]
+    assert call(create_app(FakeEngineClient()), PROMPT | {"n": 2, "best_of": 2, "stream": True}).status == 200
 
 
 @pytest.mark.parametrize(

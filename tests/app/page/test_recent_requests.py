@@ -230,6 +230,11 @@ def test_no_text_is_kept() -> None:
     (kept,) = server.live.recent.latest()
     assert "secret" not in json.dumps(kept.whole())
     assert "secret" not in repr(kept)
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "my secret"}], "max_tokens": 9}
+    call(server.app, chat, path="/v1/chat/completions")
+    (kept, _) = server.live.recent.latest()
+    assert kept.row["id"].startswith("chatcmpl-")
+    assert "secret" not in repr(kept) + json.dumps(server.live.state()) + json.dumps(kept.whole())
 
 
 def test_the_oldest_exchange_makes_room() -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
@@ -11,6 +12,7 @@ from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page.live import LivePage
 from app.page.routes import FILES, FOLDER
+from policies.config import PolicyName
 from tests.app.harness import PROMPT, Exchange, call
 from tests.app.page.test_live import part, step
 
@@ -110,10 +112,32 @@ def test_the_state_says_what_the_server_is_and_how_it_does() -> None:
         "drafters": list(client.model.drafters),
         "drafter": "model",
         "verifier": "match",
+        "chat": False,
     }
+    assert state["trace_viewer_url"] is None
     assert state["now"]["policy"] == {"name": "goodput", "k": 5, "refused": None}
     assert state["now"]["acceptance"] == 0.75
     assert "content-security-policy" in done.reply_headers
+
+
+def test_the_state_says_whether_there_are_a_chat_template_and_a_viewer_of_traces() -> None:
+    client, url = FakeEngineClient(), "https://traces.example/{trace_id}"
+    client.model = replace(client.model, has_chat_template=True)
+    app = create_app(client, live_page=LivePage(client, trace_viewer_url=url))
+    state = json.loads(get(app, "/ui/api/state").reply)
+    assert (state["model"]["chat"], state["trace_viewer_url"]) == (True, url)
+
+
+def test_every_term_that_the_page_names_is_explained() -> None:
+    """A word without an explanation would be a button that says nothing."""
+    explained = set(re.findall(r'^  "?([a-z-]+)"?:', (FOLDER / "terms.js").read_text("utf-8"), re.MULTILINE))
+    page = (FOLDER / "index.html").read_text("utf-8")
+    scripts = "".join(path.read_text("utf-8") for path in FOLDER.glob("*.js"))
+    named = set(re.findall(r'data-term="([^"]+)"', page)) | set(re.findall(r'\bterm\("([^"]+)"', scripts))
+    tiles = set(re.findall(r'^  \["(\w+)", ', (FOLDER / "tiles.js").read_text("utf-8"), re.MULTILINE))
+    assert {"k", "round", "recovered", "bonus"} <= named
+    assert "speedup" in tiles
+    assert (named | tiles | set(get_args(PolicyName))) - explained == set()
 
 
 def test_requests_are_listed_and_told_one_by_one() -> None:

@@ -19,20 +19,22 @@ ASKED = {
     "gen_ai.request.model", "gen_ai.request.stream", "gen_ai.request.max_tokens", "gen_ai.request.temperature",
     "gen_ai.request.top_p", "gen_ai.request.frequency_penalty", "gen_ai.request.presence_penalty",
 }  # fmt: skip
-ANY = {
+KIND = {"openinference.span.kind"}
+ANY = KIND | {
     "gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.response.model", "gen_ai.response.id",
-    "specdec.request.id",
+    "specdec.request.id", "llm.model_name",
 }  # fmt: skip
 USED = {
     "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens",
-    "gen_ai.usage.cache_read.input_tokens",
+    "gen_ai.usage.cache_read.input_tokens", "llm.token_count.prompt", "llm.token_count.completion",
+    "llm.token_count.total", "llm.token_count.prompt_details.cache_read",
 }  # fmt: skip
 SPECULATED = {
     "specdec.enabled", "specdec.policy", "specdec.k.max", "specdec.verifier", "specdec.seed", "specdec.preemptions",
     "specdec.rounds.count", "specdec.steps.plain", "specdec.tokens.drafted", "specdec.tokens.accepted",
     "specdec.tokens.rolled_back", "specdec.tokens.recovered", "specdec.tokens.bonus", "specdec.tokens.emitted",
     "specdec.tokens.truncated", "specdec.time.queue_us", "specdec.time.prefill_us", "specdec.time.decode_us",
-    "specdec.time.draft_us", "specdec.time.verify_us",
+    "specdec.time.draft_us", "specdec.time.verify_us", "specdec.rounds.table",
 }  # fmt: skip
 DRAFTED = {
     "specdec.drafter", "specdec.acceptance.rate", "specdec.acceptance.length", "specdec.acceptance.histogram",
@@ -44,13 +46,13 @@ COLUMNS = {
         "draft_us", "verify_us", "overhead_us",
     )
 }  # fmt: skip
-DECODE = COLUMNS | {
+DECODE = KIND | COLUMNS | {
     "specdec.choice.index", "specdec.drafters", "specdec.reasons", "specdec.rounds.total", "specdec.rounds.strip",
 }  # fmt: skip
 ROUND = {
     f"specdec.round.{fact}" for fact in ("index", "k", "drafted", "accepted", "emitted", "draft_us", "verify_us")
-} | {"specdec.step.index", "specdec.alpha.estimate", "specdec.batch.size"}
-STEP = {
+} | {"specdec.step.index", "specdec.alpha.estimate", "specdec.batch.size", *KIND}
+STEP = KIND | {
     f"specdec.step.{fact}"
     for fact in (
         "index", "batch_size", "prefill_tokens", "drafted", "accepted", "emitted", "draft_us", "verify_us",
@@ -96,8 +98,8 @@ def test_every_other_span_has_exactly_these_attributes() -> None:
     traced = Traced(level="rounds")
     call(traced.app, PROMPT)
     traced.client.stepped([step(requests=(traced.client.submitted[0].id,))])
-    assert traced.attributes("specdec.queue").keys() == {"specdec.choice.index", "specdec.queue.ahead"}
-    assert traced.attributes("specdec.prefill").keys() == {
+    assert traced.attributes("specdec.queue").keys() == KIND | {"specdec.choice.index", "specdec.queue.ahead"}
+    assert traced.attributes("specdec.prefill").keys() == KIND | {
         "specdec.choice.index", "specdec.prefill.tokens", "specdec.prefill.cached_tokens", "specdec.prefill.passes",
     }  # fmt: skip
     assert traced.attributes("specdec.decode").keys() == DECODE | {"specdec.rounds.spans_omitted"}
@@ -106,6 +108,35 @@ def test_every_other_span_has_exactly_these_attributes() -> None:
     assert rounds == [set(), both, both, {"specdec.policy.reason"}, both]
     assert all(told(span).keys() >= ROUND for span in traced.spans("specdec.round"))
     assert traced.attributes("specdec.engine_step").keys() == STEP
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "operation"),
+    [
+        ("/v1/completions", PROMPT | {"n": 2}, "text_completion"),
+        ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "abc"}], "n": 2}, "chat"),
+    ],
+)
+def test_viewers_of_either_convention_read_the_same_facts(path: str, asked: dict[str, Any], operation: str) -> None:
+    """OpenInference's names, which Phoenix reads, beside OpenTelemetry's. Only the request is an LLM's span: a viewer
+    adds up the tokens of all such spans."""
+    traced = Traced(level="rounds")
+    assert call(traced.app, asked, path=path).status == 200
+    traced.client.stepped([step(requests=(traced.client.submitted[0].id,))])
+    said = traced.attributes()
+    assert said["gen_ai.operation.name"] == operation
+    assert said["llm.model_name"] == said["gen_ai.response.model"] == "fake"
+    assert said["llm.token_count.prompt"] == said["gen_ai.usage.input_tokens"] == 3
+    assert said["llm.token_count.completion"] == said["gen_ai.usage.output_tokens"] == 18
+    assert said["llm.token_count.total"] == 21
+    assert said["llm.token_count.prompt_details.cache_read"] == said["gen_ai.usage.cache_read.input_tokens"] == 2
+    spans = traced.exporter.get_finished_spans()
+    kinds = {span.name: told(span)["openinference.span.kind"] for span in spans}
+    assert kinds.pop(f"{operation} fake") == "LLM"
+    assert set(kinds.values()) == {"CHAIN"}
+    assert len(kinds) == 5
+    counted = [span.name for span in spans if any(key.startswith("llm.token_count.") for key in told(span))]
+    assert counted == [f"{operation} fake"]
 
 
 def test_what_a_chats_span_says() -> None:

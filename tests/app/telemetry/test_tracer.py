@@ -13,8 +13,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
 from app.fake_engine import FakeEngineClient, Script
+from app.main import create_app
 from app.telemetry import names
-from app.telemetry.tracer import Level
+from app.telemetry.tracer import Level, Tracer
 from engine.types import InvalidRequest, Output, Overloaded, Request
 from tests.app.harness import PROMPT, Exchange, call
 from tests.app.telemetry.test_spans import ANY, ASKED
@@ -71,6 +72,17 @@ def test_steps_are_sampled_and_those_that_served_nobody_have_no_span() -> None:
         call(traced.app, PROMPT)
         traced.client.stepped([step(requests=(traced.client.submitted[0].id,)), step()] * 50)
         assert len(traced.spans("specdec.engine_step")) == 50 * steps
+
+
+def test_steps_have_no_trace_unless_the_operator_wants_them() -> None:
+    """Beside the requests they would be half of a viewer's list of traces."""
+    traced = Traced()
+    traced.tracer = Tracer(traced.client, traced.provider)
+    traced.app = create_app(traced.client, [traced.tracer])
+    call(traced.app, PROMPT)
+    traced.client.stepped([step(requests=(traced.client.submitted[0].id,))] * 1000)
+    assert len(traced.spans()) == 1
+    assert traced.spans("specdec.engine_step") == []
 
 
 def test_a_step_is_told_of_while_its_request_runs_and_links_are_bounded() -> None:

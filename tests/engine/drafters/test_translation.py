@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.drafters.base import DraftBatch
-from engine.drafters.translation import DraftText, SharedTokens, Translation, Words
+from engine.drafters.shared_tokens import SharedTokens
+from engine.drafters.translation import DraftText, Translation, Words
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.sampler import Sampler
 from engine.types import SamplingParams, Verifier

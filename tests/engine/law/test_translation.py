@@ -7,7 +7,8 @@ import pytest
 from torch import Tensor
 
 from engine.drafters.model import DraftLaws
-from engine.drafters.translation import SharedTokens, Translation, Words
+from engine.drafters.shared_tokens import SharedTokens
+from engine.drafters.translation import Translation, Words
 from engine.types import VERIFIERS, Verifier
 from tests.engine.law.checking import Sample, check_speculation, draw, law_of, prompt_of, refuses
 from tests.engine.law.configurations import Configuration

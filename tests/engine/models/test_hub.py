@@ -310,6 +310,8 @@ def test_models_that_cannot_be_served(asked: Client, server: Hub, model: str, fi
         ("Qwen/Qwen3-8B", HubId("Qwen/Qwen3-8B", None)),
         ("Qwen/Qwen3-8B@refs/pr/3", HubId("Qwen/Qwen3-8B", "refs/pr/3")),
         ("a/b@main", HubId("a/b", "main")),
+        ("hf://a/b@main", HubId("a/b", "main")),
+        ("hf://a", None),
         ("/models/a", None),
         ("./models/a", None),
         ("../a", None),
@@ -329,6 +331,7 @@ def test_a_directory_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert checkpoint_directory("some/model") == "some/model"
     assert parse_hub_id("some/other") is not None
+    assert parse_hub_id("hf://some/model") == HubId("some/model", None)
 
 
 def test_code_of_the_checkpoint_is_told_and_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -123,6 +123,11 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: f.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000),
         "no safetensors file",
     ),
+    "a shape beyond all memory": (
+        lambda f: write_header(f, entry(shape=[10**30, 0], data_offsets=[0, 0])),
+        "a tensor of shape (1000000000000000000000000000000, 0) lies at",
+    ),
+    "offsets beyond all files": (lambda f: write_header(f, entry(data_offsets=[0, 10**30])), "no safetensors file"),
     "an entry without a shape": (lambda f: write_header(f, {"a": {"dtype": "F32"}}), "no safetensors file"),
 }
 
@@ -168,6 +173,28 @@ def test_an_index_that_names_the_wrong_file(directory: Path) -> None:
 def test_a_malformed_index(directory: Path, text: str) -> None:
     (directory / INDEX).write_text(text, "utf-8")
     assert "is malformed" in refused(directory)
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".safetensors", "x/" + "é" * 200 + "/a.safetensors"])
+def test_an_index_with_a_name_that_no_file_can_have(directory: Path, name: str) -> None:
+    write_index(directory, {"a": name})
+    assert "names a file by more than 255 bytes" in refused(directory)
+
+
+def test_two_sets_of_weights(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory with an index and a single file: the index is read if they hold the same tensors."""
+    save_file(TENSORS, directory / WEIGHTS)
+    shards = Shards(directory)
+    assert {t.file.name for t in shards.tensors.values()} == {"one.safetensors", "two.safetensors"}
+    assert f"{directory} holds both {WEIGHTS} and {INDEX}: the files of the index are read" in caplog.text
+    save_file({**TENSORS, "d": TENSORS["d"].float()}, directory / WEIGHTS)
+    assert "they differ in 1 tensors, 'd' among them: remove the one" in refused(directory)
+    save_file({**TENSORS, "g": torch.ones(2)}, directory / WEIGHTS)
+    assert "they differ in 1 tensors, 'g' among them: remove the one" in refused(directory)
+    write_index(directory, dict.fromkeys(TENSORS, WEIGHTS))
+    caplog.clear()
+    assert Shards(directory).stored("d").file.name == WEIGHTS
+    assert not caplog.text
 
 
 def test_a_pickle_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -95,6 +95,19 @@ def test_special_and_unknown_ids_add_nothing(make: Callable[[Path], Tokenizer], 
     assert (tokenizer.data(99_999), tokenizer.name(99_999)) == (b"", None)
 
 
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, wordpiece])
+def test_special_ids_can_be_shown(make: Callable[[Path], Tokenizer], tmp_path: Path) -> None:
+    tokenizer = make(tmp_path)
+    ids = tokenizer.encode("the cat", special=False)
+    for special in sorted(tokenizer.special_ids):
+        name = tokenizer.name(special)
+        assert name is not None
+        shown = tokenizer.decode([*ids, special, *ids], skip_special_tokens=False)
+        assert name in shown
+        assert name not in tokenizer.decode([*ids, special, *ids])
+        assert tokenizer.decode([*ids, 99_999], skip_special_tokens=False) == tokenizer.decode(ids)
+
+
 def test_added_tokens_stand_for_what_the_backend_makes_of_them(tmp_path: Path) -> None:
     """One has characters outside the byte alphabet, one is special though the checkpoint names no role for it."""
     save_tokenizer(tmp_path / "plain")

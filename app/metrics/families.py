@@ -1,19 +1,10 @@
-"""Every metric family that a replica exports: its name, what it counts, its labels and its buckets. A label has few
-values and never names a request.
+"""Every metric family of a replica: its name, what it counts, its labels and its buckets. A label has few values and
+never names a request.
 
-Ray puts `ray_` before each name and adds labels of its own; Serve adds deployment, replica and application.
-Three properties of Ray (2.60) shape this module. A counter refuses to grow by 0, so a counter that has not grown does
-not exist, and `rate` and `increase` miss its first growth: Count starts each series with a number that vanishes in any
-sum. A histogram's sum is computed from the middles of its buckets: use ratios of counters for means and histograms for
-quantiles. A gauge that is not set for two reports (20 s) disappears until it is set again.
+Ray's exporter (deployments/ray_metrics.py) and GET /metrics (exposition.py) tell the same families.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-from ray.serve import metrics
-
-BIRTH = 5e-324  # the smallest positive number: it vanishes in any sum
+from app.metrics.instruments import Maker
 
 # The first buckets are below a millisecond because a small target on a GPU takes no longer for a token.
 ROUND_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
@@ -47,7 +38,7 @@ class Rounds:
     Label drafter: the drafter that proposed, or "none". Label position: of a draft in its round, from 1.
     """
 
-    def __init__(self, make: "Maker") -> None:
+    def __init__(self, make: Maker) -> None:
         self.rounds = make.count("specdec_rounds_total", "Rounds with drafts, one per sequence", "drafter")
         self.drafted = make.count("specdec_drafted_tokens_total", "Drafts verified", "drafter")
         self.accepted = make.count("specdec_accepted_tokens_total", "Drafts accepted", "drafter")
@@ -81,7 +72,7 @@ class StepMetrics:
     decode_seconds.
     """
 
-    def __init__(self, make: "Maker") -> None:
+    def __init__(self, make: Maker) -> None:
         self.steps = make.count("specdec_steps_total", "Steps of the engine")
         self.seconds = make.count("specdec_step_seconds_total", "Seconds in the engine's steps")
         self.draft_seconds = make.count("specdec_draft_seconds_total", "Seconds of steps spent proposing drafts")
@@ -108,8 +99,12 @@ class StepMetrics:
 class Requests:
     """Metrics of HTTP requests and of their choices."""
 
-    def __init__(self, make: "Maker") -> None:
+    def __init__(self, make: Maker) -> None:
         self.requests = make.count("specdec_requests_total", "Requests by how they ended", "outcome")
+        self.choices = make.count("specdec_choices_total", "Choices by how they ended", "finish_reason")
+        self.prompt_tokens = make.count(
+            "specdec_choice_prompt_tokens_total", "Prompt tokens of choices that emitted a token"
+        )
         self.prediction = make.count("specdec_prediction_tokens_total", "Tokens of clients' predictions", "result")
         self.rate = make.histogram("specdec_request_acceptance_rate", "Accepted share of a choice's drafts", RATE)
         self.length = make.histogram(
@@ -130,96 +125,9 @@ class Requests:
 class ReplicaMetrics:
     """Metrics of the replica's present state."""
 
-    def __init__(self, make: "Maker") -> None:
+    def __init__(self, make: Maker) -> None:
         self.running = make.gauge("specdec_requests_running", "Sequences that hold memory")
         self.waiting = make.gauge("specdec_requests_waiting", "Sequences that wait for it")
         self.kv_used = make.gauge("specdec_kv_cache_usage_ratio", "Share of the target's KV memory that is held")
         self.heartbeat = make.gauge("specdec_engine_heartbeat_age_seconds", "Seconds since the engine made progress")
         self.dropped = make.count("specdec_telemetry_dropped_total", "Telemetry that was made and lost", "kind")
-
-
-class Maker:
-    """Makes instruments that carry the model's name as a label."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._counts: list[Count] = []
-
-    def count(self, name: str, about: str, *labels: str) -> "Count":
-        counter = metrics.Counter(name, about, self._keys(labels))
-        counter.set_default_tags({"model_name": self._model_name})
-        self._counts.append(Count(counter, labels))
-        return self._counts[-1]
-
-    def histogram(self, name: str, about: str, bounds: Sequence[float], *labels: str) -> "Spread":
-        histogram = metrics.Histogram(name, about, list(bounds), self._keys(labels))
-        histogram.set_default_tags({"model_name": self._model_name})
-        return Spread(histogram, labels)
-
-    def gauge(self, name: str, about: str, *labels: str) -> "Level":
-        gauge = metrics.Gauge(name, about, self._keys(labels))
-        gauge.set_default_tags({"model_name": self._model_name})
-        return Level(gauge, labels)
-
-    def tell(self) -> None:
-        """Report to Ray by how much the counters have grown."""
-        for count in self._counts:
-            count.tell()
-
-    def _keys(self, labels: tuple[str, ...]) -> Any:
-        """Return a tuple. The type is Any because Serve annotates it as a tuple of a single string."""
-        return ("model_name", *labels)
-
-
-class Labels:
-    """Turns the values of an instrument's labels into Ray's dictionary."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self._tags: dict[tuple[str, ...], dict[str, str]] = {}
-
-    def __call__(self, values: tuple[str, ...]) -> dict[str, str]:
-        tags = self._tags.get(values)
-        if tags is None:
-            tags = self._tags[values] = dict(zip(self._names, values, strict=True))
-        return tags
-
-
-class Count:
-    """A counter that grows here, often and cheaply. `tell` reports the growth to Ray."""
-
-    def __init__(self, counter: metrics.Counter, labels: Sequence[str]) -> None:
-        self._counter, self._labels = counter, Labels(labels)
-        self._grown: dict[tuple[str, ...], float] = {}
-        self._born: set[tuple[str, ...]] = set()
-
-    def add(self, value: float, *labels: str) -> None:
-        """Add a value ≥ 0. A value of 0 starts the series."""
-        self._grown[labels] = self._grown.get(labels, 0) + value
-
-    def tell(self) -> None:
-        grown, self._grown = self._grown, {}
-        for labels, value in grown.items():
-            if value or labels not in self._born:
-                self._born.add(labels)
-                self._counter.inc(value or BIRTH, self._labels(labels))
-
-
-class Spread:
-    """A histogram."""
-
-    def __init__(self, histogram: metrics.Histogram, labels: Sequence[str]) -> None:
-        self._observe, self._labels = histogram.observe, Labels(labels)
-
-    def observe(self, value: float, *labels: str) -> None:
-        self._observe(value, self._labels(labels))
-
-
-class Level:
-    """A gauge."""
-
-    def __init__(self, gauge: metrics.Gauge, labels: Sequence[str]) -> None:
-        self._gauge, self._labels = gauge, Labels(labels)
-
-    def set(self, value: float, *labels: str) -> None:
-        self._gauge.set(value, self._labels(labels))

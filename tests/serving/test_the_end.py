@@ -1,6 +1,6 @@
 """What clients see when a part of the server dies, or when all of it is asked to end; and who can reach it at all.
 
-The tests run in this order: the last one ends the server.
+The tests run in this order, after all others of the shared server (hence the file's name): the last one ends it.
 """
 
 import asyncio
@@ -9,13 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serving.conftest import ARGS, AUTOSCALING, Served, serving
+from tests.serving.conftest import Served
 from tests.serving.processes import descendants, listening, named, wait_for_another
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -27,9 +26,12 @@ Events = list[Any]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("ending"), ARGS, AUTOSCALING | {"max_replicas": 1}) as application:
-        yield application
+def launched(served: Served) -> Served:
+    """The server that all tests share, once it has one replica."""
+    limit = time.monotonic() + BACK_LIMIT_S
+    while served.replicas() > 1:
+        assert time.monotonic() < limit, "a second replica stays without load"
+    return served
 
 
 async def follow(client: httpx.AsyncClient, began: asyncio.Event) -> Events:

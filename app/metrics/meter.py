@@ -1,4 +1,4 @@
-"""Adds requests and engine steps to the metrics of deployments/metric_families.py."""
+"""Adds requests and engine steps to the metric families (families.py)."""
 
 import time
 from collections import Counter
@@ -8,10 +8,11 @@ from typing import TypeVar, get_args
 
 from app.client import EngineClient
 from app.errors import error_body
+from app.metrics.families import ReplicaMetrics, Requests, Rounds, StepMetrics
+from app.metrics.instruments import Count, Exporter, Level, Maker, Spread
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
-from deployments.metric_families import Count, Level, Maker, ReplicaMetrics, Requests, Rounds, StepMetrics
-from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats, acceptance_of
+from engine.types import DRAFTERS, REASONS, FinishReason, RequestRecord, RoundRecord, StepStats, acceptance_of
 
 OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected")
 BEAT_S = 1.0
@@ -32,20 +33,20 @@ V = TypeVar("V")
 class Meter:
     """A listener (app/telemetry/exchange.py). It starts all series with known labels at 0.
 
-    Counters and the gauges of the replica's state go to Ray once a second while the engine works, and in `beat`. Ray
-    reports them every 10 s. The replica's health check calls `beat` every few seconds: only so do the last values
-    arrive, and an engine that makes no progress is seen.
+    Counters and the gauges of the replica's state go to the exporter once a second while the engine works, and in
+    `beat`. Ray reports them every 10 s. The replica's health check calls `beat` every few seconds: only so do the last
+    values arrive, and an engine that makes no progress is seen.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        model_name: str,
+        exporter: Exporter | None = None,
         *,
         dropped: DroppedSpans = DROPPED_SPANS,
     ) -> None:
-        """dropped: counts the spans that were lost."""
-        self._maker = make = Maker(model_name)
+        """exporter: gets the values too. dropped: counts the spans that were lost."""
+        self._maker = make = Maker(exporter)
         self.rounds, self.requests = Rounds(make), Requests(make)
         self.steps, self.state = StepMetrics(make), ReplicaMetrics(make)
         self._client = client
@@ -54,6 +55,14 @@ class Meter:
         self._next = 0  # number of steps before the next one that goes into the histograms
         self._begin_series()
         self.beat()
+
+    @property
+    def instruments(self) -> Sequence[Count | Spread | Level]:
+        return self._maker.made
+
+    @property
+    def model_name(self) -> str:
+        return self._client.model.name
 
     def began(self, exchange: Exchange) -> None:
         pass
@@ -67,6 +76,8 @@ class Meter:
         self.requests.duration.observe(exchange.finished - exchange.began, outcome)
         if outcome == "completed":
             self._latencies(exchange)
+        for output in exchange.outputs:
+            self.requests.choices.add(1, str(output.finish_reason))
         for record in exchange.records:
             self._choice(record)
 
@@ -104,6 +115,8 @@ class Meter:
         _begin(steps.prompt_tokens, ("computed", "cached"))
         _begin(self.state.dropped, get_args(Loss))
         _begin(self.requests.requests, OUTCOMES)
+        _begin(self.requests.choices, get_args(FinishReason))
+        self.requests.prompt_tokens.add(0)
         _begin(self.requests.prediction, ("accepted", "rejected"))
         for count in (rounds.rounds, rounds.drafted, rounds.accepted, rounds.rolled_back):
             _begin(count, model.drafters)
@@ -121,6 +134,8 @@ class Meter:
         if record.prediction_tokens:
             self.requests.prediction.add(record.prediction_accepted, "accepted")
             self.requests.prediction.add(record.prediction_tokens - record.prediction_accepted, "rejected")
+        if record.first_token is not None:
+            self.requests.prompt_tokens.add(record.prompt_tokens)
         if record.admitted is not None:
             self.requests.queue.observe(record.admitted - record.arrived)
 

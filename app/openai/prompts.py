@@ -1,0 +1,43 @@
+"""From a request's texts to token ids."""
+
+from collections.abc import Sequence
+
+from app.client import EngineClient, TextField
+from app.openai.fields import Prompt
+
+Ids = tuple[int, ...]
+
+
+async def prompt_ids(
+    client: EngineClient, prompt: Prompt, field: TextField, *, special: bool, most: int | None = None
+) -> Ids:
+    """Return a prompt's ids. special: with the special tokens that the checkpoint puts around a text.
+
+    most: keep so many tokens from its end, and the special tokens before and behind them (as in vLLM); None: all.
+    """
+    if not isinstance(prompt, str):
+        return prompt if most is None else prompt[-most:]
+    ids = await client.tokenize(prompt, field, add_special_tokens=special, any_length=most is not None)
+    if most is None or len(ids) <= most:
+        return tuple(ids)
+    inner = await client.tokenize(prompt, field, add_special_tokens=False, any_length=True)
+    around = len(ids) - len(inner)  # special tokens
+    before = next((n for n in range(around + 1) if ids[n : n + len(inner)] == inner), None)
+    if before is None or around >= most:
+        return tuple(ids[-most:])
+    return (*ids[:before], *inner[around - most :], *ids[before + len(inner) :])
+
+
+async def bad_word_ids(client: EngineClient, words: Sequence[str]) -> tuple[Ids, ...]:
+    """Return the runs of tokens that spell these words, without and with a space in front (as in vLLM).
+
+    The spelling with a space counts only where the space makes no token of its own.
+    """
+    runs: dict[Ids, None] = {}
+    for word in words:
+        bare = tuple(await client.tokenize(word.lstrip(), "bad_words", add_special_tokens=False))
+        spaced = tuple(await client.tokenize(" " + word.lstrip(), "bad_words", add_special_tokens=False))
+        runs[bare] = None
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+            runs[spaced] = None
+    return tuple(runs)

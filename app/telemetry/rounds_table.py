@@ -1,0 +1,46 @@
+"""Draws the rounds of a choice as a table of text. Viewers show the columns of a decode span as lists of numbers."""
+
+from collections.abc import Sequence
+
+from engine.types import DRAFTERS, REASONS, RoundRecord
+
+MAX_LENGTH = 2_048  # characters; Tempo cuts longer attributes
+MAX_ROWS = 26  # rounds with a row; the last LAST_ROWS rounds always have one
+LAST_ROWS = 8
+MAX_DRAWN = 16  # drafts that a row draws
+HEADING = "round   k accepted tokens     ms drafter    reason     drafts: + accepted, x rejected"
+
+
+def rounds_table(rounds: Sequence[RoundRecord]) -> str:
+    """Return a heading and one line per round. If there are too many, one line sums up those in the middle.
+
+    Columns: round, k, accepted/drafted, emitted tokens, milliseconds of the step, drafter, reason for k, a drawing.
+    """
+    lines = [_line(i, part) for i, part in enumerate(rounds[:MAX_ROWS])]
+    if len(rounds) > MAX_ROWS:
+        first, last = MAX_ROWS - LAST_ROWS, len(rounds) - LAST_ROWS
+        ends = (_line(i, rounds[i]) for i in range(last, len(rounds)))
+        lines[first:] = [_sum(rounds[first:last]), *ends]
+    return "\n".join([HEADING, *lines])[:MAX_LENGTH]
+
+
+def _line(index: int, part: RoundRecord) -> str:
+    k = "-" if part.reason < 0 else str(part.k)
+    drafter = DRAFTERS[part.proposer] if part.proposer >= 0 else "-"
+    reason = REASONS[part.reason] if part.reason >= 0 else "-"
+    numbers = f"{index:5} {k:>3} {_share(part.accepted, part.drafted):>8} {part.emitted:6} {part.step_us / 1000:6.1f}"
+    drawing = "+" * part.accepted + "x" * (part.drafted - part.accepted)
+    return f"{numbers} {drafter:10} {reason:10} {drawing[:MAX_DRAWN]}".rstrip()
+
+
+def _sum(rounds: Sequence[RoundRecord]) -> str:
+    accepted, drafted, emitted, step_us = (
+        sum(column)
+        for column in zip(*((part.accepted, part.drafted, part.emitted, part.step_us) for part in rounds), strict=True)
+    )
+    numbers = f"  ...     {_share(accepted, drafted):>8} {emitted:6} {step_us / 1000:6.1f}"
+    return f"{numbers} sum of {len(rounds)} rounds"
+
+
+def _share(accepted: int, drafted: int) -> str:
+    return f"{accepted}/{drafted}"

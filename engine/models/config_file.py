@@ -1,0 +1,33 @@
+"""A checkpoint's config.json, as far as it is checked without torch and transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.config import ConfigError
+
+# Families that engine/models/families.py describes; that module needs torch.
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "phi3", "olmo2", "smollm3", "granite"),
+    *("mixtral", "qwen3_moe", "gpt_oss"),
+)
+# Without these transformers would fill in the values of some published model.
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def read_config_file(directory: Path) -> dict[str, Any]:
+    """The object in config.json, of a family that can be served. Raises ConfigError."""
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}: give the directory of a Hugging Face checkpoint")
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} holds no config.json: give the directory of a Hugging Face checkpoint")
+    try:
+        given: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+        kind = given.get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{directory}: config.json is malformed: {error}") from error
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise ConfigError(f"{directory} is a {kind!r} model; supported are {', '.join(MODEL_TYPES)}")
+    if "text_config" not in given and (missing := [name for name in REQUIRED if given.get(name) is None]):
+        raise ConfigError(f"{directory}: config.json lacks {', '.join(missing)}")
+    return given
