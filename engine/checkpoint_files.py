@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
 from engine.machine_memory import host_memory
-from engine.models.config_file import read_config_file
+from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
 from engine.pair import Side, check_pair
@@ -30,12 +32,24 @@ class CheckpointFiles:
     def read(cls, directory: Path) -> "CheckpointFiles":
         """Raises ConfigError, naming the file, for one that is missing, broken or of a format that is not read."""
         config = read_config_file(directory)
+        _check_architecture(directory, config["model_type"])
         text_config = config.get("text_config") or config
         numbers = sum(prod(tensor.shape) for tensor in stored_tensors(directory).values())
         tokenizer = Tokenizer(str(directory))
         vocab_size = text_config.get("vocab_size", len(tokenizer.vocab))
         max_len = text_config.get("max_position_embeddings")
         return cls(directory, tokenizer, vocab_size, max_len, numbers, "quantization_config" in config)
+
+
+def _check_architecture(directory: Path, kind: str) -> None:
+    """Raise ConfigError for a model type that transformers does not know. Its tables are searched as texts, because
+    importing them takes seconds; what they name is left to the loader."""
+    found = find_spec("transformers")
+    folders = [] if found is None else [Path(folder) for folder in found.submodule_search_locations or ()]
+    tables = [table.read_text("utf-8") for folder in folders for table in (folder / "models" / "auto").glob("*.py")]
+    if kind not in MODEL_TYPES and tables and not any(f'"{kind}"' in table for table in tables):
+        known = f"{', '.join(MODEL_TYPES)}, and what transformers {version('transformers')} can run"
+        raise ConfigError(f"{directory} is a {kind!r} model; supported are {known}")
 
 
 def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:

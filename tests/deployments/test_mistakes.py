@@ -90,6 +90,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no directory": (shutil.rmtree, "there is no directory {}: give the directory of a Hugging Face checkpoint"),
     "no config": (unlinked("config.json"), "{} holds no config.json: give the directory of a Hugging Face checkpoint"),
     "broken config": (written("config.json", b"{"), "{}: config.json is malformed: Expecting property name"),
+    "unknown architecture": (edited(model_type="no_model"), "{} is a 'no_model' model; supported are llama, mistral"),
     "architecture": (edited(model_type=None), "{} is a None model; supported are llama, mistral"),
     "lacking": (edited(hidden_size=None), "{}: config.json lacks hidden_size"),
     "no tokenizer": (unlinked("tokenizer.json"), "{} holds no tokenizer.json. A conversion of another format"),
