@@ -52,11 +52,11 @@ def test_the_console_tells_the_start_by_its_stages_and_one_line_per_request(serv
     asked = {"model": "demo", "prompt": "def secret_name(x):", "max_tokens": 3, "ignore_eos": True}
     reply = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
     assert httpx.get(f"{served.url}/v1/nothing").status_code == 404
+    lines = (f"foretoken: {reply['id']} length: 7 + 3 tokens, ", " 404 GET /v1/nothing: not_found")
     limit = time.monotonic() + 30  # Ray brings a replica's lines some tenths of a second later
-    while f"foretoken: {reply['id']} length: 7 + 3 tokens" not in (log := served.log.read_text("utf-8", "replace")):
+    while not all(line in (log := served.log.read_text("utf-8", "replace")) for line in lines):
         assert time.monotonic() < limit, log[-2000:]
         time.sleep(0.1)
-    assert " 404 GET /v1/nothing: not_found" in log
     assert "secret_name" not in log
     stages = (
         *("starting ", "settings, files and tokenizers are valid", "Ray and Serve run", "loading target "),
