@@ -220,8 +220,9 @@ class Generate:
             raise InvalidRequest(f"{field} must hold at least one token", field)
         if len(ids) + max_tokens > limit:
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; {len(ids)} in the prompt and {body.limit_field} {max_tokens} "
-                f"make {len(ids) + max_tokens}",
+                # litellm knows a too long request by these words of OpenAI's.
+                f"this model's maximum context length is {limit} tokens; {len(ids)} in the prompt and "
+                f"{body.limit_field} {max_tokens} make {len(ids) + max_tokens}",
                 field if len(ids) >= limit else body.limit_field,
                 "context_length_exceeded",
             )
@@ -235,7 +236,7 @@ class Generate:
         if not ids:
             raise InvalidRequest("prediction must hold at least one token", "prediction")
         if len(ids) > limit:
-            message = f"this model's context is {limit} tokens; the prediction has {len(ids)}: shorten it"
+            message = f"this model's maximum context length is {limit} tokens; the prediction has {len(ids)}"
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 
