@@ -104,7 +104,7 @@ def openapi_document(operations: tuple[Operation, ...], model: str, *, keys: boo
         *((model, "validation", TypeAdapter(model)) for model in dict.fromkeys(models)),
         *((shape, "serialization", TypeAdapter(shape)) for shape in dict.fromkeys(shapes)),
     ]
-    by_type, definitions = TypeAdapter.json_schemas(adapters, ref_template=REF)  # type: ignore[arg-type]
+    by_type, definitions = TypeAdapter.json_schemas(adapters, ref_template=REF)  # type: ignore[arg-type, type-var]
     schemas = {of: schema for (of, _), schema in by_type.items()}
     components: Schema = {"schemas": definitions["$defs"]}
     for operation in operations:

@@ -418,3 +418,68 @@ def test_the_http_application_over_a_real_engine(client: LocalClient) -> None:
     assert whole["seed"] == 3
     assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] > 0
     assert sum(j * n for j, n in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
+
+
+# --- vLLM's fields and endpoints on a real tokenizer -----------------------------------------------------------------
+
+
+def posted(client: LocalClient, path: str, fields: dict[str, Any]) -> Any:
+    async def post() -> Any:
+        transport = httpx.ASGITransport(create_app(client))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            reply = await http.post(path, json=fields)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+    return within(post())
+
+
+def written(client: LocalClient, k: int, **fields: Any) -> Any:
+    asked = {"model": "demo", "prompt": "def main(", "max_tokens": 24, "seed": 5, "return_token_ids": True}
+    body = posted(
+        client, "/v1/completions", asked | {"speculation": {"mode": "fixed", "k": k} if k else {"mode": "off"}} | fields
+    )
+    if k:
+        assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    (choice,) = body["choices"]
+    return {name: choice[name] for name in ("text", "token_ids", "finish_reason")}
+
+
+def test_excluded_tokens_stay_out_of_the_text_whatever_the_speculation(client: LocalClient) -> None:
+    free = written(client, 0)
+    ids = free["token_ids"]
+    words = [word for word in free["text"].split() if word.isalpha()][:2]
+    assert words
+    without = written(client, 0, bad_words=words)
+    assert without != free
+    allowed = sorted({*ids, *range(300, 340)})[2:]
+    only = written(client, 0, allowed_token_ids=allowed)
+    assert {*only["token_ids"]} <= {*allowed}
+    for k in (1, 4):
+        assert written(client, k, bad_words=words) == without
+        assert written(client, k, allowed_token_ids=allowed) == only
+
+
+def test_special_tokens_are_shown_if_asked(client: LocalClient) -> None:
+    tokenizer = client.worker.engine.tokenizer
+    (end, *_) = sorted(client.worker.engine.intake.eos_ids)
+    name = tokenizer.name(end)
+    assert name is not None
+    forced = {"allowed_token_ids": [end], "ignore_eos": True}
+    hidden, shown = (written(client, 4, skip_special_tokens=skip, **forced) for skip in (True, False))
+    assert hidden["token_ids"] == shown["token_ids"] == [end] * 24
+    assert (hidden["text"], shown["text"]) == ("", name * 24)
+
+
+def test_the_tokenizers_endpoints(client: LocalClient) -> None:
+    text = "def main():\n    return 'naïve'\n" * 400
+    told = posted(client, "/tokenize", {"prompt": text, "add_special_tokens": False})
+    assert told["count"] == len(told["tokens"]) > told["max_model_len"] == 256
+    assert posted(client, "/detokenize", {"tokens": told["tokens"]}) == {"prompt": text}
+    kept = posted(
+        client,
+        "/v1/completions",
+        {"model": "demo", "prompt": text, "truncate_prompt_tokens": 100, "return_token_ids": True},
+    )["choices"][0]["prompt_token_ids"]
+    assert len(kept) == 100
+    assert kept[-50:] == told["tokens"][-50:]
