@@ -8,6 +8,7 @@ import pytest
 
 from engine.drafters.base import NO_OFFER
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
@@ -57,7 +58,15 @@ def drafted_positions(run: Drive, requests: list[Request]) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(("temperature", "k"), [(0.0, 4), (0.8, 1), (0.8, 4), (0.8, 8)])
+def test_the_drafts_tables_end_with_its_context(engine: Engine) -> None:
+    decoders = engine.target.decoder, model_drafter(engine).runner.decoder
+    assert all(isinstance(decoder, Decoder) for decoder in decoders)
+    assert [len(decoder.rotations[0]) for decoder in decoders if isinstance(decoder, Decoder)] == [MAX_LEN, BORDER]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "k"), [(0.0, 4), (0.8, 1), pytest.param(0.8, 4, marks=pytest.mark.proofs), (0.8, 8)]
+)
 def test_the_text_is_that_of_plain_decoding_on_both_sides_of_the_border(
     temperature: float, k: int, engine: Engine
 ) -> None:
