@@ -74,7 +74,7 @@ class LocalClient:
         if len(text) > self._max_characters and not any_length:
             limit = self.model.max_model_len
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; {len(text)} characters of {field} cannot fit: shorten it",
+                f"this model's maximum context length is {limit} tokens; {len(text)} characters of {field} cannot fit",
                 field,
                 "context_length_exceeded",
             )

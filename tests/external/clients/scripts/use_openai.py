@@ -15,8 +15,8 @@ SAMPLING: dict[str, Any] = {"model": MODEL, **ASKED["sampling"]}
 
 def main() -> None:
     with OpenAI(base_url=URL, api_key=ASKED["key"]) as client:
-        results: dict[str, Any] = {"texts": texts(client), "models": [model.id for model in client.models.list()]}
-        results["texts"] |= asyncio.run(asynchronous())
+        results: dict[str, Any] = {"texts": texts(client) | asyncio.run(asynchronous())}
+        results["models"] = [model.id for model in client.models.list()]
         results["errors"] = {name: told(call) for name, call in mistakes(client).items()} | {"stream": broken(client)}
         results["retry"] = retried(client)
     print(json.dumps(results))
