@@ -144,17 +144,26 @@ def gathered(_: Layout, cache: PagedCache, shape: KVShape) -> Storage:
 
 def run_machine(layout: Layout, make: Callable[..., Storage], **how: Any) -> None:
     machine = type("Driven", (Machine,), {"layout": layout, "make": staticmethod(make)})
-    chosen = settings(**{"max_examples": 120, "stateful_step_count": 30, "deadline": None, "database": None} | how)
+    chosen = settings(**{"max_examples": 60, "stateful_step_count": 30, "deadline": None, "database": None} | how)
     run_state_machine_as_test(machine, settings=chosen)
 
 
-@pytest.mark.parametrize(
+every_storage = pytest.mark.parametrize(
     ("layout", "make"),
     [(SLOTTED, make_storage), (PAGED, make_storage), (PAGED, gathered), (SLIDING, make_storage), (SLIDING, gathered)],
     ids=["slotted", "mapped", "gathered", "mapped and sliding", "gathered and sliding"],
 )
+
+
+@every_storage
 def test_every_sequence_reads_what_was_written_for_its_tokens(layout: Layout, make: Callable[..., Storage]) -> None:
     run_machine(layout, make)
+
+
+@pytest.mark.proofs
+@every_storage
+def test_it_does_in_many_more_programs(layout: Layout, make: Callable[..., Storage]) -> None:
+    run_machine(layout, make, max_examples=1000)
 
 
 class KeepsTails(MappedStorage):

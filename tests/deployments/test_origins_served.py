@@ -93,8 +93,15 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.6])
-@pytest.mark.parametrize("speculation", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize(
+    ("speculation", "temperature"),
+    [
+        pytest.param(way, temperature, marks=() if (n + m) % 3 == 1 else pytest.mark.proofs)
+        for n, way in enumerate(WAYS)
+        for m, temperature in enumerate((0.0, 1.6, 0.7))
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
 def test_tokens_join_to_the_text_and_counts_agree(
     client: LocalClient, speculation: dict[str, Any], temperature: float
 ) -> None:
@@ -150,7 +157,7 @@ def test_choices_with_echo_and_logprobs(client: LocalClient) -> None:
 @pytest.mark.parametrize("keeps_end", [False, True])
 def test_stop_strings_wherever_they_cut(client: LocalClient, keeps_end: bool) -> None:
     text = completion(client, {}, mode="off")["choices"][0]["text"]
-    stops = {text[at : at + 3] for at in range(4, len(text) - 3, 15)}
+    stops = {text[at : at + 3] for at in range(4, len(text) - 3, 30)}
     cut = removed = 0
     for stop in sorted(stops):
         reply = completion(client, {"stop": stop, "include_stop_str_in_output": keeps_end}, k=4)

@@ -293,8 +293,10 @@ def fail_run(engine: Engine, monkeypatch: pytest.MonkeyPatch, now: Callable[[], 
     monkeypatch.setattr(engine.target, "run", raising, raising=True)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize(
+    ("first", "after"),
+    [pytest.param(n, late, marks=() if n % 2 == late else pytest.mark.proofs) for n in range(4) for late in (0, 1)],
+)
 def test_a_failed_pass_is_tried_again(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, after: bool, first: int
 ) -> None:

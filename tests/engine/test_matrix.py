@@ -230,17 +230,22 @@ def whole(plain: dict[tuple[str, float], Got]) -> list[Job]:
     return made
 
 
-def half_of(job: Job) -> int:
-    """0 or 1. A half has each case under each drafter and verifier at one temperature, in turn."""
-    way = WAYS.index((job.drafter, job.verifier))
-    places = CASES.index(job.case), TEMPERATURES.index(job.params.temperature), *divmod(way, len(VERIFIERS))
-    return sum(places) % 2
+def part_of(job: Job) -> int:
+    """0 to 5. A part has each case under each drafter, with one verifier and at one temperature, in turn; and each case
+    under each verifier at both temperatures."""
+    drafter, verifier = divmod(WAYS.index((job.drafter, job.verifier)), len(VERIFIERS))
+    place = CASES.index(job.case) + drafter
+    shift = (verifier - place) % len(VERIFIERS)
+    return 2 * shift + (TEMPERATURES.index(job.params.temperature) + place // len(VERIFIERS)) % 2
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.proofs)], ids=lambda half: f"half{half}")
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.proofs) for part in range(1, 6))]
+
+
+@pytest.fixture(scope="module", params=PARTS, ids=lambda part: f"part{part}")
 def jobs(request: pytest.FixtureRequest, whole: list[Job]) -> list[Job]:
-    """Half of the matrix."""
-    return [job for job in whole if half_of(job) == request.param]
+    """A sixth of the matrix."""
+    return [job for job in whole if part_of(job) == request.param]
 
 
 @pytest.fixture(scope="module")
@@ -272,9 +277,9 @@ def test_every_field_is_in_the_matrix(jobs: list[Job]) -> None:
     default = SamplingParams()
     varied = {n for n in SamplingParams.__slots__ for j in jobs if getattr(j.params, n) != getattr(default, n)}
     assert varied == set(SamplingParams.__slots__)
-    assert len(jobs) == len(CASES) * len(TEMPERATURES) * 6 * 3 // 2
-    assert len({(j.case, j.drafter, j.verifier) for j in jobs}) == len(jobs)
-    assert len({(j.case, j.drafter, j.params.temperature) for j in jobs}) == len(CASES) * len(TEMPERATURES) * 6
+    assert len(jobs) == len(CASES) * 6
+    assert len({(j.case, j.drafter) for j in jobs}) == len(jobs)
+    assert len({(j.case, j.verifier, j.params.temperature) for j in jobs}) == len(CASES) * 3 * len(TEMPERATURES)
 
 
 def test_every_parameter_acts(plain: Plain) -> None:
@@ -292,7 +297,7 @@ def test_drafts_are_offered_accepted_and_rejected(
     records = [mixed[j.name].record for j in cells(jobs, drafter, verifier)]
     drafted, accepted = sum(sum(r.column("drafted")) for r in records), sum(sum(r.column("accepted")) for r in records)
     assert 0.05 * drafted < accepted < 0.95 * drafted
-    assert sum(any(r.column("drafted")) for r in records) >= 10
+    assert sum(any(r.column("drafted")) for r in records) >= 3
     proposers = {DRAFTERS[p] for r in records for p in r.column("proposer") if p >= 0}
     assert proposers == ({"prediction", "lookup", "model"} if drafter == "cascade" else {drafter})
     assert all((r.drafter, r.verifier) == (drafter, verifier) for r in records)
@@ -306,7 +311,7 @@ def test_in_one_mixed_batch(
     jobs: list[Job], mixed: dict[str, Got], plain: Plain, drafter: DrafterName | None, verifier: Verifier
 ) -> None:
     wanted = [j for j in cells(jobs, drafter, verifier) if j.exact]
-    assert len(wanted) == len(CASES) // (1 if verifier == "match" else 2)
+    assert len(wanted) >= len(CASES) // (3 if verifier == "match" else 6)
     assert [j.name for j in wanted if not same(mixed[j.name], expected(j, plain))] == []
 
 
@@ -341,10 +346,10 @@ def accept_all(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_negative_control_a_verifier_that_accepts_everything(
-    engine: Engine, jobs: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter: DrafterName
+    engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter: DrafterName
 ) -> None:
     monkeypatch.setattr(acceptance, "match", accept_all)
-    wanted = cells(jobs, drafter, "match")
+    wanted = cells(whole, drafter, "match")[::2]
     results = got(hear(engine, [j.request() for j in wanted]))
     wrong = [j.params.temperature for j in wanted if not same(results[j.name], expected(j, plain))]
     assert len(wrong) >= 3
@@ -437,7 +442,7 @@ def test_promises_of_texts_with_draws_of_their_own(
     verifier: Verifier,
 ) -> None:
     wanted = [j for j in cells(jobs, drafter, verifier) if not j.exact]
-    assert len(wanted) == len(CASES) // 2
+    assert len(wanted) >= len(CASES) // 6
     broken = {j.name: broken_promise(j, mixed[j.name], plain, engine.intake.eos_ids) for j in wanted}
     assert {name: promise for name, promise in broken.items() if promise} == {}
     assert any(mixed[j.name].tokens != expected(j, plain).tokens for j in wanted)  # draws of their own indeed
@@ -500,7 +505,7 @@ def test_illegal_ids_cost_their_own_draft_only(
     wanted = [j for v in VERIFIERS for j in cells(jobs, drafter, v)]
     heard = hear(engine, [j.request() for j in wanted])
     results = got(heard)
-    assert sum(s.draft_faults for s in heard.run.steps) == spoiler.hits > 20
+    assert sum(s.draft_faults for s in heard.run.steps) == spoiler.hits > 5
     assert [j.name for j in wanted if j.exact and not same(results[j.name], expected(j, plain))] == []
     ends = engine.intake.eos_ids
     assert [j.name for j in wanted if not j.exact and broken_promise(j, results[j.name], plain, ends)] == []
@@ -530,7 +535,7 @@ def test_a_draft_law_that_is_nan_costs_acceptance_only(
     run, step = runner.run, runner.step
     monkeypatch.setattr(runner, "run", lambda feeds: spoil(run(feeds)))
     monkeypatch.setattr(runner, "step", lambda sequences, tokens: spoil(step(sequences, tokens)))
-    wanted = [j for n, v in enumerate(VERIFIERS) for j in cells(jobs, drafter, v)[n % 2 :: 2]]
+    wanted = [j for v in VERIFIERS for j in cells(jobs, drafter, v)]
     heard = hear(engine, [j.request() for j in wanted])
     results = got(heard)
     assert spoiled
@@ -560,12 +565,12 @@ def test_choices_draw_apart(engine: Engine, drafter: DrafterName | None, verifie
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=LENGTH, ignore_eos=True)
     guess = tuple(range(40, 60)) if drafter in ("prediction", "cascade") else ()
     base = Request("", make_prompt(), params, K if drafter else 0, 0, 0, verifier, drafter, guess)
-    requests = [replace(base, id=f"{choice}{twin}", choice_index=choice) for choice in range(5) for twin in "ab"]
-    greedy = [replace(r, id=f"greedy {r.id}", params=replace(params, temperature=0.0)) for r in requests]
+    requests = [replace(base, id=f"{choice}{twin}", choice_index=choice) for choice in range(4) for twin in "ab"]
+    greedy = [replace(r, id=f"greedy {r.id}", params=replace(params, temperature=0.0)) for r in requests[::3]]
     tokens = drive(engine, [*requests, *greedy]).tokens
-    assert [tokens[f"{n}a"] for n in range(5)] == [tokens[f"{n}b"] for n in range(5)]
-    assert len({tuple(tokens[f"{n}a"]) for n in range(5)}) == 5
-    firsts = {tokens[f"{n}a"][0] for n in range(5)}
+    assert [tokens[f"{n}a"] for n in range(4)] == [tokens[f"{n}b"] for n in range(4)]
+    assert len({tuple(tokens[f"{n}a"]) for n in range(4)}) == 4
+    firsts = {tokens[f"{n}a"][0] for n in range(4)}
     assert len(firsts) > 1  # also before any draft
     assert len({tuple(tokens[r.id]) for r in greedy}) == 1  # at temperature 0 there is nothing to draw
 

@@ -73,10 +73,9 @@ def make_requests(temperature: float, k: int, verifier: Verifier = "match", **pa
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9, "repetition_penalty": 1.2}], ids=["plain", "cut"])
 def test_the_text_is_that_of_plain_decoding(temperature: float, params: dict[str, Any], engine: Engine) -> None:
     plain = drive(engine, make_requests(temperature, 0, **params)).tokens
-    for k in (4, 6):
-        run = drive(engine, make_requests(temperature, k, **params))
-        assert run.tokens == plain
-        assert 0.03 < run.accepted / run.drafted < 0.95
+    run = drive(engine, make_requests(temperature, 5, **params))
+    assert run.tokens == plain
+    assert 0.03 < run.accepted / run.drafted < 0.95
     # In a batch of others, with a part of the prompts found in the index.
     mixed = [replace(r, k=n % 7) for n, r in enumerate(make_requests(temperature, 0, **params))]
     assert drive(engine, {n: [r] for n, r in enumerate(mixed)}).tokens == plain

@@ -25,7 +25,6 @@ from tests.engine.sampling.test_logprobs import equal, hear
 AMPLE, TIGHT = 416, 104  # tokens of memory: for everybody, and for hardly more than the longest sequence
 PROMPT, OUTPUT = 20, 40
 
-every_kind = pytest.mark.parametrize("kind", ["mapped", "gathered"])
 usual_kind = pytest.mark.parametrize("kind", ["mapped", pytest.param("gathered", marks=pytest.mark.proofs)])
 
 
@@ -107,7 +106,7 @@ class Order:
         self.engine.audit()
 
 
-@every_kind
+@usual_kind
 @pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_the_youngest_gives_way_and_goes_on_where_it_was(pair: Pair, kind: str, k: int, verifier: Verifier) -> None:
@@ -131,7 +130,7 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(pair: Pair, kind: str, 
         assert run.accepted
 
 
-@every_kind
+@usual_kind
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_verifiers_with_noise_of_their_own_finish(pair: Pair, kind: str, verifier: Verifier) -> None:
     requests = [replace(r, verifier=verifier) for r in make_requests(temperature=0.8, top_k=20)]
@@ -141,7 +140,7 @@ def test_verifiers_with_noise_of_their_own_finish(pair: Pair, kind: str, verifie
     assert all(len(told.tokens) == OUTPUT and told.reason == "length" for told in run.received.values())
 
 
-@every_kind
+@usual_kind
 def test_negative_control_another_gives_way(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 

@@ -178,7 +178,7 @@ def fifty(long_pair: Pair) -> Load:
     return make_load(long_pair, 50, SHORTER)
 
 
-@pytest.mark.parametrize("kind", ["mapped", "gathered"])
+@pytest.mark.parametrize("kind", ["mapped", pytest.param("gathered", marks=pytest.mark.proofs)])
 def test_fifty_requests(fifty: Load, kind: str) -> None:
     fifty.check(kind, max_running=32)
 

@@ -229,12 +229,13 @@ class Logprobs:
         return tuple({n: told for n, told in each.items() if n not in names} for each in (self.output, self.prompt))
 
 
-@pytest.fixture
-def told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Logprobs:
+@pytest.fixture(scope="module")
+def told(pair: Pair) -> Logprobs:
     """Without any fault."""
     engine = load_eight(pair)
-    listener = Logprobs(engine, monkeypatch)
-    drive(engine, make_requests(0))
+    with pytest.MonkeyPatch.context() as patch:
+        listener = Logprobs(engine, patch)
+        drive(engine, make_requests(0))
     return listener
 
 

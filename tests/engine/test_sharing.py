@@ -28,7 +28,7 @@ from tests.engine.sampling.test_logprobs import equal, hear
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXT = tuple(random.Random(9).choices(range(2, VOCAB), k=96))
 
-every_kind = pytest.mark.parametrize("kind", ["mapped", "gathered"])
+every_kind = pytest.mark.parametrize("kind", ["mapped", "gathered"])  # what copies or clears blocks
 usual_kind = pytest.mark.parametrize("kind", ["mapped", pytest.param("gathered", marks=pytest.mark.proofs)])
 
 
@@ -76,7 +76,7 @@ def choices(length: int, count: int = 4, k: int = 4) -> list[Request]:
     return [Request(f"c{i}", TEXT[:length], params, k=k, choice_index=i, group="c") for i in range(count)]
 
 
-@every_kind
+@usual_kind
 @pytest.mark.parametrize("length", [1, 17, 41, 70])
 @pytest.mark.parametrize("k", [0, 4])
 def test_choices_of_one_prompt_read_it_once(pair: Pair, kind: str, length: int, k: int) -> None:
@@ -153,7 +153,7 @@ def load_plain(engine: Engine) -> Engine:
     return Engine.from_config(config)
 
 
-@every_kind
+@usual_kind
 def test_a_hit_never_covers_the_last_token_of_a_prompt(pair: Pair, kind: str) -> None:
     """Its logits are wanted."""
     check_hits(load_with(pair, kind), BLOCK_SIZES[kind])
@@ -185,7 +185,7 @@ def test_without_a_prefix_cache_nothing_is_found(pair: Pair, kind: str) -> None:
     assert [found_at_once(with_one, request) for _ in range(2)] == [0, 49 // BLOCK_SIZES[kind] * BLOCK_SIZES[kind]]
 
 
-@every_kind
+@usual_kind
 def test_the_next_turn_finds_what_the_last_one_said(pair: Pair, kind: str) -> None:
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     first = Request("first", TEXT[:30], replace(PARAMS, max_tokens=21), k=4)
@@ -326,7 +326,7 @@ def test_negative_control_nobody_waits(pair: Pair, kind: str, monkeypatch: pytes
     assert follow(pair, kind, 40, 39) == (1, 0)
 
 
-@every_kind
+@usual_kind
 def test_a_follower_goes_on_when_its_leader_is_cancelled(pair: Pair, kind: str) -> None:
     engine = load_with(pair, kind)
     starts = Starts(engine)
@@ -366,7 +366,7 @@ def test_a_follower_goes_on_when_its_leader_is_preempted(pair: Pair, kind: str) 
 # --- each model for itself -------------------------------------------------------------------------------------------
 
 
-@every_kind
+@usual_kind
 def test_a_hit_of_the_target_alone_costs_only_the_draft_its_reading(pair: Pair, kind: str) -> None:
     engine, size = load_with(pair, kind), BLOCK_SIZES[kind]
     plain = Request("plain", TEXT[:50], PARAMS, k=0)

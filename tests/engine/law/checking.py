@@ -19,6 +19,8 @@ MOST = 3  # drafts per round
 CHOSEN = {REASONS.index(reason) for reason in ("policy", "acceptance", "load", "probe")}  # not bounds
 LENGTH = 4  # tokens whose joint law is tested
 SHARING = 8  # texts with the same seed
+REFUSED = 1e-5  # a correct engine is refused with at most this probability
+LOOK = 400  # texts between two looks of `refuses`
 PROMPT: Text = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)  # 2 and the end token are new to the repetition penalty
 REPETITIVE: Text = (0, 1, 0, 0, 1, 1, 0, 1, 2, 0, 1)  # whatever follows but the end, there is something to look up
 PREDICTION = max(exact_law(PROMPT, SETTINGS["plain"], MAX_TOKENS).items(), key=lambda item: (len(item[0]), item[1]))[0]
@@ -78,6 +80,24 @@ def check(configuration: Configuration, draws: int = 4000) -> float:
     sample = draw(configuration, draws)
     check_speculation(configuration, sample)
     return g_test(sample.counts, law_of(configuration.params, prompt_of(configuration)))
+
+
+def refuses(configuration: Configuration, most: int = 2400, engine: Engine | None = None, **changes: Any) -> bool:
+    """Whether the law refuses the configuration's texts, `most` of them at most: for a text that the law excludes, or
+    for the p-value at one of the looks, which share the level REFUSED equally.
+
+    Raises AssertionError for a fault on the way, and where there was no speculation of the kind asked for.
+    """
+    engine = engine or table_engine()
+    law = law_of(configuration.params, prompt_of(configuration))
+    counts = Counter[Text]()
+    for first in range(0, most, LOOK):
+        sample = draw(configuration, LOOK, first, engine, **changes)
+        check_speculation(configuration, sample)
+        counts += sample.counts
+        if any(text not in law for text in counts) or g_test(counts, law) < REFUSED * LOOK / most:
+            return True
+    return False
 
 
 @cache

@@ -1,6 +1,6 @@
 """What the engine's law must not depend on: the factors, their full product, a small covering array."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -77,13 +77,35 @@ def pairwise() -> list[Configuration]:
     return [Configuration(*row) for row in covering_array(FACTORS)]  # type: ignore[arg-type]
 
 
-def covering_array(factors: Seq[Seq[object]]) -> Iterator[tuple[object, ...]]:
-    """Rows, a level of each factor, until every pair of levels of two factors has occurred.
+def small_design() -> list[Configuration]:
+    """Every pair of levels of drafter, verifier, k and batch, and each setting under `rejection` and under `block`.
+
+    Under `match` test_matrix.py compares every setting's texts token by token.
+    """
+    return [Configuration(*row) for row in covering_array(FACTORS, _in_small_design)]  # type: ignore[arg-type]
+
+
+def _in_small_design(i: int, a: object, j: int, b: object) -> bool:
+    return i > 0 or (j == 2 and b != "match")
+
+
+def _every_pair(i: int, a: object, j: int, b: object) -> bool:
+    return True
+
+
+def covering_array(
+    factors: Seq[Seq[object]], needed: Callable[[int, object, int, object], bool] = _every_pair
+) -> Iterator[tuple[object, ...]]:
+    """Rows, a level of each factor, until every needed pair of levels of two factors has occurred. `needed` is asked
+    with a factor's number and level, and with those of a later factor.
 
     Greedy: a row begins with the first pair left, and each further factor takes the level that covers most pairs left.
     """
     left = {
-        ((i, a), (j, b)): None for i, j in combinations(range(len(factors)), 2) for a in factors[i] for b in factors[j]
+        ((i, a), (j, b)): None
+        for i, j in combinations(range(len(factors)), 2)
+        for a, b in product(factors[i], factors[j])
+        if needed(i, a, j, b)
     }  # a dictionary, for its order
 
     def gain(chosen: Mapping[int, object], factor: int, level: object) -> int:

@@ -17,7 +17,7 @@ from engine.types import VERIFIERS, Verifier
 from policies.config import PolicyConfig, PolicyName
 from policies.cost import CostModel
 from policies.observation import Floats, RoundCost, Timing
-from tests.engine.law.checking import MOST, Sample, check_speculation, draw, law_of, prompt_of
+from tests.engine.law.checking import MOST, Sample, check_speculation, draw, law_of, prompt_of, refuses
 from tests.engine.law.configurations import Configuration
 from tests.engine.law.statistics import benjamini_hochberg, g_test
 from tests.engine.law.tables import DRAFT, row_of, table_engine
@@ -25,12 +25,11 @@ from tests.engine.law.tables import DRAFT, row_of, table_engine
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
 LEVEL = 1e-3
-REFUSED = 1e-5
 PRICE = 0.1  # verification of a draft, in passes of one sequence
 POLICIES: dict[PolicyName, PolicyConfig] = {
     "goodput": PolicyConfig("goodput", hysteresis=0.0),
     "confidence": PolicyConfig("confidence", threshold=0.42),
-    "heuristic": PolicyConfig("heuristic", k=1),
+    "heuristic": PolicyConfig("heuristic", k=2),
 }
 Samples = dict[tuple[PolicyName, Configuration], Sample]
 LAYOUTS = (("plain", False), ("combined", True))  # setting, and whether its batches are mixed
@@ -58,7 +57,7 @@ def engine_with(policy: PolicyName) -> Engine:
     return engine
 
 
-def sample_of(policy: PolicyName, configuration: Configuration, draws: int = 1600) -> Sample:
+def sample_of(policy: PolicyName, configuration: Configuration, draws: int) -> Sample:
     sample = draw(configuration, draws, engine=engine_with(policy), k=None)
     check_speculation(configuration, sample)
     return sample
@@ -68,15 +67,21 @@ def p_value(configuration: Configuration, sample: Sample) -> float:
     return g_test(sample.counts, law_of(configuration.params, prompt_of(configuration)))
 
 
-@pytest.fixture(scope="module")
-def samples() -> Samples:
+@pytest.fixture(scope="module", params=[800, pytest.param(8000, marks=pytest.mark.proofs)])
+def samples(request: pytest.FixtureRequest) -> Samples:
+    """Half as many texts under match, whose law no policy changes: they are compared one by one as well."""
     asked = [
         (policy, Configuration(setting, "model", verifier, MOST, mixed))
         for policy in POLICIES
         for setting, mixed in LAYOUTS
         for verifier in VERIFIERS
     ]
-    return {(policy, configuration): sample_of(policy, configuration) for policy, configuration in asked}
+    return {
+        (policy, configuration): sample_of(
+            policy, configuration, request.param // (2 if configuration.verifier == "match" else 1)
+        )
+        for policy, configuration in asked
+    }
 
 
 @pytest.mark.slow
@@ -114,7 +119,7 @@ def test_a_draft_models_confidence_ends_drafts_anywhere(samples: Samples, verifi
     found = [s.lengths for (name, asked), s in samples.items() if (name, asked.verifier) == ("confidence", verifier)]
     assert len(found) == len(LAYOUTS)
     assert set().union(*found) == set(range(MOST + 1))
-    assert all(0 in lengths and len(lengths) > 2 for lengths in found)
+    assert all(len(lengths) > 2 for lengths in found)
 
 
 # A policy that looks at the token that was drawn
@@ -156,9 +161,8 @@ def test_confidence_in_the_token_drawn(verifier: Verifier, monkeypatch: pytest.M
     """Refused under rejection and block; under match any rule is harmless."""
     asked = Configuration("plain", "model", verifier, MOST, mixed=False)
     lengths = peeking(monkeypatch)
-    found = p_value(asked, sample_of("confidence", asked, 5000))
-    assert set(lengths) == set(range(MOST + 1))
     if verifier == "match":
-        assert found > LEVEL
+        assert p_value(asked, sample_of("confidence", asked, 800)) > LEVEL
     else:
-        assert found < REFUSED
+        assert refuses(asked, 5000, engine_with("confidence"), k=None)
+    assert set(lengths) == set(range(MOST + 1))

@@ -1,24 +1,34 @@
 """The covering array covers, and the product is whole."""
 
+from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import astuple
 from itertools import combinations, product
 
-from tests.engine.law.configurations import FACTORS, SETTINGS, covering_array, everything, pairwise
+from tests.engine.law.configurations import FACTORS, SETTINGS, covering_array, everything, pairwise, small_design
 
 
 def pairs(rows: list[tuple[object, ...]]) -> set[tuple[int, object, int, object]]:
     return {(i, row[i], j, row[j]) for row in rows for i, j in combinations(range(len(row)), 2)}
 
 
-def wanted(factors: tuple[tuple[object, ...], ...]) -> set[tuple[int, object, int, object]]:
+def wanted(factors: Seq[Seq[object]]) -> set[tuple[int, object, int, object]]:
     return pairs(list(product(*factors)))
 
 
 def test_every_pair_of_levels_occurs() -> None:
     rows = [astuple(c) for c in pairwise()]
-    assert pairs(rows) == wanted(tuple(tuple(levels) for levels in FACTORS))
+    assert pairs(rows) == wanted(FACTORS)
     assert len(set(rows)) == len(rows)
     assert len(rows) <= 100  # at least 14 · 6 for the two largest factors
+
+
+def test_the_small_design_has_the_pairs_that_matter_most() -> None:
+    rows = [astuple(c) for c in small_design()]
+    assert wanted(FACTORS[1:]) <= pairs([row[1:] for row in rows])
+    assert {(row[0], row[2]) for row in rows} >= set(product(SETTINGS, ("rejection", "block")))
+    assert all(min(Counter(row[n] for row in rows).values()) >= 2 for n in range(len(FACTORS)))
+    assert len(set(rows)) == len(rows) <= 36  # at least 14 · 2 for the settings under both verifiers
 
 
 def test_the_array_is_small_where_that_is_possible() -> None:

@@ -10,7 +10,7 @@ from engine.drafters.model import DraftLaws
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation, Words
 from engine.types import VERIFIERS, Verifier
-from tests.engine.law.checking import Sample, check_speculation, draw, law_of, prompt_of
+from tests.engine.law.checking import Sample, check_speculation, draw, law_of, prompt_of, refuses
 from tests.engine.law.configurations import Configuration
 from tests.engine.law.statistics import benjamini_hochberg, g_test
 from tests.engine.law.tables import table_engine
@@ -19,7 +19,6 @@ from tests.engine.law.translations import OTHER_WORDS, TABLE_TRANSLATION, TABLE_
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
 LEVEL = 1e-3
-REFUSED = 1e-5
 SETTINGS = ("plain", "combined", "repetition")
 MORE_SETTINGS = (*SETTINGS, "top_p", "min_p", "frequency", "logit_bias", "min_tokens", "ignore_eos")
 
@@ -79,5 +78,4 @@ def test_a_law_that_is_not_renormalised_is_seen(verifier: Verifier, monkeypatch:
 
     monkeypatch.setattr(SharedTokens, "restrict", remembering)
     monkeypatch.setattr(DraftLaws, "_keep", raw)
-    configuration = ask("plain", verifier)
-    assert p_value(configuration, sample(configuration, 1200)) < REFUSED
+    assert refuses(ask("plain", verifier), 1200, table_engine(translation=TABLE_TRANSLATION))
