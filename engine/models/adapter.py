@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """How a layer calls its attention."""
 
     layer: int | None
@@ -59,7 +59,7 @@ class Pass:
     """The pass that a model computes: what its attention modules share."""
 
     attention: Attention | None = None  # None: the model is examined, and nothing is computed
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
 
 
 def attend(
@@ -84,7 +84,7 @@ def attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         unknown = tuple(name for name, given in others.items() if given is not None and name not in NEUTRAL)
         dims = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
-        current.calls.append(Call(layer, *dims, sliding_window, bool(causal), unknown))
+        current.calls.append(AttentionCall(layer, *dims, sliding_window, bool(causal), unknown))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     assert layer is not None
     kv = torch.cat([key[0], value[0]]).transpose(0, 1)  # [N, 2·kv_heads, head_dim]
@@ -181,7 +181,7 @@ class AdaptedModel:
             self._base.hidden = None
         return logits.to(self.dtype)
 
-    def examine(self) -> list[Call]:
+    def examine(self) -> list[AttentionCall]:
         """The calls of attention in a pass that computes nothing. For a model on the meta device."""
         self._pass.calls.clear()
         ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
@@ -272,7 +272,7 @@ def _recorded_windows() -> Iterator[set[int]]:
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
 
 
-def _check_calls(kind: str, calls: list[Call], mask_windows: set[int], layers: int) -> None:
+def _check_calls(kind: str, calls: list[AttentionCall], mask_windows: set[int], layers: int) -> None:
     """Raise ConfigError unless every layer attends once, causally, in a way that our attention has."""
     if [call.layer for call in calls] != list(range(layers)):
         raise ConfigError(
