@@ -25,6 +25,7 @@ from app.middleware import (
 )
 from app.openai import tokens
 from app.openai.forms import CHAT, COMPLETIONS
+from app.openapi.document import OPERATIONS, OpenApi
 from app.origins import cross_origin
 from app.page.live import LivePage
 from app.page.routes import OPEN_PATHS, page_routes
@@ -54,9 +55,12 @@ def create_app(
     """
     own_listeners = [listener for listener in (meter, live_page) if listener is not None]
     telemetry = Telemetry(client, (*listeners, *own_listeners))
+    operations = tuple(o for o in OPERATIONS if meter is not None or o.path != "/metrics")
+    told = {f"{o.method} {o.path}": o.summary for o in operations} | (routes.PAGE if live_page is not None else {})
     app = Starlette(
         routes=[
-            Route("/", partial(routes.index, client, live_page is not None)),
+            Route("/", partial(routes.index, client, told)),
+            Route("/openapi.json", OpenApi(operations, client.model.name, keys=keys is not None).reply),
             Route("/health", partial(health, client)),
             Route("/v1/models", partial(routes.list_models, client)),
             Route("/v1/models/{id:path}", partial(routes.get_model, client)),

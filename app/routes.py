@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache, partial
@@ -40,24 +40,12 @@ MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into
 
 log = logging.getLogger(__name__)
 
-ROUTES = {
-    "POST /v1/chat/completions": "the next message of a chat, whole or streamed",
-    "POST /v1/completions": "text completions, whole or streamed",
-    "GET /v1/models": "the model of this server",
-    "GET /v1/models/{id}": "one model by its name",
-    "POST /tokenize": "the token ids of a text or a chat",
-    "POST /detokenize": "the text of token ids",
-    "GET /tokenizer_info": "special tokens and the chat template",
-    "GET /version": "the version of this server",
-    "GET /health": "whether the engine makes progress",
-}
-
 PAGE = {"GET /ui": "the live page for a browser: origins of tokens, rounds of recent requests, charts"}
 
 
-async def index(client: EngineClient, page: bool, request: Request) -> Response:
-    """page: whether the server has the live page."""
-    return JSON({"model": client.model.name, "routes": ROUTES | (PAGE if page else {})})
+async def index(client: EngineClient, routes: Mapping[str, str], request: Request) -> Response:
+    """routes: what each path is for."""
+    return JSON({"model": client.model.name, "routes": dict(routes)})
 
 
 async def list_models(client: EngineClient, request: Request) -> Response:
@@ -232,8 +220,9 @@ class Generate:
             raise InvalidRequest(f"{field} must hold at least one token", field)
         if len(ids) + max_tokens > limit:
             raise InvalidRequest(
-                f"this model's context is {limit} tokens; {len(ids)} in the prompt and {body.limit_field} {max_tokens} "
-                f"make {len(ids) + max_tokens}",
+                # litellm knows a too long request by these words of OpenAI's.
+                f"this model's maximum context length is {limit} tokens; {len(ids)} in the prompt and "
+                f"{body.limit_field} {max_tokens} make {len(ids) + max_tokens}",
                 field if len(ids) >= limit else body.limit_field,
                 "context_length_exceeded",
             )
@@ -247,7 +236,7 @@ class Generate:
         if not ids:
             raise InvalidRequest("prediction must hold at least one token", "prediction")
         if len(ids) > limit:
-            message = f"this model's context is {limit} tokens; the prediction has {len(ids)}: shorten it"
+            message = f"this model's maximum context length is {limit} tokens; the prediction has {len(ids)}"
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 

@@ -19,7 +19,7 @@ from engine.drafters.model import ModelDrafter
 from engine.host_memory import out_of_memory
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import measure_activations
-from engine.models.decoder import Decoder
+from engine.models.decoder import LanguageModel
 from engine.models.runner import Feed, Runner, kv_shape
 from engine.profiling import ConstantDrafter, scratch_sequence
 from engine.round import run_round
@@ -36,7 +36,7 @@ MakeDrafter = Callable[[Runner, Runner], ModelDrafter]  # (target, draft) → th
 
 def measure_largest_rounds(
     config: EngineConfig,
-    decoders: Seq[Decoder],
+    decoders: Seq[LanguageModel],
     max_len: int,
     memory: DeviceMemory,
     device: torch.device,
@@ -72,7 +72,7 @@ class LargestRounds:
         self._max_len = max_len
         self._memory = memory
 
-    def runners(self, decoders: Seq[Decoder], device: torch.device) -> list[Runner]:
+    def runners(self, decoders: Seq[LanguageModel], device: torch.device) -> list[Runner]:
         """With KV memory for one sequence of max_len positions, which the others share, and for everybody's drafts."""
         slots = self._config.max_running
         made = []

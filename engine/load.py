@@ -29,7 +29,7 @@ from engine.memory_budget import device_memory, layouts
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
-from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
+from engine.models.loader import Checkpoint, load_model, open_checkpoint
 from engine.models.products import Weights
 from engine.models.quantized_checkpoints import quantisation
 from engine.models.runner import Runner, kv_shape
@@ -178,6 +178,9 @@ def _planned_weights(
             tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
             planned.append(tables + shape.layer_numbers * (1 if kept else product_bytes))
             continue
+        if not checkpoint.native:
+            planned.append(sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize)
+            continue
         # On a CPU the head's product is packed, so a tied head is a second copy.
         size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
         for name, tensor in tensors.items():
@@ -215,7 +218,13 @@ def _make_runners(
     _beside_weights(device, _planned_weights(config, checkpoints, dtype, device))
     try:
         decoders = [
-            load_decoder(c, dtype=dtype, device=device, max_len=max_len, weights=Weights(form, config.quantize_head))
+            load_model(
+                c,
+                dtype=dtype,
+                device=device,
+                max_len=min(max_len, c.shape.max_position_embeddings),  # a draft's context may be shorter
+                weights=Weights(form, config.quantize_head),
+            )
             for c, form in zip(checkpoints, _forms(config), strict=False)
         ]
     except (RuntimeError, MemoryError) as error:

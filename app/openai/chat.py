@@ -4,14 +4,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from app.client import Chat, ModelCard
 from app.openai import fields
 from app.openai.fields import Strict, refuse
 from app.openai.request import INERT as SHARED_INERT
 from app.openai.request import SHARED_NEUTRAL, GenerationRequest, SharedBody, checked, read_body
-from engine.types import InvalidRequest
+from engine.types import MAX_LOGPROBS, InvalidRequest
 
 INERT = SHARED_INERT | {"parallel_tool_calls"}  # without tools it says nothing
 
@@ -70,9 +70,25 @@ class ToolCall(Strict):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": shown}}
 
 
+Content = str | Annotated[list[fields.TextPart], Field(min_length=1)] | None  # what message_content accepts
+
+
+SAYS_SOMETHING: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["tool_calls"], "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array"}}},
+    ]
+}
+
+
 class Message(Strict):
+    model_config = ConfigDict(json_schema_extra=SAYS_SOMETHING)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(message_content)] = None
+    content: Annotated[
+        str | list[dict[str, str]] | None,
+        PlainValidator(message_content, Content),
+    ] = None
     name: Text | None = None
     tool_call_id: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
@@ -127,7 +143,7 @@ class ChatBody(SharedBody, ChatFields):
     """The fields of /v1/chat/completions that take effect."""
 
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, fields.documented(minimum=0, maximum=MAX_LOGPROBS)] = None
     renamed: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
 
     def alternatives(self) -> int | None:

@@ -1,15 +1,43 @@
 """Checks of field values that a type alone cannot express."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, with_config
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
-from engine.types import MAX_BAD_WORDS, MAX_STOP_STRINGS
+from engine.types import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 Prompt = str | tuple[int, ...]
 
+
 MAX_ID_DIGITS = 10  # of a token id written as a string; int() refuses to read thousands of digits
+
+
+def documented(**schema: float) -> Any:
+    """Add limits to a field in /openapi.json that SamplingParams checks, not pydantic."""
+    return Field(json_schema_extra=dict(schema))
+
+
+# What the validators below accept, for /openapi.json.
+TokenId = Annotated[int, Field(ge=0)]
+Prompts = str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(min_length=1)]
+SomeIds = Annotated[list[TokenId], Field(min_length=1)]
+StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)]
+Stop = Annotated[str, Field(min_length=1)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)]
+Words = Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS)]
+BiasedToken = Annotated[str, Field(pattern=rf"^[0-9]{{1,{MAX_ID_DIGITS}}}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[BiasedToken, Bias], Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False})
+]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
 
 
 class Strict(BaseModel):

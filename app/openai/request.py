@@ -16,10 +16,10 @@ from pydantic_core import ErrorDetails
 
 from app.client import Chat, ModelCard, TextField
 from app.openai import fields
-from app.openai.fields import OnlyFalse, Prompt, Strict, refuse, without_nulls
+from app.openai.fields import OnlyFalse, Prompt, Strict, documented, refuse, without_nulls
 from app.openai.speculation import Drafting, Lossy, Prediction, SpeculationOptions, settle
 from engine.generation_config import SAMPLING_FIELDS, TOP_K_OFF
-from engine.types import InvalidRequest, SamplingParams
+from engine.types import MAX_LOGPROBS, MAX_SEED, MAX_TOP_K, InvalidRequest, SamplingParams
 
 # OpenAI fields that concern its service and not the text: accepted with any value, and without effect.
 INERT = frozenset(
@@ -47,6 +47,7 @@ SHARED_NEUTRAL: dict[str, Any] = {
 NEUTRAL: dict[str, Any] = SHARED_NEUTRAL | {"suffix": ""}
 
 MAX_SALT = 256  # characters of a cache_salt
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 
 
@@ -63,26 +64,26 @@ class StreamOptions(Strict):
 
 
 class SharedBody(Strict):
-    """The fields of both endpoints. SamplingParams checks the ranges of the sampling fields."""
+    """The fields of both endpoints. SamplingParams checks the ranges that are only documented here."""
 
     model: str
     n: Annotated[int, Field(ge=1)] = 1
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # OpenAI's newer name
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(fields.logit_bias)] = ()
-    allowed_token_ids: Annotated[tuple[int, ...] | None, PlainValidator(fields.token_ids)] = None
-    bad_words: Annotated[tuple[str, ...], PlainValidator(fields.bad_words)] = ()
-    stop: Annotated[tuple[str, ...], PlainValidator(fields.stops)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], PlainValidator(fields.token_ids)] = ()
+    max_tokens: Annotated[int | None, documented(minimum=0)] = None
+    max_completion_tokens: Annotated[int | None, documented(minimum=0)] = None  # OpenAI's newer name
+    min_tokens: Annotated[int, documented(minimum=0)] = 0
+    temperature: Annotated[float, documented(minimum=0, maximum=2)] = 1.0
+    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, documented(minimum=TOP_K_OFF, maximum=MAX_TOP_K)] = 0
+    min_p: Annotated[float, documented(minimum=0, maximum=1)] = 0.0
+    seed: Annotated[int | None, documented(minimum=-MAX_SEED, maximum=MAX_SEED)] = None
+    presence_penalty: Annotated[float, documented(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[float, documented(minimum=-2, maximum=2)] = 0.0
+    repetition_penalty: Annotated[float, documented(minimum=0.01, maximum=10)] = 1.0
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(fields.logit_bias, fields.Biases)] = ()
+    allowed_token_ids: Annotated[tuple[int, ...] | None, PlainValidator(fields.token_ids, fields.SomeIds)] = None
+    bad_words: Annotated[tuple[str, ...], PlainValidator(fields.bad_words, fields.Words)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(fields.stops, fields.Stops)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], PlainValidator(fields.token_ids, fields.StopIds)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -151,11 +152,11 @@ class SharedBody(Strict):
 class Body(SharedBody):
     """The fields of /v1/completions that take effect."""
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts)]
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts, fields.Prompts)]
     echo: bool = False
     add_special_tokens: bool = True  # token ids are taken as they are
     best_of: Annotated[int, Field(ge=1)] | None = None  # None: n
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, documented(minimum=0, maximum=MAX_LOGPROBS)] = None
 
     def candidates(self) -> int:
         """Return how many texts of each prompt are written; the n best of them are returned."""
@@ -239,8 +240,8 @@ def validated(
     body_type: type[AnyBody],
     given: dict[str, Any],
     inert: Set[str] = frozenset(),
-    neutral: Mapping[str, Any] = MappingProxyType({}),
-    defaults: Mapping[str, Any] = MappingProxyType({}),
+    neutral: Mapping[str, Any] = NOTHING,
+    defaults: Mapping[str, Any] = NOTHING,
 ) -> AnyBody:
     """Return the fields that take effect, over the defaults. Raises InvalidRequest, naming the field at fault."""
     try:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainValidator
 
 from app.client import ModelCard
-from app.openai.fields import Strict, prediction_text
+from app.openai.fields import Strict, TextPart, prediction_text
 from engine.speculation import SpeculationFields, resolve
 from engine.types import DrafterName, InvalidRequest, Verifier
 
@@ -32,7 +32,7 @@ class Prediction(Strict):
     """OpenAI's Predicted Outputs: a text that much of the output is expected to repeat."""
 
     type: Literal["content"]
-    content: Annotated[str, PlainValidator(prediction_text)]
+    content: Annotated[str, PlainValidator(prediction_text, str | list[TextPart])]
 
 
 class Lossy(Strict):

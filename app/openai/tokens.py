@@ -35,7 +35,7 @@ class TokenizeChat(ChatFields):
 
 class Detokenize(Strict):
     model: str | None = None
-    tokens: Annotated[tuple[int, ...], PlainValidator(fields.token_ids)]
+    tokens: Annotated[tuple[int, ...], PlainValidator(fields.token_ids, list[fields.TokenId])]
 
 
 async def tokenize(client: EngineClient, request: Request) -> Response:

@@ -17,7 +17,7 @@ PROMPT = "> "
 ENDINGS = ("/exit", "/quit")
 
 
-class Failed(Exception):
+class NoAnswer(Exception):
     """The server gave no answer. The message says why."""
 
 
@@ -37,12 +37,12 @@ class Conversation:
             self.messages.append({"role": "system", "content": self.system})
 
     def open(self) -> None:
-        """Ask which model the server has. Raises Failed."""
+        """Ask which model the server has. Raises NoAnswer."""
         with self._request("/v1/models", None) as reply:
             self.model = str(json.load(reply)["data"][0]["id"])
 
     def say(self, text: str, out: TextIO, *, colour: bool) -> None:
-        """Send a message and write the answer while it comes. Raises Failed."""
+        """Send a message and write the answer while it comes. Raises NoAnswer."""
         question = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*self.messages, question], "stream": True, **self.parameters}
         answer = Answer(out, colour=colour)
@@ -53,13 +53,13 @@ class Conversation:
             except KeyboardInterrupt:  # leaving the connection ends the request at the server
                 out.write("\n(stopped)")
             except (OSError, HTTPException) as error:
-                raise Failed(f"the answer broke off: {error}") from None
+                raise NoAnswer(f"the answer broke off: {error}") from None
         answer.end()
         self.messages += [question, {"role": "assistant", "content": answer.content}]
 
     def _request(self, path: str, body: Any) -> HTTPResponse:
         if not self.url.startswith(("http://", "https://")):
-            raise Failed(f"{self.url} is no http:// or https:// address")
+            raise NoAnswer(f"{self.url} is no http:// or https:// address")
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url.rstrip("/") + path, data, {"content-type": "application/json"})
         if self.key is not None:
@@ -68,10 +68,10 @@ class Conversation:
             reply: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
-                raise Failed(_refusal(error)) from None
+                raise NoAnswer(_refusal(error)) from None
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise Failed(f"no answer from {self.url}: {reason}. `foretoken serve` starts a server") from None
+            raise NoAnswer(f"no answer from {self.url}: {reason}. `foretoken serve` starts a server") from None
         return reply
 
 
@@ -87,9 +87,9 @@ class Answer:
         self._drafted = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """Raises Failed for an error event."""
+        """Raises NoAnswer for an error event."""
         if "error" in event:
-            raise Failed(str(event["error"].get("message")))
+            raise NoAnswer(str(event["error"].get("message")))
         for choice in event.get("choices", ()):
             delta, rounds = choice.get("delta", {}), (choice.get("speculation") or {}).get("rounds", [])
             self.content += delta.get("content") or ""
@@ -133,14 +133,14 @@ def converse(conversation: Conversation, source: TextIO, out: TextIO) -> int:
         if interactive:
             drafts = f"{GREEN}accepted drafts{PLAIN} are green. " if colour else ""
             out.write(f"{conversation.model} at {conversation.url}. {drafts}Ctrl-C stops an answer, Ctrl-D ends\n")
-    except (Failed, LookupError, ValueError) as error:
+    except (NoAnswer, LookupError, ValueError) as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return 1
     failed = False
     for text in _messages(source, out, interactive=interactive):
         try:
             conversation.say(text, out, colour=colour)
-        except Failed as error:
+        except NoAnswer as error:
             failed = True
             print(f"foretoken: {error}", file=sys.stderr)
     return 1 if failed and not interactive else 0

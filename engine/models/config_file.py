@@ -16,7 +16,8 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 
 
 def read_config_file(directory: Path) -> dict[str, Any]:
-    """The object in config.json, of a family that can be served. Raises ConfigError."""
+    """The object in config.json. Whether another architecture can be served, transformers has to say. Raises
+    ConfigError."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}: give the directory of a Hugging Face checkpoint")
     if not (directory / "config.json").is_file():
@@ -26,8 +27,9 @@ def read_config_file(directory: Path) -> dict[str, Any]:
         kind = given.get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory}: config.json is malformed: {error}") from error
-    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+    if not isinstance(kind, str):
         raise ConfigError(f"{directory} is a {kind!r} model; supported are {', '.join(MODEL_TYPES)}")
-    if "text_config" not in given and (missing := [name for name in REQUIRED if given.get(name) is None]):
+    native = kind in MODEL_TYPES and "text_config" not in given
+    if native and (missing := [name for name in REQUIRED if given.get(name) is None]):
         raise ConfigError(f"{directory}: config.json lacks {', '.join(missing)}")
     return given

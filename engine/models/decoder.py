@@ -10,6 +10,7 @@ time on the fixed cost of kernels, so three choices keep the number of kernels p
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,24 @@ class DecoderConfig:
             mixture = attention + experts.count * (3 * experts.intermediate_size + 1)
             rows = [mixture if sparse else row for row, sparse in zip(rows, experts.layers, strict=True)]
         return self.hidden_size * sum(rows)
+
+
+class LanguageModel(Protocol):
+    """What a Runner runs: a native Decoder, or a model of transformers (adapter.py)."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """States [N, hidden] of N packed tokens, ids [N] int64."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """States [R, hidden] → [R, vocab]."""
+        ...
 
 
 def no_norm(x: Tensor) -> Tensor:

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
+from transformers import __version__ as version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ConfigError
+from engine.models.adapter import load_adapted, read_adapted_config
 from engine.models.attention import Scoring
-from engine.models.config_file import read_config_file
-from engine.models.decoder import Decoder, DecoderConfig, Layer, Norm, no_norm
+from engine.models.config_file import MODEL_TYPES, read_config_file
+from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
 from engine.models.families import read_config
 from engine.models.linear import Linear
 from engine.models.mlp import Experts, GatedMLP, gating
@@ -39,21 +42,51 @@ class Checkpoint:
     path: Path
     shape: DecoderConfig
     raw: dict[str, Any]  # config.json as transformers reads it, with older spellings converted
+    native: bool = True  # False: transformers' modules compute it (adapter.py)
 
 
 def open_checkpoint(directory: str) -> Checkpoint:
     """Read and check config.json. Raises ConfigError if it is malformed or needs what the decoder does not have."""
     path = Path(directory)
     kind = read_config_file(path)["model_type"]
-    try:
-        raw = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict()
-    except Exception as error:  # transformers raises errors of many classes here, KeyError among others
-        raise ConfigError(f"{path}: config.json is malformed: {error}") from error
+    if kind not in CONFIG_MAPPING:
+        known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
+        raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
+    if kind not in MODEL_TYPES:
+        config = _transformers_config(path)
+        return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
+    raw = _transformers_config(path).to_dict()
     quantisation(path, raw.get("quantization_config"))
     try:
         return Checkpoint(path, read_config(kind, raw.get("text_config") or raw), raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: config.json: {error}") from None
+
+
+def _transformers_config(path: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises errors of many classes here, KeyError among others
+        raise ConfigError(f"{path}: config.json is malformed: {error}") from error
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    weights: Weights = AS_IS,
+) -> LanguageModel:
+    """The checkpoint's decoder if its architecture is native, else transformers' modules. Raises ConfigError."""
+    if checkpoint.native:
+        return load_decoder(checkpoint, dtype=dtype, device=device, max_len=max_len, weights=weights)
+    if weights.form != "as_is":
+        raise ConfigError(
+            f"{checkpoint.path} is a {checkpoint.shape.architecture!r} model, which is not native, so its weights "
+            f"cannot be {weights.form}: choose as_is"
+        )
+    return load_adapted(checkpoint.path, checkpoint.shape, dtype, device)
 
 
 def load_decoder(

@@ -13,7 +13,7 @@ from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, plan_attention
-from engine.models.decoder import Decoder, DecoderConfig
+from engine.models.decoder import DecoderConfig, LanguageModel
 from engine.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Runner:
     scores came of it. Memory in an unknown state is examined before it is freed, and cleared if need be.
     """
 
-    def __init__(self, decoder: Decoder, layout: Layout, device: torch.device) -> None:
+    def __init__(self, decoder: LanguageModel, layout: Layout, device: torch.device) -> None:
         self.decoder = decoder
         self.device = device
         self.forward_ns = 0  # spent in forwards so far, by the host's clock: a GPU may still be at work

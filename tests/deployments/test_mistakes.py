@@ -90,7 +90,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no directory": (shutil.rmtree, "there is no directory {}: give the directory of a Hugging Face checkpoint"),
     "no config": (unlinked("config.json"), "{} holds no config.json: give the directory of a Hugging Face checkpoint"),
     "broken config": (written("config.json", b"{"), "{}: config.json is malformed: Expecting property name"),
-    "architecture": (edited(model_type="gpt2"), "{} is a 'gpt2' model; supported are llama, mistral"),
+    "architecture": (edited(model_type=None), "{} is a None model; supported are llama, mistral"),
     "lacking": (edited(hidden_size=None), "{}: config.json lacks hidden_size"),
     "no tokenizer": (unlinked("tokenizer.json"), "{} holds no tokenizer.json. A conversion of another format"),
     "broken tokenizer": (written("tokenizer.json", b"{}"), "{}/tokenizer.json is malformed"),

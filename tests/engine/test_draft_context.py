@@ -8,6 +8,7 @@ import pytest
 
 from engine.drafters.base import NO_OFFER
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
@@ -55,6 +56,12 @@ def drafted_positions(run: Drive, requests: list[Request]) -> set[int]:
             found |= set(range(length, length + part.drafted))
             length += part.emitted
     return found
+
+
+def test_the_drafts_tables_end_with_its_context(engine: Engine) -> None:
+    decoders = engine.target.decoder, model_drafter(engine).runner.decoder
+    assert all(isinstance(decoder, Decoder) for decoder in decoders)
+    assert [len(decoder.rotations[0]) for decoder in decoders if isinstance(decoder, Decoder)] == [MAX_LEN, BORDER]
 
 
 @pytest.mark.parametrize(

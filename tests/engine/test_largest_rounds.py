@@ -96,7 +96,7 @@ def test_rounds_that_do_not_fit_are_refused(wide: Pair, monkeypatch: pytest.Monk
 
 def test_weights_that_do_not_fit_are_not_even_read(wide: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_module, "device_memory", lambda device: DeviceMemory(2**30, 2**20))
-    monkeypatch.setattr(load_module, "load_decoder", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(load_module, "load_model", lambda *_, **__: pytest.fail("it was read"))
     config = EngineConfig(wide.target, wide.draft)
     for start in (load_models, plan_memory):
         with pytest.raises(ConfigError, match=r"do not fit on cpu: target \d\.\d MiB and draft .* 1\.0 MiB are avail"):
@@ -121,7 +121,7 @@ def test_the_plan_needs_no_weights_and_tells_the_same(
         load_models(config)
     (logged,) = (m.removeprefix("memory:\n") for m in caplog.messages if m.startswith("memory:"))
     with monkeypatch.context() as patch:
-        patch.setattr(load_module, "load_decoder", lambda *_, **__: pytest.fail("it was read"))
+        patch.setattr(load_module, "load_model", lambda *_, **__: pytest.fail("it was read"))
         planned = str(plan_memory(config))
     rows = [line.split() for line in planned.splitlines()]
     assert [row[0] for row in rows] == ["cpu", "target", "draft", "KV", "activations", "room", "requests"]

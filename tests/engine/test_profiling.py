@@ -245,6 +245,19 @@ def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.Monk
     assert sweep == [drafts for drafts in sweep[:: profiling.RUNS] for _ in range(profiling.RUNS)]
 
 
+def test_the_first_run_of_a_row_does_not_count(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warms up. Here it is the fastest, so its time would be told if it counted."""
+    engine = small(pair)
+    numbers = itertools.count()
+
+    def first_is_fast(*args: Any) -> Outcome:
+        return replace(run_round(*args), score_us=10**3 if next(numbers) % 2 else 1)
+
+    monkeypatch.setattr(profiling, "RUNS", 2)
+    monkeypatch.setattr(profiling, "run_round", first_is_fast)
+    assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
+
+
 def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of each kind in a row, when everything is cold, and one in six of the others."""
     engine = small(pair)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.models.runner import Feed
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig
@@ -129,6 +130,23 @@ def test_memory_is_named_where_it_was_the_reason(twins: Pair) -> None:
     assert any("cache" in reasons(record) for record in records(run))
     roomy = drive(load(twins, policy=PolicyConfig("fixed", k=5)), requests())
     assert not any("cache" in reasons(record) for record in records(roomy))
+
+
+def test_the_policy_names_memory_as_its_reason(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a policy's k and for a request's own. The scheduler has no part in it."""
+    engine = load(pair, policy=PolicyConfig("fixed", k=3))
+    for name, k in (("policy", None), ("own", 3)):
+        engine.submit(Request(name, (5, 6, 7), PARAMS, k))
+    engine.step()
+    sequences = engine.scheduler.running
+    assert len(sequences) == 2
+    for room, ks, reasons_of_both in ((100, (3, 3), {"policy", "user"}), (2, (1, 1), {"cache"})):
+        monkeypatch.setattr(engine.target.cache, "room", lambda handle, room=room: room)
+        decision = engine.speculator.plan(sequences, 0)
+        assert tuple(decision.ks) == ks
+        assert set(decision.reasons) == reasons_of_both
+    monkeypatch.undo()
+    engine.cancel_all()
 
 
 def test_a_policy_is_replaced_while_sequences_run(twins: Pair) -> None:
@@ -283,7 +301,9 @@ def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, mo
     """Left alone within 20 rounds, used again within 200 after its repair. In between, newcomers try it briefly."""
     engine = load(twins, policy=PolicyConfig("goodput"), max_running=4, max_spec_length=8)
     priced(engine, monkeypatch)
-    table = model_drafter(engine).runner.decoder.embedding
+    decoder = model_drafter(engine).runner.decoder
+    assert isinstance(decoder, Decoder)
+    table = decoder.embedding
     good = table.clone()
 
     def spoil() -> None:

@@ -362,7 +362,7 @@ def test_the_servers_words_are_shown_where_it_refuses(browser: Browser, server: 
     visit(browser, server)
     fill(browser, max_tokens=1_000_000)
     browser.click("#go")
-    assert "this model's context is" in browser.wait("document.querySelector('#hint').textContent")
+    assert "this model's maximum context length is" in browser.wait("document.querySelector('#hint').textContent")
     assert "400" in browser.complaints()[0], "the browser's own line"
 
 

@@ -353,3 +353,19 @@ def test_it_reads_what_the_live_page_is_told(serve: Serve, capsys: pytest.Captur
     assert shown.startswith(f"{name}  ok  fake  ")
     assert shown.count("7 tokens in 3 rounds, 3 of them with drafts") == 2
     assert shown.count("  1 │███\n") == 2
+
+
+def test_every_round_is_a_row_on_demand(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    server = serve({"/ui/api/requests/cmpl-4b2a": (200, TOLD)})
+    assert main(["cmpl-4b2a", "--url", server.url]) == 0
+    assert "slowest" in capsys.readouterr().out
+    assert main(["cmpl-4b2a", "--url", server.url, "--rounds"]) == 0
+    shown = capsys.readouterr().out
+    assert "slowest" not in shown
+    first = next(i for i, line in enumerate(shown.splitlines()) if line.startswith("round "))
+    rows = [line.split() for line in shown.splitlines()[first + 1 : first + 1 + len(ROUNDS["step"])]]
+    assert [int(row[3]) for row in rows] == ROUNDS["k"]
+    assert [row[4] for row in rows] == [why or "-" for why in ROUNDS["reason"]]
+    assert [[int(n) for n in row[5:8]] for row in rows] == [
+        list(counts) for counts in zip(ROUNDS["drafted"], ROUNDS["accepted"], ROUNDS["emitted"], strict=True)
+    ]

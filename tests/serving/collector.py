@@ -92,7 +92,8 @@ class Collector:
 
         The engine ends a request that was cancelled after the client has left, so this can take a moment.
         """
-        spans = self.wait(lambda: [span for span in self.of(trace) if span.name.startswith("text_completion ")])
+        named = ("text_completion ", "chat ")
+        spans = self.wait(lambda: [span for span in self.of(trace) if span.name.startswith(named)])
         assert len(spans) == 1
         span: Span = spans[0]
         return span

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import httpx
 import pytest
@@ -45,3 +46,22 @@ def test_the_feed_streams(served: Served) -> None:
         events = [json.loads(next(lines)[6:]) for _ in range(3)]
     assert events[0]["state"]["now"]["t"] < events[2]["now"]["t"]
     assert [set(event) for event in events] == [{"state"}, {"now", "series"}, {"now", "series"}]
+
+
+def test_the_console_tells_the_start_by_its_stages_and_one_line_per_request(served: Served) -> None:
+    asked = {"model": "demo", "prompt": "def secret_name(x):", "max_tokens": 3, "ignore_eos": True}
+    reply = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
+    assert httpx.get(f"{served.url}/v1/nothing").status_code == 404
+    limit = time.monotonic() + 30  # Ray brings a replica's lines some tenths of a second later
+    while f"foretoken: {reply['id']} length: 7 + 3 tokens" not in (log := served.log.read_text("utf-8", "replace")):
+        assert time.monotonic() < limit, log[-2000:]
+        time.sleep(0.1)
+    assert " 404 GET /v1/nothing: not_found" in log
+    assert "secret_name" not in log
+    stages = (
+        *("starting ", "settings, files and tokenizers are valid", "Ray and Serve run", "loading target "),
+        *("configurations and tokenizers are read", "weights as_is", "memory:", "were profiled", "policy: "),
+        f"foretoken: ready: {served.url}/ui (",
+    )
+    starts = [log.index(stage) for stage in stages]
+    assert starts == sorted(starts)

@@ -43,12 +43,13 @@ class Traced:
     served: Served
     collector: Collector
 
-    def ask(self, sampled: bool = True, **fields: Any) -> tuple[str, httpx.Response]:
+    def ask(self, sampled: bool = True, chat: bool = False, **fields: Any) -> tuple[str, httpx.Response]:
         """(trace that the client began, reply)."""
         trace = secrets.token_hex(16)
+        asked = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
         reply = httpx.post(
-            f"{self.served.url}/v1/completions",
-            json={"model": "demo", "prompt": PROMPT, "max_tokens": 24, **fields},
+            f"{self.served.url}/v1/{'chat/' if chat else ''}completions",
+            json={"model": "demo", "max_tokens": 24, **asked, **fields},
             headers=headers(trace, sampled),
             timeout=60,
         )
@@ -116,6 +117,25 @@ def test_a_request_is_one_trace_that_says_what_its_reply_says(traced: Traced, st
     speculative = told["metrics"]["speculative_decoding"]
     assert {name: said[name] for name in TOTALS} == {name: speculative[key] for name, key in TOTALS.items()}
     assert said["specdec.tokens.accepted"] > 0
+
+
+@pytest.mark.parametrize(("chat", "operation"), [(False, "text_completion"), (True, "chat")])
+def test_viewers_know_what_a_request_is(traced: Traced, chat: bool, operation: str) -> None:
+    trace, reply = traced.ask(chat=chat, speculation={"k": 4, "steps": True})
+    told = reply.raise_for_status().json()
+    request = traced.collector.request(trace)
+    said = request.attributes
+    assert (request.name, said["gen_ai.operation.name"]) == (f"{operation} demo", operation)
+    assert (said["openinference.span.kind"], said["llm.model_name"]) == ("LLM", "demo")
+    assert said["llm.token_count.prompt"] == told["usage"]["prompt_tokens"]
+    assert said["llm.token_count.completion"] == told["usage"]["completion_tokens"]
+    assert said["llm.token_count.total"] == told["usage"]["total_tokens"]
+    below_it = [span for span in traced.collector.of(trace) if span.id != request.id]
+    assert {span.attributes["openinference.span.kind"] for span in below_it} == {"CHAIN"}
+    rounds = told["metrics"]["speculative_decoding"]["rounds"]
+    pairs = zip(rounds["accepted"], rounds["drafted"], strict=True)
+    _, *rows = said["specdec.rounds.table"].splitlines()
+    assert [row.split()[2] for row in rows] == [f"{accepted}/{drafted}" for accepted, drafted in pairs]
 
 
 def test_the_spans_of_a_request(traced: Traced) -> None:

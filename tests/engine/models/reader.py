@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionPlan, Span, plan_attention
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, LanguageModel
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Feed, Runner
 from tests.engine.driving import make_sequence
@@ -24,7 +24,7 @@ def load_alone(checkpoint: str, dtype: torch.dtype = torch.float64, max_len: int
 class Reader:
     """Feeds texts to a Runner, text s in slot s, and compares each row of logits with the expected ones."""
 
-    def __init__(self, decoder: Decoder, texts: list[list[int]], expected: Tensor) -> None:
+    def __init__(self, decoder: LanguageModel, texts: list[list[int]], expected: Tensor) -> None:
         """expected [slots, length, vocab] fp64."""
         self.runner = Runner(decoder, kv_layout(SLOTS, LENGTH), torch.device("cpu"))
         self.expected = expected

@@ -85,8 +85,11 @@ def biased_head(tensors: dict[str, torch.Tensor]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another architecture": (edit(model_type="gpt2"), f"'gpt2' model; supported are {', '.join(FAMILIES)}"),
-    "an unknown architecture": (edit(model_type="frobnicate"), "frobnicate"),
+    "another architecture": (edit(model_type="mamba"), "is a 'mamba' model"),
+    "an unknown architecture": (
+        edit(model_type="frobnicate"),
+        f"'frobnicate' model; supported are {', '.join(FAMILIES)}, and what transformers",
+    ),
     "no architecture": (without("model_type"), "is a None model; supported are"),
     "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
     "a config that is no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is malformed"),

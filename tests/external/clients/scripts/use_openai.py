@@ -10,7 +10,7 @@ from openai import APIError, AsyncOpenAI, OpenAI
 
 ASKED: dict[str, Any] = json.load(sys.stdin)
 URL, MODEL, PROMPT, MESSAGES = ASKED["url"] + "/v1", ASKED["model"], ASKED["prompt"], ASKED["messages"]
-SAMPLING: dict[str, Any] = {"model": MODEL} | ASKED["sampling"]
+SAMPLING: dict[str, Any] = {"model": MODEL, **ASKED["sampling"]}
 
 
 def main() -> None:

@@ -1,0 +1,369 @@
+"""Any causal LM of transformers whose layers attend through its attention interface, over our KV memory.
+
+transformers' own modules compute everything but attention. An attention function of ours is registered under NAME: it
+writes K and V into the cache's rows and attends as native decoders do, so inputs are packed, and rollback, prefixes and
+windows work alike. No code of a checkpoint is run. What cannot work is refused by name: without weights, by one pass on
+torch's meta device, and after the weights are loaded, by comparing a few logits with those of transformers' attention.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cache.layout import Layout, make_cache
+from cache.memory import make_storage
+from cache.storage import KVShape
+from engine.config import ConfigError
+from engine.host_memory import out_of_memory
+from engine.models.attention import Attention, Scoring, Span, plan_attention
+from engine.models.decoder import DecoderConfig
+from engine.models.shards import Shards
+from engine.models.traits import Traits
+
+NAME = "packed_kv"  # of the attention function
+PROBE_TOKENS = 3
+CHECKED_TEXTS = ((16, 8), (5, 1))  # tokens of each text in the first and in the second pass of the check
+TOLERANCE = {8: 1e-3, 4: 1e-3, 2: 0.05}  # bytes of a number → relative difference of logits; norms compute in fp32
+CHANGING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest text of a pass
+# What modules pass to their attention and what changes nothing here: masks and caches are not used.
+NEUTRAL = frozenset(("position_ids", "position_embeddings", "use_cache", "cache_position", "dropout", "cache"))
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a layer calls its attention."""
+
+    layer: int | None
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    causal: bool
+    unknown: tuple[str, ...]  # arguments that the function does not know
+
+
+@dataclass(slots=True)
+class Pass:
+    """The pass that a model computes: what its attention modules share."""
+
+    attention: Attention | None = None  # None: the model is examined, and nothing is computed
+    calls: list[Call] = field(default_factory=list)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] of N
+    packed tokens → ([1, N, heads, head_dim], no weights)."""
+    current = cast(Pass, module.kv_pass)  # set by AdaptedModel
+    layer: int | None = getattr(module, "layer_idx", None)
+    if current.attention is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        unknown = tuple(name for name, given in others.items() if given is not None and name not in NEUTRAL)
+        dims = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        current.calls.append(Call(layer, *dims, sliding_window, bool(causal), unknown))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    assert layer is not None
+    kv = torch.cat([key[0], value[0]]).transpose(0, 1)  # [N, 2·kv_heads, head_dim]
+    scoring = Scoring(scaling, sliding_window, softcap, s_aux)
+    attended = current.attention(layer, query[0].transpose(0, 1), kv, scoring)
+    return attended.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _no_mask(**_: Any) -> None:
+    """Our attention makes its own masks."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+
+
+class States:
+    """A model's output that holds nothing but its states: no cache, attentions or router's logits."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class ReplacedBase(nn.Module):
+    """A causal LM's model without its head; for the head alone it returns `hidden` [1, R, hidden] instead of a pass."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.hidden: Tensor | None = None
+        self.read = False  # whether `hidden` was asked for
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.hidden is not None:
+            self.read = True
+            return States(self.hidden)
+        return self.base(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
+class AdaptedModel:
+    """A causal LM of transformers as a LanguageModel."""
+
+    def __init__(self, model: Any, config: DecoderConfig) -> None:
+        self.config = config
+        self._model = model.eval().requires_grad_(False)
+        self._pass = Pass()
+        for module in model.modules():
+            module.kv_pass = self._pass
+        decoder = model.get_decoder()
+        (name,) = (name for name, module in model.named_modules() if module is decoder and name)
+        self._base = ReplacedBase(decoder)
+        model.set_submodule(name, self._base)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
+
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """As Decoder.forward, but the final norm is applied to the states."""
+        self._pass.attention = attention
+        try:
+            positions = attention.plan.positions[None]
+            mask = torch.ones_like(ids[None])  # without it transformers looks for the texts' ends, and waits for a GPU
+            output = self._base(input_ids=ids[None], attention_mask=mask, position_ids=positions, use_cache=False)
+        finally:
+            self._pass.attention = None
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] → [R, vocab], by the model's own head and what it does to its logits."""
+        self._base.hidden = hidden[None]
+        try:
+            ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._base.hidden = None
+        return logits.to(self.dtype)
+
+    def examine(self) -> list[Call]:
+        """The calls of attention in a pass that computes nothing. For a model on the meta device."""
+        self._pass.calls.clear()
+        ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+        self._model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        width = self._model.get_output_embeddings().in_features
+        self.logits(torch.zeros(PROBE_TOKENS, width, dtype=self.dtype, device="meta"))
+        if not self._base.read:
+            raise ValueError("its head does not read what its decoder returns")
+        return list(self._pass.calls)
+
+    def reference_logits(self, ids: Tensor) -> Tensor:
+        """Logits [N, vocab] of one text, ids [N], by transformers' eager attention."""
+        self._model.set_attn_implementation("eager")
+        try:
+            self._pass.calls.clear()
+            logits: Tensor = self._model(input_ids=ids[None], use_cache=False).logits[0]
+            assert not self._pass.calls, "transformers computed with our attention"
+        finally:
+            self._model.set_attn_implementation(NAME)
+        return logits
+
+
+def read_adapted_config(path: Path, config: PreTrainedConfig) -> DecoderConfig:
+    """What the engine needs to know of an architecture that is not native. Raises ConfigError, naming what does not
+    work, for a model that cannot run over our KV memory."""
+    kind = f"{path} is a {config.model_type!r} model"
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ConfigError(f"{kind} with an encoder: only decoders are supported")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{kind} with quantised weights: they are supported for native architectures only")
+    if changing := sorted(_rope_types(config.to_dict()) & set(CHANGING_ROPES)):
+        raise ConfigError(
+            f"{kind} with {changing[0]} rotary positions: they are supported for native architectures only"
+        )
+    try:
+        with torch.device("meta"), _recorded_windows() as windows:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=NAME, trust_remote_code=False
+            )
+            calls = AdaptedModel(model, None).examine()  # type: ignore[arg-type]  # its sizes are what is asked for
+    except Exception as error:  # of any module
+        raise ConfigError(f"{kind}, which does not run through transformers' attention interface: {error}") from error
+    _check_calls(kind, calls, windows, _count(kind, config, "num_hidden_layers"))
+    call = calls[0]
+    return DecoderConfig(
+        architecture=str(config.model_type),
+        vocab_size=_count(kind, config, "vocab_size"),
+        hidden_size=_count(kind, config, "hidden_size"),
+        num_layers=len(calls),
+        num_heads=call.heads,
+        num_kv_heads=call.kv_heads,
+        head_dim=call.key_dim,
+        intermediate_size=0,
+        rms_norm_eps=0.0,
+        max_position_embeddings=_count(kind, config, "max_position_embeddings"),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        traits=Traits(windows=tuple(c.window for c in calls)),
+    )
+
+
+def _rope_types(value: Any) -> set[str]:
+    if not isinstance(value, dict):
+        return set()
+    found = {str(value["rope_type"])} if "rope_type" in value else set()
+    return found.union(*map(_rope_types, value.values()))
+
+
+def _count(kind: str, config: PreTrainedConfig, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{kind}, and its config.json says {name} {value!r}; an integer of at least 1 is needed")
+    return value
+
+
+@contextmanager
+def _recorded_windows() -> Iterator[set[int]]:
+    """The window sizes that masks are asked for. A model may tell them to its masks and not to its attention."""
+    windows: set[int] = set()
+
+    def record(*, local_size: int | None = None, **_: Any) -> None:
+        if local_size is not None:
+            windows.add(local_size)
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, record)
+    try:
+        yield windows
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+
+
+def _check_calls(kind: str, calls: list[Call], mask_windows: set[int], layers: int) -> None:
+    """Raise ConfigError unless every layer attends once, causally, in a way that our attention has."""
+    if [call.layer for call in calls] != list(range(layers)):
+        raise ConfigError(
+            f"{kind}: {len(calls)} of its {layers} layers attend through transformers' attention interface, and all "
+            "must, once each; a recurrent state or an attention of its own is not supported"
+        )
+    first = calls[0]
+    for call in calls:
+        if call.unknown:
+            raise ConfigError(f"{kind}, whose attention needs {', '.join(call.unknown)}: that is not supported")
+        if not call.causal:
+            raise ConfigError(f"{kind}, whose attention is not causal: only causal attention is supported")
+        if call.key_dim != call.value_dim:
+            raise ConfigError(
+                f"{kind}: keys of {call.key_dim} and values of {call.value_dim} numbers are not supported"
+            )
+        if (call.heads, call.kv_heads, call.key_dim) != (first.heads, first.kv_heads, first.key_dim):
+            raise ConfigError(f"{kind}: layers whose heads differ in number or size are not supported")
+    if hidden := mask_windows - {call.window for call in calls}:
+        raise ConfigError(f"{kind}, whose masks have windows of {sorted(hidden)} that its attention is not told")
+
+
+def load_adapted(path: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> AdaptedModel:
+    """Load the weights. Raises ConfigError for files or tensors that are missing, broken or of another shape, and for a
+    model whose logits over our KV memory are not those of transformers."""
+    stored = Shards(path).tensors  # refuses broken files, and names them
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False),
+            dtype=dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        model, info = loaded
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
+        raise ConfigError(f"{path} cannot be loaded by transformers: {error}") from error
+    for what in ("missing_keys", "mismatched_keys", "error_msgs", "unexpected_keys"):
+        if found := sorted(map(str, info.get(what) or ())):
+            raise ConfigError(
+                f"{path}: {len(found)} of {len(stored)} tensors, {what.replace('_', ' ')}: {found[0]!r} …"
+            )
+    adapted = AdaptedModel(model.to(device), config)
+    try:
+        difference = largest_difference(adapted, device)
+    except Exception as error:  # of any module
+        raise ConfigError(f"{path} is a {config.architecture!r} model, whose modules fail here: {error}") from error
+    if not difference <= TOLERANCE[dtype.itemsize]:
+        raise ConfigError(
+            f"{path} is a {config.architecture!r} model, whose logits over our KV memory differ from transformers' by "
+            f"{difference:.1%}: it depends on something that is not supported"
+        )
+    dtype_name = str(dtype).removeprefix("torch.")
+    log.warning(
+        "%s: %r is no native architecture: transformers' modules compute it in %s, slower than a native one would",
+        *(path, config.architecture, dtype_name),
+    )
+    return adapted
+
+
+@torch.inference_mode()
+def largest_difference(adapted: AdaptedModel, device: torch.device) -> float:
+    """The relative difference of the logits of packed passes in pieces from transformers' of whole texts."""
+    config, generator = adapted.config, torch.Generator().manual_seed(0)
+    longest = min(config.max_position_embeddings, max(map(sum, CHECKED_TEXTS)))
+    texts = [torch.randint(0, config.vocab_size, (min(sum(n), longest),), generator=generator) for n in CHECKED_TEXTS]
+    layout = Layout(len(texts), longest)
+    cache = make_cache(layout)
+    heads = config.num_heads, config.num_kv_heads
+    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, adapted.dtype, device)
+    storage = make_storage(layout, cache, shape)
+    parts: list[list[Tensor]] = [[] for _ in texts]
+    starts = [0] * len(texts)
+    for number in range(2):
+        ends = [min(sum(n[: number + 1]), len(text)) for n, text in zip(CHECKED_TEXTS, texts, strict=True)]
+        spans = [Span.at(i, a, b - a) for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+        plan = plan_attention(
+            spans, storage, num_heads=heads[0], num_kv_heads=heads[1], dtype=adapted.dtype, device=device
+        )
+        ids = torch.cat([texts[s.slot][s.start : s.end] for s in spans]).to(device)
+        logits = adapted.logits(adapted.forward(ids, Attention(plan, storage)))
+        for span, part in zip(spans, logits.split([s.count for s in spans]), strict=True):
+            parts[span.slot].append(part)
+        starts = ends
+    differences = []
+    for text, part in zip(texts, parts, strict=True):
+        expected = adapted.reference_logits(text.to(device)).double()
+        differences.append((torch.cat(part).double() - expected).norm() / expected.norm())
+    return float(torch.stack(differences).max())  # NaN stays NaN
