@@ -295,7 +295,11 @@ def fail_run(engine: Engine, monkeypatch: pytest.MonkeyPatch, now: Callable[[], 
 
 @pytest.mark.parametrize(
     ("first", "after"),
-    [pytest.param(n, late, marks=() if n % 2 == late else pytest.mark.proofs) for n in range(4) for late in (0, 1)],
+    [
+        pytest.param(n, late, marks=() if n % 2 == late else pytest.mark.proofs)
+        for n in range(4)
+        for late in (False, True)
+    ],
 )
 def test_a_failed_pass_is_tried_again(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, after: bool, first: int

@@ -119,7 +119,7 @@ def test_a_draft_models_confidence_ends_drafts_anywhere(samples: Samples, verifi
     found = [s.lengths for (name, asked), s in samples.items() if (name, asked.verifier) == ("confidence", verifier)]
     assert len(found) == len(LAYOUTS)
     assert set().union(*found) == set(range(MOST + 1))
-    assert all(len(lengths) > 2 for lengths in found)
+    assert all(len(lengths) > 1 for lengths in found)
 
 
 # A policy that looks at the token that was drawn
