@@ -1,6 +1,5 @@
 """The endpoints of the server. Only `Generate` submits requests to the engine and cancels them."""
 
-import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -37,8 +36,6 @@ from engine.types import (
 )
 
 MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into one piece
-
-log = logging.getLogger(__name__)
 
 PAGE = {"GET /ui": "the live page for a browser: origins of tokens, rounds of recent requests, charts"}
 
@@ -116,7 +113,6 @@ class Generate:
             await unless_disconnected(receive, answer)
         except ClientDisconnect as disconnect:
             exchange.fail(disconnect)
-            log.info("request %s: the client left", scope["state"]["request_id"])
         finally:
             for request in requests:
                 self.client.cancel(request.id)

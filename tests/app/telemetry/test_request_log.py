@@ -1,5 +1,7 @@
 """The log's lines about requests: short, with the id that the client sees, and without any text of a prompt."""
 
+import asyncio
+import json
 import logging
 import re
 from typing import Any
@@ -11,7 +13,8 @@ from app.keys import ApiKeys
 from app.main import create_app
 from app.refusals import log_refusal
 from app.telemetry.request_log import RequestLog
-from tests.app.harness import call
+from engine.types import Output, Request
+from tests.app.harness import PROMPT, Exchange, call
 
 SECRET = "a secret that no log may hold"
 
@@ -36,6 +39,39 @@ def test_a_finished_request_is_one_line_of_numbers(stream: bool, caplog: pytest.
         rf"cmpl-\w+ length: {len(SECRET)} \+ 6 tokens, \d+ of \d+ drafts accepted, 0\.\d\d s{ends}", line
     )
     assert line.split()[0] in done.reply.decode()
+
+
+def test_the_prompt_of_several_candidates_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    call(create_app(FakeEngineClient(), [RequestLog()]), PROMPT | {"best_of": 3, "max_tokens": 2})
+    (line,) = lines(caplog)
+    assert "length: 3 + 6 tokens" in line
+
+
+def test_a_client_that_leaves_gets_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def leave() -> None:
+        started = asyncio.Event()
+
+        def script(request: Request) -> tuple[Output, ...]:
+            started.set()
+            return ()
+
+        exchange = Exchange(create_app(FakeEngineClient(script), [RequestLog()]), json.dumps(PROMPT).encode())
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            tasks.create_task(exchange.run())
+            await started.wait()
+            exchange.leave()
+
+    asyncio.run(leave())
+    (line,) = lines(caplog)
+    assert re.match(r"cmpl-\w+ client_disconnect: 3 \+ 0 tokens", line)
+
+
+def test_so_does_one_that_leaves_before_the_engine_has_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    exchange = Exchange(create_app(FakeEngineClient(), [RequestLog()]), chunks=[b"{", b"}"], received=2)
+    exchange.leave()
+    asyncio.run(exchange.run())
+    (line,) = lines(caplog)
+    assert re.fullmatch(r"cmpl-\w+ client_disconnect: nothing was generated, 0\.\d\d s", line)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
