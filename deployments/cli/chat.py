@@ -9,12 +9,15 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
+from io import TextIOWrapper
 from typing import Any, TextIO
+from unicodedata import category
 
 TIMEOUT_S = 300.0  # without a byte of the server
 GREEN, GREY, PLAIN = "\x1b[32m", "\x1b[90m", "\x1b[0m"
 PROMPT = "> "
 ENDINGS = ("/exit", "/quit")
+HARMLESS = "\n\t\u200c\u200d"  # the last two shape letters and join emoji
 
 
 class NoAnswer(Exception):
@@ -23,7 +26,7 @@ class NoAnswer(Exception):
 
 @dataclass
 class Conversation:
-    """What was said so far. Only finished answers and their questions are kept."""
+    """What was said so far. An answer that broke off is not kept, nor its question."""
 
     url: str
     key: str | None
@@ -52,7 +55,7 @@ class Conversation:
                     answer.add(event)
             except KeyboardInterrupt:  # leaving the connection ends the request at the server
                 out.write("\n(stopped)")
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:
                 raise NoAnswer(f"the answer broke off: {error}") from None
         answer.end()
         self.messages += [question, {"role": "assistant", "content": answer.content}]
@@ -81,6 +84,7 @@ class Answer:
     def __init__(self, out: TextIO, *, colour: bool) -> None:
         self.content = ""
         self._out = out
+        self._terminal = out.isatty()
         self._colour = colour
         self._began = time.monotonic()
         self._sources: list[str] = []  # of each token
@@ -97,7 +101,8 @@ class Answer:
             if self._colour:
                 self._paint(rounds)
             else:
-                self._out.write((delta.get("reasoning_content") or "") + (delta.get("content") or ""))
+                text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+                self._out.write(printable(text) if self._terminal else text)
         self._out.flush()
 
     def _count(self, rounds: list[dict[str, Any]]) -> None:
@@ -128,13 +133,17 @@ def converse(conversation: Conversation, source: TextIO, out: TextIO) -> int:
     """
     interactive = source.isatty() and out.isatty()
     colour = out.isatty() and not os.environ.get("NO_COLOR")
+    if isinstance(out, TextIOWrapper):
+        out.reconfigure(errors="replace")  # characters that its encoding does not have
     try:
         conversation.open()
         if interactive:
             drafts = f"{GREEN}accepted drafts{PLAIN} are green. " if colour else ""
-            out.write(f"{conversation.model} at {conversation.url}. {drafts}Ctrl-C stops an answer, Ctrl-D ends\n")
+            out.write(
+                f"{printable(conversation.model)} at {conversation.url}. {drafts}Ctrl-C stops an answer, Ctrl-D ends\n"
+            )
     except (NoAnswer, LookupError, ValueError) as error:
-        print(f"foretoken: {error}", file=sys.stderr)
+        print(f"foretoken: {printable(str(error))}", file=sys.stderr)
         return 1
     failed = False
     for text in _messages(source, out, interactive=interactive):
@@ -142,7 +151,7 @@ def converse(conversation: Conversation, source: TextIO, out: TextIO) -> int:
             conversation.say(text, out, colour=colour)
         except NoAnswer as error:
             failed = True
-            print(f"foretoken: {error}", file=sys.stderr)
+            print(f"foretoken: {printable(str(error))}", file=sys.stderr)
     return 1 if failed and not interactive else 0
 
 
@@ -162,17 +171,19 @@ def _messages(source: TextIO, out: TextIO, *, interactive: bool) -> Iterator[str
 
 
 def _events(reply: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Raises NoAnswer for a stream without an end, and ValueError for one that cannot be read."""
     for line in reply:
         data = line.decode("utf-8").strip().removeprefix("data: ")
         if data == "[DONE]":
             return
         if data.startswith("{"):
             yield json.loads(data)
+    raise NoAnswer("the answer broke off: the server closed the connection")
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+    """Without control characters, which a terminal would obey, and without invisible ones that reorder the text."""
+    return "".join(c if c in HARMLESS or category(c) not in ("Cc", "Cf", "Cs") else "�" for c in text)
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
@@ -182,4 +193,4 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError, OSError):
         message = error.reason
-    return f"{error.code}: {printable(str(message))}"
+    return f"{error.code}: {message}"

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from starlette.types import ASGIApp
@@ -174,18 +175,24 @@ class Bridge(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[str, type[Bridge]]]:
-    handler = type("OwnBridge", (Bridge,), {"app": create_app(FakeEngineClient()), "seen": []})
+@contextmanager
+def listening(handler: type[Bridge]) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{http.server_port}", handler
+        yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
         thread.join()
 
 
-def talk(url: str, said: str, out: io.StringIO, key: str | None = None, **parameters: Any) -> int:
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Bridge]]]:
+    handler = type("OwnBridge", (Bridge,), {"app": create_app(FakeEngineClient()), "seen": []})
+    with listening(handler) as url:
+        yield url, handler
+
+
+def talk(url: str, said: str, out: TextIO, key: str | None = None, **parameters: Any) -> int:
     source = Terminal(said) if out.isatty() else io.StringIO(said)
     return converse(Conversation(url, key, "Be short.", {"max_completion_tokens": 5, **parameters}), source, out)
 
@@ -239,7 +246,76 @@ def test_no_server_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_nothing_of_the_model_reaches_the_terminal_as_a_command() -> None:
-    assert printable("a\x1b[2Jb\n\tc\x07") == "a�[2Jb\n\tc�"
+    assert printable("a\x1b[2Jb\n\tc\x07\x9b\u202e") == "a�[2Jb\n\tc���"
+
+
+def test_writing_that_is_no_command_stays_as_it_is() -> None:
+    text = "\u00e7a va\u00a0? \u4f60\u597d\u3000\U0001f469\u200d\U0001f680 \u0645\u06cc\u200c\u0631\u0648\u0645"
+    assert printable(text) == text
+
+
+class Raw(Bridge):
+    """Answers every POST with one stream."""
+
+    stream: bytes
+
+    def do_POST(self) -> None:
+        self.seen.append((self.path, json.loads(self.rfile.read(int(self.headers["content-length"]))), None))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.stream)
+
+
+@pytest.fixture
+def raw(server: tuple[str, type[Bridge]]) -> Iterator[tuple[str, type[Raw]]]:
+    handler = type("OwnRaw", (Raw,), {"app": create_app(FakeEngineClient()), "seen": [], "stream": b""})
+    with listening(handler) as url:
+        yield url, handler
+
+
+SAID = b'data: {"choices": [{"delta": {"content": "a\\u001b[2Jb"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def test_without_colour_a_terminal_gets_no_command_either(
+    raw: tuple[str, type[Raw]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw[1].stream = SAID + DONE
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal, piped = Terminal(), io.StringIO()
+    assert talk(raw[0], "first\n", terminal) == 0
+    assert "a�[2Jb" in terminal.getvalue()
+    assert "\x1b" not in terminal.getvalue()
+    assert talk(raw[0], "first\n", piped) == 0
+    assert piped.getvalue() == "a\x1b[2Jb\n"
+
+
+BROKEN = {
+    "no end": (SAID, "the answer broke off"),
+    "no UTF-8": (b'data: {"a": "\xff"}\n\n', "the answer broke off: "),
+    "no JSON": (b"data: {\n\n", "the answer broke off: "),
+    "an error": (b'data: {"error": {"message": "no\\u001b[2J"}}\n\n', "no�[2J"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_answer_that_breaks_off_is_told_and_not_kept(
+    name: str, raw: tuple[str, type[Raw]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw[1].stream, reason = BROKEN[name]
+    assert talk(raw[0], "first\nsecond\n", io.StringIO()) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(error.startswith(f"foretoken: {reason}") for error in errors)
+    assert [message["content"] for message in raw[1].seen[-1][1]["messages"]] == ["Be short.", "second"]
+
+
+def test_a_terminal_without_unicode_shows_what_it_can(raw: tuple[str, type[Raw]]) -> None:
+    raw[1].stream = SAID.replace(b'"a', b'"\\u00e9') + DONE
+    data = io.BytesIO()
+    out = io.TextIOWrapper(data, "ascii")
+    assert talk(raw[0], "first\n", out) == 0
+    assert data.getvalue().startswith(b"?")
 
 
 def test_the_script_finds_its_checkout_from_any_directory(tmp_path: Path) -> None:
