@@ -237,9 +237,9 @@ class Engine:
         self.scheduler.remove(sequence)
         self._ledger.draft_faults += not try_forget(self.drafter, sequence)
 
-    def check(self, request: Request) -> None:
+    def check(self, *requests: Request) -> None:
         """Raise InvalidRequest for a request that can never be served. Any thread may call it: it reads constants."""
-        self.intake.check(request)
+        self.intake.check(*requests)
 
     def submit(self, request: Request, arrived: float | None = None) -> None:
         """Queue a request that passed `check`. arrived: monotonic seconds; None: now.

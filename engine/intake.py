@@ -1,6 +1,7 @@
 """Checks requests against the model and turns them into sequences. Refusals that depend on the model are made here."""
 
 import secrets
+from collections.abc import Iterable
 from functools import partial
 from math import inf
 
@@ -52,8 +53,19 @@ class Intake:
             policy_drafts=self.policy.drafts,
         )
 
-    def check(self, request: Request) -> None:
-        """Raise InvalidRequest for a request that can never be served. Any thread may call it."""
+    def check(self, *requests: Request) -> None:
+        """Raise InvalidRequest for a request that can never be served. Any thread may call it.
+
+        Requests that share their parameters, as the choices of one prompt do, share the check of these.
+        """
+        checked: set[int] = set()
+        for request in requests:
+            self._check(request)
+            if id(request.params) not in checked:
+                checked.add(id(request.params))
+                self._check_params(request.params)
+
+    def _check(self, request: Request) -> None:
         prompt, limit = len(request.prompt_ids), self._max_model_len
         if not prompt:
             raise InvalidRequest("the prompt holds no tokens", "prompt")
@@ -68,28 +80,29 @@ class Intake:
             )
         if request.deadline_s is not None and not 0 < request.deadline_s < inf:
             raise InvalidRequest("deadline_s must be a number of seconds above 0", "deadline_s")
-        self._check_tokens(request)
+        self._in_vocabulary("prediction", request.prediction_ids)
         if (count := len(request.prediction_ids)) > limit:
             raise InvalidRequest(f"no output is as long as a prediction of {count} tokens", "prediction")
         self._speculation(request)
 
-    def _check_tokens(self, request: Request) -> None:
-        """Raise InvalidRequest for a parameter that names a token outside the vocabulary."""
-        params, vocab = request.params, self._vocab_size
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for a parameter that names a token outside the vocabulary, or that leaves no token."""
         named = {
             "logit_bias": [token for token, _ in params.logit_bias],
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids or (),
             "bad_words": [token for word in params.bad_word_ids for token in word],
-            "prediction": request.prediction_ids,
         }
         for param, ids in named.items():
-            if any(not 0 <= token < vocab for token in ids):
-                raise InvalidRequest(f"{param} names a token outside the vocabulary of {vocab}", param)
-        if params.min_tokens and len(self._end_ids(params)) >= vocab:
+            self._in_vocabulary(param, ids)
+        if params.min_tokens and len(self._end_ids(params)) >= self._vocab_size:
             raise InvalidRequest("every token would end the text, and min_tokens forbids them all", "stop_token_ids")
         if params.excludes:
             self._check_remaining(params)
+
+    def _in_vocabulary(self, param: str, ids: Iterable[int]) -> None:
+        if any(not 0 <= token < self._vocab_size for token in ids):
+            raise InvalidRequest(f"{param} names a token outside the vocabulary of {self._vocab_size}", param)
 
     def _check_remaining(self, params: SamplingParams) -> None:
         """Raise InvalidRequest unless some token is allowed wherever the text may be."""

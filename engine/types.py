@@ -122,10 +122,8 @@ class SamplingParams:
             _require(all(isinstance(t, int) for t in allowed), "allowed_token_ids", "must hold integers")
         # A word of a text has two spellings: with and without a space in front.
         _require(len(words) <= 2 * MAX_BAD_WORDS, "bad_words", f"takes at most {MAX_BAD_WORDS} words")
-        _require(all(words), "bad_words", "must not contain a word without tokens")
-        _require(
-            all(len(w) <= MAX_BAD_WORD for w in words), "bad_words", f"takes words of at most {MAX_BAD_WORD} tokens"
-        )
+        for word in words:
+            check_bad_word(word)
 
     @property
     def excludes(self) -> bool:
@@ -141,6 +139,12 @@ class SamplingParams:
 def _require(condition: bool, param: str, rule: str) -> None:
     if not condition:
         raise InvalidRequest(f"{param} {rule}", param)
+
+
+def check_bad_word(ids: tuple[int, ...]) -> None:
+    """Raise InvalidRequest for a bad word without tokens or with too many."""
+    _require(bool(ids), "bad_words", "must not contain a word without tokens")
+    _require(len(ids) <= MAX_BAD_WORD, "bad_words", f"takes words of at most {MAX_BAD_WORD} tokens")
 
 
 @dataclass(frozen=True, slots=True)

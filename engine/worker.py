@@ -91,8 +91,7 @@ class EngineWorker:
 
         Raises InvalidRequest (also for an id that is in use), Overloaded or EngineStopped; then none is queued.
         """
-        for request in requests:
-            self.engine.check(request)
+        self.engine.check(*requests)
         arrived = time.monotonic()
         kv_tokens = sum(map(self._kv_tokens, requests))
         with self._lock:

@@ -450,3 +450,26 @@ def test_every_drafter_can_be_the_default(pair: Pair, name: DrafterName) -> None
     engine = load(pair, drafter=name)
     assert engine.drafters == ("ngram", "lookup", "prediction", "cascade", "model")
     assert record_of(engine, BASE).drafter == name
+
+
+class Counted(tuple[int, ...]):
+    """Token ids that count how often they are read."""
+
+    readings = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.readings += 1
+        return super().__iter__()
+
+
+def test_choices_that_share_their_parameters_share_the_check(engine: Engine) -> None:
+    """A list of allowed tokens may hold hundreds of thousands, and the event loop waits for the check."""
+    allowed = Counted(range(VOCAB))
+    request = replace(BASE, params=replace(GREEDY, allowed_token_ids=allowed))
+    allowed.readings = 0
+    engine.check(request)
+    before, allowed.readings = allowed.readings, 0
+    engine.check(*(replace(request, id=f"r-{i}", choice_index=i) for i in range(8)))
+    assert allowed.readings == before
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        engine.check(request, replace(request, params=replace(GREEDY, allowed_token_ids=(VOCAB,))))
