@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 from app.client import EngineClient, TextField
 from app.openai.fields import Prompt
+from app.openai.pauses import Pauses
+from engine.types import check_bad_word
+
+PIECE = 4_000  # characters of bad words that are read without a pause
 
 Ids = tuple[int, ...]
 
@@ -31,11 +35,17 @@ async def prompt_ids(
 async def bad_word_ids(client: EngineClient, words: Sequence[str]) -> tuple[Ids, ...]:
     """Return the runs of tokens that spell these words, without and with a space in front (as in vLLM).
 
-    The spelling with a space counts only where the space makes no token of its own.
+    The spelling with a space counts only where the space makes no token of its own. Long words are read with pauses.
+    Raises InvalidRequest for a word of too many tokens.
     """
     runs: dict[Ids, None] = {}
+    pauses, characters = Pauses(), 0  # read since the last pause
     for word in words:
+        if (characters := characters + len(word)) > PIECE:
+            await pauses.rest()
+            characters = len(word)
         bare = tuple(await client.tokenize(word.lstrip(), "bad_words", add_special_tokens=False))
+        check_bad_word(bare)
         spaced = tuple(await client.tokenize(" " + word.lstrip(), "bad_words", add_special_tokens=False))
         runs[bare] = None
         if len(spaced) == len(bare) and spaced[:1] != bare[:1]:

@@ -1,5 +1,6 @@
 """Fields that complete vLLM's surface: best_of, token ids in replies, truncated prompts, usage in every chunk."""
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from app.client import Token
 from app.fake_engine import FakeEngineClient, blank, spell
 from app.main import create_app
+from app.openai.prompts import bad_word_ids
 from engine.types import Output, Request, TokenLogprob
 from tests.app.harness import PROMPT, Exchange, call, events
 
@@ -194,6 +196,35 @@ def test_bad_words_have_two_spellings_where_the_space_makes_no_token_of_its_own(
     plain = FakeEngineClient()  # its space is a token
     reply(plain, bad_words=["ab"])
     assert plain.submitted[0].params.bad_word_ids == ((97, 98),)
+
+
+def test_the_first_bad_word_that_is_too_long_ends_the_reading() -> None:
+    client = FakeEngineClient()
+    done = post(client, bad_words=["a" * 129, *map(str, range(60))])
+    assert (done.status, json.loads(done.reply)["error"]["param"]) == (400, "bad_words")
+    assert [text for field, text in client.tokenized if field == "bad_words"] == ["a" * 129]
+
+
+class Inline(FakeEngineClient):
+    """Tokenizes on the event loop without a pause, as the engine's tokenizer does with texts that are not long. A word
+    is one token."""
+
+    async def tokenize(self, text: str, *args: Any, **options: Any) -> list[int]:
+        return [len(text) % 256]
+
+
+@pytest.mark.parametrize(("length", "pauses"), [(4, 0), (3_000, 3)])
+def test_long_bad_words_are_read_with_pauses(length: int, pauses: int) -> None:
+    async def count() -> int:
+        turns = 0
+        reading = asyncio.create_task(bad_word_ids(Inline(), ["a" * length] * 4))
+        await asyncio.sleep(0)  # it reads until its first pause
+        while not reading.done():
+            turns += 1
+            await asyncio.wait([reading], timeout=0)
+        return turns
+
+    assert (asyncio.run(count()) >= pauses) if pauses else (asyncio.run(count()) == 0)
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
