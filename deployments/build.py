@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray._private.utils import read_ray_address
 from ray.serve import Application
 
 from app.middleware import MAX_UNFINISHED_BODIES
@@ -53,8 +54,11 @@ def _replicas_run_here(settings: Settings) -> bool:
         alone, resources = len([node for node in ray.nodes() if node["Alive"]]) == 1, ray.cluster_resources()
         gpus = 1 if settings.device == "cuda" else 0
         return alone and resources.get("CPU", 0) >= settings.num_cpus and resources.get("GPU", 0) >= gpus
-    address = os.environ.get("RAY_ADDRESS", "local")
-    return address in ("", "local") and not any(a.startswith(("-a", "--address")) for a in sys.argv[1:])
+    if any(argument.startswith(("-a", "--address")) for argument in sys.argv[1:]):
+        return False
+    # Without an address `serve run` joins the cluster that `ray start` has begun here, if there is one.
+    address = os.environ.get("RAY_ADDRESS") or read_ray_address() or "local"
+    return address == "local"
 
 
 def _deployment(settings: Settings, device: Device) -> Application:

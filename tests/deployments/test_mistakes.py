@@ -258,3 +258,22 @@ def test_files_are_looked_for_only_where_replicas_run(
             build({"target": "/nope"})
     else:
         build({"target": "/nope"})
+
+
+@pytest.mark.parametrize(("address", "checked"), [(None, False), ("", False), ("local", True), ("auto", False)])
+def test_serve_run_may_join_a_cluster_that_has_other_machines(
+    address: str | None, checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints and GPUs may be on those. `ray start` writes the cluster's address to this file."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379", "utf-8")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    if checked:
+        with pytest.raises(SystemExit, match="there is no directory /nope"):
+            build({"target": "/nope", "device": "cpu"})
+    else:
+        build({"target": "/nope", "device": "cuda"})
