@@ -7,7 +7,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 ANY = "*"
-ORIGIN = re.compile(r"https?://[^\s/?#@]+")  # scheme, host and perhaps port (RFC 6454)
+# Scheme, host and perhaps port, as browsers send them (RFC 6454): in small letters. Apps and extensions have schemes of
+# their own, such as tauri://localhost.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 EXPOSED = ("x-request-id", "retry-after", "x-should-retry")  # headers of replies that pages may read
 MAX_AGE_S = 600  # for which a browser remembers the answer to OPTIONS
 

@@ -67,14 +67,15 @@ def test_a_stranger_is_not_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["example.org", "https://example.org/", "https://a.org/path", "ftp://a.org", "", "https://"]
+    "origin",
+    ["example.org", "https://example.org/", "https://a.org/path", "https://A.org", "file:///a", "", "https://"],
 )
 def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match="is not an origin"):
         check_origins([origin])
 
 
-@pytest.mark.parametrize("origin", ["*", "http://127.0.0.1:8080", "https://a.example.org"])
+@pytest.mark.parametrize("origin", ["*", "http://127.0.0.1:8080", "https://a.example.org", "tauri://localhost"])
 def test_origins(origin: str) -> None:
     check_origins([origin])
 
