@@ -11,6 +11,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import BodyTimeout, BodyTooLarge, error_reply
+from app.refusals import printable
 from app.request_ids import is_request_id
 
 MAX_UNFINISHED_BODIES = 256  # bodies that the server waits for at once; each further one makes the oldest give way
@@ -96,7 +97,7 @@ class LastResort(HttpMiddleware):
         try:
             await self.app(scope, receive, watch)
         except Exception as error:
-            log.exception("%s failed: %s %s", scope["state"]["request_id"], scope["method"], scope["path"][:200])
+            log.exception("%s failed: %s %s", scope["state"]["request_id"], scope["method"], printable(scope["path"]))
             if started:
                 raise  # the server then breaks the connection: half a reply must not look complete
             await error_reply(error)(scope, receive, send)

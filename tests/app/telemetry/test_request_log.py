@@ -7,10 +7,12 @@ import re
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from app.fake_engine import FakeEngineClient
 from app.keys import ApiKeys
 from app.main import create_app
+from app.middleware import LastResort, RequestId
 from app.refusals import log_refusal
 from app.telemetry.request_log import RequestLog
 from engine.types import Output, Request
@@ -116,3 +118,13 @@ def test_a_missing_key_is_logged_without_the_one_that_was_sent(caplog: pytest.Lo
     assert done.status == 401
     assert lines(caplog) == [f"{done.reply_headers['x-request-id']} 401 POST /v1/completions: no accepted API key"]
     assert "wrong-key" not in caplog.text
+
+
+def test_a_path_cannot_write_a_line_of_its_own_when_the_server_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError
+
+    failed = call(RequestId(LastResort(fail)), path="/a\nforetoken: all is well\x1b[2J")
+    assert failed.status == 500
+    (line,) = lines(caplog)
+    assert line.endswith(" failed: POST /a?foretoken: all is well?[2J")
