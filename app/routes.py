@@ -232,7 +232,9 @@ class Generate:
         if not ids:
             raise InvalidRequest("prediction must hold at least one token", "prediction")
         if len(ids) > limit:
-            message = f"this model's maximum context length is {limit} tokens; the prediction has {len(ids)}"
+            message = (
+                f"this model's maximum context length is {limit} tokens; the prediction has {len(ids)}: shorten it"
+            )
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 
@@ -259,11 +261,13 @@ async def send_whole(
             await choices[index].add(output)
             if output.finish_reason is not None and not selects:
                 encoded[index] = await encode_choice(choices[index].take())
-    if selects:
-        encoded = [await encode_choice(choice.take()) for choice in best(choices, body.n, body.candidates)]
     records = [choice.record for choice in choices if choice.record is not None]
     assert len(records) == len(choices), "the output that finishes a choice carries its record"
-    parts = envelope.body(encoded, envelope.first_fields() | envelope.final_fields(records))
+    returned = best(choices, body.n, body.candidates) if selects else choices
+    if selects:
+        encoded = [await encode_choice(choice.take()) for choice in returned]
+    returned_records = [choice.record for choice in returned if choice.record is not None]
+    parts = envelope.body(encoded, envelope.first_fields() | envelope.final_fields(records, returned_records))
     length = sum(map(len, parts))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -84,11 +84,16 @@ class Envelope:
     def usage_so_far(self, completion_tokens: int) -> dict[str, Any]:
         return _counts(self.prompt_tokens, completion_tokens)
 
-    def final_fields(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
-        """Return the fields that are known only at the end: usage, metrics, seed, and the label of a lossy reply."""
+    def final_fields(
+        self, records: Sequence[RequestRecord], returned: Sequence[RequestRecord] | None = None
+    ) -> dict[str, Any]:
+        """Return the fields that are known only at the end: usage, metrics, seed, and the label of a lossy reply.
+
+        returned: of the choices that the reply has, in its order; None: all.
+        """
         lenience = records[0].lenience
         label = {} if lenience is None else {"lossy": {"lenience": lenience}}
-        request_metrics = metrics(records, tell_steps=self.tell_steps)
+        request_metrics = metrics(records, steps_of=(returned or records) if self.tell_steps else ())
         return {"usage": usage(records, self.candidates), "metrics": request_metrics, "seed": records[0].seed} | label
 
 
@@ -113,8 +118,9 @@ def usage(records: Sequence[RequestRecord], n: int) -> dict[str, Any]:
     return counts
 
 
-def metrics(records: Sequence[RequestRecord], *, tell_steps: bool = False) -> dict[str, Any]:
-    """Return vLLM's per-request metrics. Times are milliseconds since the first arrival.
+def metrics(records: Sequence[RequestRecord], *, steps_of: Sequence[RequestRecord] = ()) -> dict[str, Any]:
+    """Return vLLM's per-request metrics. Times are milliseconds since the first arrival. steps_of: whose rounds are
+    listed.
 
     generation_time_ms ends with the last token of all choices; tokens_per_second refers to it. mean_itl_ms is the mean
     gap between two tokens of one choice. A value that is not defined is null, such as the gap for one token.
@@ -129,7 +135,7 @@ def metrics(records: Sequence[RequestRecord], *, tell_steps: bool = False) -> di
         "mean_itl_ms": _mean_gap(records),
         "tokens_per_second": round(1000 * output / total, 3) if total else None,
         "preemptions": sum(record.preemptions for record in records),
-        "speculative_decoding": _speculative_decoding(records, tell_steps) if records[0].k_max or tell_steps else None,
+        "speculative_decoding": _speculative_decoding(records, steps_of) if records[0].k_max or steps_of else None,
     }
 
 
@@ -143,7 +149,7 @@ def _mean_gap(records: Sequence[RequestRecord]) -> float | None:
     return round(sum(ms for ms, n in spans if ms is not None and n > 0) / gaps, 3) if gaps else None
 
 
-def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) -> dict[str, Any]:
+def _speculative_decoding(records: Sequence[RequestRecord], steps_of: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return the sums over all choices. `metrics` has null instead if speculation was off and no rounds are listed.
 
     num_spec_steps and acceptance_histogram count the rounds that verified at least one draft. draft_length_histogram
@@ -164,7 +170,7 @@ def _speculative_decoding(records: Sequence[RequestRecord], tell_steps: bool) ->
         "num_accepted_draft_tokens": acceptance.accepted,
         "num_draft_tokens": acceptance.drafted,
         "num_spec_tokens": records[0].k_max,  # the same for all choices of a request
-    } | (_steps(records) if tell_steps else {})
+    } | (_steps(steps_of) if steps_of else {})
 
 
 def _mode(record: RequestRecord) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.client import Token
-from app.fake_engine import FakeEngineClient, blank, spell
+from app.fake_engine import FakeEngineClient, blank, note, spell
 from app.main import create_app
 from app.openai.prompts import bad_word_ids
 from engine.types import Output, Request, TokenLogprob
@@ -73,6 +73,24 @@ def test_best_of_chooses_among_the_candidates_of_each_prompt() -> None:
     choices = reply(client, prompt=["x", "y"], best_of=3)["choices"]
     assert [(c["index"], c["text"]) for c in choices] == [(0, "b"), (1, "b")], "of equals the first"
     assert len(client.submitted) == 6
+
+
+def unequal(request: Request) -> Iterator[Output]:
+    """Choice i emits i + 1 tokens in a round each. The last choices are the best."""
+    record = blank(request)
+    for _ in range(request.choice_index + 1):
+        note(record, 2, 1, 1)
+    told = (TokenLogprob(97, float(request.choice_index)),)
+    yield Output(request.id, (97,), "a", "length", None, record=record, logprobs=told)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_rounds_are_those_of_the_choices_that_best_of_returns(n: int) -> None:
+    told = reply(FakeEngineClient(unequal), n=n, best_of=3, speculation={"steps": True})
+    speculation = told["metrics"]["speculative_decoding"]
+    assert speculation["num_spec_steps"] == 6, "the sums count every candidate"
+    listed = speculation["choices"] if n > 1 else [speculation]
+    assert [len(choice["per_step_accepted"]) for choice in listed] == [3, 2][:n]
 
 
 def test_best_of_n_is_no_choice() -> None:
