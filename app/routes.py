@@ -240,8 +240,8 @@ class Generate:
 
     def _echo(self, body: GenerationRequest, index: int, ids: tuple[int, ...]) -> str:
         """Return the text of the prompt with these ids. Call it after `submit`: the engine has then checked them."""
-        prompt = body.prompts[index]
-        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        prompt, most = body.prompts[index], body.truncate_prompt_tokens
+        if isinstance(prompt, str) and (most is None or len(ids) < most):
             return prompt
         return self.client.detokenize(ids, skip_special_tokens=body.params.skip_special_tokens)
 

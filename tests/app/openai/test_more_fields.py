@@ -179,6 +179,13 @@ def test_a_truncated_prompt_keeps_its_special_tokens() -> None:
     assert client.submitted[-1].prompt_ids == tuple(b"ef")
 
 
+def test_a_prompt_that_is_not_shortened_is_repeated_as_it_was_sent() -> None:
+    """Its tokens may spell another text: here they begin with a special token."""
+    client = FakeEngineClient()
+    client.bos = (1,)
+    assert reply(client, prompt="abc", truncate_prompt_tokens=5, echo=True, max_tokens=0)["choices"][0]["text"] == "abc"
+
+
 def test_minus_one_truncates_to_what_the_context_leaves() -> None:
     client = FakeEngineClient(max_model_len=32)
     body = reply(client, prompt="a" * 500 + "b", truncate_prompt_tokens=-1, max_tokens=8)
