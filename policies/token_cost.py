@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from policies.cost import PASS_S
 from policies.observation import Timing
-
-UNKNOWN_S = 1e-3  # seconds per token, where nothing was measured
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Seconds per token while as many sequences decode as may run."""
+    """Seconds per token while as many sequences decode as may run. Where nothing was measured, each is a pass."""
 
-    read_s: float = UNKNOWN_S  # per token of a prompt
-    decode_s: float = UNKNOWN_S  # per generated token
+    read_s: float = PASS_S  # per token of a prompt
+    decode_s: float = PASS_S  # per generated token
 
     @classmethod
     def measured(cls, timings: Sequence[Timing], most: int) -> "TokenCost":

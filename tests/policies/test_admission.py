@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from policies import admission as admission_module
 from policies.admission import Admission, Ratio
+from policies.cost import PASS_S
 from policies.observation import Timing
-from policies.token_cost import UNKNOWN_S, TokenCost
+from policies.token_cost import TokenCost
 
 ROOMY = 10**9  # tokens of memory, where only the places matter
 
@@ -142,7 +143,7 @@ def test_work_is_that_of_the_largest_batch() -> None:
     assert TokenCost.measured(timings[:1], 8) == TokenCost(0.002, 0.002)
     few = TokenCost.measured([timings[0], timings[-1]], 8)  # no larger batch was measured: 1 ms a row more
     assert (few.decode_s, few.read_s) == pytest.approx((0.009 / 8, 0.001))
-    assert TokenCost.measured([], 8) == TokenCost(UNKNOWN_S, UNKNOWN_S)
+    assert TokenCost.measured([], 8) == TokenCost(PASS_S, PASS_S)
 
 
 # --- against a queue that is simulated -------------------------------------------------------------------------------
