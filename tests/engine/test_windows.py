@@ -157,8 +157,8 @@ def test_a_prompt_whose_memory_is_not_finite_ends_alone(tmp_path: Path) -> None:
     bad, *good = range(2, VOCAB)
     draw = random.Random(5)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    healthy, poisoned = ([draw.choice(good) for _ in range(n)] for n in (20, 90))
-    poisoned[3] = bad
+    healthy, rest = (tuple(draw.choice(good) for _ in range(n)) for n in (20, 86))
+    poisoned = (*healthy[:3], bad, *rest)
     alone = drive(engine, [Request("healthy", healthy, params, k=0)])
     decoder.embedding[bad] = torch.nan
     run = drive(engine, [Request("poisoned", poisoned, params, k=0), Request("healthy", healthy, params, k=0)])
