@@ -38,6 +38,12 @@ class Layout:
             return length
         return min(length, self.window + self.pass_tokens + self.block_size)
 
+    def needed(self, length: int, cached: int) -> int:
+        """Return how many more positions need memory at once, at most, for a sequence of `length` whose first `cached`
+        are in the cache. With a window, it holds those that the next query sees."""
+        seen = cached if self.window is None or not self.paged else min(cached, self.window)
+        return min(length - cached, self.held(length) - seen)
+
     def held_blocks(self, length: int) -> int:
         return -(-self.held(length) // self.block_size)
 

@@ -279,8 +279,8 @@ class PagedCache:
             block = self._pool.evict()
             below = self._index.remove(block)[:-1]
             assert not below or self.window, f"block {block} is evicted before the blocks {below} below it"
-            if below:
-                self._forget(below)
+            if self.window is not None:
+                self._forget(below)  # without a window, nobody indexes below a block that no table refers to
         return self._pool.take(wish)
 
     def _forget(self, blocks: Sequence[int]) -> None:

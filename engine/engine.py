@@ -154,8 +154,9 @@ class Engine:
             slice_.sequence.prompt_logprobs += logprobs
         for slice_ in plan.slices:
             if not slice_.emits and slice_.sequence.state is State.RUNNING:
-                self.target.publish(slice_.sequence)
                 slice_.sequence.record.prefill_passes += 1
+                if not self.target.publish(slice_.sequence):
+                    self._end_non_finite(slice_.sequence, "keys and values")
         for i, slice_ in enumerate(outcome.slices):
             output = self._commit_one(slice_, i, outcome) if slice_.sequence.state is State.RUNNING else None
             if output is not None:
@@ -167,9 +168,7 @@ class Engine:
         sequence, verdict = slice_.sequence, outcome.verdict
         record = sequence.record
         if verdict.non_finite[i]:
-            log.error("request %s ends: its logits are not finite", sequence.request_id)
-            self.target.clear_non_finite(sequence)
-            self._finish(sequence, "error", "the model gave no valid distribution for this request")
+            self._end_non_finite(sequence, "logits")
             return None
         try:
             committed = commit(sequence, verdict.emitted[i])
@@ -195,6 +194,11 @@ class Engine:
             return output
         self._finish(sequence, committed.finish_reason, None, output)
         return None
+
+    def _end_non_finite(self, sequence: Sequence, what: str) -> None:
+        log.error("request %s ends: its %s are not finite", sequence.request_id, what)
+        self.target.clear_non_finite(sequence)
+        self._finish(sequence, "error", "the model gave no valid distribution for this request")
 
     def _learn(self, plan: Plan, outcome: Outcome | None) -> None:
         if outcome is not None:

@@ -239,7 +239,7 @@ class Scheduler:
         """Start the sequence, or return False if there is not enough memory: for its tokens, or those that it holds at
         once, for the owed ones, and headroom for every running sequence. Nothing is reserved, and so no cached prefix
         is evicted, before it fits."""
-        needed = self._target.layout.held(self._target.uncached(sequence))
+        needed = self._target.layout.needed(len(sequence.tokens), self._cache.length(sequence.handle))
         headroom = owed_tokens + min(sequence.remaining, HEADROOM * len(self.running)) if self.running else 0
         if self._cache.room(sequence.handle) < needed + headroom:
             self._cache.release(sequence.handle)

@@ -36,6 +36,7 @@ TOLERANCE = {8: 1e-3, 4: 1e-3, 2: 0.05}  # bytes of a number → relative differ
 CHANGING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest text of a pass
 # What modules pass to their attention and what changes nothing here: masks and caches are not used.
 NEUTRAL = frozenset(("position_ids", "position_embeddings", "use_cache", "cache_position", "dropout", "cache"))
+OTHER_OUTPUTS = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # which nobody reads
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,9 @@ def attend(
     layer: int | None = getattr(module, "layer_idx", None)
     if current.attention is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        unknown = tuple(name for name, given in others.items() if given is not None and name not in NEUTRAL)
+        unknown = tuple(
+            name for name, given in others.items() if given is not None and name not in NEUTRAL | OTHER_OUTPUTS
+        )
         dims = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         current.calls.append(AttentionCall(layer, *dims, sliding_window, bool(causal), unknown))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

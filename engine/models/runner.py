@@ -82,16 +82,20 @@ class Runner:
         self._known_finite.discard(handle)
         self.cache.release(handle)
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> bool:
         """Let other sequences find what the cache holds of the committed tokens, and free what no later query sees.
 
         The memory is examined first if it is not known to be finite. Memory that is not finite is kept until the
-        sequence ends.
+        sequence ends. Returns False if it is: the sequence needs more memory than the layout promises.
         """
         handle, tokens = sequence.handle, self.tokens(sequence)
         self.cache.publish(handle, tokens)
-        if self.cache.unseen(handle, len(tokens)) and (handle in self._known_finite or self._finite(handle)):
+        if not self.cache.unseen(handle, len(tokens)):
+            return True
+        finite = handle in self._known_finite or self._finite(handle)
+        if finite:
             self.cache.slide(handle, len(tokens))
+        return finite
 
     def mark_finite(self, sequence: Sequence) -> None:
         """The sequence's memory has led to finite scores, so it is finite."""

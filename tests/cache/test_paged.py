@@ -442,6 +442,21 @@ def test_evicting_a_block_takes_what_is_below_it_out_of_the_index() -> None:
     assert cache.allocate(2, TEXT) == 0
 
 
+def test_nobody_indexes_below_an_evicted_block_that_it_has_left() -> None:
+    cache = paged(blocks=3, window=1)
+    cache.allocate(0)
+    read_on(cache, 0, TEXT[:4])
+    cache.reserve(0, 4)
+    cache.allocate(1)
+    cache.reserve(1, 8)  # evicts the indexed block, which nobody refers to
+    cache.extend(0, 4)
+    cache.publish(0, TEXT[:8])
+    cache.audit({0, 1})
+    cache.release(0)
+    cache.audit({1})
+    assert cache.free_blocks == 1
+
+
 def test_a_finished_text_loses_its_end_first() -> None:
     cache = paged(blocks=6, window=4)
     cache.allocate(0)

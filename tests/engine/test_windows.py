@@ -13,13 +13,14 @@ import torch
 from cache.paged import HIDDEN, PagedCache
 from engine.config import ConfigError
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.models.runner import Feed
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
 from tests.engine.fresh import Checker, memory
 from tests.engine.models.families import CASES, random_checkpoint, reference
-from tests.engine.pairs import VOCAB, Pair
+from tests.engine.pairs import VOCAB, Pair, edit_json
 
 ALL_SLIDE = ("mistral", "phi3")  # every layer: blocks that no layer sees any more are freed
 SLIDING = ("mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "qwen2 with a window in its last layers")
@@ -113,6 +114,26 @@ def test_a_text_longer_than_the_memory(tmp_path: Path) -> None:
     assert engine.target.layout.held(MAX_LEN) == 9 + 28 + 8
 
 
+def test_a_long_text_starts_although_it_holds_a_found_prefix(tmp_path: Path) -> None:
+    """The memory is hardly enough for one text: 24 tokens that a query sees, 28 of a pass, and two blocks."""
+    pair = save_families("mistral", tmp_path)
+    for checkpoint in (pair.target, pair.draft):
+        edit_json(Path(checkpoint) / "config.json", sliding_window=24)
+    draw = random.Random(5)
+    prompt = tuple(draw.randrange(2, VOCAB) for _ in range(90))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    first, second = Request("first", prompt[:36], params, k=0), Request("second", prompt, params, k=0)
+    alone = drive(tight(pair, kv_tokens=640), [second])
+    engine = tight(pair, kv_tokens=72)
+    drive(engine, [first])
+    engine.submit(second)
+    started = engine.step()
+    assert started.stats.cached_tokens == 32
+    tokens = [token for _ in range(8) for output in engine.step().outputs for token in output.token_ids]
+    assert tokens == alone.tokens["second"]
+    assert not engine.has_work
+
+
 def test_memory_that_is_not_finite_is_not_given_away(tmp_path: Path) -> None:
     """A chunk of a prompt gives no scores, so nobody has seen yet whether its memory is finite."""
     runner = tight(save_families("mistral", tmp_path)).target
@@ -125,6 +146,24 @@ def test_memory_that_is_not_finite_is_not_given_away(tmp_path: Path) -> None:
         runner.storage.rows[0][row] = value
         runner.publish(sequence)
         assert runner.cache.table(0).count(HIDDEN) == left
+
+
+def test_a_prompt_whose_memory_is_not_finite_ends_alone(tmp_path: Path) -> None:
+    """No chunk's scores are looked at, and nothing is freed, so its prompt does not fit into the memory."""
+    pair = save_families("mistral", tmp_path)
+    engine = tight(pair, kv_tokens=64, max_running=2)
+    decoder = engine.target.decoder
+    assert isinstance(decoder, Decoder)
+    bad, *good = range(2, VOCAB)
+    draw = random.Random(5)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    healthy, rest = (tuple(draw.choice(good) for _ in range(n)) for n in (20, 86))
+    poisoned = (*healthy[:3], bad, *rest)
+    alone = drive(engine, [Request("healthy", healthy, params, k=0)])
+    decoder.embedding[bad] = torch.nan
+    run = drive(engine, [Request("poisoned", poisoned, params, k=0), Request("healthy", healthy, params, k=0)])
+    assert run.received["poisoned"].error == "the model gave no valid distribution for this request"
+    assert run.tokens["healthy"] == alone.tokens["healthy"]
 
 
 @pytest.mark.parametrize("name", few(GREEDY, lambda name: " " not in name))

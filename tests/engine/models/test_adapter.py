@@ -45,11 +45,13 @@ KINDS: dict[str, dict[str, Any]] = {
     # Learned positions.
     "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
 }
+# Experts. Their grouped products have no fp64.
+OLMOE = {"intermediate_size": 16, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def random_checkpoint(kind: str, directory: Path, like: str | None = None) -> str:
     """Random weights in fp32, or those of `like` with noise."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **KINDS[kind]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **{**KINDS, "olmoe": OLMOE}[kind]))
     if like is not None:
         model.load_state_dict(type(model).from_pretrained(like, dtype=torch.float32).state_dict())
     generator = torch.Generator().manual_seed(7 if like is None else 8)
@@ -109,6 +111,17 @@ def test_logits_are_those_of_transformers_however_tokens_are_fed(
     while reader.runner.cache.length(1) + 6 <= LENGTH:  # five drafts, of which three are taken back
         reader.feed({1: 1}, {1: 5})
         reader.runner.cache.truncate_to(1, reader.runner.cache.length(1) - 3)
+
+
+def test_experts_are_those_of_transformers(texts: list[list[int]], tmp_path: Path) -> None:
+    checkpoint = random_checkpoint("olmoe", tmp_path)
+    with reference(checkpoint) as logits:
+        expected = logits(texts)
+    model = load_model(open_checkpoint(checkpoint), dtype=torch.float32, device=CPU, max_len=LENGTH)
+    reader = Reader(model, texts, expected)
+    for counts in ({0: 30, 1: 4, 2: LENGTH}, {0: 1, 1: 20, 3: 7}):
+        reader.feed(counts)
+    reader.feed({0: 1, 1: 2}, {0: 5})
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "starcoder2", "opt"])
