@@ -50,9 +50,10 @@ def _ours(entry: dict[str, Any]) -> OurApplication:
     return OurApplication(str(entry.get("name", "default")), str(entry.get("route_prefix", "/")), args, user_config)
 
 
-def listen_address(document: dict[str, Any]) -> tuple[str, int]:
-    """Host and port of the server; the defaults are those of Serve's configuration files."""
+def listen_address(document: dict[str, Any]) -> tuple[str, int | None]:
+    """Host and port of the server; the defaults are those of Serve's configuration files. None: not a port number, so
+    there is nothing to try."""
     options = document.get("http_options") or {}
     options = options if isinstance(options, dict) else {}
-    host, port = options.get("host", "0.0.0.0"), options.get("port", 8000)
-    return str(host), port if isinstance(port, int) else 8000
+    host, port = str(options.get("host", "0.0.0.0")), str(options.get("port", 8000))
+    return host, int(port) if port.isdecimal() else None

@@ -122,8 +122,9 @@ def check(document: Any, *, port_too: bool = True) -> None:
         check_models(settings, device_here(settings))
         if settings.hint is not None:
             say(settings.hint)
-    if port_too:
-        check_port(*listen_address(document))
+    host, port = listen_address(document)
+    if port_too and port is not None:
+        check_port(host, port)
 
 
 def run(cluster: "Cluster", signals: Signals, began: float) -> int:

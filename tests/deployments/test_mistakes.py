@@ -46,7 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return copy
 
 
-def start(folder: Path, args: dict[str, Any], port: int = 1) -> Path:
+def start(folder: Path, args: dict[str, Any], port: int | str = 1) -> Path:
     """A configuration with these arguments. Port 1 is never listened at: the start must not get that far."""
     file = folder / "serve.yaml"
     application = {"import_path": "deployments.build:build", "args": args}
@@ -156,8 +156,9 @@ def test_weights_that_do_not_fit(
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = refusal(start(tmp_path, {"target": str(DEMO), "draft": str(DEMO)}, port), capsys)
-        assert line == f"port {port} of 127.0.0.1 is taken: end what listens there, or choose another port"
+        for written in (port, str(port)):  # Serve reads both
+            line = refusal(start(tmp_path, {"target": str(DEMO), "draft": str(DEMO)}, written), capsys)
+            assert line == f"port {port} of 127.0.0.1 is taken: end what listens there, or choose another port"
     checks.check_port("127.0.0.1", port)
 
 
