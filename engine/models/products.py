@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError, WeightForm
-from engine.models.linear import Int8Linear, Linear, Product, check_int8_products
+from engine.models.int8_linear import Int8Linear, check_int8_products
+from engine.models.linear import Linear, Product
 from engine.models.quantize import integer_weight, quantise_weight
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.linear import UNPACKED_LIMIT, Int8Linear, Linear, check_int8_products
+from engine.models.int8_linear import Int8Linear, check_int8_products
+from engine.models.linear import UNPACKED_LIMIT, Linear
 from engine.models.quantize import SLICE_ROWS, quantise_weight
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -151,7 +152,7 @@ def test_the_bytes_of_an_int8_product() -> None:
 
 
 PROBE = """
-from engine.models.linear import Int8Linear, check_int8_products
+from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.quantize import quantise_weight
 import torch
 check_int8_products()

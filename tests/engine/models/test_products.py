@@ -6,7 +6,8 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.load import _dtype
-from engine.models.linear import Int8Linear, Linear
+from engine.models.int8_linear import Int8Linear
+from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.runner import Feed, Runner

@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.load import plan_memory
 from engine.models.decoder import Decoder
-from engine.models.linear import Int8Linear, Linear
+from engine.models.int8_linear import Int8Linear
+from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Feed, Runner
