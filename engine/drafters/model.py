@@ -254,10 +254,10 @@ class DraftLaws:
         """Draw the next draft of each active sequence from logits [len(active), vocab], after the drafts [B, j]."""
         sampler, ahead = batch.sampler, drafts.shape[1]
         rows = [sampler.offsets[i] + ahead for i in active]
-        scores = sampler.scores(logits, rows, drafts)
         with_law = [n for n, i in enumerate(active) if i in self.rows]
         if not with_law:
-            return sampler.sample(scores, rows, drafting=True)
+            return sampler.draw(logits, rows, drafts, drafting=True)[0]
+        scores = sampler.scores(logits, rows, drafts)
         index = torch.tensor(with_law, device=scores.device)
         law_rows = [rows[n] for n in with_law]
         laws = sampler.laws(scores[index], law_rows)

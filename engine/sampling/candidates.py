@@ -5,14 +5,18 @@ model's law leaves few others. The result is exact: a row for which rounding cou
 """
 
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, isqrt, log
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_CANDIDATES = 8192  # of a row; where more are left, a sample tells where the cut must be
+LONG_ROW = 16_384  # logits; a sample of a longer row tells where its cut should be
+SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
+SAMPLED_SHARE = 0.7  # of the mass to remove, which the candidates may lack by the sample
+FEWEST_SAMPLED = 16  # of the sample that are candidates: a peaked law's best tokens are seldom in the sample
+MOST_CANDIDATES = 4096  # of a row; a row with more is flat
 TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 MARGIN = 1e-3  # relative margin of the smallest candidate's mass, for rounding in fp32
@@ -37,57 +41,93 @@ class Cuts:
     wanted: Bools  # whether to cut the row: its top_p is below 1, and no other filter than min_p is on
 
 
-def cut_rows(logits: Tensor, cuts: Cuts, result: Tensor) -> list[int]:
-    """Write logits [F, vocab], fp32 or fp64, to `result`, with −inf for the tokens that the cuts remove.
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """All tokens [m] that rows keep, in ascending order of (row, token)."""
 
-    Returns the rows that are not written: those that are not wanted, and those for which only a sum in a higher
-    precision, or a sort of the whole row, can decide.
-    """
-    left: list[int] = []
+    rows: Ids
+    tokens: Ids
+    values: Numbers  # their logits
+
+
+NO_TOKENS = KeptTokens(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+
+
+@dataclass(frozen=True, slots=True)
+class CutRows:
+    """What was found for F rows, each of which is in one of the three."""
+
+    kept: KeptTokens  # of rows that keep few
+    last_removed: dict[int, float]  # row → the largest logit that is removed, for rows that keep many
+    left: list[int]  # not wanted, or only a sum in a higher precision, or a sort of the whole row, can decide
+
+    def write(self, logits: Tensor, result: Tensor) -> None:
+        """Write the rows of logits [F, vocab] that were cut to `result`, with −inf for the tokens that are removed."""
+        for row in set(range(len(logits))) - self.last_removed.keys() - set(self.left):
+            result[row].fill_(-inf)
+        result.numpy()[self.kept.rows, self.kept.tokens] = self.kept.values
+        for row, last_removed in self.last_removed.items():
+            torch.threshold(logits[row], last_removed, -inf, out=result[row])
+
+
+def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
+    """Find what the cuts remove from logits [F, vocab], contiguous, in fp32 or fp64."""
     rows, vocab = logits.shape
     together = max(1, TOGETHER // vocab)
     masses = torch.empty(min(together, rows), vocab, dtype=logits.dtype)
+    kept: list[KeptTokens] = []
+    found = CutRows(NO_TOKENS, {}, [])
     for first in range(0, rows, together):
         part = slice(first, first + together)
-        if cuts.wanted[part].any():
-            chosen = Cuts(cuts.temperature[part], cuts.top_p[part], cuts.floor[part], cuts.wanted[part])
-            undone = _cut(logits[part], chosen, masses[: len(logits[part])], result[part])
-        else:
-            undone = np.arange(len(logits[part]))
-        left += (undone + first).tolist()
-    return left
+        chosen = Cuts(cuts.temperature[part], cuts.top_p[part], cuts.floor[part], cuts.wanted[part])
+        if not chosen.wanted.any():
+            found.left.extend(range(rows)[part])
+            continue
+        cut = _cut(logits[part], chosen, masses[: len(logits[part])])
+        found.last_removed.update({first + row: last for row, last in cut.last_removed.items()})
+        found.left.extend(first + row for row in cut.left)
+        kept.append(KeptTokens(cut.kept.rows + first, cut.kept.tokens, cut.kept.values))
+    if kept:
+        columns = zip(*((k.rows, k.tokens, k.values) for k in kept), strict=True)
+        found = CutRows(KeptTokens(*map(np.concatenate, columns)), found.last_removed, found.left)
+    return found
 
 
-def _cut(logits: Tensor, cuts: Cuts, masses: Tensor, result: Tensor) -> Ids:
+def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
     """As cut_rows, for rows that share every pass. masses: scratch memory."""
     best = logits.amax(-1)
     wanted = cuts.wanted & np.isfinite(best.numpy()) & (cuts.temperature >= LOWEST_TEMPERATURE)
     with np.errstate(all="ignore"):  # rows that are not wanted may hold anything
         total, rounding = mass(logits, best, cuts.temperature, masses)
-        smallest = (1 - MARGIN) * (1 - cuts.top_p) * total / logits.shape[1]
+        outside = (1 - cuts.top_p) * total
+        smallest = (1 - MARGIN) * outside / logits.shape[1]
+        if len(logits) == 1 and wanted[0] and logits.shape[1] > LONG_ROW:
+            sample = _Sample.of(masses.numpy()[0], float(outside[0]))
+            if sample.num_candidates > MOST_CANDIDATES:
+                row = FlatRow(logits[0], float(best), float(cuts.temperature[0]), masses[0], sample)
+                last = row.last_removed(float(cuts.top_p[0]), float(cuts.floor[0]))
+                return CutRows(NO_TOKENS, {}, [0]) if last is None else CutRows(NO_TOKENS, {0: last}, [])
+            smallest = np.maximum(smallest, sample.smallest)
         held = masses.numpy() >= smallest.astype(masses.numpy().dtype)[:, None]
-        held[~wanted] = False
+        if not wanted.all():
+            held[~wanted] = False
         candidates = _Candidates.of(logits.numpy(), held)
         if candidates is None:
-            return np.arange(len(logits))
+            return CutRows(NO_TOKENS, {}, list(range(len(logits))))
         scores = (candidates.table.astype(np.float64) - best.double().numpy()[:, None]) / cuts.temperature[:, None]
         lowest = _lowest_kept(scores, cuts.top_p, total, rounding)
         decided = wanted & (np.exp(lowest) > (1 + 2 * MARGIN) * smallest)  # a NaN is not
         kept = (scores >= np.maximum(lowest, cuts.floor)[:, None]).sum(1)
     cut = candidates.table[np.arange(len(logits)), kept - 1]
-    for row in np.flatnonzero(decided).tolist():
-        result[row].fill_(-inf)
-    written = decided[candidates.rows] & (candidates.values >= cut[candidates.rows])
-    result.numpy().reshape(-1)[candidates.places[written]] = candidates.values[written]
-    return np.flatnonzero(~decided)
+    return CutRows(candidates.above(np.where(decided, cut, inf)), {}, np.flatnonzero(~decided).tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
     """The logits [C] that a mask holds, in the order of the rows."""
 
-    places: Ids  # [C] row · vocab + token
     rows: Ids  # [C]
+    tokens: Ids  # [C]
     values: Numbers  # [C]
     table: Numbers  # [F, most of a row] each row's logits, the largest first, then −inf
 
@@ -95,7 +135,7 @@ class _Candidates:
     def of(cls, logits: Numbers, held: Bools) -> "_Candidates | None":
         """None if they are too many."""
         count, vocab = logits.shape
-        if np.count_nonzero(held) > MOST_CANDIDATES * count:
+        if np.count_nonzero(held) > min(MOST_CANDIDATES, vocab // 4) * count:
             return None
         places = np.flatnonzero(held)
         starts = np.searchsorted(places, np.arange(count + 1) * vocab)
@@ -105,7 +145,95 @@ class _Candidates:
         table = np.full((count, max(1, sizes.max())), -inf, logits.dtype)
         table[rows, np.arange(len(places)) - starts[rows]] = values
         table.sort(axis=1)
-        return cls(places, rows, values, table[:, ::-1])
+        return cls(rows, places - rows * vocab, values, table[:, ::-1])
+
+    def above(self, cut: Numbers) -> KeptTokens:
+        """Those that are at least as large as the cut [F] of their row."""
+        kept = np.flatnonzero(self.values >= cut[self.rows])
+        return KeptTokens(self.rows[kept], self.tokens[kept], self.values[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What a sample of a row's masses tells. Guesses, which the cut that is found with them confirms."""
+
+    num_candidates: int  # tokens to sort, if all tokens from the smallest candidate on are sorted
+    smallest: float  # mass of the smallest candidate
+    low: float  # the cut should lie above this mass …
+    high: float  # … and not above this one
+
+    @classmethod
+    def of(cls, masses: Numbers, outside: float) -> "_Sample":
+        """outside: the mass that top-p may remove."""
+        sample = np.sort(masses[::SAMPLE_STRIDE])
+        below = sample.cumsum(dtype=np.float64) * SAMPLE_STRIDE
+        start, cut = (int(n) for n in np.searchsorted(below, (SAMPLED_SHARE * outside, outside)))
+        start = min(start, len(sample) - FEWEST_SAMPLED)
+        spread = isqrt(len(sample))  # two to three standard deviations of a position in the middle, more at the ends
+        return cls(
+            num_candidates=(len(sample) - start) * SAMPLE_STRIDE,
+            smallest=float(sample[start]),
+            low=float(sample[cut - spread]) if cut >= spread else -1.0,
+            high=float(sample[cut + spread]) if cut + spread < len(sample) else inf,
+        )
+
+
+class FlatRow:
+    """One row of logits [vocab] of which top-p keeps many tokens. Only tokens near the cut are sorted."""
+
+    def __init__(self, logits: Tensor, best: float, temperature: float, masses: Tensor, sample: _Sample) -> None:
+        self._logits = logits
+        self._best = best
+        self._temperature = temperature
+        self._masses = masses
+        self._low, self._high = sample.low, sample.high
+
+    def last_removed(self, top_p: float, floor: float) -> float | None:
+        """The largest logit that is removed; None if the cut is not clear, or not where top-p makes it."""
+        masses = self._masses.numpy()
+        near = np.flatnonzero((masses > self._low) & (masses <= self._high))
+        if not 0 < len(near) <= 2 * MOST_CANDIDATES:  # many tokens have the same mass
+            return None
+        total, above = _sum_of_pairs(self._masses), 0.0
+        if self._high < inf:
+            above = _sum_of_pairs(torch.threshold(self._masses, self._high, 0.0))
+        of_near = float(masses[near].sum(dtype=np.float64))
+        values = np.sort(self._logits.numpy()[near])[::-1]
+        scores = (values.astype(np.float64) - self._best) / self._temperature
+        exact = np.exp(scores)
+        rounding = self._rounding(above, total - above - of_near, total, top_p)
+        total += float(exact.sum()) - of_near  # the error of these masses in fp32 is known
+        lowest = float(_lowest_kept(scores[None], np.array([top_p]), np.array([total]), rounding, above)[0])
+        at_cut = float(np.exp(lowest))
+        if not self._low * (1 + MARGIN) < at_cut < self._high * (1 - MARGIN) or lowest < floor:
+            return None
+        lowest_kept = values[int((scores >= lowest).sum()) - 1]
+        return float(np.nextafter(lowest_kept, np.array(-inf, values.dtype)))
+
+    def _rounding(self, above: float, below: float, total: float, top_p: float) -> float:
+        """Bound on the error of (mass above − top_p · mass) / mass.
+
+        The mean of |s| over tokens of mass m, weighted by mass, is at most log(vocab / m), see mass(). An error of a
+        token's mass counts 1 − top_p times above the cut and top_p times below it, one of a sum always.
+        """
+        vocab = len(self._logits)
+        rounding = vocab * ROUNDING_PER_TOKEN
+        if self._logits.dtype == torch.float64:
+            return rounding
+        rounding += (above / total + top_p) * FP32_ROUNDING
+        for part, weight in ((above, 1 - top_p), (below, top_p)):
+            share = max(part, 0.0) / total
+            if share:
+                operations = 1 if self._temperature == 1 else 3
+                rounding += weight * share * (operations * log(vocab / max(part, 1e-30)) + EXP_ERROR) * FP32_ROUNDING
+        return rounding
+
+
+def _sum_of_pairs(masses: Tensor) -> float:
+    """Pairs are added in the masses' type, the rest in fp64: a whole sum in fp64 takes twice as long."""
+    half = len(masses) // 2
+    pairs = masses[:half] + masses[half : 2 * half]
+    return float(pairs.double().sum()) + float(masses[2 * half :].double().sum())
 
 
 def mass(logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> tuple[Floats, float]:
@@ -128,17 +256,17 @@ def mass(logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> 
     return sums.numpy(), (3 * log(vocab) + SUM_BLOCK + EXP_ERROR) * FP32_ROUNDING
 
 
-def _lowest_kept(scores: Floats, top_p: Floats, total: Floats, rounding: float) -> Floats:
+def _lowest_kept(scores: Floats, top_p: Floats, total: Floats, rounding: float, above: float = 0.0) -> Floats:
     """The score [F] at which the masses, summed from the largest on, reach top_p of `total`; NaN if not clearly one.
 
-    scores [F, n]: descending; rounding: bound on the error of a share.
+    scores [F, n]: descending; rounding: bound on the error of a share; above: mass of all tokens above these.
     """
     rows = np.arange(len(scores))
-    shares = np.exp(scores).cumsum(1) / total[:, None]
+    shares = (above + np.exp(scores).cumsum(1)) / total[:, None]
     last = (shares < top_p[:, None]).sum(1).clip(max=scores.shape[1] - 1)
     lowest = scores[rows, last]
     first = (scores > lowest[:, None]).sum(1)
     end = (scores >= lowest[:, None]).sum(1)
-    without = np.where(first > 0, shares[rows, first - 1], 0.0)
+    without = np.where(first > 0, shares[rows, first - 1], above / total)
     clear = (without + rounding < top_p) & (top_p < shares[rows, end - 1] - rounding)
     return np.where(clear, lowest, np.nan)
