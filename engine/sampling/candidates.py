@@ -18,6 +18,7 @@ SAMPLED_SHARE = 0.7  # of the mass to remove, which the candidates may lack by t
 FEWEST_SAMPLED = 16  # of the sample that are candidates: a peaked law's best tokens are seldom in the sample
 MOST_CANDIDATES = 4096  # of a row; a row with more is flat
 TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
+LARGEST_EXPONENT = 60  # e⁶⁰ times a vocabulary is within the range of fp32
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 MARGIN = 1e-3  # relative margin of the smallest candidate's mass, for rounding in fp32
 ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, in whatever order, per token
@@ -98,13 +99,13 @@ def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
     best = logits.amax(-1)
     wanted = cuts.wanted & np.isfinite(best.numpy()) & (cuts.temperature >= LOWEST_TEMPERATURE)
     with np.errstate(all="ignore"):  # rows that are not wanted may hold anything
-        total, rounding = mass(logits, best, cuts.temperature, masses)
-        outside = (1 - cuts.top_p) * total
+        law = _Masses.of(logits, best, cuts.temperature, masses)
+        outside = (1 - cuts.top_p) * law.total
         smallest = (1 - MARGIN) * outside / logits.shape[1]
         if len(logits) == 1 and wanted[0] and logits.shape[1] > LONG_ROW:
             sample = _Sample.of(masses.numpy()[0], float(outside[0]))
             if sample.num_candidates > MOST_CANDIDATES:
-                row = FlatRow(logits[0], float(best), float(cuts.temperature[0]), masses[0], sample)
+                row = FlatRow(logits[0], float(best), float(cuts.temperature[0]), masses[0], float(law.best[0]), sample)
                 last = row.last_removed(float(cuts.top_p[0]), float(cuts.floor[0]))
                 return CutRows(NO_TOKENS, {}, [0]) if last is None else CutRows(NO_TOKENS, {0: last}, [])
             smallest = np.maximum(smallest, sample.smallest)
@@ -115,8 +116,8 @@ def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
         if candidates is None:
             return CutRows(NO_TOKENS, {}, list(range(len(logits))))
         scores = (candidates.table.astype(np.float64) - best.double().numpy()[:, None]) / cuts.temperature[:, None]
-        lowest = _lowest_kept(scores, cuts.top_p, total, rounding)
-        decided = wanted & (np.exp(lowest) > (1 + 2 * MARGIN) * smallest)  # a NaN is not
+        lowest = _lowest_kept(scores, cuts.top_p, law.total / law.best, law.rounding)
+        decided = wanted & (np.exp(lowest) * law.best > (1 + 2 * MARGIN) * smallest)  # a NaN is not
         kept = (scores >= np.maximum(lowest, cuts.floor)[:, None]).sum(1)
     cut = candidates.table[np.arange(len(logits)), kept - 1]
     return CutRows(candidates.above(np.where(decided, cut, inf)), {}, np.flatnonzero(~decided).tolist())
@@ -181,11 +182,14 @@ class _Sample:
 class FlatRow:
     """One row of logits [vocab] of which top-p keeps many tokens. Only tokens near the cut are sorted."""
 
-    def __init__(self, logits: Tensor, best: float, temperature: float, masses: Tensor, sample: _Sample) -> None:
+    def __init__(
+        self, logits: Tensor, best: float, temperature: float, masses: Tensor, best_mass: float, sample: _Sample
+    ) -> None:
         self._logits = logits
         self._best = best
         self._temperature = temperature
         self._masses = masses
+        self._best_mass = best_mass
         self._low, self._high = sample.low, sample.high
 
     def last_removed(self, top_p: float, floor: float) -> float | None:
@@ -194,17 +198,18 @@ class FlatRow:
         near = np.flatnonzero((masses > self._low) & (masses <= self._high))
         if not 0 < len(near) <= 2 * MOST_CANDIDATES:  # many tokens have the same mass
             return None
-        total, above = _sum_of_pairs(self._masses), 0.0
+        total, above = _accurate_sum(masses), 0.0
         if self._high < inf:
-            above = _sum_of_pairs(torch.threshold(self._masses, self._high, 0.0))
+            above = _accurate_sum(torch.threshold(self._masses, self._high, 0.0).numpy())
         of_near = float(masses[near].sum(dtype=np.float64))
         values = np.sort(self._logits.numpy()[near])[::-1]
         scores = (values.astype(np.float64) - self._best) / self._temperature
-        exact = np.exp(scores)
+        exact = np.exp(scores) * self._best_mass
         rounding = self._rounding(above, total - above - of_near, total, top_p)
         total += float(exact.sum()) - of_near  # the error of these masses in fp32 is known
-        lowest = float(_lowest_kept(scores[None], np.array([top_p]), np.array([total]), rounding, above)[0])
-        at_cut = float(np.exp(lowest))
+        law = np.array([total]) / self._best_mass
+        lowest = float(_lowest_kept(scores[None], np.array([top_p]), law, rounding, above / self._best_mass)[0])
+        at_cut = float(np.exp(lowest)) * self._best_mass
         if not self._low * (1 + MARGIN) < at_cut < self._high * (1 - MARGIN) or lowest < floor:
             return None
         lowest_kept = values[int((scores >= lowest).sum()) - 1]
@@ -213,47 +218,61 @@ class FlatRow:
     def _rounding(self, above: float, below: float, total: float, top_p: float) -> float:
         """Bound on the error of (mass above − top_p · mass) / mass.
 
-        The mean of |s| over tokens of mass m, weighted by mass, is at most log(vocab / m), see mass(). An error of a
+        The mean of |s| over tokens of mass m, weighted by mass, is at most log(vocab / m), see _Masses. An error of a
         token's mass counts 1 − top_p times above the cut and top_p times below it, one of a sum always.
         """
-        vocab = len(self._logits)
+        vocab, best = len(self._logits), self._best_mass
         rounding = vocab * ROUNDING_PER_TOKEN
         if self._logits.dtype == torch.float64:
             return rounding
-        rounding += (above / total + top_p) * FP32_ROUNDING
+        rounding += (above / total + top_p) * 3 * FP32_ROUNDING
+        operations = (0 if best != 1 else 1) if self._temperature == 1 else 3
         for part, weight in ((above, 1 - top_p), (below, top_p)):
-            share = max(part, 0.0) / total
-            if share:
-                operations = 1 if self._temperature == 1 else 3
-                rounding += weight * share * (operations * log(vocab / max(part, 1e-30)) + EXP_ERROR) * FP32_ROUNDING
+            if part > 0:
+                size = abs(log(best)) + log(vocab * best / part)
+                rounding += weight * part / total * (operations * size + EXP_ERROR) * FP32_ROUNDING
         return rounding
 
 
-def _sum_of_pairs(masses: Tensor) -> float:
-    """Pairs are added in the masses' type, the rest in fp64: a whole sum in fp64 takes twice as long."""
-    half = len(masses) // 2
-    pairs = masses[:half] + masses[half : 2 * half]
-    return float(pairs.double().sum()) + float(masses[2 * half :].double().sum())
+def _accurate_sum(masses: Numbers) -> float:
+    """Groups of four are added in the masses' type, the rest in fp64: a whole sum in fp64 takes twice as long."""
+    quarter = len(masses) // 4
+    fours = np.add.reduce(masses[: 4 * quarter].reshape(4, -1), axis=0)
+    return float(fours.sum(dtype=np.float64)) + float(masses[4 * quarter :].sum(dtype=np.float64))
 
 
-def mass(logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> tuple[Floats, float]:
-    """(total mass [F] of each row, bound on its relative error). A token's mass is e^score; `scratch` gets them all.
+@dataclass(frozen=True, slots=True)
+class _Masses:
+    """The masses of rows: each is e^(logit / temperature), or e^score, which differs from it by a factor of its row."""
 
-    The three operations that make a score s give its mass a relative error of 3 · |s| · FP32_ROUNDING. The mean of
-    |s|, weighted by mass, is at most the logarithm of the number of logits, because the entropy of their law is.
-    """
-    torch.sub(logits, best[:, None], out=scratch)
-    if (temperature != 1).any():
-        scratch.mul_(torch.from_numpy(1 / temperature).to(scratch.dtype)[:, None])
-    scratch.exp_()
-    count, vocab = logits.shape
-    whole = vocab // SUM_BLOCK * SUM_BLOCK
-    sums = scratch[:, :whole].reshape(count, -1, SUM_BLOCK).sum(-1).double().sum(-1) + scratch[:, whole:].double().sum(
-        -1
-    )
-    if logits.dtype == torch.float64:
-        return sums.numpy(), vocab * ROUNDING_PER_TOKEN
-    return sums.numpy(), (3 * log(vocab) + SUM_BLOCK + EXP_ERROR) * FP32_ROUNDING
+    total: Floats  # [F]
+    best: Floats  # [F] the mass of the best logit
+    rounding: float  # bound on the relative error of a total
+
+    @classmethod
+    def of(cls, logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> "_Masses":
+        """`scratch` [F, vocab] gets the masses.
+
+        An operation on the way to an exponent x gives its mass a relative error of |x| · FP32_ROUNDING. For a score s
+        the mean of |s|, weighted by mass, is at most the logarithm of the number of logits, because the entropy of
+        their law is.
+        """
+        count, vocab = logits.shape
+        exponents = best.double().numpy() / temperature
+        plain, hot = bool((temperature == 1).all()), torch.from_numpy(1 / temperature).to(logits.dtype)[:, None]
+        if (np.abs(exponents) < LARGEST_EXPONENT).all():  # nothing overflows: the best need not be subtracted
+            operations, size = 2 * (not plain), float(np.abs(exponents).max()) + log(vocab)
+            torch.exp(logits, out=scratch) if plain else torch.mul(logits, hot, out=scratch).exp_()
+        else:
+            operations, size, exponents = 3, log(vocab), np.zeros(count)
+            torch.sub(logits, best[:, None], out=scratch).mul_(hot).exp_()
+        whole = vocab // SUM_BLOCK * SUM_BLOCK
+        blocks = scratch[:, :whole].reshape(count, -1, SUM_BLOCK).sum(-1)
+        total = blocks.double().sum(-1) + scratch[:, whole:].double().sum(-1)
+        rounding = (operations * size + SUM_BLOCK + EXP_ERROR) * FP32_ROUNDING
+        if logits.dtype == torch.float64:
+            rounding = vocab * ROUNDING_PER_TOKEN
+        return cls(total.numpy(), np.exp(exponents), rounding)
 
 
 def _lowest_kept(scores: Floats, top_p: Floats, total: Floats, rounding: float, above: float = 0.0) -> Floats:

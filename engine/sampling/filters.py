@@ -118,7 +118,8 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
         outside = (mass <= (1 - filters.top_p)[:, None]).sum(-1, keepdim=True).clamp_(max=vocab - 1)
         first_kept = ascending.gather(-1, outside)
         threshold = torch.where(filters.top_p[:, None] < 1, torch.maximum(threshold, first_kept), threshold)
-    return apply_temperature(logits.double(), filters.temperature) < threshold
+    lowest_kept = ordered.gather(-1, (ascending < threshold).sum(-1, keepdim=True).clamp_(max=vocab - 1))
+    return logits < lowest_kept
 
 
 def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
