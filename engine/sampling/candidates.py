@@ -5,30 +5,29 @@ model's law leaves few others. The result is exact: a row for which rounding cou
 """
 
 from dataclasses import dataclass
-from math import inf, isqrt, log
+from math import inf, log
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-LONG_ROW = 16_384  # logits; a sample of a longer row tells where its cut should be
-SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
-SAMPLED_SHARE = 0.7  # of the mass to remove, which the candidates may lack by the sample
-FEWEST_SAMPLED = 16  # of the sample that are candidates: a peaked law's best tokens are seldom in the sample
-MOST_CANDIDATES = 4096  # of a row; a row with more is flat
-TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
-LARGEST_EXPONENT = 60  # e⁶⁰ times a vocabulary is within the range of fp32
-LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
-MARGIN = 1e-3  # relative margin of the smallest candidate's mass, for rounding in fp32
-ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, in whatever order, per token
-FP32_ROUNDING = 2.0**-24  # relative error of an operation in fp32
-SUM_BLOCK = 64  # masses that are summed in fp32
-EXP_ERROR = 8  # bound on the relative error of an exponential in fp32, in units of FP32_ROUNDING
+from engine.sampling.long_row import (
+    EXP_ERROR,
+    FP32_ROUNDING,
+    LARGEST_EXPONENT,
+    MARGIN,
+    ROUNDING_PER_TOKEN,
+    SUM_BLOCK,
+    Ids,
+    LongRow,
+    Numbers,
+)
 
-Numbers = NDArray[np.floating]
+LONG_ROW = 16_384  # logits; longer rows are cut one by one
+LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
+TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
 Floats = NDArray[np.float64]
-Ids = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
@@ -74,6 +73,8 @@ class CutRows:
 def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     """Find what the cuts remove from logits [F, vocab], contiguous, in fp32 or fp64."""
     rows, vocab = logits.shape
+    if vocab > LONG_ROW:
+        return _cut_long_rows(logits, cuts)
     together = max(1, TOGETHER // vocab)
     masses = torch.empty(min(together, rows), vocab, dtype=logits.dtype)
     kept: list[KeptTokens] = []
@@ -94,6 +95,28 @@ def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     return found
 
 
+def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
+    """As cut_rows, row by row: so all that a row needs stays in the processor's cache."""
+    masses = torch.empty(logits.shape[1], dtype=logits.dtype)
+    kept: list[tuple[int, Ids, Numbers]] = []
+    found = CutRows(NO_TOKENS, {}, [])
+    columns = (cuts.temperature, cuts.top_p, cuts.floor, cuts.wanted & (cuts.temperature >= LOWEST_TEMPERATURE))
+    for i, (temperature, top_p, floor, wanted) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        row = LongRow(logits[i], temperature, masses)
+        cut = row.cut(top_p, floor) if wanted else None
+        if isinstance(cut, float):
+            found.last_removed[i] = cut
+        elif cut is None:
+            found.left.append(i)
+        else:
+            kept.append((i, *cut))
+    if kept:
+        rows = np.repeat([i for i, _, _ in kept], [len(tokens) for _, tokens, _ in kept])
+        tokens, values = (np.concatenate(parts) for parts in ([k[1] for k in kept], [k[2] for k in kept]))
+        found = CutRows(KeptTokens(rows, tokens, values), found.last_removed, found.left)
+    return found
+
+
 def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
     """As cut_rows, for rows that share every pass. masses: scratch memory."""
     best = logits.amax(-1)
@@ -102,13 +125,6 @@ def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
         law = _Masses.of(logits, best, cuts.temperature, masses)
         outside = (1 - cuts.top_p) * law.total
         smallest = (1 - MARGIN) * outside / logits.shape[1]
-        if len(logits) == 1 and wanted[0] and logits.shape[1] > LONG_ROW:
-            sample = _Sample.of(masses.numpy()[0], float(outside[0]))
-            if sample.num_candidates > MOST_CANDIDATES:
-                row = FlatRow(logits[0], float(best), float(cuts.temperature[0]), masses[0], float(law.best[0]), sample)
-                last = row.last_removed(float(cuts.top_p[0]), float(cuts.floor[0]))
-                return CutRows(NO_TOKENS, {}, [0]) if last is None else CutRows(NO_TOKENS, {0: last}, [])
-            smallest = np.maximum(smallest, sample.smallest)
         held = masses.numpy() >= smallest.astype(masses.numpy().dtype)[:, None]
         if not wanted.all():
             held[~wanted] = False
@@ -134,9 +150,9 @@ class _Candidates:
 
     @classmethod
     def of(cls, logits: Numbers, held: Bools) -> "_Candidates | None":
-        """None if they are too many."""
+        """None if they are more than a quarter."""
         count, vocab = logits.shape
-        if np.count_nonzero(held) > min(MOST_CANDIDATES, vocab // 4) * count:
+        if np.count_nonzero(held) > vocab // 4 * count:
             return None
         places = np.flatnonzero(held)
         starts = np.searchsorted(places, np.arange(count + 1) * vocab)
@@ -152,93 +168,6 @@ class _Candidates:
         """Those that are at least as large as the cut [F] of their row."""
         kept = np.flatnonzero(self.values >= cut[self.rows])
         return KeptTokens(self.rows[kept], self.tokens[kept], self.values[kept])
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What a sample of a row's masses tells. Guesses, which the cut that is found with them confirms."""
-
-    num_candidates: int  # tokens to sort, if all tokens from the smallest candidate on are sorted
-    smallest: float  # mass of the smallest candidate
-    low: float  # the cut should lie above this mass …
-    high: float  # … and not above this one
-
-    @classmethod
-    def of(cls, masses: Numbers, outside: float) -> "_Sample":
-        """outside: the mass that top-p may remove."""
-        sample = np.sort(masses[::SAMPLE_STRIDE])
-        below = sample.cumsum(dtype=np.float64) * SAMPLE_STRIDE
-        start, cut = (int(n) for n in np.searchsorted(below, (SAMPLED_SHARE * outside, outside)))
-        start = min(start, len(sample) - FEWEST_SAMPLED)
-        spread = isqrt(len(sample))  # two to three standard deviations of a position in the middle, more at the ends
-        return cls(
-            num_candidates=(len(sample) - start) * SAMPLE_STRIDE,
-            smallest=float(sample[start]),
-            low=float(sample[cut - spread]) if cut >= spread else -1.0,
-            high=float(sample[cut + spread]) if cut + spread < len(sample) else inf,
-        )
-
-
-class FlatRow:
-    """One row of logits [vocab] of which top-p keeps many tokens. Only tokens near the cut are sorted."""
-
-    def __init__(
-        self, logits: Tensor, best: float, temperature: float, masses: Tensor, best_mass: float, sample: _Sample
-    ) -> None:
-        self._logits = logits
-        self._best = best
-        self._temperature = temperature
-        self._masses = masses
-        self._best_mass = best_mass
-        self._low, self._high = sample.low, sample.high
-
-    def last_removed(self, top_p: float, floor: float) -> float | None:
-        """The largest logit that is removed; None if the cut is not clear, or not where top-p makes it."""
-        masses = self._masses.numpy()
-        near = np.flatnonzero((masses > self._low) & (masses <= self._high))
-        if not 0 < len(near) <= 2 * MOST_CANDIDATES:  # many tokens have the same mass
-            return None
-        total, above = _accurate_sum(masses), 0.0
-        if self._high < inf:
-            above = _accurate_sum(torch.threshold(self._masses, self._high, 0.0).numpy())
-        of_near = float(masses[near].sum(dtype=np.float64))
-        values = np.sort(self._logits.numpy()[near])[::-1]
-        scores = (values.astype(np.float64) - self._best) / self._temperature
-        exact = np.exp(scores) * self._best_mass
-        rounding = self._rounding(above, total - above - of_near, total, top_p)
-        total += float(exact.sum()) - of_near  # the error of these masses in fp32 is known
-        law = np.array([total]) / self._best_mass
-        lowest = float(_lowest_kept(scores[None], np.array([top_p]), law, rounding, above / self._best_mass)[0])
-        at_cut = float(np.exp(lowest)) * self._best_mass
-        if not self._low * (1 + MARGIN) < at_cut < self._high * (1 - MARGIN) or lowest < floor:
-            return None
-        lowest_kept = values[int((scores >= lowest).sum()) - 1]
-        return float(np.nextafter(lowest_kept, np.array(-inf, values.dtype)))
-
-    def _rounding(self, above: float, below: float, total: float, top_p: float) -> float:
-        """Bound on the error of (mass above − top_p · mass) / mass.
-
-        The mean of |s| over tokens of mass m, weighted by mass, is at most log(vocab / m), see _Masses. An error of a
-        token's mass counts 1 − top_p times above the cut and top_p times below it, one of a sum always.
-        """
-        vocab, best = len(self._logits), self._best_mass
-        rounding = vocab * ROUNDING_PER_TOKEN
-        if self._logits.dtype == torch.float64:
-            return rounding
-        rounding += (above / total + top_p) * 3 * FP32_ROUNDING
-        operations = (0 if best != 1 else 1) if self._temperature == 1 else 3
-        for part, weight in ((above, 1 - top_p), (below, top_p)):
-            if part > 0:
-                size = abs(log(best)) + log(vocab * best / part)
-                rounding += weight * part / total * (operations * size + EXP_ERROR) * FP32_ROUNDING
-        return rounding
-
-
-def _accurate_sum(masses: Numbers) -> float:
-    """Groups of four are added in the masses' type, the rest in fp64: a whole sum in fp64 takes twice as long."""
-    quarter = len(masses) // 4
-    fours = np.add.reduce(masses[: 4 * quarter].reshape(4, -1), axis=0)
-    return float(fours.sum(dtype=np.float64)) + float(masses[4 * quarter :].sum(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,17 +204,17 @@ class _Masses:
         return cls(total.numpy(), np.exp(exponents), rounding)
 
 
-def _lowest_kept(scores: Floats, top_p: Floats, total: Floats, rounding: float, above: float = 0.0) -> Floats:
+def _lowest_kept(scores: Floats, top_p: Floats, total: Floats, rounding: float) -> Floats:
     """The score [F] at which the masses, summed from the largest on, reach top_p of `total`; NaN if not clearly one.
 
-    scores [F, n]: descending; rounding: bound on the error of a share; above: mass of all tokens above these.
+    scores [F, n]: descending; rounding: bound on the error of a share.
     """
     rows = np.arange(len(scores))
-    shares = (above + np.exp(scores).cumsum(1)) / total[:, None]
+    shares = np.exp(scores).cumsum(1) / total[:, None]
     last = (shares < top_p[:, None]).sum(1).clip(max=scores.shape[1] - 1)
     lowest = scores[rows, last]
     first = (scores > lowest[:, None]).sum(1)
     end = (scores >= lowest[:, None]).sum(1)
-    without = np.where(first > 0, shares[rows, first - 1], above / total)
+    without = np.where(first > 0, shares[rows, first - 1], 0.0)
     clear = (without + rounding < top_p) & (top_p < shares[rows, end - 1] - rounding)
     return np.where(clear, lowest, np.nan)
