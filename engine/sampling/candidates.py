@@ -22,6 +22,7 @@ from engine.sampling.long_row import (
     Ids,
     LongRow,
     Numbers,
+    exponentials,
 )
 
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
@@ -191,10 +192,11 @@ class _Masses:
         plain, hot = bool((temperature == 1).all()), torch.from_numpy(1 / temperature).to(logits.dtype)[:, None]
         if (np.abs(exponents) < LARGEST_EXPONENT).all():  # nothing overflows: the best need not be subtracted
             operations, size = 2 * (not plain), float(np.abs(exponents).max()) + log(vocab)
-            torch.exp(logits, out=scratch) if plain else torch.mul(logits, hot, out=scratch).exp_()
+            exponents_of_all = logits if plain else torch.mul(logits, hot, out=scratch)
         else:
             operations, size, exponents = 3, log(vocab), np.zeros(count)
-            torch.sub(logits, best[:, None], out=scratch).mul_(hot).exp_()
+            exponents_of_all = torch.sub(logits, best[:, None], out=scratch).mul_(hot)
+        exponentials(exponents_of_all, scratch)
         whole = vocab // SUM_BLOCK * SUM_BLOCK
         blocks = scratch[:, :whole].reshape(count, -1, SUM_BLOCK).sum(-1)
         total = blocks.double().sum(-1) + scratch[:, whole:].double().sum(-1)

@@ -71,13 +71,13 @@ class LongRow:
         exponent = self._best / self._temperature
         if abs(exponent) < LARGEST_EXPONENT:
             self._operations, self._exponent = 2 * (self._temperature != 1), exponent
+            exponents = self._logits
             if self._operations:
-                torch.mul(self._logits, 1 / self._temperature, out=self._masses).exp_()
-            else:
-                torch.exp(self._logits, out=self._masses)
+                exponents = torch.mul(exponents, 1 / self._temperature, out=self._masses)
         else:
             self._operations, self._exponent = 3, 0.0
-            torch.sub(self._logits, self._best, out=self._masses).mul_(1 / self._temperature).exp_()
+            exponents = torch.sub(self._logits, self._best, out=self._masses).mul_(1 / self._temperature)
+        exponentials(exponents, self._masses)
         self._scale = exp(self._exponent)
 
     def _sum(self) -> float:
@@ -160,6 +160,12 @@ class LongRow:
         """Bound on the error of a share."""
         rounding = len(self._masses) * ROUNDING_PER_TOKEN
         return rounding + error_in_fp32 if self._masses.dtype == torch.float32 else rounding
+
+
+def exponentials(exponents: Tensor, out: Tensor) -> None:
+    """By numpy: torch takes 25 to 100 times as long for a result of 0 or near it, as after a filter."""
+    with np.errstate(all="ignore"):
+        np.exp(exponents.numpy(), out=out.numpy())
 
 
 def _accurate_sum(masses: Numbers) -> float:
