@@ -26,6 +26,7 @@ from engine.sampling.long_row import (
 )
 
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
+FEW = 4  # a row in which more than one token in so many is a candidate is sorted whole
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
 Floats = NDArray[np.float64]
@@ -129,9 +130,9 @@ def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
         held = masses.numpy() >= smallest.astype(masses.numpy().dtype)[:, None]
         if not wanted.all():
             held[~wanted] = False
+        if np.count_nonzero(held) * FEW > held.size:
+            held[held.sum(1) * FEW > held.shape[1]] = False  # flat rows are left
         candidates = _Candidates.of(logits.numpy(), held)
-        if candidates is None:
-            return CutRows(NO_TOKENS, {}, list(range(len(logits))))
         scores = (candidates.table.astype(np.float64) - best.double().numpy()[:, None]) / cuts.temperature[:, None]
         lowest = _lowest_kept(scores, cuts.top_p, law.total / law.best, law.rounding)
         decided = wanted & (np.exp(lowest) * law.best > (1 + 2 * MARGIN) * smallest)  # a NaN is not
@@ -150,11 +151,8 @@ class _Candidates:
     table: Numbers  # [F, most of a row] each row's logits, the largest first, then −inf
 
     @classmethod
-    def of(cls, logits: Numbers, held: Bools) -> "_Candidates | None":
-        """None if they are more than a quarter."""
+    def of(cls, logits: Numbers, held: Bools) -> "_Candidates":
         count, vocab = logits.shape
-        if np.count_nonzero(held) > vocab // 4 * count:
-            return None
         places = np.flatnonzero(held)
         starts = np.searchsorted(places, np.arange(count + 1) * vocab)
         sizes = np.diff(starts)
