@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling import elementwise
 from engine.sampling.long_row import (
     EXP_ERROR,
     FP32_ROUNDING,
@@ -22,7 +23,6 @@ from engine.sampling.long_row import (
     Ids,
     LongRow,
     Numbers,
-    exponentials,
 )
 
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
@@ -194,7 +194,7 @@ class _Masses:
         else:
             operations, size, exponents = 3, log(vocab), np.zeros(count)
             exponents_of_all = torch.sub(logits, best[:, None], out=scratch).mul_(hot)
-        exponentials(exponents_of_all, scratch)
+        elementwise.exp(exponents_of_all, scratch)
         whole = vocab // SUM_BLOCK * SUM_BLOCK
         blocks = scratch[:, :whole].reshape(count, -1, SUM_BLOCK).sum(-1)
         total = blocks.double().sum(-1) + scratch[:, whole:].double().sum(-1)

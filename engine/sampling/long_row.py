@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling import elementwise
+
 SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
 SAMPLED_SHARE = 0.7  # of the mass that top-p may remove: the part that the candidates lack, by the sample
 FEWEST_SAMPLED = 16  # candidates in the sample: a peaked law's best tokens are seldom in it
@@ -77,7 +79,7 @@ class LongRow:
         else:
             self._operations, self._exponent = 3, 0.0
             exponents = torch.sub(self._logits, self._best, out=self._masses).mul_(1 / self._temperature)
-        exponentials(exponents, self._masses)
+        elementwise.exp(exponents, self._masses)
         self._scale = exp(self._exponent)
 
     def _sum(self) -> float:
@@ -160,12 +162,6 @@ class LongRow:
         """Bound on the error of a share."""
         rounding = len(self._masses) * ROUNDING_PER_TOKEN
         return rounding + error_in_fp32 if self._masses.dtype == torch.float32 else rounding
-
-
-def exponentials(exponents: Tensor, out: Tensor) -> None:
-    """By numpy: torch takes 25 to 100 times as long for a result of 0 or near it, as after a filter."""
-    with np.errstate(all="ignore"):
-        np.exp(exponents.numpy(), out=out.numpy())
 
 
 def _accurate_sum(masses: Numbers) -> float:

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling import elementwise
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array
-from engine.sampling.long_row import exponentials
 from engine.sampling.race import Bits, Ids, clocks_of, few_held, row_winners
 
 HASHED_TOGETHER = 32_768  # hashes; so many stay in a processor's second cache with what is needed to make them
@@ -54,7 +54,7 @@ class TokenNoise:
             limit = clock * HALF * (1 + MARGIN)
             limit[~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_TEMPERATURE)] = np.inf
         masses = (scores - torch.from_numpy(best).to(scores.dtype)[:, None]).float()
-        exponentials(masses.mul_(torch.from_numpy(1 / temperatures).float()[:, None]), masses)
+        elementwise.exp(masses.mul_(torch.from_numpy(1 / temperatures).float()[:, None]), masses)
         # A NaN, of a row whose best is not finite, is no larger than anything: all its tokens run.
         masses.mul_(torch.from_numpy(limit).float()[:, None]).add_(2)  # what the last step of the hash may change
         gaps = self._gaps[:, : values.shape[1]]

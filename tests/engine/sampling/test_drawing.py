@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import candidates, filters, long_row, token_race
+from engine.sampling import candidates, elementwise, filters, token_race
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -126,10 +126,9 @@ def test_most_tokens_get_no_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 200 < sum(made) < 200 * 1000 / 10
 
 
-@pytest.mark.parametrize("exponents", [-inf, -1000.0, -90.0, 80.0, 1000.0])
-def test_exponentials_are_those_of_torch(exponents: float) -> None:
+@pytest.mark.parametrize("value", [-inf, -1000.0, -90.0, 80.0, 1000.0, nan])
+def test_exponentials_and_logarithms_are_those_of_torch(value: float) -> None:
     """Also where they vanish or overflow."""
-    values = torch.tensor([exponents, 0.0, 1.0, -1.0])
-    out = torch.empty(4)
-    long_row.exponentials(values, out)
-    assert torch.allclose(out, values.exp(), rtol=1e-6, atol=1e-37)
+    values = torch.tensor([value, 0.0, 1.0, -1.0])
+    assert torch.allclose(elementwise.exp(values), values.exp(), rtol=1e-6, atol=1e-37, equal_nan=True)
+    assert torch.allclose(elementwise.log(values), values.log(), rtol=1e-6, equal_nan=True)
