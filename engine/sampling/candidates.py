@@ -29,6 +29,7 @@ LONG_ROW = 16_384  # logits; longer rows are cut one by one
 FEW = 4  # a row in which more than one token in so many is a candidate is sorted whole
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -88,13 +89,12 @@ def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
             found.left.extend(range(rows)[part])
             continue
         cut = _cut(logits[part], chosen, masses[: len(logits[part])])
-        found.last_removed.update({first + row: last for row, last in cut.last_removed.items()})
         found.left.extend(first + row for row in cut.left)
         kept.append(KeptTokens(cut.kept.rows + first, cut.kept.tokens, cut.kept.values))
-    if kept:
-        columns = zip(*((k.rows, k.tokens, k.values) for k in kept), strict=True)
-        found = CutRows(KeptTokens(*map(np.concatenate, columns)), found.last_removed, found.left)
-    return found
+    if not kept:
+        return found
+    columns = zip(*((k.rows, k.tokens, k.values) for k in kept), strict=True)
+    return CutRows(KeptTokens(*map(np.concatenate, columns)), {}, found.left)
 
 
 def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:

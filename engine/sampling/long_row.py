@@ -66,7 +66,7 @@ class LongRow:
         return self._last_removed(low, high, top_p, floor)
 
     def _make_masses(self) -> None:
-        """Sets the masses, the best token's mass, and what bounds their error.
+        """Set the masses, the mass of a score of 0, and what bounds their error.
 
         An operation on the way to an exponent x gives its mass a relative error of |x| · FP32_ROUNDING.
         """

@@ -88,6 +88,7 @@ class Sampler:
         return drawn, scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf  # an argmax over NaN picks a NaN
 
     def _draw_kept(self, logits: Tensor, rows: Seq[int], drafting: bool) -> tuple[Tensor, Tensor]:
+        """As draw(), for rows that all have filters and noise. Only rows that keep many tokens get scores."""
         filters = self._filters_of(rows)
         cut = cut_without_sorting(logits, filters)
         race, numbers = self._race_of(rows, drafting)

@@ -22,7 +22,7 @@ FEW = 8  # where at most one token in so many is left, only these are hashed
 MARGIN = 1e-3  # relative margin of a limit, for rounding in fp32
 LARGEST_SCORE = 1e9  # over the temperature; beyond it rounding may decide, and every token gets its noise
 LOWEST_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
-HALF = 2.0**32
+UPPER_HALF = 2.0**32  # values of the upper half of a hash
 
 
 class TokenNoise:
@@ -51,7 +51,7 @@ class TokenNoise:
         best = values[np.arange(len(rows)), leaders].astype(np.float64)
         clock = clocks_of(self._bits(rows, leaders))
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            limit = clock * HALF * (1 + MARGIN)
+            limit = clock * UPPER_HALF * (1 + MARGIN)
             limit[~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_TEMPERATURE)] = np.inf
         masses = (scores - torch.from_numpy(best).to(scores.dtype)[:, None]).float()
         elementwise.exp(masses.mul_(torch.from_numpy(1 / temperatures).float()[:, None]), masses)
