@@ -93,8 +93,12 @@ def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
         kept.append(KeptTokens(cut.kept.rows + first, cut.kept.tokens, cut.kept.values))
     if not kept:
         return found
-    columns = zip(*((k.rows, k.tokens, k.values) for k in kept), strict=True)
-    return CutRows(KeptTokens(*map(np.concatenate, columns)), {}, found.left)
+    every = KeptTokens(
+        np.concatenate([k.rows for k in kept]),
+        np.concatenate([k.tokens for k in kept]),
+        np.concatenate([k.values for k in kept]),
+    )
+    return CutRows(every, {}, found.left)
 
 
 def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
@@ -114,8 +118,8 @@ def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
             kept.append((i, *cut))
     if kept:
         rows = np.repeat([i for i, _, _ in kept], [len(tokens) for _, tokens, _ in kept])
-        tokens, values = (np.concatenate(parts) for parts in ([k[1] for k in kept], [k[2] for k in kept]))
-        found = CutRows(KeptTokens(rows, tokens, values), found.last_removed, found.left)
+        every = KeptTokens(rows, np.concatenate([k[1] for k in kept]), np.concatenate([k[2] for k in kept]))
+        found = CutRows(every, found.last_removed, found.left)
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.sampling import candidates, elementwise, filters, token_race
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
+from engine.sampling.race import Bits, Floats, clocks_of
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams
@@ -119,8 +120,12 @@ def test_a_race_with_too_low_a_limit_shows(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_most_tokens_get_no_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    clocks_of = token_race.clocks_of
-    monkeypatch.setattr(token_race, "clocks_of", lambda bits: made.append(bits.size) or clocks_of(bits))
+
+    def watched(bits: Bits) -> Floats:
+        made.append(bits.size)
+        return clocks_of(bits)
+
+    monkeypatch.setattr(token_race, "clocks_of", watched)
     assert DENSE_NOISE_LIMIT >= 1000
     assert raced_apart(3.0) == 0
     assert 200 < sum(made) < 200 * 1000 / 10
