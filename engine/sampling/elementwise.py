@@ -18,5 +18,7 @@ def exp(x: Tensor, out: Tensor | None = None) -> Tensor:
 def log(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return torch.log(x)
+    out = torch.empty_like(x)
     with np.errstate(all="ignore"):
-        return torch.from_numpy(np.log(x.numpy()))
+        np.log(x.numpy(), out=out.numpy())
+    return out
