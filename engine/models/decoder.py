@@ -110,8 +110,8 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Memory of the matrices and the embedding. Norms and rotations are negligible."""
         products = [p for layer in self.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
-        head = 0 if self.head.weight is self.embedding else self.head.num_bytes
-        return self.embedding.numel() * self.embedding.element_size() + head + sum(p.num_bytes for p in products)
+        embedding = 0 if self.head.weight is self.embedding else self.embedding.nbytes
+        return embedding + self.head.num_bytes + sum(p.num_bytes for p in products)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
