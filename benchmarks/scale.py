@@ -140,7 +140,8 @@ def main(argv: Seq[str] | None = None) -> None:
         cache=args.cache,
         max_running=args.most,
         max_model_len=max(args.contexts) + 2,
-        max_step_tokens=max(common.STEP_TOKENS, args.most),
+        max_spec_length=1,
+        max_step_tokens=max(common.STEP_TOKENS, 2 * args.most),
         kv_tokens=args.kv_tokens if args.cache == "paged" else None,
         prefix_cache=False,
     )
