@@ -12,6 +12,7 @@ from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
+from engine.models.attention import index_tensor
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
@@ -239,7 +240,7 @@ class DraftColumns:
         return values[self._index(rows)]
 
     def _index(self, values: Seq[int]) -> Tensor:
-        return torch.tensor(values, device=self._tokens.device)
+        return index_tensor(values, self._tokens.device)
 
 
 class DraftLaws:
