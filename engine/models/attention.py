@@ -203,8 +203,8 @@ def _separate(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scor
     for slot in range(slots):
         queries = q[slot].view(kv_heads, count, group_size, width).transpose(0, 1)
         masks = mask[slot].view(count, 1, group_size, -1)
-        shared = [x[slot].expand(count, *x.shape[1:]) for x in (keys, values)]
-        out[slot] = _fused(queries, *shared, masks, scoring).transpose(0, 1).reshape(kv_heads, rows, width)
+        k, v = (x[slot].expand(count, *x.shape[1:]) for x in (keys, values))
+        out[slot] = _fused(queries, k, v, masks, scoring).transpose(0, 1).reshape(kv_heads, rows, width)
     return out
 
 
