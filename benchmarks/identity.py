@@ -6,18 +6,20 @@ The reference of each request is its text alone at k = 0. Every other row runs t
 a fixed k or with a policy. `mismatched` counts requests with another text. `per million` is the number of first
 differences per million compared tokens; tokens after a first difference are not compared. For greedy text each first
 difference comes with the gap of the target's two largest float64 logits there. With a wide gap it is a bug; with a gap
-about as large as the rounding error it is arithmetic.
+about as large as the rounding error it is arithmetic. With --deterministic nothing may differ.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import get_args
 
 from transformers import PreTrainedModel
 
 from benchmarks import common, reference
 from benchmarks.common import Spec
 from benchmarks.stats import first_divergence
+from engine.config import EngineConfig, ProductForms
 from engine.llm import LLM
 from engine.types import SamplingParams
 
@@ -54,7 +56,8 @@ def run_all(args: argparse.Namespace, prompts: Outputs) -> dict[tuple[float, str
     """Outputs by temperature, mode and k. `alone` is an engine that runs one sequence at a time."""
     outputs: dict[tuple[float, str, Spec], Outputs] = {}
     for mode, batch in (("alone", 1), ("batch", BATCH)):
-        llm = LLM(args.target, args.draft, **common.engine_config(args, SPECS, batch, len(prompts)))
+        config = common.engine_config(args, SPECS, batch, len(prompts))
+        llm = LLM(args.target, args.draft, products=args.products, deterministic=args.deterministic, **config)
         for temperature in TEMPERATURES:
             params = seeded(len(prompts), temperature, args.max_tokens)
             for spec in SPECS:
@@ -81,9 +84,13 @@ def rows(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = common.parser(__doc__).parse_args(argv)
+    p = common.parser(__doc__)
+    p.add_argument("--products", choices=get_args(ProductForms), default=EngineConfig("").products)
+    p.add_argument("--deterministic", action="store_true", help="rows of a pass do not depend on each other")
+    args = p.parse_args(argv)
     workload = common.prepare(args)
-    report = common.describe_run(args, "identity", workload.describe(max_tokens=args.max_tokens, batch=BATCH))
+    about = {name: getattr(args, name) for name in ("max_tokens", "products", "deterministic")} | {"batch": BATCH}
+    report = common.describe_run(args, "identity", workload.describe(**about))
     outputs = run_all(args, workload.prompts)
     exact = cache(partial(reference.load, args.target, "float64", args.device))
     results = rows(outputs, workload.prompts, exact)

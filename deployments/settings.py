@@ -166,6 +166,9 @@ class Settings(BaseModel):
     products: ProductForms = "auto"
     """the layout of weights on a CPU. auto: the fastest ones, measured at load, with up to two copies of each weight;
     packed: one copy for oneDNN, the same bits at every start; plain: one copy as it is stored"""
+    deterministic: bool = False
+    """true: with verifier match a seeded text has the same tokens for any k, batch and prompt chunks, in bfloat16 too.
+    Slower; only on CPU, and not with sliding windows or experts"""
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     """for requests that name no drafter. auto: the draft model if there is one; off: the same as policy off"""
     verifier: Verifier = "match"
@@ -286,6 +289,7 @@ class Settings(BaseModel):
             draft_weights=self.draft_weights,
             quantize_head=self.quantize_head,
             products=self.products,
+            deterministic=self.deterministic,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,

@@ -34,6 +34,7 @@ class EngineConfig:
     draft_weights: WeightForm = "as_is"
     quantize_head: bool = True  # whether int8 includes the product that gives the logits
     products: ProductForms = "auto"  # auto: measured; packed: oneDNN's layout; plain: one copy as it is stored
+    deterministic: bool = False  # a seeded text does not depend, bit for bit, on k, the batch or prompt chunks
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
@@ -116,6 +117,10 @@ class EngineConfig:
             raise ConfigError(
                 f"products packed needs device cpu and dtype float32 or bfloat16, not {self.device} and {self.dtype}: "
                 "choose auto"
+            )
+        if self.deterministic and (self.device != "cpu" or self.products == "plain"):
+            raise ConfigError(
+                f"deterministic needs device cpu and products auto or packed, not {self.device} and {self.products}"
             )
         if self.draft_weights != "as_is" and self.draft is None:
             raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")

@@ -97,8 +97,24 @@ def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
         draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size)
         translation = check_pair(Side(config.target, tokenizer, eos_ids, target.shape.vocab_size), draft_side)
         checkpoints.append(draft)
+    if config.deterministic:
+        _check_deterministic(target)
     max_len = _max_model_len(config, target)
     return _OpenedCheckpoints(checkpoints, tokenizer, eos_ids, defaults, translation, max_len)
+
+
+def _check_deterministic(target: Checkpoint) -> None:
+    """Raises ConfigError for a target whose rows would depend on each other through what `deterministic` lacks."""
+    traits = target.shape.traits
+    lacking = {
+        "is not native": not target.native,
+        "has sliding windows": any(window is not None for window in traits.windows),
+        "has soft-capped scores": traits.attention_softcap is not None,
+        "has attention sinks": traits.sinks,
+        "has experts": traits.experts is not None,
+    }
+    if found := [what for what, is_so in lacking.items() if is_so]:
+        raise ConfigError(f"deterministic cannot be honoured: {target.path} {' and '.join(found)}: choose false")
 
 
 def _model_drafter(
@@ -202,6 +218,11 @@ def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
     return memory._replace(available=memory.available - sum(weights))
 
 
+def _steady(config: EngineConfig) -> tuple[bool, bool]:
+    """Whether the rows of each model are independent of each other. The draft model's numbers do not reach the text."""
+    return config.deterministic, False
+
+
 def _forms(config: EngineConfig) -> tuple[WeightForm, WeightForm]:
     return config.target_weights, config.draft_weights
 
@@ -227,9 +248,9 @@ def _make_runners(
                 dtype=dtype,
                 device=device,
                 max_len=min(max_len, c.shape.max_position_embeddings),  # a draft's context may be shorter
-                weights=Weights(form, config.quantize_head, config.products, copies * size // sum(planned)),
+                weights=Weights(form, config.quantize_head, config.products, steady, copies * size // sum(planned)),
             )
-            for c, form, size in zip(checkpoints, _forms(config), planned, strict=False)
+            for c, form, steady, size in zip(checkpoints, _forms(config), _steady(config), planned, strict=False)
         ]
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -243,7 +264,10 @@ def _make_runners(
     sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
     table.tell()
-    return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, table.layouts, strict=True)]
+    return [
+        Runner(decoder, layout, device, deterministic=steady)
+        for decoder, layout, steady in zip(decoders, table.layouts, _steady(config), strict=False)
+    ]
 
 
 def _memory_table(

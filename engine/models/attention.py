@@ -8,8 +8,9 @@ A layer with a sliding window reads the last keys of that view only; the mask hi
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from cache.storage import Storage
 
 GROUP_WASTE = 3  # a group may compute at most this many times the attention scores that its spans need
 SPAN_OVERHEAD = 1500  # attention scores that cost about as much as one more call
+KEY_BLOCK = 16  # attention adds over keys in vectors of up to so many numbers
 EXPLICIT_SCORES = 1 << 22  # scores of one head that are held at once where torch's fused attention cannot be used
 
 
@@ -73,6 +75,7 @@ class AttentionPlan:
     cache_rows: Tensor  # [N] int64: the storage's row of that position
     first_row: int | None  # where the rows are those from this one on, in order; None: they are not
     groups: tuple[Group, ...]
+    separate: bool = False  # each query is computed by itself, so that its result does not depend on the others
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> Tensor:
@@ -90,8 +93,12 @@ def plan_attention(
     num_kv_heads: int,
     dtype: torch.dtype,
     device: torch.device,
+    separate_to: int | None = None,
 ) -> AttentionPlan:
-    """Plan a pass. Spans are in packed order, one per slot; short spans should be sorted by slot."""
+    """Plan a pass. Spans are in packed order, one per slot; short spans should be sorted by slot.
+
+    separate_to: compute each query by itself; no sequence has more positions than that. None: together.
+    """
     index: list[int] = []  # positions, then cache rows: one transfer for both
     for s in spans:
         index += range(s.start, s.end)
@@ -104,9 +111,13 @@ def plan_attention(
     for members in _grouped(spans):
         rows = slice(row, row + sum(s.count for s in members))
         queries = positions if len(members) == len(spans) else positions[rows]
-        groups.append(_make_group(members, rows, queries, num_heads // num_kv_heads, dtype))
+        end = max(s.end for s in members)
+        keys = end if separate_to is None else max(end, min(separate_to, -(-end // KEY_BLOCK) * KEY_BLOCK))
+        masked = separate_to is not None  # a call without a mask would take another kernel
+        groups.append(_make_group(members, keys, rows, queries, num_heads // num_kv_heads, dtype, masked))
         row = rows.stop
-    return AttentionPlan(positions, cache_rows, rows_used[0] if in_order else None, tuple(groups))
+    first_row = rows_used[0] if in_order else None
+    return AttentionPlan(positions, cache_rows, first_row, tuple(groups), separate_to is not None)
 
 
 class Attention:
@@ -143,18 +154,29 @@ class Attention:
                 self._slid[number, window] = _slide(group, window, queries.shape[1] // keys.shape[1], queries.dtype)
             first, mask = self._slid[number, window]
             keys, values = keys[:, :, first:], values[:, :, first:]
-        return _attend_group(queries, keys, values, mask, group, scoring)
+        if self.plan.separate:
+            return _attend_group(queries, keys, values, mask, group, scoring, partial(_separate, count=group.queries))
+        attend = _fused if scoring.softcap is None and scoring.sinks is None else _explicit
+        return _attend_group(queries, keys, values, mask, group, scoring, attend)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring], Tensor]
 
 
 def _attend_group(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, group: Group, scoring: Scoring
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    group: Group,
+    scoring: Scoring,
+    attend: Attend,
 ) -> Tensor:
     if group.gather is not None:
         queries = queries[group.gather]
     slots, count, heads, head_dim = group.slots, group.queries, queries.shape[-2], queries.shape[-1]
     kv_heads = keys.shape[1]
     group_size = heads // kv_heads
-    attend = _fused if scoring.softcap is None and scoring.sinks is None else _explicit
     # Heads that share k and v become further queries, so grouped-query attention does not repeat K and V.
     stacked = (slots, kv_heads, count * group_size, head_dim)
     if count == 1 or kv_heads == 1:  # the packed order is the right one
@@ -169,6 +191,30 @@ def _attend_group(
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scoring.scale)
+
+
+def _separate(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring, count: int) -> Tensor:
+    """Attention of `count` queries per slot in which a query's result does not depend on the others of the pass.
+
+    q [slots, kv_heads, count·group, head_dim]. torch's fused attention adds over keys in vectors and in blocks that
+    depend on the number of queries in a call, not on the size of its batch. So each query is an entry of the batch, and
+    the number of keys is a multiple of KEY_BLOCK: masked keys behind a query's own add zeros at the end.
+    """
+    assert mask is not None
+    slots, kv_heads, rows, width = q.shape
+    group_size = rows // count
+    out = torch.empty_like(q)
+    if count <= slots:
+        for first in range(0, rows, group_size):
+            part = slice(first, first + group_size)
+            out[:, :, part] = _fused(q[:, :, part], keys, values, mask[:, :, part], scoring)
+        return out
+    for slot in range(slots):
+        queries = q[slot].view(kv_heads, count, group_size, width).transpose(0, 1)
+        masks = mask[slot].view(count, 1, group_size, -1)
+        k, v = (x[slot].expand(count, *x.shape[1:]) for x in (keys, values))
+        out[slot] = _fused(queries, k, v, masks, scoring).transpose(0, 1).reshape(kv_heads, rows, width)
+    return out
 
 
 def _explicit(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
@@ -221,16 +267,24 @@ def _grouped(spans: Sequence[Span]) -> list[list[Span]]:
     return runs
 
 
-def _make_group(members: Sequence[Span], rows: slice, positions: Tensor, group_size: int, dtype: torch.dtype) -> Group:
+def _make_group(
+    members: Sequence[Span],
+    keys: int,
+    rows: slice,
+    positions: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+    masked: bool,
+) -> Group:
     """positions [rows]: the positions of the group's queries. A query sees the keys up to its own position."""
     first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
-    queries, keys = max(s.count for s in members), max(s.end for s in members)
+    queries = max(s.count for s in members)
     if positions.shape[0] < slots * queries:
         last_visible, gather, scatter = _padded(members, slots, queries, positions.device)
     else:
         last_visible, gather, scatter = positions.view(slots, queries), None, None
     mask = None
-    if queries > 1 or any(s.end < keys for s in members) or gather is not None:
+    if masked or queries > 1 or any(s.end < keys for s in members) or gather is not None:
         mask = _additive_mask(last_visible, keys, group_size, dtype)
     first_position = min(s.start for s in members)
     return Group(first, slots, queries, keys, mask, last_visible, first_position, rows, gather, scatter)

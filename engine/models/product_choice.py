@@ -23,7 +23,7 @@ from engine.models.product_times import TimesFile
 log = logging.getLogger(__name__)
 
 BUDGET_S = 0.5  # for the sweeps of one model
-SAMPLE_BYTES = 64 * 2**20  # of a larger model only so many are measured in each form
+SAMPLE_BYTES = 32 * 2**20  # of a larger model only so many are measured in each form
 MIN_SWEEPS, MAX_SWEEPS = 2, 8
 STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
 MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory

@@ -11,6 +11,7 @@ from engine.models.linear import Linear, Product, usable_forms
 from engine.models.product_choice import choose_forms
 from engine.models.product_times import cache_folder
 from engine.models.quantize import integer_weight, quantise_weight
+from engine.models.steady_linear import SteadyLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Weights:
     form: WeightForm = "as_is"
     head: bool = True  # whether the form is also that of the product that gives the logits
     products: ProductForms = "auto"  # of weights that are not quantised
+    deterministic: bool = False  # a row's result does not depend on the other rows of a pass
     copies_bytes: int | None = None  # that second forms of weights may take; None: no limit
 
 
@@ -44,6 +46,7 @@ class ProductMaker:
         self._form, self._dtype = weights.form, dtype
         self._head_form: WeightForm = weights.form if weights.head else "as_is"
         self.keeps_integers = integers and device.type == "cpu" and _has_int8_products()
+        self._deterministic = weights.deterministic
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
         self._undecided: list[Linear] = []
 
@@ -79,7 +82,9 @@ class ProductMaker:
             return Int8Linear(*quantise_weight(weight), bias)
         return self._make_linear(weight.to(self._dtype), bias)
 
-    def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
+        if self._deterministic:
+            return SteadyLinear(weight, bias)
         linear = Linear(weight, bias, None if self._products == "packed" else ["plain"])
         if self._products == "auto":
             self._undecided.append(linear)

@@ -38,8 +38,13 @@ class Runner:
     scores came of it. Memory in an unknown state is examined before it is freed, and cleared if need be.
     """
 
-    def __init__(self, decoder: LanguageModel, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, decoder: LanguageModel, layout: Layout, device: torch.device, *, deterministic: bool = False
+    ) -> None:
+        """deterministic: a row's result does not depend on the other rows of a pass, if the decoder's products keep
+        to that."""
         self.decoder = decoder
+        self._separate_to = layout.max_len if deterministic else None
         self.device = device
         self.forward_ns = 0  # spent in forwards so far, by the host's clock: a GPU may still be at work
         self._largest_pass = (1, 0)  # tokens of the largest pass so far, nanoseconds of the latest pass of that size
@@ -213,6 +218,7 @@ class Runner:
             num_kv_heads=config.num_kv_heads,
             dtype=self.decoder.dtype,
             device=self.device,
+            separate_to=self._separate_to,
         )
         hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])

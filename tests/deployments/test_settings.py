@@ -94,8 +94,10 @@ def test_strings_from_the_command_line_become_what_they_say() -> None:
 def test_the_forms_of_the_weights_reach_the_engine() -> None:
     config = Settings.model_validate(
         {"target_weights": "int8", "draft_weights": "int8", "quantize_head": "false"}
+        | {"products": "packed", "deterministic": "true"}
     ).freeze("cpu")
     assert (config.target_weights, config.draft_weights, config.quantize_head) == ("int8", "int8", False)
+    assert (config.products, config.deterministic) == ("packed", True)
 
 
 def test_what_the_cache_may_take_reaches_the_engine() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from engine.machine_memory import DeviceMemory, host_memory
 from engine.memory_budget import (
     Budget,
     choose_block_size,
+    copies_bytes,
     device_memory,
     kv_blocks,
     layouts,
@@ -39,6 +41,25 @@ ODD = KVShape(num_layers=3, kv_heads=1, head_dim=20, dtype=torch.float32, device
 PAIR = (TARGET, DRAFT)
 PLENTY = DeviceMemory(2**50, 2**50)
 linux = pytest.mark.skipif(sys.platform != "linux" or mmap.PAGESIZE != 4096, reason="blocks are mapped on Linux only")
+
+
+@pytest.mark.parametrize(
+    ("settings", "room"),
+    [
+        ({}, 80 * MIB),
+        ({"memory_fraction": 0.5}, 50 * MIB - 10 * MIB),
+        ({"memory_fraction": 1.0}, 80 * MIB),
+        ({"memory_fraction": 0.05}, 0),
+        ({"kv_tokens": 1024}, 80 * MIB - 1024 * 9216),
+        ({"kv_tokens": 1 << 20}, 0),
+        ({"cache": "slotted", "max_running": 4}, 80 * MIB - 4 * 512 * 9216),
+    ],
+)
+def test_second_forms_get_a_quarter_of_what_weights_and_a_given_cache_leave(
+    settings: dict[str, Any], room: int
+) -> None:
+    memory = DeviceMemory(100 * MIB, 80 * MIB)
+    assert copies_bytes(EngineConfig("target", **settings), PAIR, 10 * MIB, 512, memory) == room // 4
 
 
 def on(device: torch.device, *shapes: KVShape) -> tuple[KVShape, ...]:

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError
+from engine.config import ConfigError, EngineConfig, ProductForms
 from engine.load import _dtype
+from engine.models import products
+from engine.models.decoder import Decoder
 from engine.models.int8_linear import Int8Linear
 from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
@@ -13,7 +15,7 @@ from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.runner import Feed, Runner
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
-from tests.engine.models.test_linear import needs_int8
+from tests.engine.models.test_linear import needs_int8, needs_onednn
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 from tests.kv import kv_layout
 
@@ -90,6 +92,44 @@ def test_the_text_of_an_int8_pair_is_the_same_for_any_k(pair: Pair, temperature:
     assert texts[0] == texts[1]
     assert drafted[0] == (0, 0) != drafted[1]
     assert 0 < drafted[1][1] < drafted[1][0]
+
+
+def linears(decoder: Decoder) -> list[Linear]:
+    products = [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
+    return [p for p in (decoder.head, *products) if isinstance(p, Linear)]
+
+
+@needs_onednn
+@pytest.mark.parametrize(("asked", "measured"), [("auto", True), ("packed", False), ("plain", False)])
+def test_only_auto_measures_and_the_others_have_one_form(
+    checkpoint: str, asked: ProductForms, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Linear] = []
+    monkeypatch.setattr(products, "choose_forms", lambda undecided, **_: given.extend(undecided))
+    decoder = load_decoder(
+        open_checkpoint(checkpoint), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(products=asked)
+    )
+    assert linears(decoder)
+    assert {id(p) for p in given} == ({id(p) for p in linears(decoder)} if measured else set())
+    assert {p.choice for p in linears(decoder)} == {("packed" if asked == "packed" else "plain",)}
+
+
+def test_packed_products_need_onednn_and_its_types() -> None:
+    with pytest.raises(ConfigError, match=r"products packed needs a torch with oneDNN, .*, not torch.float16 on cpu"):
+        ProductMaker(Weights(products="packed"), torch.float16, CPU)
+    with pytest.raises(ConfigError, match="products packed needs device cpu and dtype float32 or bfloat16"):
+        EngineConfig("target", products="packed", dtype="float64")
+    with pytest.raises(ConfigError, match="products 'fast' is not one of auto, packed, plain"):
+        EngineConfig("target", products="fast")  # type: ignore[arg-type]
+
+
+@needs_onednn
+def test_a_tied_head_that_stays_plain_is_counted_once(checkpoint: str) -> None:
+    source = open_checkpoint(checkpoint)
+    decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(products="plain"))
+    table = 4 * source.shape.vocab_size * source.shape.hidden_size
+    layers = sum(p.num_bytes for p in linears(decoder)[1:])
+    assert decoder.weight_bytes == layers + table * (1 if source.shape.tied else 2)
 
 
 def test_int8_weights_need_a_cpu() -> None:
