@@ -72,7 +72,7 @@ def make_tokenizer(vocab: int) -> Tokenizer:
     model = spec["model"]
     ids: dict[str, int] = {token: i for token, i in model["vocab"].items() if i < vocab}
     merges = [pair for pair in model["merges"] if "".join(pair) in ids]  # in the order of ids: the cut is valid
-    taken = len(ids) + len(spec["added_tokens"])
+    taken = len({*ids.values(), *(entry["id"] for entry in spec["added_tokens"])})
     words = [token for token in ids if token.isalpha() and token.isascii()]
     for left in words:
         for right in words:
@@ -158,7 +158,7 @@ def make_weights(config: LlamaConfig, followers: torch.Tensor, seed: int) -> dic
 def write_model(directory: Path, config: LlamaConfig, weights: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
-    dtype: torch.dtype = config.dtype
+    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
     stored = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(directory)

@@ -38,6 +38,7 @@ from engine.config import WeightForm
 
 Rows = list[dict[str, object]]
 ByBatch = dict[int, list[System]]
+StartPeer = Callable[[argparse.Namespace, WorkerPool], ByBatch]
 
 
 def _transformers(args: argparse.Namespace, _: WorkerPool) -> ByBatch:
@@ -46,7 +47,7 @@ def _transformers(args: argparse.Namespace, _: WorkerPool) -> ByBatch:
     return {batch: transformers_systems(args, batch) for batch in args.concurrency}
 
 
-PEERS: dict[str, Callable[[argparse.Namespace, WorkerPool], ByBatch]] = {
+PEERS: dict[str, StartPeer] = {
     "transformers": _transformers,
     "vllm": vllm_systems,
     "llama.cpp": llama_systems,

@@ -46,9 +46,9 @@ class WorkerPool:
         for worker in self._workers:
             worker.close()
 
-    def start(self, name: str, command: Sequence[str | Path], environment: Mapping[str, str]) -> Worker:
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Worker:
         """Raises WorkerError."""
-        worker = Worker([str(part) for part in command], environment, self.folder / "logs" / f"{name}.log")
+        worker = Worker(command, environment, self.folder / "logs" / f"{name}.log")
         self._workers.append(worker)
         return worker
 
@@ -75,7 +75,14 @@ def vllm_systems(args: argparse.Namespace, pool: WorkerPool) -> dict[int, list[S
     systems: dict[int, list[System]] = {batch: [] for batch in args.concurrency}
     for k in [0, *fixed_drafts(args.spec)]:
         drafting = [args.draft, str(k)] if k else []
-        command = [python, WORKERS / "vllm_cpu.py", args.target, args.dtype, str(max(args.concurrency)), *drafting]
+        command = [
+            str(python),
+            f"{WORKERS}/vllm_cpu.py",
+            args.target,
+            args.dtype,
+            str(max(args.concurrency)),
+            *drafting,
+        ]
         run = partial(ask, pool.start(f"vllm-{k}", command, environment), args.max_tokens, k)
         for of_batch in systems.values():
             of_batch.append(System("vLLM", k, run))
@@ -95,7 +102,8 @@ def llama_systems(args: argparse.Namespace, pool: WorkerPool) -> dict[int, list[
     files = [gguf_file(python, Path(model), kind, pool.folder / "gguf") for model in (args.target, args.draft)]
     cache = "F32" if kind == "F32" else "F16"
     widest = str(max(args.concurrency))
-    command = [node, WORKERS / "llama_cpp.mjs", modules, *files, cache, str(torch.get_num_threads()), widest]
+    paths = [f"{WORKERS}/llama_cpp.mjs", str(modules), *map(str, files)]
+    command = [node, *paths, cache, str(torch.get_num_threads()), widest]
     worker = pool.start("llama", command, {})
     systems = {batch: [System("llama.cpp", 0, partial(ask, worker, args.max_tokens, 0))] for batch in args.concurrency}
     for k in fixed_drafts(args.spec):
@@ -120,7 +128,7 @@ def gguf_file(python: Path, checkpoint: Path, kind: str, folder: Path) -> Path:
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
-        command = [python, WORKERS / "write_gguf.py", source, part, kind]
+        command = [str(python), f"{WORKERS}/write_gguf.py", str(source), str(part), kind]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise Unavailable((done.stderr.strip() or "write_gguf.py failed").splitlines()[-1])

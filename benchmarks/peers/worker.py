@@ -40,7 +40,11 @@ class Worker:
                 )
         except OSError as error:
             raise WorkerError(f"cannot start {command[0]}: {error.strerror}") from error
-        self.first_reply = self._reply()
+        try:
+            self.first_reply = self._reply()
+        except WorkerError:
+            self.close()
+            raise
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Raises WorkerError."""
