@@ -44,7 +44,7 @@ StartPeer = Callable[[argparse.Namespace, WorkerPool], ByBatch]
 def _transformers(args: argparse.Namespace, _: WorkerPool) -> ByBatch:
     if args.weights != "as_is":
         raise Unavailable("it has no int8 product for a CPU")
-    return {batch: transformers_systems(args, batch) for batch in args.concurrency}
+    return transformers_systems(args)
 
 
 PEERS: dict[str, StartPeer] = {

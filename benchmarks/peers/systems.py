@@ -99,19 +99,19 @@ def our_systems(args: argparse.Namespace, batch: int) -> tuple[list[System], Sys
     return systems, System("ours", 0, partial(run, 0), kind="again")
 
 
-def transformers_systems(args: argparse.Namespace, batch: int) -> list[System]:
-    """Plain generation; for one sequence at a time, assisted generation and prompt lookup as well."""
+def transformers_systems(args: argparse.Namespace) -> dict[int, list[System]]:
+    """Per batch size: plain generation; for one sequence at a time, assisted generation and prompt lookup as well."""
     target = reference.load(args.target, args.dtype, args.device)
-    greedy = reference.greedy_batch(target, args.max_tokens)
-    systems = [System("transformers", 0, partial(_timed, greedy), "plain")]
-    if batch > 1:
+    plain = partial(_timed, reference.greedy_batch(target, args.max_tokens))
+    systems = {batch: [System("transformers", 0, plain, "plain")] for batch in args.concurrency}
+    if 1 not in systems:
         return systems
     draft = reference.load(args.draft, args.dtype, args.device)
     for k in fixed_drafts(args.spec):
         assisted = reference.assisted(target, draft, k, args.max_tokens)
         lookup = reference.greedy(target, args.max_tokens, prompt_lookup_num_tokens=k)
         for kind, one in (("assisted", assisted), ("lookup", lookup)):
-            systems.append(System("transformers", k, partial(_timed, partial(_one_by_one, one)), kind))
+            systems[1].append(System("transformers", k, partial(_timed, partial(_one_by_one, one)), kind))
     return systems
 
 
