@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 PAIR := --target models/demo/target --draft models/demo/draft
+ENGINEERED := --target .cache/engineered/target --draft .cache/engineered/draft-0.9 --max-tokens 32
 # Workers as tests/workers.py says; the tests of a group stay together, long groups first.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadscope --no-loadscope-reorder
 CLIENTS := openai langchain litellm llama-index inspect-ai lm-eval
@@ -74,7 +75,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.decode $(PAIR) $(POLICIES) --concurrency 1,4,8,16 --repeats 8
 	$(BIN)/python -m benchmarks.load $(PAIR) $(POLICIES) --repeats 4
-	$(BIN)/python -m benchmarks.peers $(PAIR) --spec off,2,4,8 --threads 2
+	scripts/setup_peers.sh
+	$(BIN)/python -m benchmarks.peers $(PAIR) --concurrency 1,8 --threads 2
+	$(BIN)/python -m benchmarks.engineered .cache/engineered --acceptance .9
+	for precision in "--dtype float32" "--dtype bfloat16" "--weights int8"; do \
+	    $(BIN)/python -m benchmarks.peers $(ENGINEERED) $$precision --concurrency 1,8 --threads 2 || exit; done
 	$(BIN)/python -m benchmarks.acceptance $(PAIR) --threads 2
 	$(BIN)/python -m benchmarks.copying $(PAIR) --threads 2
 	$(BIN)/python -m benchmarks.sampling $(PAIR) --threads 2

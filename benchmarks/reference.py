@@ -28,18 +28,34 @@ def load(directory: str, dtype: str, device: str) -> PreTrainedModel:
 def greedy(model: PreTrainedModel, max_tokens: int, **options: object) -> Continue:
     """Greedy generation of exactly `max_tokens`; `options` go to generate."""
 
-    @torch.inference_mode()
+    run_batch = greedy_batch(model, max_tokens, **options)
+
     def run(prompt: Sequence[int]) -> list[int]:
-        ids = torch.tensor([list(prompt)], device=model.device)  # [1, prompt]
-        out = model.generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+        return run_batch([prompt])[0]
+
+    return run
+
+
+def greedy_batch(
+    model: PreTrainedModel, max_tokens: int, **options: object
+) -> Callable[[Sequence[Sequence[int]]], list[list[int]]]:
+    """Greedy generation of exactly `max_tokens` for each prompt of a batch, padded on the left."""
+
+    @torch.inference_mode()
+    def run(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        ids = [[0] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in padding]
+        out: torch.Tensor = model.generate(  # type: ignore[operator]
+            input_ids=torch.tensor(ids, device=model.device),  # [batch, longest]
+            attention_mask=torch.tensor(mask, device=model.device),
             max_new_tokens=max_tokens,
             do_sample=False,
-            pad_token_id=0,  # never used for one sequence; unset, generate warns
+            pad_token_id=0,  # unset, generate warns
             **options,
         )
-        return [int(token) for token in out[0, len(prompt) :].tolist()]
+        return out[:, longest:].tolist()
 
     return run
 

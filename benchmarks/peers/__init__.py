@@ -1,0 +1,1 @@
+"""The engine beside transformers, vLLM and llama.cpp on the same work."""
