@@ -136,17 +136,20 @@ def run(cluster: "Cluster", signals: Signals, began: float) -> int:
     say(f"Ray and Serve run ({time.monotonic() - began:.1f} s); a replica starts")
     signals.listen()
     told: set[str] = set()
+    cluster.look()
     while not (signals.stop_requested.is_set() or cluster.settled):
-        for trouble in set(cluster.troubles()) - told:
+        for trouble in set(cluster.troubles) - told:
             told.add(trouble)
             say(f"waiting: {trouble}")
+        cluster.start_helpers()
         time.sleep(POLL_S)
+        cluster.look()
     if not signals.stop_requested.is_set():
-        failures = cluster.failures()
-        if failures:
-            say("\n".join(failures))
+        if cluster.failures:
+            say("\n".join(cluster.failures))
             return 1
         say(f"ready: {cluster.url}/ui ({time.monotonic() - began:.1f} s)")
+        cluster.start_helpers()
     signals.stop_requested.wait()
     drain(cluster)
     cluster.stop()
