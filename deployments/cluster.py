@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +15,17 @@ from pydantic import ValidationError
 from ray import serve
 from ray._private.node import Node
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
-from ray.serve._private.api import _coerce_controller_options, _create_controller_and_proxy_refs, _set_global_client
+from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
-from ray.serve.config import HTTPOptions
+from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
+from ray.serve.config import ControllerOptions, HTTPOptions
+from ray.serve.context import _set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from app.proxy import DRAIN_PATH
 from deployments.checks import explain
 from deployments.config_file import BUILDER
 from deployments.console import WorkerLines
-from deployments.preload import preload
 from deployments.settings import Settings
 
 FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
@@ -69,12 +69,6 @@ def _postponed(*names: str) -> Iterator[dict[str, Callable[[], None]]]:
             setattr(Node, name, method)
 
 
-def _preload(settings: Settings) -> None:
-    cpus = ray.cluster_resources().get("CPU", 1)
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, int(settings.num_cpus))))
-    ray.remote(preload).options(num_cpus=cpus).remote(settings.freeze("cpu").target, threads)
-
-
 class Cluster:
     """Starts with `start` and ends with `kill`, which may be called at any time. `stop` ends the applications first."""
 
@@ -85,9 +79,8 @@ class Cluster:
         self._helpers: dict[str, Callable[[], None]] = {}
         self._seen: dict[str, ApplicationStatusOverview] = {}
         ours = [application for application in config.applications if application.import_path == BUILDER]
-        self._ours = [Settings.model_validate(application.args) for application in ours]
         # Seconds that running requests get at the end: the longest of all our applications.
-        self.drain_s = max((settings.drain_s for settings in self._ours), default=0.0)
+        self.drain_s = max((Settings.model_validate(application.args).drain_s for application in ours), default=0.0)
 
     def start(self) -> None:
         """Start a new cluster, even if this machine has one already, and deploy the applications without waiting."""
@@ -97,20 +90,22 @@ class Cluster:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         global_worker_stdstream_dispatcher.remove_handler(RAYS_PRINTER)
         global_worker_stdstream_dispatcher.add_handler(RAYS_PRINTER, WorkerLines().show)
-        if self._ours:
-            _preload(self._ours[0])
+        self._deploy()
+
+    def _deploy(self) -> None:
+        """As serve.start and deploy_apps do, but the applications are built while the proxy starts."""
         controller, proxies = _create_controller_and_proxy_refs(
             HTTPOptions.model_validate(self._config.http_options.model_dump()),
-            None,
-            None,
-            None,
-            _coerce_controller_options(None),
-            self._config.proxy_location,
+            grpc_options=None,
+            global_logging_config=None,
+            global_tracing_config=None,
+            controller_options=ControllerOptions(),
+            proxy_location=self._config.proxy_location,
         )
         client = ServeControllerClient(controller)
         _set_global_client(client)
         client.deploy_apps(self._config, _blocking=False)
-        ray.get(proxies, timeout=60)
+        ray.get(proxies, timeout=HTTP_PROXY_TIMEOUT)
 
     def look(self) -> None:
         """Ask Serve how the applications are. The three below tell what it said."""

@@ -259,7 +259,9 @@ def test_rays_helpers_start_once_the_applications_are_built(tmp_path: Path, monk
     started: list[str] = []
 
     def init(**_: Any) -> None:
-        Node.start_api_server(Mock(spec=Node), include_dashboard=None, raise_on_failure=False)
+        node: Any = Mock(spec=Node)
+        Node.start_log_monitor(node)
+        Node.start_api_server(node, include_dashboard=None, raise_on_failure=False)
         assert not started, "ray.init waits for no dashboard"
 
     file = tmp_path / "serve.yaml"
@@ -268,10 +270,10 @@ def test_rays_helpers_start_once_the_applications_are_built(tmp_path: Path, monk
     for name in HELPERS:
         monkeypatch.setattr(Node, name, lambda node, name=name, **_: started.append(name))
     monkeypatch.setattr("deployments.cluster.ray.init", init)
-    monkeypatch.setattr("deployments.cluster.serve", Mock())
+    monkeypatch.setattr(Cluster, "_deploy", lambda cluster: started.append("Serve"))
     monkeypatch.setattr("deployments.cluster.global_worker_stdstream_dispatcher", Mock())
     cluster.start()
-    cluster.look()
+    assert started == ["start_log_monitor", "Serve"]
     for deployments, expected in (({}, []), ({"Replica": Mock()}, ["start_api_server"]), ({"Replica": Mock()}, [])):
         started.clear()
         monkeypatch.setattr(cluster, "_seen", {"default": Mock(deployments=deployments)})
