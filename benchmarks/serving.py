@@ -38,14 +38,14 @@ def served_model(connection: http.client.HTTPConnection) -> str:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedText:
     """One text."""
 
     first_s: float  # until its first token
     rest_s: float  # from its first token to its last
 
 
-def over_http(connection: http.client.HTTPConnection, model: str, prompt: Sequence[int], max_tokens: int) -> Timed:
+def over_http(connection: http.client.HTTPConnection, model: str, prompt: Sequence[int], max_tokens: int) -> TimedText:
     """Stream one greedy completion. Raises RuntimeError when the server does not stream a completion."""
     body = {"model": model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True}
     payload = json.dumps(body | {"ignore_eos": True}).encode()
@@ -58,21 +58,23 @@ def over_http(connection: http.client.HTTPConnection, model: str, prompt: Sequen
     last = time.perf_counter()
     if response.status != 200 or not text.rstrip().endswith(b"data: [DONE]"):
         raise RuntimeError(f"POST /v1/completions answered {response.status}: {text[:200]!r}")
-    return Timed(first - start, last - first)
+    return TimedText(first - start, last - first)
 
 
-def in_process(llm: Generator, prompt: Sequence[int], max_tokens: int) -> Timed:
+def in_process(llm: Generator, prompt: Sequence[int], max_tokens: int) -> TimedText:
     """Run the same request in this process."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     record = llm.generate([list(prompt)], params)[0].record
     if record.first_token is None or record.finished is None:
         raise RuntimeError("the engine recorded no first token or no end")
-    return Timed(record.first_token - record.arrived, record.finished - record.first_token)
+    return TimedText(record.first_token - record.arrived, record.finished - record.first_token)
 
 
-def alternate(sides: Sequence[Callable[[Sequence[int]], Timed]], prompts: Sequence[Sequence[int]]) -> list[list[Timed]]:
+def alternate(
+    sides: Sequence[Callable[[Sequence[int]], TimedText]], prompts: Sequence[Sequence[int]]
+) -> list[list[TimedText]]:
     """Every side once per prompt, in turn and with a pause; one list of texts per side, without the warm-ups."""
-    seconds: list[list[Timed]] = [[] for _ in sides]
+    seconds: list[list[TimedText]] = [[] for _ in sides]
     for prompt in [prompts[0]] * WARMUPS + list(prompts):
         for side, measured in zip(sides, seconds, strict=True):
             time.sleep(PAUSE_S)
@@ -95,7 +97,7 @@ def measure(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[
     return [*rows, {"side": "difference; ratio", **_first_token(differences), "tok/s": ratio}]
 
 
-def _row(side: str, texts: Sequence[Timed], tokens: int) -> dict[str, object]:
+def _row(side: str, texts: Sequence[TimedText], tokens: int) -> dict[str, object]:
     speed = median((tokens - 1) / text.rest_s for text in texts)
     return {"side": side, **_first_token([text.first_s * 1e3 for text in texts]), "tok/s": speed}
 

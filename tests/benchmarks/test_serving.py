@@ -85,7 +85,7 @@ def test_the_clock_is_read_at_the_first_byte_and_at_the_end(
 
     monkeypatch.setattr(http.client.HTTPResponse, "read", ticking)
     monkeypatch.setattr("benchmarks.serving.time.perf_counter", lambda: now[0])
-    assert serving.over_http(connection, "demo", [1, 2], 16) == serving.Timed(1.0, 1.0)
+    assert serving.over_http(connection, "demo", [1, 2], 16) == serving.TimedText(1.0, 1.0)
     fields = {"model": "demo", "prompt": [1, 2], "max_tokens": 16, "temperature": 0, "stream": True}
     assert handler.received == [fields | {"ignore_eos": True}]
 
@@ -110,9 +110,9 @@ def test_sides_take_turns_and_warm_ups_are_dropped(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(serving, "PAUSE_S", 0)
     seen: list[tuple[str, int]] = []
 
-    def side(name: str, prompt: list[int]) -> serving.Timed:
+    def side(name: str, prompt: list[int]) -> serving.TimedText:
         seen.append((name, prompt[0]))
-        return serving.Timed(float(len(seen)), 0.0)
+        return serving.TimedText(float(len(seen)), 0.0)
 
     sides = [lambda p: side("a", list(p)), lambda p: side("b", list(p))]
     a, b = serving.alternate(sides, [[1], [2]])
@@ -123,7 +123,7 @@ def test_sides_take_turns_and_warm_ups_are_dropped(monkeypatch: pytest.MonkeyPat
 def test_time_to_first_token_in_process_is_from_arrival() -> None:
     """The queue and the prompt count."""
     record = RequestRecord("r", 0, 1, 0, arrived=5.0, admitted=6.0, first_token=7.5, finished=9.0)
-    assert serving.in_process(Recorded(record), [1], 4) == serving.Timed(2.5, 1.5)
+    assert serving.in_process(Recorded(record), [1], 4) == serving.TimedText(2.5, 1.5)
     with pytest.raises(RuntimeError, match="no first token"):
         serving.in_process(Recorded(replace(record, first_token=None)), [1], 4)
 
