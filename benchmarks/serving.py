@@ -83,18 +83,21 @@ def alternate(
 
 
 def measure(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[dict[str, object]]:
-    """Median, fastest and slowest first token of both sides in milliseconds, and the median speed after it."""
     url = urlsplit(args.url)
     llm = LLM(args.target, args.draft, device=args.device, dtype=args.dtype, threads=args.threads)
     local = partial(in_process, llm, max_tokens=args.max_tokens)
     with closing(http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=60)) as connection:
         served = partial(over_http, connection, served_model(connection), max_tokens=args.max_tokens)
-        http_texts, local_texts = alternate([served, local], prompts)
-    rows = [_row("http", http_texts, args.max_tokens), _row("in process", local_texts, args.max_tokens)]
-    pairs = list(zip(http_texts, local_texts, strict=True))
-    differences = [(h.first_s - local.first_s) * 1e3 for h, local in pairs]
-    ratio = median(local.rest_s / h.rest_s for h, local in pairs)
-    return [*rows, {"side": "difference; ratio", **_first_token(differences), "tok/s": ratio}]
+        return compare(*alternate([served, local], prompts), args.max_tokens)
+
+
+def compare(served: Sequence[TimedText], local: Sequence[TimedText], tokens: int) -> list[dict[str, object]]:
+    """Both sides, then the median difference of their first tokens and the median ratio of their speeds."""
+    pairs = list(zip(served, local, strict=True))
+    differences = [(h.first_s - p.first_s) * 1e3 for h, p in pairs]
+    ratio = median(p.rest_s / h.rest_s for h, p in pairs)
+    both = [_row("http", served, tokens), _row("in process", local, tokens)]
+    return [*both, {"side": "difference; ratio", **_first_token(differences), "tok/s": ratio}]
 
 
 def _row(side: str, texts: Sequence[TimedText], tokens: int) -> dict[str, object]:

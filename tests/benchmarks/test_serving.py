@@ -136,4 +136,12 @@ def test_the_benchmark_against_the_server(
     serving.main([*pair, "--url", f"http://127.0.0.1:{port}", "--prompts-count=2", "--max-tokens=4"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert [row["side"] for row in rows] == ["http", "in process", "difference; ratio"]
-    assert rows[2]["tok/s"] == pytest.approx(rows[0]["tok/s"] / rows[1]["tok/s"], rel=0.5), "medians of two texts"
+
+
+def test_speed_is_compared_text_by_text() -> None:
+    """The medians of both sides alone would say 1.0."""
+    served = [serving.TimedText(0.005, 2.0), serving.TimedText(0.006, 8.0), serving.TimedText(0.010, 4.0)]
+    local = [serving.TimedText(0.001, 1.0), serving.TimedText(0.001, 4.0), serving.TimedText(0.002, 8.0)]
+    rows = serving.compare(served, local, 9)
+    assert [row["tok/s"] for row in rows] == [2.0, 2.0, 0.5]
+    assert [row["first token: ms"] for row in rows] == pytest.approx([6.0, 1.0, 5.0])
