@@ -88,7 +88,8 @@ def measure(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[
     local = partial(in_process, llm, max_tokens=args.max_tokens)
     with closing(http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=60)) as connection:
         served = partial(over_http, connection, served_model(connection), max_tokens=args.max_tokens)
-        return compare(*alternate([served, local], prompts), args.max_tokens)
+        served_texts, local_texts = alternate([served, local], prompts)
+    return compare(served_texts, local_texts, args.max_tokens)
 
 
 def compare(served: Sequence[TimedText], local: Sequence[TimedText], tokens: int) -> list[dict[str, object]]:
