@@ -1,9 +1,10 @@
-"""What HTTP serving adds to the time to first token: an idle server and an engine in this process, in turn.
+"""What HTTP serving costs one stream: an idle server and an engine in this process, in turn.
 
     python -m benchmarks.serving --target models/demo/target --draft models/demo/draft --url http://127.0.0.1:8000
 
-`http` is the time from sending the request on an open connection to the first byte of the streamed body. `in process`
-is the time from arrival to first token in an engine of this process. Start the server with the same models and dtype.
+`first token` is the time from sending the request on an open connection to the first byte of the streamed body, in
+process the time from arrival to first token. `tok/s` are the tokens of one text over the time from the first token to
+the last. Start the server with the same models, dtype and threads; the policy of both is goodput.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from urllib.parse import urlsplit
@@ -35,36 +37,44 @@ def served_model(connection: http.client.HTTPConnection) -> str:
     return str(json.loads(body)["data"][0]["id"])
 
 
-def first_byte_s(connection: http.client.HTTPConnection, model: str, prompt: Sequence[int], max_tokens: int) -> float:
-    """Seconds to the first byte of one streamed greedy completion, which is then read to its end.
+@dataclass(frozen=True)
+class TimedText:
+    """One text."""
 
-    Raises RuntimeError when the server does not stream a completion.
-    """
+    first_s: float  # until its first token
+    rest_s: float  # from its first token to its last
+
+
+def over_http(connection: http.client.HTTPConnection, model: str, prompt: Sequence[int], max_tokens: int) -> TimedText:
+    """Stream one greedy completion. Raises RuntimeError when the server does not stream a completion."""
     body = {"model": model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True}
-    payload = json.dumps(body).encode()
+    payload = json.dumps(body | {"ignore_eos": True}).encode()
     start = time.perf_counter()
     connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
     response = connection.getresponse()
-    first = response.read(1)
-    elapsed = time.perf_counter() - start
-    text = first + response.read()
+    text = response.read(1)
+    first = time.perf_counter()
+    text += response.read()
+    last = time.perf_counter()
     if response.status != 200 or not text.rstrip().endswith(b"data: [DONE]"):
         raise RuntimeError(f"POST /v1/completions answered {response.status}: {text[:200]!r}")
-    return elapsed
+    return TimedText(first - start, last - first)
 
 
-def first_token_s(llm: Generator, prompt: Sequence[int], max_tokens: int) -> float:
-    """Seconds from arrival to first token of the same request in process."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+def in_process(llm: Generator, prompt: Sequence[int], max_tokens: int) -> TimedText:
+    """Run the same request in this process."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     record = llm.generate([list(prompt)], params)[0].record
-    if record.first_token is None:
-        raise RuntimeError("the engine recorded no first token")
-    return record.first_token - record.arrived
+    if record.first_token is None or record.finished is None:
+        raise RuntimeError("the engine recorded no first token or no end")
+    return TimedText(record.first_token - record.arrived, record.finished - record.first_token)
 
 
-def alternate(sides: Sequence[Callable[[Sequence[int]], float]], prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Every side once per prompt, in turn and with a pause; one list of seconds per side, without the warm-ups."""
-    seconds: list[list[float]] = [[] for _ in sides]
+def alternate(
+    sides: Sequence[Callable[[Sequence[int]], TimedText]], prompts: Sequence[Sequence[int]]
+) -> list[list[TimedText]]:
+    """Every side once per prompt, in turn and with a pause; one list of texts per side, without the warm-ups."""
+    seconds: list[list[TimedText]] = [[] for _ in sides]
     for prompt in [prompts[0]] * WARMUPS + list(prompts):
         for side, measured in zip(sides, seconds, strict=True):
             time.sleep(PAUSE_S)
@@ -73,25 +83,36 @@ def alternate(sides: Sequence[Callable[[Sequence[int]], float]], prompts: Sequen
 
 
 def measure(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[dict[str, object]]:
-    """Median, fastest and slowest of both sides, and the difference of the medians, in milliseconds."""
     url = urlsplit(args.url)
     llm = LLM(args.target, args.draft, device=args.device, dtype=args.dtype, threads=args.threads)
-    in_process = partial(first_token_s, llm, max_tokens=args.max_tokens)
+    local = partial(in_process, llm, max_tokens=args.max_tokens)
     with closing(http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=60)) as connection:
-        over_http = partial(first_byte_s, connection, served_model(connection), max_tokens=args.max_tokens)
-        http_s, local_s = alternate([over_http, in_process], prompts)
-    rows: list[dict[str, object]] = [
-        {"side": name, "median ms": median(s) * 1e3, "fastest ms": min(s) * 1e3, "slowest ms": max(s) * 1e3}
-        for name, s in (("http", http_s), ("in process", local_s))
-    ]
-    differences = [h - local for h, local in zip(http_s, local_s, strict=True)]
-    spread = {"fastest ms": min(differences) * 1e3, "slowest ms": max(differences) * 1e3}
-    return [*rows, {"side": "difference", "median ms": (median(http_s) - median(local_s)) * 1e3, **spread}]
+        served = partial(over_http, connection, served_model(connection), max_tokens=args.max_tokens)
+        served_texts, local_texts = alternate([served, local], prompts)
+    return compare(served_texts, local_texts, args.max_tokens)
+
+
+def compare(served: Sequence[TimedText], local: Sequence[TimedText], tokens: int) -> list[dict[str, object]]:
+    """Both sides, then the median difference of their first tokens and the median ratio of their speeds."""
+    pairs = list(zip(served, local, strict=True))
+    differences = [(h.first_s - p.first_s) * 1e3 for h, p in pairs]
+    ratio = median(p.rest_s / h.rest_s for h, p in pairs)
+    both = [_row("http", served, tokens), _row("in process", local, tokens)]
+    return [*both, {"side": "difference; ratio", **_first_token(differences), "tok/s": ratio}]
+
+
+def _row(side: str, texts: Sequence[TimedText], tokens: int) -> dict[str, object]:
+    speed = median((tokens - 1) / text.rest_s for text in texts)
+    return {"side": side, **_first_token([text.first_s * 1e3 for text in texts]), "tok/s": speed}
+
+
+def _first_token(ms: Sequence[float]) -> dict[str, object]:
+    return {"first token: ms": median(ms), "fastest": min(ms), "slowest": max(ms)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = common.parser(__doc__)
-    p.set_defaults(prompts_count=30, max_tokens=16)
+    p.set_defaults(prompts_count=16, max_tokens=128)
     p.add_argument("--url", default="http://127.0.0.1:8000")
     args = p.parse_args(argv)
     workload = common.prepare(args)

@@ -4,13 +4,22 @@ import json
 import logging
 import ssl
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 
 import ray
 from pydantic import ValidationError
 from ray import serve
+from ray._private.node import Node
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray.serve._private.api import _create_controller_and_proxy_refs
+from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
+from ray.serve.config import ControllerOptions, HTTPOptions
+from ray.serve.context import _set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from app.proxy import DRAIN_PATH
@@ -21,6 +30,9 @@ from deployments.settings import Settings
 
 FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 RAYS_PRINTER = "ray_print_logs"  # shows the lines of workers; ray.shutdown removes it by this name
+# Methods of Ray's Node. The log monitor brings the replicas' lines; the API server is the dashboard.
+LOG_MONITOR = "start_log_monitor"
+HELPERS = (LOG_MONITOR, "start_api_server", "start_monitor")
 STOP_LIMIT_S = 10  # for replicas to end once no request runs
 PROXY_LIMIT_S = 2.0  # for the proxy to answer a drain command
 
@@ -41,6 +53,22 @@ def _reason(application: ApplicationStatusOverview) -> str:
     return reasons[-1] if reasons else application.message
 
 
+@contextmanager
+def _postponed(*names: str) -> Iterator[dict[str, Callable[[], None]]]:
+    """Let ray.init leave these methods of Node out. Yields the calls that it would have made, by name."""
+    calls: dict[str, Callable[[], None]] = {}
+    methods = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(
+            Node, name, lambda node, name=name, **options: calls.update({name: partial(methods[name], node, **options)})
+        )
+    try:
+        yield calls
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
 class Cluster:
     """Starts with `start` and ends with `kill`, which may be called at any time. `stop` ends the applications first."""
 
@@ -48,39 +76,74 @@ class Cluster:
         """Raises ValueError for settings that cannot be served."""
         self._config = config
         self._drain_token = drain_token
+        self._helpers: dict[str, Callable[[], None]] = {}
+        self._seen: dict[str, ApplicationStatusOverview] = {}
         ours = [application for application in config.applications if application.import_path == BUILDER]
         # Seconds that running requests get at the end: the longest of all our applications.
         self.drain_s = max((Settings.model_validate(application.args).drain_s for application in ours), default=0.0)
 
     def start(self) -> None:
         """Start a new cluster, even if this machine has one already, and deploy the applications without waiting."""
-        ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
+        with _postponed(*HELPERS) as self._helpers:  # ray.init would wait for them
+            ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
+        self._start_helpers(LOG_MONITOR)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         global_worker_stdstream_dispatcher.remove_handler(RAYS_PRINTER)
         global_worker_stdstream_dispatcher.add_handler(RAYS_PRINTER, WorkerLines().show)
-        options = self._config.http_options.model_dump()
-        serve.start(self._config.proxy_location, http_options=options)
-        client = serve.context._get_global_client()
-        assert client is not None, "Serve has started"
+        self._deploy()
+
+    def _deploy(self) -> None:
+        """As serve.start and deploy_apps do, but the applications are built while the proxy starts."""
+        controller, proxies = _create_controller_and_proxy_refs(
+            HTTPOptions.model_validate(self._config.http_options.model_dump()),
+            grpc_options=None,
+            global_logging_config=None,
+            global_tracing_config=None,
+            controller_options=ControllerOptions(),
+            proxy_location=self._config.proxy_location,
+        )
+        client = ServeControllerClient(controller)
+        _set_global_client(client)
         client.deploy_apps(self._config, _blocking=False)
+        ray.get(proxies, timeout=HTTP_PROXY_TIMEOUT)
+
+    def look(self) -> None:
+        """Ask Serve how the applications are. The three below tell what it said."""
+        self._seen = serve.status().applications
 
     @property
     def settled(self) -> bool:
         """Whether every application runs or one has failed."""
-        states = [application.status for application in serve.status().applications.values()]
+        states = [application.status for application in self._seen.values()]
         return any(s in FAILED for s in states) or (
             bool(states) and all(s is ApplicationStatus.RUNNING for s in states)
         )
 
+    @property
     def failures(self) -> list[str]:
-        applications = serve.status().applications.items()
-        return [f"application {name}: {_reason(app)}" for name, app in applications if app.status in FAILED]
+        return [f"application {name}: {_reason(a)}" for name, a in self._seen.items() if a.status in FAILED]
 
+    @property
     def troubles(self) -> list[str]:
         """What Serve says of deployments that cannot start yet."""
-        applications = serve.status().applications.values()
-        messages = [deployment.message for a in applications for deployment in a.deployments.values()]
+        messages = [deployment.message for a in self._seen.values() for deployment in a.deployments.values()]
         return [message.splitlines()[0] for message in messages if message.strip()]
+
+    def start_helpers(self) -> None:
+        """Start Ray's dashboard and autoscaler once every application is built; before, does nothing.
+
+        They take six seconds of processor time, and no replica needs them to start. Replicas load on one core each, so
+        another one is free here.
+        """
+        if self._seen and all(application.deployments for application in self._seen.values()):
+            self._start_helpers(*HELPERS)
+
+    def _start_helpers(self, *names: str) -> None:
+        """Start each of these helpers of Ray's that has not started yet."""
+        for name in names:
+            start = self._helpers.pop(name, None)
+            if start is not None:
+                start()
 
     @property
     def url(self) -> str:

@@ -91,13 +91,15 @@ def _histogram(
     name: str, about: str | None, bounds: tuple[float, ...], series: Iterable[tuple[Labels, Histogram]]
 ) -> Iterator[str]:
     yield from _head(name, about, "histogram")
+    edges = (*map(_number, bounds), "+Inf")
     for labels, histogram in series:
-        total = 0
-        for bound, count in zip((*bounds, None), histogram.counts, strict=True):
+        total, written = 0, _labels(labels)
+        begun = f"{written[:-1]}," if written else "{"
+        for edge, count in zip(edges, histogram.counts, strict=True):
             total += count
-            yield f"{name}_bucket{_labels(labels | {'le': '+Inf' if bound is None else _number(bound)})} {total}"
-        yield f"{name}_sum{_labels(labels)} {_number(histogram.sum)}"
-        yield f"{name}_count{_labels(labels)} {total}"
+            yield f'{name}_bucket{begun}le="{edge}"}} {total}'
+        yield f"{name}_sum{written} {_number(histogram.sum)}"
+        yield f"{name}_count{written} {total}"
 
 
 def _head(name: str, about: str | None, kind: str) -> Iterator[str]:

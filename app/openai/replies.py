@@ -13,6 +13,7 @@ in `choices`.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from starlette.responses import Response
@@ -25,9 +26,14 @@ from engine.types import RequestRecord, acceptance_of
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def encode_json(value: Any) -> bytes:
     """Encode the value as one line of JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes an escape."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _encode(value)
+    if text.isascii():
+        return text.encode()
     return text.translate(_LINE_ENDS).encode("utf-8", "backslashreplace")
 
 
@@ -72,10 +78,9 @@ class Envelope:
 
     def body(self, choices: Sequence[bytes], extra_fields: dict[str, Any]) -> list[bytes]:
         """Return the body around encoded choices, in parts that join to one line of JSON: each choice is a part."""
-        identity = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         parts = [choice if index == 0 else b"," + choice for index, choice in enumerate(choices)]
         end = b"," + encode_json(extra_fields)[1:] if extra_fields else b"}"
-        return [encode_json(identity)[:-1] + b',"choices":[', *parts, b"]" + end]
+        return [_head(self.id, self.object, self.created, self.model), *parts, b"]" + end]
 
     def first_fields(self) -> dict[str, Any]:
         """Return the fields of a whole reply, or of a stream's first chunk, that no later chunk repeats."""
@@ -95,6 +100,12 @@ class Envelope:
         label = {} if lenience is None else {"lossy": {"lenience": lenience}}
         request_metrics = metrics(records, steps_of=(returned or records) if self.tell_steps else ())
         return {"usage": usage(records, self.candidates), "metrics": request_metrics, "seed": records[0].seed} | label
+
+
+@lru_cache(maxsize=256)  # a stream asks for its own once per event
+def _head(id: str, object: str, created: int, model: str) -> bytes:
+    """Encode the beginning of a body, up to its choices."""
+    return encode_json({"id": id, "object": object, "created": created, "model": model})[:-1] + b',"choices":['
 
 
 def _counts(prompt: int, output: int) -> dict[str, Any]:

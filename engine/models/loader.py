@@ -14,7 +14,6 @@ from transformers import __version__ as version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ConfigError
-from engine.models.adapter import load_adapted, read_adapted_config
 from engine.models.attention import Scoring
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
@@ -52,6 +51,8 @@ def open_checkpoint(directory: str) -> Checkpoint:
         known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
         raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
     if kind not in MODEL_TYPES:
+        from engine.models.adapter import read_adapted_config  # transformers' modelling code takes seconds to import
+
         config = _transformers_config(path)
         return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
     raw = _transformers_config(path).to_dict()
@@ -85,6 +86,8 @@ def load_model(
             f"{checkpoint.path} is a {checkpoint.shape.architecture!r} model, which is not native, so its weights "
             f"cannot be {weights.form}: choose as_is"
         )
+    from engine.models.adapter import load_adapted
+
     return load_adapted(checkpoint.path, checkpoint.shape, dtype, device)
 
 

@@ -72,7 +72,7 @@ def connection(port: int) -> Iterator[http.client.HTTPConnection]:
     connection.close()
 
 
-def test_the_clock_stops_at_the_first_byte(
+def test_the_clock_is_read_at_the_first_byte_and_at_the_end(
     connection: http.client.HTTPConnection, handler: type[Handler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading takes one tick per call: the first byte is one read, the rest another."""
@@ -85,9 +85,9 @@ def test_the_clock_stops_at_the_first_byte(
 
     monkeypatch.setattr(http.client.HTTPResponse, "read", ticking)
     monkeypatch.setattr("benchmarks.serving.time.perf_counter", lambda: now[0])
-    assert serving.first_byte_s(connection, "demo", [1, 2], 16) == 1.0
-    assert now[0] == 2.0
-    assert handler.received == [{"model": "demo", "prompt": [1, 2], "max_tokens": 16, "temperature": 0, "stream": True}]
+    assert serving.over_http(connection, "demo", [1, 2], 16) == serving.TimedText(1.0, 1.0)
+    fields = {"model": "demo", "prompt": [1, 2], "max_tokens": 16, "temperature": 0, "stream": True}
+    assert handler.received == [fields | {"ignore_eos": True}]
 
 
 def test_the_served_model_is_asked_for(connection: http.client.HTTPConnection, handler: type[Handler]) -> None:
@@ -103,29 +103,29 @@ def test_a_failed_stream_is_not_a_measurement(
 ) -> None:
     handler.status, handler.tail = status, tail
     with pytest.raises(RuntimeError, match=str(status)):
-        serving.first_byte_s(connection, "demo", [1], 16)
+        serving.over_http(connection, "demo", [1], 16)
 
 
 def test_sides_take_turns_and_warm_ups_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "PAUSE_S", 0)
     seen: list[tuple[str, int]] = []
 
-    def side(name: str, prompt: list[int]) -> float:
+    def side(name: str, prompt: list[int]) -> serving.TimedText:
         seen.append((name, prompt[0]))
-        return float(len(seen))
+        return serving.TimedText(float(len(seen)), 0.0)
 
     sides = [lambda p: side("a", list(p)), lambda p: side("b", list(p))]
     a, b = serving.alternate(sides, [[1], [2]])
     assert seen == [(name, prompt) for prompt in (1, 1, 1, 1, 2) for name in "ab"]
-    assert (a, b) == ([7.0, 9.0], [8.0, 10.0])
+    assert [[text.first_s for text in texts] for texts in (a, b)] == [[7.0, 9.0], [8.0, 10.0]]
 
 
 def test_time_to_first_token_in_process_is_from_arrival() -> None:
-    """The queue and the prompt count; what follows the first token does not."""
+    """The queue and the prompt count."""
     record = RequestRecord("r", 0, 1, 0, arrived=5.0, admitted=6.0, first_token=7.5, finished=9.0)
-    assert serving.first_token_s(Recorded(record), [1], 4) == 2.5
+    assert serving.in_process(Recorded(record), [1], 4) == serving.TimedText(2.5, 1.5)
     with pytest.raises(RuntimeError, match="no first token"):
-        serving.first_token_s(Recorded(replace(record, first_token=None)), [1], 4)
+        serving.in_process(Recorded(replace(record, first_token=None)), [1], 4)
 
 
 def test_the_benchmark_against_the_server(
@@ -135,5 +135,13 @@ def test_the_benchmark_against_the_server(
     pair = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads=1", "--json"]
     serving.main([*pair, "--url", f"http://127.0.0.1:{port}", "--prompts-count=2", "--max-tokens=4"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert [row["side"] for row in rows] == ["http", "in process", "difference"]
-    assert rows[2]["median ms"] == pytest.approx(rows[0]["median ms"] - rows[1]["median ms"])
+    assert [row["side"] for row in rows] == ["http", "in process", "difference; ratio"]
+
+
+def test_speed_is_compared_text_by_text() -> None:
+    """The medians of both sides alone would say 1.0."""
+    served = [serving.TimedText(0.005, 2.0), serving.TimedText(0.006, 8.0), serving.TimedText(0.010, 4.0)]
+    local = [serving.TimedText(0.001, 1.0), serving.TimedText(0.001, 4.0), serving.TimedText(0.002, 8.0)]
+    rows = serving.compare(served, local, 9)
+    assert [row["tok/s"] for row in rows] == [2.0, 2.0, 0.5]
+    assert [row["first token: ms"] for row in rows] == pytest.approx([6.0, 1.0, 5.0])

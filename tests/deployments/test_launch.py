@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
+from ray._private.node import Node
 
 from deployments import launch
-from deployments.cluster import Cluster, read_config
+from deployments.cluster import HELPERS, Cluster, read_config
 from deployments.config_file import read_document
 from deployments.launch import SecondSignal, Signals, main, run
 
@@ -35,17 +36,18 @@ class FakeCluster:
     def __init__(self, loads: list[int], drain_s: float = 30.0, failures: list[str] | None = None) -> None:
         self.loads, self.drain_s = loads, drain_s
         self.did: list[str] = []
-        self._failures = failures or []
+        self.failures = failures or []
+        self.troubles: list[str] = []
         self.on_drain: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self.did.append("start")
 
-    def troubles(self) -> list[str]:
-        return []
+    def look(self) -> None:
+        pass
 
-    def failures(self) -> list[str]:
-        return self._failures
+    def start_helpers(self) -> None:
+        pass
 
     def drain(self, seconds: float) -> int:
         assert 0 <= seconds <= self.drain_s
@@ -246,4 +248,36 @@ def test_a_failure_is_told_in_the_words_of_the_engine(
     monkeypatch.setattr("deployments.cluster.serve.status", lambda: Mock(applications=states))
     file = tmp_path / "serve.yaml"
     file.write_text(CONFIG % 1, encoding="utf-8")
-    assert Cluster(read_config(read_document(file)), "token").failures() == [f"application bad: {reason}"]
+    cluster = Cluster(read_config(read_document(file)), "token")
+    cluster.look()
+    assert cluster.failures == [f"application bad: {reason}"]
+    assert cluster.settled
+
+
+def test_rays_helpers_start_once_the_applications_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, they would take processor time from the builders. `serve status` needs them."""
+    started: list[str] = []
+
+    def init(**_: Any) -> None:
+        node: Any = Mock(spec=Node)
+        Node.start_log_monitor(node)
+        Node.start_api_server(node, include_dashboard=None, raise_on_failure=False)
+        assert not started, "ray.init waits for no dashboard"
+
+    file = tmp_path / "serve.yaml"
+    file.write_text(CONFIG % 1, encoding="utf-8")
+    cluster = Cluster(read_config(read_document(file)), "token")
+    for name in HELPERS:
+        monkeypatch.setattr(Node, name, lambda node, name=name, **_: started.append(name))
+    monkeypatch.setattr("deployments.cluster.ray.init", init)
+    monkeypatch.setattr(Cluster, "_deploy", lambda cluster: started.append("Serve"))
+    monkeypatch.setattr("deployments.cluster.global_worker_stdstream_dispatcher", Mock())
+    cluster.start()
+    assert started == ["start_log_monitor", "Serve"]
+    for deployments, expected in (({}, []), ({"Replica": Mock()}, ["start_api_server"]), ({"Replica": Mock()}, [])):
+        started.clear()
+        monkeypatch.setattr(cluster, "_seen", {"default": Mock(deployments=deployments)})
+        cluster.start_helpers()
+        assert started == expected
+    Node.start_monitor(Mock(spec=Node))
+    assert started == ["start_monitor"], "outside of ray.init Node is itself"
