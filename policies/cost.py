@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import FEW, Corrections, HostWork, isotonic
+from policies.corrections import FEW, WINDOW, Corrections, HostWork, isotonic
 from policies.draft_cost import TOKEN_SHARE, DraftCost
-from policies.observation import Floats, RoundCost, Timing
+from policies.observation import UNREAD, Floats, RoundCost, Timing
 
 PASS_S = 0.01  # seconds of the target's pass over one token on an unmeasured machine
-REFRESH = 16  # rounds after which what they taught is used: predicting anew takes about 0.3 ms
-CATCH_UP = 4  # tokens read per draft: beyond, a round measures how the draft model reads a prompt, not how it drafts
 
 
 class CostModel:
@@ -37,7 +35,7 @@ class CostModel:
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""
-        key = batch, _bucket(prefill, 4) if prefill else -1
+        key = batch, bucket(prefill, 4) if prefill else -1
         cost = self._known.get(key)
         if cost is None:
             cost = self._known[key] = self._cost(batch, round(2 ** (key[1] / 4)) if prefill else 0)
@@ -50,15 +48,19 @@ class CostModel:
         self._correct(timing)
         self._host.observe(timing)
         self._rounds += 1
-        if self._rounds % REFRESH == 0 or self._rounds in (FEW, 2 * FEW):
-            for learned in (self._score, self._mixed, self._draft, self._host):
-                learned.refresh()
-            self._known.clear()
+        if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
+        for learned in (self._score, self._mixed, self._draft, self._host):
+            learned.refresh()
+        self._known.clear()
 
     def _cost(self, batch: int, prefill: int) -> RoundCost:
         evenly = self._verification(batch, prefill)
         padding = self._pass_cost.padding
-        model, step, token = self._draft_cost.cost(batch) * self._draft.factor((_bucket(batch),))
+        model, step, token = self._draft_cost.cost(batch) * self._draft.factor((bucket(batch),))
         base, drafting = self._host.seconds(batch)
         return RoundCost(
             base_s=base,
@@ -78,7 +80,7 @@ class CostModel:
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         learned = self._mixed if prefill and self._mixed.samples else self._score
-        keys = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
+        keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
         visited = [known for key in keys if (known := learned.known(key)) is not None]
         if not visited:
             return profiled * learned.factor(keys[0])
@@ -91,11 +93,11 @@ class CostModel:
         return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted))
 
     def _correct(self, timing: Timing) -> None:
-        batch = _bucket(timing.batch)
+        batch = bucket(timing.batch)
         tokens = timing.batch + timing.drafts + timing.prefill
         learned = self._mixed if timing.prefill else self._score
-        learned.observe((batch, _bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
-        if timing.forwards and timing.read <= CATCH_UP * timing.drafts:
+        learned.observe((batch, bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
+        if timing.forwards and timing.read <= UNREAD * timing.drafts:  # otherwise it shows how the model reads a prompt
             model, step, token = self._draft_cost.cost(timing.batch)
             predicted = model + timing.forwards * step + timing.read * token
             self._draft.observe((batch,), timing.draft_s, float(predicted), log2(timing.batch))
@@ -196,5 +198,5 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
     return curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
 
 
-def _bucket(count: float, per_octave: int = 2) -> int:
+def bucket(count: float, per_octave: int = 2) -> int:
     return round(log2(count) * per_octave)

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.observation import Floats, Ints, Observation
+from policies.observation import UNREAD, Floats, Ints, Observation
 
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
 MOST_ENTRIES = 1 << 15  # drafts × pairs of depths to evaluate, some 3 ms: beyond, not every pair is tried
-UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
 
 
 class Allocation(NamedTuple):
