@@ -56,6 +56,12 @@ class SpecControl:
             self._held.rounds_left = 0
         self._end_rest()
 
+    def begin(self, timings: Sequence[Timing]) -> None:
+        """Take over a new profile."""
+        self.timings = tuple(timings)
+        self.cost.begin(timings)
+        self._undrafted.clear()
+
     @property
     def most(self) -> int:
         """The most drafts that the policy may give a sequence."""

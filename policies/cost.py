@@ -9,7 +9,7 @@ Statistical Inference under Order Restrictions, section 1.2).
 """
 
 from collections.abc import Sequence
-from math import log2
+from math import exp, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,10 @@ class CostModel:
 
     def __init__(self, depth: int, timings: Sequence[Timing] = ()) -> None:
         self._depth = depth
+        self.begin(timings)
+
+    def begin(self, timings: Sequence[Timing]) -> None:
+        """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
         self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
@@ -56,6 +60,13 @@ class CostModel:
         for learned in (self._score, self._mixed, self._draft, self._host):
             learned.refresh()
         self._known.clear()
+
+    @property
+    def misfit(self) -> float:
+        """How many times dearer than another kind of round the profile has taken one, wrongly, at least 1. A factor
+        that all kinds share does not count: it changes no choice."""
+        known = [*self._score.values(), *self._draft.values()]
+        return exp(max(known) - min(known)) if known else 1.0
 
     def _cost(self, batch: int, prefill: int) -> RoundCost:
         evenly = self._verification(batch, prefill)

@@ -1,6 +1,9 @@
 """Settings that every test needs: one torch thread, no network, no usage reports."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 # Before any import of ray, transformers or tokenizers: they read these once.
@@ -8,6 +11,8 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # what one run measures is not for the next
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 import torch
