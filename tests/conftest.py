@@ -12,7 +12,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # what one run measures is not for the next
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from tests.workers import pytest_xdist_auto_num_workers as pytest_xdist_auto_num
 from tests.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # A busy machine is no fault of what is tested.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
