@@ -8,16 +8,15 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.models.product_times import cache_folder, cpu_model
 from engine.models.runner import Runner
 from policies.observation import Timing
 
@@ -25,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class ProfileFile:
-    """Where the profile of these models is kept: in a folder `foretoken` below XDG_CACHE_HOME, or ~/.cache."""
+    """Where the profile of these models is kept."""
 
     def __init__(self, runners: Sequence[Runner], max_running: int, depth: int) -> None:
         device = runners[0].device
         self._about = {
-            "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
+            "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "models": [[repr(r.decoder.config), r.decoder.weight_bytes, repr(r.layout)] for r in runners],
@@ -38,8 +37,7 @@ class ProfileFile:
             "depth": depth,
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
-        self.path = folder / f"rounds-{name}.json"
+        self.path = cache_folder() / f"rounds-{name}.json"
 
     def read(self) -> list[Timing]:
         """The timings; none if there is no file that can be used."""
@@ -76,11 +74,3 @@ def _timing(row: dict[str, Any]) -> Timing:
     if timing.batch < 1 or timing.score_s <= 0:
         raise ValueError("a round without sequences or seconds")
     return timing
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.is_file() else []
-    values = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
-    parts = [values.get(name, "").strip() for name in ("model name", "cpu family", "model", "stepping")]
-    return " ".join(part for part in parts if part) or platform.processor() or platform.machine()

@@ -1,8 +1,6 @@
-"""Settings that every test needs: one torch thread, no network, no usage reports."""
+"""Settings that every test needs: one torch thread, no network, no usage reports, a cache folder of its own."""
 
-import atexit
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -11,7 +9,9 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # what one run measures is not for the next
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
+    CACHE = tempfile.TemporaryDirectory(prefix="foretoken-tests-", ignore_cleanup_errors=True)
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from tests.workers import pytest_xdist_auto_num_workers as pytest_xdist_auto_num
 from tests.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 torch.set_num_threads(1)
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # A busy machine is no fault of what is tested.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
