@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import Drafter, try_forget
 from engine.intake import Intake
 from engine.ledger import Ledger
-from engine.load import load_models
+from engine.load import load_models, with_threads
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
 from engine.profiling import profile
@@ -93,6 +93,7 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """Load the models and measure what rounds cost. Raises ConfigError for what cannot be served."""
+        config = with_threads(config)
         models = load_models(config)
         target, drafter = models.target, models.drafter
         timings = profile(target, drafter, config.max_running, config.max_spec_length, PROFILE_S)
