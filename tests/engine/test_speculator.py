@@ -350,7 +350,12 @@ def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypa
         control.rest = Rest(decision, [0, 1], frozenset(["model"]), rounds_left=200)
     monkeypatch.setattr(control, "observe", lambda *_: calls.append("observe"))
     plan = control.plan
-    monkeypatch.setattr(control, "plan", lambda *seen: calls.append("plan") or plan(*seen))
+
+    def asked_to_plan(candidates: Seq[Candidate], prefill: int) -> Decision:
+        calls.append("plan")
+        return plan(candidates, prefill)
+
+    monkeypatch.setattr(control, "plan", asked_to_plan)
     run = drive(engine, prompts, after_step=lambda: calls.clear() if engine.steps == 2 else None)
     assert run.tokens == plain
     assert len(calls) <= 8 if name == "goodput" else (len(calls) > 20) == asked

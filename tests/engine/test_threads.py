@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.machine_cpus import usable_cpus
 from engine.models.decoder import DecoderConfig
+from engine.models.loader import load_model, open_checkpoint
 from engine.threads import choose_threads
 from tests.engine.pairs import Pair
 
@@ -26,7 +28,7 @@ def _one_thread_again() -> Iterator[None]:
 
 
 def shape_of(pair: Pair) -> DecoderConfig:
-    return load.open_checkpoint(Path(pair.target)).shape
+    return open_checkpoint(pair.target).shape
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,12 @@ def test_the_engine_runs_with_what_was_chosen(
     """And weights are loaded after the choice, because products are chosen for it. threads pins the number."""
     seen: list[int] = []
     monkeypatch.setattr(load, "choose_threads", lambda shape, most: most)
-    load_model = load.load_model
-    monkeypatch.setattr(load, "load_model", lambda *a, **k: seen.append(torch.get_num_threads()) or load_model(*a, **k))
+
+    def loading(*given: Any, **named: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return load_model(*given, **named)
+
+    monkeypatch.setattr(load, "load_model", loading)
     engine = Engine.from_config(EngineConfig(pair.target, None, max_running=1, max_model_len=32, **given))  # type: ignore[arg-type]
     assert engine.config.threads == threads
     assert seen == [threads or 1]
