@@ -143,6 +143,7 @@ class PassCost:
     def __init__(self, timings: Sequence[Timing]) -> None:
         rounds = [t for t in timings if t.batch and not t.prefill and t.score_s > 0]
         self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
+        self._known: dict[tuple[int, ...], float] = {}  # seconds by batch, drafts, depth and prompts' tokens
         self._longest = max(self._curves, key=lambda curve: float(curve.tokens[-1]))
         self._batches = [curve.batch for curve in self._curves]
         self.padding = (
@@ -166,8 +167,13 @@ class PassCost:
 
     def round_seconds(self, timing: Timing) -> float:
         """Seconds of the pass of a round like this one."""
-        own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
-        return float((1 - self.padding) * own + self.padding * deepest)
+        key = timing.batch, timing.drafts, timing.depth, timing.prefill
+        if key not in self._known:
+            if len(self._known) >= WINDOW**2:
+                self._known.clear()
+            own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
+            self._known[key] = float((1 - self.padding) * own + self.padding * deepest)
+        return self._known[key]
 
     def _follow(self, curve: Curve, tokens: Floats) -> Floats:
         last = curve.tokens[-1:]

@@ -4,7 +4,7 @@ Choosing anew takes a few percent of a round with few sequences, and so does lea
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from policies.observation import Candidate
@@ -119,9 +119,9 @@ class HeldChoice:
             ks.append(min(k, limits.most[n]))
             reasons.append(limits.bounds[n] if fixed or k > limits.most[n] else reason)
             alphas.append(alpha)
-        decision = replace(self.decision, ks=ks, reasons=reasons, alphas=alphas)
         self.same = self.places.keys() == {candidate.handle for candidate in candidates}
-        return decision if self.same else replace(decision, seconds=0.0, tokens=0.0)
+        seconds, tokens = (self.decision.seconds, self.decision.tokens) if self.same else (0.0, 0.0)
+        return Decision(ks, reasons, alphas, self.decision.confidence, seconds, tokens)
 
     def observe(self, accepted: int) -> None:
         """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""

@@ -27,7 +27,6 @@ class Allocation(NamedTuple):
 
     ks: Ints  # [B]
     goodput: float  # tokens per second, with gaps amortised
-    seconds: float  # of this round, with all that it reads
     tokens: float
 
 
@@ -67,7 +66,7 @@ def _behind(observation: Observation) -> Floats:
 def evaluate(observation: Observation, ks: Ints) -> Allocation:
     """The expected outcome of these ks. Its goodput is the objective that `plan` maximises."""
     tokens = expected_tokens(observation, ks)
-    return Allocation(ks, tokens / seconds(observation, ks), seconds(observation, ks, amortised=False), tokens)
+    return Allocation(ks, tokens / seconds(observation, ks), tokens)
 
 
 def plan(observation: Observation) -> Allocation:
