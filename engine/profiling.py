@@ -61,7 +61,7 @@ def profile(
     """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
     without the host's work around them. No other sequence may hold memory during this.
 
-    A whole profile is kept in a file. If a start finds one, a few shapes are measured, and the file counts if they
+    A profile of all shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts if they
     agree with it. kept: whether to look for it.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
@@ -103,7 +103,7 @@ def profile(
         return []
     log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(measured), wanted, perf_counter() - began)
     timings = list(measured.values())
-    if len(measured) == wanted > 1 and not over():
+    if len(measured) == wanted > 1:
         file.write(timings)
     return timings
 
