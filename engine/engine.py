@@ -293,15 +293,21 @@ class Engine:
         control, config = self.speculator.control, self.config
         if not control.timings or self._repeats >= MOST_REPEATS or control.cost.misfit < DISTURBED:
             return
-        log.info("rounds take other times than at the start, by a factor of %.2f", control.cost.misfit)
-        timings = profile(
-            *(self.target, self.drafter, config.max_running, config.max_spec_length, PROFILE_S),
-            kept=False,
-            interrupted=interrupted,
-        )
+        self._repeats += 1
+        try:
+            timings = profile(
+                *(self.target, self.drafter, config.max_running, config.max_spec_length, PROFILE_S),
+                kept=False,
+                interrupted=interrupted,
+            )
+        except Exception:
+            log.exception("rounds cannot be measured again; the costs of the start stay")
+            return
         if timings:
-            self._repeats += 1
+            log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
             control.begin(timings)
+        else:
+            self._repeats -= 1
 
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""

@@ -61,8 +61,8 @@ def profile(
     """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
     without the host's work around them. No other sequence may hold memory during this.
 
-    A profile of all shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts if they
-    agree with it. kept: whether to look for it.
+    A profile of all shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts if
+    they agree with it. kept: whether to look for it.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had

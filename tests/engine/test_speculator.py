@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.engine import Engine
+from engine.engine import MOST_REPEATS, Engine
 from engine.models.decoder import Decoder
 from engine.models.runner import Feed
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
@@ -413,3 +413,21 @@ def test_a_profile_that_is_interrupted_changes_nothing(pair: Pair, monkeypatch: 
     engine.repeat_profile(lambda: False)
     assert len(control.timings) > len(before)
     assert engine.target.cache.used == 0
+
+
+def test_a_profile_that_fails_leaves_the_engine_as_it_was(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(pair, max_spec_length=2, max_running=1)
+    tries = list[bool]()
+
+    def failing(*_: object, **how: object) -> list[Timing]:
+        tries.append(True)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(CostModel, "misfit", 9.0)
+    monkeypatch.setattr("engine.engine.profile", failing)
+    before = engine.speculator.control.timings
+    for _ in range(10):
+        engine.repeat_profile(lambda: False)
+    assert engine.speculator.control.timings is before
+    assert len(tries) == MOST_REPEATS
+    assert drive(engine, requests(k=2)[:1]).tokens
