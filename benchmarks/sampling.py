@@ -43,7 +43,7 @@ class SamplingCase:
 CASES = (
     SamplingCase("greedy", SamplingParams(temperature=0)),
     SamplingCase("match", SamplingParams(temperature=0.8)),
-    SamplingCase("match, top-p", SamplingParams(temperature=0.8, top_p=0.95)),
+    SamplingCase("match, top-p", SamplingParams(temperature=0.8, top_p=0.9)),
     SamplingCase("match, min-p", SamplingParams(temperature=0.8, min_p=0.05)),
     SamplingCase("match, penalties", SamplingParams(temperature=0.8, presence_penalty=0.5, repetition_penalty=1.1)),
     SamplingCase("rejection", SamplingParams(temperature=0.8), "rejection"),

@@ -43,9 +43,7 @@ def _by_verifier(batch: DraftBatch) -> dict[Verifier, list[int]]:
 
 def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -> DeviceVerdict:
     logits, rows, ks = _select_rows(batch, draft, logits, indices)
-    scores = batch.sampler.scores(logits, rows, draft.tokens)
-    drawn = batch.sampler.sample(scores, rows)
-    finite = scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf  # an argmax over NaN picks a NaN
+    drawn, finite = batch.sampler.draw(logits, rows, draft.tokens)
     if draft.tokens is None or len(indices) == len(batch.sequences):
         return acceptance.match(drawn, finite, draft.tokens, ks)
     return acceptance.match(drawn, finite, draft.tokens[list(indices)], ks)

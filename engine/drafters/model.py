@@ -12,6 +12,7 @@ from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
+from engine.models.attention import index_tensor
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
@@ -239,7 +240,7 @@ class DraftColumns:
         return values[self._index(rows)]
 
     def _index(self, values: Seq[int]) -> Tensor:
-        return torch.tensor(values, device=self._tokens.device)
+        return index_tensor(values, self._tokens.device)
 
 
 class DraftLaws:
@@ -254,10 +255,10 @@ class DraftLaws:
         """Draw the next draft of each active sequence from logits [len(active), vocab], after the drafts [B, j]."""
         sampler, ahead = batch.sampler, drafts.shape[1]
         rows = [sampler.offsets[i] + ahead for i in active]
-        scores = sampler.scores(logits, rows, drafts)
         with_law = [n for n, i in enumerate(active) if i in self.rows]
         if not with_law:
-            return sampler.sample(scores, rows, drafting=True)
+            return sampler.draw(logits, rows, drafts, drafting=True)[0]
+        scores = sampler.scores(logits, rows, drafts)
         index = torch.tensor(with_law, device=scores.device)
         law_rows = [rows[n] for n in with_law]
         laws = sampler.laws(scores[index], law_rows)

@@ -7,6 +7,7 @@ such a group is padded, never a matrix product. The storage decides whether K an
 A layer with a sliding window reads the last keys of that view only; the mask hides what lies before a query's window.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,13 @@ class AttentionPlan:
     groups: tuple[Group, ...]
 
 
+def index_tensor(values: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [n]. torch.tensor takes three times as long for a short list."""
+    if not values:  # frombuffer takes no empty buffer
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.frombuffer(array("q", values), dtype=torch.int64).to(device)
+
+
 def plan_attention(
     spans: Sequence[Span],
     storage: Storage,
@@ -89,13 +97,14 @@ def plan_attention(
         index += range(s.start, s.end)
     for s in spans:
         index += storage.row_numbers(s.slot, s.start, s.end)
-    positions, cache_rows = torch.tensor(index, device=device).view(2, -1).unbind(0)
+    positions, cache_rows = index_tensor(index, device).view(2, -1).unbind(0)
     rows_used = index[len(index) // 2 :]
     in_order = len(spans) == 1 and rows_used == list(range(rows_used[0], rows_used[0] + len(rows_used)))
     groups, row = [], 0
     for members in _grouped(spans):
         rows = slice(row, row + sum(s.count for s in members))
-        groups.append(_make_group(members, rows, positions[rows], num_heads // num_kv_heads, dtype))
+        queries = positions if len(members) == len(spans) else positions[rows]
+        groups.append(_make_group(members, rows, queries, num_heads // num_kv_heads, dtype))
         row = rows.stop
     return AttentionPlan(positions, cache_rows, rows_used[0] if in_order else None, tuple(groups))
 
@@ -250,8 +259,8 @@ def _padded(members: Sequence[Span], slots: int, queries: int, device: torch.dev
         gather[first : first + span.count] = range(packed, packed + span.count)
         scatter.extend(range(first, first + span.count))
         packed += span.count
-    last_visible = torch.tensor(visible, device=device).view(slots, queries)
-    return last_visible, torch.tensor(gather, device=device), torch.tensor(scatter, device=device)
+    last_visible = index_tensor(visible, device).view(slots, queries)
+    return last_visible, index_tensor(gather, device), index_tensor(scatter, device)
 
 
 def _additive_mask(

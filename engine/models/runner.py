@@ -12,7 +12,7 @@ from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.drafters.translation import DraftText, Translation
-from engine.models.attention import Attention, Span, plan_attention
+from engine.models.attention import Attention, Span, index_tensor, plan_attention
 from engine.models.decoder import DecoderConfig, LanguageModel
 from engine.sequence import Sequence
 
@@ -173,14 +173,14 @@ class Runner:
             ids += [0] * feed.drafts
             logit_rows += range(len(ids) - feed.outputs, len(ids))
         # A draft model's vocabulary may be smaller than the target's. A wrong id costs drafts; a fault costs the pass.
-        tokens = torch.tensor(ids, device=self.device).clamp_(max=self.vocab_size - 1)
+        tokens = index_tensor(ids, self.device).clamp_(max=self.vocab_size - 1)
         if drafts is not None and draft_rows:
             self._insert_drafts(tokens, draft_rows, drafts, draft_places)
-        rows = None if len(logit_rows) >= len(ids) else self._index(logit_rows)
+        rows = None if len(logit_rows) >= len(ids) else index_tensor(logit_rows, self.device)
         logits, states = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows)
         for feed, span in zip(feeds, spans, strict=True):
             self.cache.extend(feed.sequence.handle, span.count)
-        self._prompt_states = states[self._index(prompt_rows)] if prompt_rows else None
+        self._prompt_states = states[index_tensor(prompt_rows, self.device)] if prompt_rows else None
         return logits
 
     def prompt_logits(self, rows: Tensor) -> Tensor:
@@ -222,9 +222,6 @@ class Runner:
             self._largest_pass = count, spent_ns
         return logits, hidden
 
-    def _index(self, rows: Seq[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
-
     def _insert_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
         """Write drafts[places] into rows `rows` of tokens, without a copy to the host."""
         # The verifier rejects an illegal id; here it must not fault the embedding.
@@ -234,7 +231,7 @@ class Runner:
         else:
             index = torch.tensor(places, device=self.device)
             values = legal[index[:, 0], index[:, 1]]
-        tokens[torch.tensor(rows, device=self.device)] = values
+        tokens[index_tensor(rows, self.device)] = values
 
 
 def kv_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> KVShape:

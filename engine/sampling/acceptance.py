@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.sampling import elementwise
+
 OVERLAP_SCALE = 1_000_000  # overlaps are integers, in millionths
 
 
@@ -95,7 +97,7 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
     chances = log_scales[:, 1:].exp()
     if chances.shape[1] > 1:
         inner = log_scales[:, 1:-1]
-        mass = log_residual(logp[:, 1:-1], logq[:, 1:], inner[..., None]).logsumexp(-1).exp()
+        mass = residual_mass(logp[:, 1:-1], logq[:, 1:], inner[..., None])
         room = mass - torch.expm1(inner)
         last = torch.tensor(ks, device=logp.device)[:, None] == torch.arange(1, chances.shape[1], device=logp.device)
         # 0/0 is 1. NaN is 1 as well: the draft is reached, and the sequence then ends, as under rejection. Behind a
@@ -112,7 +114,7 @@ def overlaps(logp: Tensor, logq: Tensor, lenience: Tensor | None = None) -> Tens
     (Leviathan et al. 2023, Theorem 3.5). Block verification accepts at least as many drafts in expectation.
     """
     scaled = logp[:, :-1] if lenience is None else logp[:, :-1] - lenience.to(logp.dtype).log()[:, None, None]
-    shares = torch.minimum(scaled, logq).exp_().sum(-1).nan_to_num(0.0).clamp(0, 1)
+    shares = elementwise.exp(torch.minimum(scaled, logq)).sum(-1).nan_to_num(0.0).clamp(0, 1)
     return (shares * OVERLAP_SCALE).round().long()
 
 
@@ -142,9 +144,20 @@ def emitted_law(logp: Tensor, logq: Tensor, log_scales: Tensor, accepted: Tensor
 
 def log_residual(logp: Tensor, logq: Tensor, log_scale: Tensor) -> Tensor:
     """log max(scale·p − q, 0), elementwise, as a + log(1 − e^(b − a)): precise also where p and q are close."""
+    scaled, gap = _scaled_and_gap(logp, logq, log_scale)
+    return scaled + elementwise.log(-torch.expm1(gap))
+
+
+def residual_mass(logp: Tensor, logq: Tensor, log_scale: Tensor) -> Tensor:
+    """Σ max(scale·p − q, 0) over the last dimension, as precise as log_residual."""
+    scaled, gap = _scaled_and_gap(logp, logq, log_scale)
+    return -(elementwise.exp(scaled) * torch.expm1(gap)).sum(-1)
+
+
+def _scaled_and_gap(logp: Tensor, logq: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(log(scale·p), the log of q / (scale·p), at most 0: no mass is left where it is 0)."""
     scaled = logp + log_scale
-    gap = (logq - scaled).masked_fill(scaled == -torch.inf, 0.0).clamp(max=0)  # 0: no mass left
-    return scaled + torch.log(-torch.expm1(gap))
+    return scaled, (logq - scaled).masked_fill(scaled == -torch.inf, 0.0).clamp(max=0)
 
 
 def _log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Finds where top-k, top-p and min-p cut one row of logits on the CPU, without sorting the row.
 
+It decides what candidates.py leaves: rows with top-k, rows without top-p, and rows that need a sum in fp64.
+
 A logit's score is (logit − best) / temperature in fp64, as in filters.apply_temperature. The result is exact: where
 rounding could decide, the definition in filters.py is used. No pass over the row is shared among threads: the passes
 are many and short, and on a busy machine each would wait for the slowest thread.
 """
 
-from math import inf, isqrt, log
+from math import inf, isqrt
 
 import numpy as np
 import torch
@@ -16,9 +18,6 @@ SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies
 SORT_LIMIT = 4096  # rows of at most so many logits are sorted without a sample
 SERIAL_LIMIT = 16_384  # numbers; torch shares a pass over more than twice as many among threads
 ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, in whatever order, per token
-FP32_ROUNDING = 2.0**-24  # relative error of an operation in fp32
-SUM_BLOCK = 64  # masses that are summed in fp32
-EXP_ERROR = 8  # bound on the relative error of an exponential in fp32, in units of FP32_ROUNDING
 
 Logits = NDArray[np.floating]
 Scores = NDArray[np.float64]
@@ -67,25 +66,15 @@ class LogitsRow:
         """The lowest score of the smallest set of best logits, with all equals, that has top_p of the mass of `kept`.
 
         Only logits near it are sorted. None if it is not among these, or if the mass of the set, with or without its
-        lowest score, is so close to top_p that rounding could decide. Of fp32 logits the mass is first summed in fp32:
-        where few logits have top_p of it, the error of that sum seldom matters.
+        lowest score, is so close to top_p that rounding could decide.
         """
-        logits, few = kept.numpy(), None
-        if kept.dtype == torch.float32:
-            total, rounding = self._mass_in_fp32(kept, torch.from_numpy(masses).view(torch.float32)[: len(kept)])
-            low, high = self._bracket(logits, (1 - top_p) * total)
-            near = logits >= low
-            if np.count_nonzero(near) <= SORT_LIMIT:
-                few = self._first_to_reach(top_p, logits[np.flatnonzero(near)], 0.0, total, rounding)
-        if few is not None:
-            return few
+        logits = kept.numpy()
         with np.errstate(over="ignore"):  # a low temperature
             np.subtract(logits, self._best, out=masses, dtype=np.float64)
             masses *= 1 / self._temperature
             np.exp(masses, out=masses)
         total = float(masses.sum())
-        if kept.dtype != torch.float32:
-            low, high = self._bracket(logits, (1 - top_p) * total)
+        low, high = self._bracket(logits, (1 - top_p) * total)
         near, above = logits >= low, 0.0
         if high < inf:
             below = logits < high
@@ -96,18 +85,6 @@ class LogitsRow:
             above = total - capped + cap * (len(logits) - np.count_nonzero(below))
         rounding = len(self._logits) * ROUNDING_PER_TOKEN
         return self._first_to_reach(top_p, logits[np.flatnonzero(near)], above, total, rounding)
-
-    def _mass_in_fp32(self, kept: Tensor, scratch: Tensor) -> tuple[float, float]:
-        """(mass of fp32 logits, bound on its relative error).
-
-        The three operations that make a score s give its mass a relative error of 3 · |s| · FP32_ROUNDING. The mean of
-        |s|, weighted by mass, is at most the logarithm of the number of logits, because the entropy of their law is.
-        """
-        torch.sub(kept, self._best, out=scratch)
-        scratch.mul_(1 / self._temperature).exp_()
-        whole = len(kept) // SUM_BLOCK * SUM_BLOCK
-        sums = scratch[:whole].view(-1, SUM_BLOCK).sum(-1).double().sum() + scratch[whole:].double().sum()
-        return float(sums), (3 * log(len(kept)) + SUM_BLOCK + EXP_ERROR) * FP32_ROUNDING
 
     def _first_to_reach(self, top_p: float, near: Logits, above: float, total: float, rounding: float) -> float | None:
         """The score at which the masses, summed from the largest on, reach top_p of `total`; None if not clearly one.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.candidates import Cuts, cut_rows
+from engine.sampling.candidates import CutRows, Cuts, cut_rows
 from engine.sampling.cuts import SERIAL_LIMIT, SORT_LIMIT, LogitsRow
 from engine.types import SamplingParams
 
@@ -56,22 +56,34 @@ def truncated(logits: Tensor, filters: Filters) -> Tensor:
     likely than min_p times the likeliest. Each filter is a threshold, so equal logits stay or go together, and the
     likeliest tokens always stay.
     """
-    if logits.device.type == "cpu" and logits.shape[-1] > SHORT_ROW:
-        return _truncate_long_rows(logits.contiguous(), filters)
-    return logits.masked_fill(removed(logits, filters), -torch.inf)
+    if not cuts_without_sorting(logits):
+        return logits.masked_fill(removed(logits, filters), -torch.inf)
+    logits = logits.contiguous()
+    return truncated_rows(logits, filters, cut_without_sorting(logits, filters))
 
 
-def _truncate_long_rows(logits: Tensor, filters: Filters) -> Tensor:
-    """As truncated(), on the CPU: sorts no more of a row than the tokens near its cut, if they are clear."""
-    result = torch.empty(logits.shape, dtype=logits.dtype)
+def cuts_without_sorting(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.shape[-1] > SHORT_ROW
+
+
+def cut_without_sorting(logits: Tensor, filters: Filters) -> CutRows:
+    """What truncated() removes from the rows that it need not sort. logits: contiguous, on the CPU."""
     wanted = (filters.top_p < 1) & (filters.top_k >= logits.shape[-1])
     columns = (filters.temperature, filters.top_p, filters.min_p.log(), wanted)
-    left = cut_rows(logits, Cuts(*(column.numpy() for column in columns)), result)
-    if left and logits.shape[-1] <= SORT_LIMIT:
-        rows = torch.tensor(left)
-        result[rows] = logits[rows].masked_fill(removed(logits[rows], filters.pick(rows)), -torch.inf)
-    elif left:
-        _search_rows(logits, filters, left, result)
+    return cut_rows(logits, Cuts(*(column.numpy() for column in columns)))
+
+
+def truncated_rows(logits: Tensor, filters: Filters, cut: CutRows) -> Tensor:
+    """As truncated(), after cut_without_sorting()."""
+    result = torch.empty(logits.shape, dtype=logits.dtype)
+    cut.write(logits, result)
+    if cut.left and logits.shape[-1] <= SORT_LIMIT:
+        rows = torch.tensor(cut.left)
+        values, gone = logits[rows], removed(logits[rows], filters.pick(rows))
+        # By numpy: torch takes three times as long where the mask is irregular.
+        result[rows] = torch.from_numpy(np.where(gone.numpy(), np.array(-np.inf, values.numpy().dtype), values.numpy()))
+    elif cut.left:
+        _search_rows(logits, filters, cut.left, result)
     return result
 
 
@@ -98,8 +110,8 @@ def _search_rows(logits: Tensor, filters: Filters, chosen: Seq[int], result: Ten
 def removed(logits: Tensor, filters: Filters) -> Tensor:
     """Which tokens the filters remove, bool [F, vocab]. This is their definition; it sorts each row."""
     vocab = logits.shape[-1]
-    scores = apply_temperature(logits.double(), filters.temperature)
-    ascending = _sorted(scores)
+    ordered = _sorted(logits)
+    ascending = apply_temperature(ordered.double(), filters.temperature)
     kth = ascending.gather(-1, (vocab - filters.top_k.clamp(max=vocab))[:, None])
     floor = ascending[:, -1:] + filters.min_p.log()[:, None]  # log 0 = −inf: off
     threshold = torch.maximum(kth, floor)
@@ -108,7 +120,8 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
         outside = (mass <= (1 - filters.top_p)[:, None]).sum(-1, keepdim=True).clamp_(max=vocab - 1)
         first_kept = ascending.gather(-1, outside)
         threshold = torch.where(filters.top_p[:, None] < 1, torch.maximum(threshold, first_kept), threshold)
-    return scores < threshold
+    lowest_kept = ordered.gather(-1, (ascending < threshold).sum(-1, keepdim=True).clamp_(max=vocab - 1))
+    return logits < lowest_kept
 
 
 def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:

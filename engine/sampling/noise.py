@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import (
     BLOCK,
     FIRST_CLOCK_SALT,
@@ -78,6 +79,11 @@ class GumbelRace:
         if list(rows) != list(range(len(noise))):
             noise = noise[torch.tensor(rows, device=noise.device)]
         return argmax(noise + scores)
+
+    def run_kept(self, kept: KeptTokens, rows: Seq[int]) -> Tensor:
+        """As run(), where only the kept tokens are left, on the CPU. Token 0 for a row without any."""
+        assert self._host is not None, "only races on the CPU run over kept tokens"
+        return torch.from_numpy(self._host.race_few(np.array(rows)[kept.rows], kept, len(rows)))
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

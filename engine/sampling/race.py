@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
-FEW = 8  # where at most one token in so many is left, the tokens race alone
+FEW = 64  # where at most one token in so many is left, the tokens race without the earliest clocks of all blocks
 SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
@@ -76,8 +77,8 @@ class BlockNoise:
 
     def race(self, scores: Tensor, rows: Ids) -> Ids:
         """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
-        if (held := few_held(scores)) is not None:
-            return self._race_few(scores.numpy(), rows, *held)
+        if (held := few_held(scores, FEW)) is not None:
+            return self.race_few(rows[held.rows], held, len(rows))
         maxima, values = _block_maxima(scores), scores.numpy()
         best, ids = self._lead(values, rows, maxima.shape[1])
         # Blocks that could hold the winner. An excluded block never can; a block with a NaN can, and the NaN wins.
@@ -90,11 +91,10 @@ class BlockNoise:
                 best[n], ids[n] = winner, token
         return ids
 
-    def _race_few(self, scores: NDArray[np.floating], rows: Ids, owners: Ids, tokens: Ids) -> Ids:
-        """Winners [n] among these tokens [m] of rows `owners` [m] of the scores, in ascending order; id 0 if none."""
-        noise = self._noise(rows[owners], tokens // BLOCK, tokens[:, None])[:, 0]
-        noisy = scores[owners, tokens] + self._temperatures[rows[owners], 0] * noise
-        return row_winners(noisy, owners, tokens, len(rows))
+    def race_few(self, noise_rows: Ids, kept: KeptTokens, rows: int) -> Ids:
+        """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
+        noise = self._noise(noise_rows, kept.tokens // BLOCK, kept.tokens[:, None])[:, 0]
+        return row_winners(kept, kept.values + self._temperatures[noise_rows, 0] * noise, rows)
 
     def _lead(self, scores: NDArray[np.floating], rows: Ids, blocks: int) -> tuple[Floats, Ids]:
         """(best score, its token) [n] among the tokens with the first clocks; id 0 if all of these are excluded."""
@@ -121,29 +121,30 @@ class BlockNoise:
         return -np.log(times)
 
 
-def few_held(scores: Tensor) -> tuple[Ids, Ids] | None:
-    """(rows, tokens) of all scores [R, vocab] above −inf, in ascending order; None unless they are few."""
+def few_held(scores: Tensor, few: int) -> KeptTokens | None:
+    """All scores [R, vocab] above −inf; None if they are more than one in `few`."""
     values, lowest = scores.numpy(), np.finfo(scores.numpy().dtype).min
     sample = values[:, ::SAMPLE_STRIDE]
-    if np.count_nonzero(sample >= lowest) * FEW > sample.size:
+    if np.count_nonzero(sample >= lowest) * few > sample.size:
         return None
     held = ~(values < lowest)  # a NaN may win, so that it is seen
-    if np.count_nonzero(held) * FEW > held.size:
+    if np.count_nonzero(held) * few > held.size:
         return None
-    return np.divmod(np.flatnonzero(held), values.shape[1])
+    rows, tokens = np.divmod(np.flatnonzero(held), values.shape[1])
+    return KeptTokens(rows, tokens, values[rows, tokens])
 
 
-def row_winners(noisy: Floats, owners: Ids, tokens: Ids, rows: int) -> Ids:
-    """The token [rows] with the best of noisy [m] in each row; owners [m] and tokens [m] are in ascending order.
+def row_winners(kept: KeptTokens, noisy: Floats, rows: int) -> Ids:
+    """The token [rows] with the best of noisy [m] in each row.
 
     The lowest token of equals, a NaN before any number, and id 0 in a row without tokens.
     """
     result = np.zeros(rows, np.int64)
     if len(noisy):
-        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        starts = np.flatnonzero(np.diff(kept.rows, prepend=-1))
         best = np.repeat(np.maximum.reduceat(noisy, starts), np.diff(starts, append=len(noisy)))
         leads = np.flatnonzero((noisy == best) | np.isnan(noisy))[::-1]
-        result[owners[leads]] = tokens[leads]  # the first of a row is written last
+        result[kept.rows[leads]] = kept.tokens[leads]  # the first of a row is written last
     return result
 
 

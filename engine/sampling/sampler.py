@@ -15,8 +15,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.sampling.candidates import NO_TOKENS, CutRows
 from engine.sampling.exclusions import Exclusions
-from engine.sampling.filters import Filters, apply_temperature, truncated, truncates
+from engine.sampling.filters import (
+    Filters,
+    apply_temperature,
+    cut_without_sorting,
+    cuts_without_sorting,
+    truncated,
+    truncated_rows,
+    truncates,
+)
 from engine.sampling.noise import (
     COIN_STREAM,
     DRAFT_STREAM,
@@ -66,11 +75,43 @@ class Sampler:
         self._exclusions = {i: self._excluded(s) for i, s in enumerate(sequences) if s.params.excludes}
         self._histories = [self._history(s) for s in sequences] if self._penalised else []
 
+    def draw(
+        self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None, *, drafting: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(token ids [R], whether each one's score is finite), as sample(scores(…)). On the CPU no scores are made for
+        rows that keep few tokens."""
+        logits = self._before_filters(logits, rows, drafts)
+        if cuts_without_sorting(logits) and all(row in self._filter_row and row in self._race_row for row in rows):
+            return self._draw_kept(logits.contiguous(), rows, drafting)
+        scores = self._filtered(logits, rows)
+        drawn = self.sample(scores, rows, drafting=drafting)
+        return drawn, scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf  # an argmax over NaN picks a NaN
+
+    def _draw_kept(self, logits: Tensor, rows: Seq[int], drafting: bool) -> tuple[Tensor, Tensor]:
+        """As draw(), for rows that all have filters and noise. Only rows that keep many tokens get scores."""
+        filters = self._filters_of(rows)
+        cut = cut_without_sorting(logits, filters)
+        race, numbers = self._race_of(rows, drafting)
+        drawn, finite = race.run_kept(cut.kept, numbers), torch.ones(len(rows), dtype=torch.bool)
+        if rest := sorted([*cut.last_removed, *cut.left]):
+            index, place = torch.tensor(rest), {row: n for n, row in enumerate(rest)}
+            removed = {place[row]: last for row, last in cut.last_removed.items()}
+            found = CutRows(NO_TOKENS, removed, [place[row] for row in cut.left])
+            if len(rest) < len(rows):
+                logits, filters = logits[index], filters.pick(index)
+            scores = truncated_rows(logits, filters, found)
+            drawn[index] = race.run(scores, [numbers[n] for n in rest])
+            finite[index] = scores.gather(1, drawn[index, None])[:, 0].abs() < torch.inf
+        return drawn, finite
+
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
         """The transform without the division by the temperature, [R, vocab] → [R, vocab]; −inf for excluded tokens.
 
         drafts [B, ≥ what the rows see]: the round's drafts so far; None if no row sees any. `logits` is not changed.
         """
+        return self._filtered(self._before_filters(logits, rows, drafts), rows)
+
+    def _before_filters(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         if picked := [n for n, row in enumerate(rows) if row in self._biased]:
@@ -81,11 +122,18 @@ class Sampler:
             logits = self._without_excluded(logits, rows, drafts)
         if self._banned:
             logits = self._without_banned(logits, rows)
-        picked = [n for n, row in enumerate(rows) if row in self._filter_row]
-        if picked and self._filters is not None:
-            filters = self._filters.pick(self._index([self._filter_row[rows[n]] for n in picked]))
-            logits = _put(logits, picked, truncated(_take(logits, picked), filters))
         return logits
+
+    def _filtered(self, logits: Tensor, rows: Seq[int]) -> Tensor:
+        picked = [n for n, row in enumerate(rows) if row in self._filter_row]
+        if not picked:
+            return logits
+        filters = self._filters_of([rows[n] for n in picked])
+        return _put(logits, picked, truncated(_take(logits, picked), filters))
+
+    def _filters_of(self, rows: Seq[int]) -> Filters:
+        assert self._filters is not None
+        return self._filters.pick(self._index([self._filter_row[row] for row in rows]))
 
     def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:
         """Token ids [R], drawn for these rows from the target's own stream (stream 0). Ties take the lowest id.
@@ -95,14 +143,17 @@ class Sampler:
         noisy = [n for n, row in enumerate(rows) if row in self._race_row]
         if not noisy:
             return argmax(scores)
-        noisy_rows = [rows[n] for n in noisy]
+        race, numbers = self._race_of([rows[n] for n in noisy], drafting)
+        drawn = race.run(_take(scores, noisy), numbers)
+        return drawn if len(noisy) == len(rows) else _put(argmax(scores), noisy, drawn)
+
+    def _race_of(self, rows: Seq[int], drafting: bool) -> tuple[GumbelRace, Seq[int]]:
+        """(a race, the numbers that these noisy rows have in it)."""
         if drafting and self._race is None:
             self._race = self._make_race(self._noisy)
         if self._race is None:
-            drawn = self._make_race(noisy_rows).run(_take(scores, noisy), range(len(noisy_rows)))
-        else:
-            drawn = self._race.run(_take(scores, noisy), [self._race_row[row] for row in noisy_rows])
-        return drawn if len(noisy) == len(rows) else _put(argmax(scores), noisy, drawn)
+            return self._make_race(rows), range(len(rows))
+        return self._race, [self._race_row[row] for row in rows]
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """The log of the law [R, vocab] of these rows' tokens, in fp32 or fp64. Their temperature must be positive."""

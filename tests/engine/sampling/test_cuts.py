@@ -3,15 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import cuts, filters
+from engine.sampling import candidates, cuts, filters, long_row
 from engine.sampling.filters import Filters, removed, truncated
 from engine.types import SamplingParams
 
+Floats = NDArray[np.float64]
 CPU = torch.device("cpu")
 SHAPES = [(40, vocab) for vocab in (1, 2, 31, 100, 1000)] + [(12, 5000), (4, 20_000)]
 
@@ -105,6 +109,7 @@ def wrong_rows(kind: Kind, dtype: torch.dtype) -> int:
 
 @pytest.fixture
 def every_row_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "SHORT_ROW", 0)
     monkeypatch.setattr(filters, "SORT_LIMIT", 0)
     monkeypatch.setattr(cuts, "SORT_LIMIT", 0)
 
@@ -164,8 +169,69 @@ def test_where_rounding_in_fp32_decides_the_sum_in_fp64_does() -> None:
 
 
 def test_a_cut_that_trusts_its_sum_in_fp32_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "FP32_ROUNDING", 0.0)
+    monkeypatch.setattr(long_row, "FP32_ROUNDING", 0.0)
     assert decided_by_rounding_in_fp32() > 10
+
+
+@pytest.fixture(params=["together", "one by one"])
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any length are cut without a sort: a group of rows in the same passes, or one by one from a sample."""
+    monkeypatch.setattr(filters, "SHORT_ROW", 0)
+    monkeypatch.setattr(candidates, "LONG_ROW", 0 if request.param == "one by one" else 10**9)
+    monkeypatch.setattr(long_row, "FEWEST_SAMPLED", 1)
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("few", [0, 4096], ids=["near the cut", "all that are kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_either_way_removes_what_the_definition_removes(
+    kind: Kind, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_row, "MOST_CANDIDATES", few or long_row.MOST_CANDIDATES)
+    assert wrong_rows(kind, dtype) == 0
+
+
+def most_are_cut(spread: float) -> int:
+    """Rows of 20 that need no other way than candidates.py."""
+    logits = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0)) * spread
+    chosen = Filters.make([SamplingParams(top_p=0.9, temperature=0.8)] * 20, 20_000, CPU)
+    return 20 - len(filters.cut_without_sorting(logits, chosen).left)
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0, 3.0, 5.0, 8.0])
+def test_most_rows_are_cut_by_masses_in_fp32(spread: float) -> None:
+    """Flat or peaked. Else every row would pay for a sum in fp64."""
+    assert most_are_cut(spread) >= 14
+
+
+@pytest.mark.usefixtures("each_way")
+def test_either_way_shows_if_it_trusts_its_sum_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decided_by_rounding_in_fp32() == 0
+    monkeypatch.setattr(candidates, "FP32_ROUNDING", 0.0)
+    monkeypatch.setattr(long_row, "FP32_ROUNDING", 0.0)
+    assert decided_by_rounding_in_fp32() > 10
+
+
+@pytest.mark.usefixtures("each_way")
+def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, alone = candidates._lowest_kept, long_row.LongRow._lowest
+
+    def one_higher(scores: Floats, *args: Any) -> Floats:
+        lowest = together(scores, *args)
+        rank = np.maximum((scores > lowest[:, None]).sum(1) - 1, 0)
+        return np.where(np.isnan(lowest), lowest, scores[np.arange(len(scores)), rank])
+
+    def one_higher_alone(row: long_row.LongRow, *args: Any) -> tuple[float, long_row.Numbers, Floats] | None:
+        found = alone(row, *args)
+        if found is None:
+            return None
+        lowest, descending, scores = found
+        return float(scores[max(0, int((scores > lowest).sum()) - 1)]), descending, scores
+
+    monkeypatch.setattr(candidates, "_lowest_kept", one_higher)
+    monkeypatch.setattr(long_row.LongRow, "_lowest", one_higher_alone)
+    assert wrong_rows(normal, torch.float32) > 3
 
 
 @pytest.mark.usefixtures("every_row_is_long")

@@ -187,6 +187,22 @@ def test_residuals_lose_nothing_where_p_and_q_are_close() -> None:
     assert weights[2] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_residuals_mass_is_the_sum_of_its_weights(dtype: torch.dtype) -> None:
+    """Also where p and q are close, where both forbid a token, where q is one-hot, and where nothing is left."""
+    g = torch.Generator().manual_seed(0)
+    logp = (torch.randn(8, 50, generator=g).double() * 3).log_softmax(-1)
+    logq = (logp + 1e-4 * torch.randn(8, 50, generator=g).double()).log_softmax(-1)
+    logp[1, :20] = logq[1, :10] = logq[2, 1:] = -inf
+    logq[3], scale = logp[3], torch.linspace(-0.5, 0, 8).double()[:, None]
+    scale[4], scale[3] = -inf, 0.0
+    mass = acceptance.residual_mass(logp.to(dtype), logq.to(dtype), scale.to(dtype)).double()
+    expected = log_residual(logp.to(dtype), logq.to(dtype), scale.to(dtype)).double().logsumexp(-1).exp()
+    assert torch.allclose(mass, expected, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+    assert mass[3] == mass[4] == 0
+    assert (mass > 0).any()
+
+
 def test_residuals_of_what_is_forbidden() -> None:
     """−inf, never NaN, whichever of p, q and the scale is 0."""
     values = [-inf, -1.0, 0.0]

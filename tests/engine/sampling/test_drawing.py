@@ -1,0 +1,139 @@
+"""Drawing without scores: the tokens are those of the whole transform and of a race over all of the noise."""
+
+from collections.abc import Sequence as Seq
+from math import inf, nan
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampling import candidates, elementwise, filters, token_race
+from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
+from engine.sampling.race import Bits, Floats, clocks_of
+from engine.sampling.sampler import Sampler
+from engine.sequence import Sequence
+from engine.types import SamplingParams
+from tests.engine.driving import make_sequence
+
+CPU = torch.device("cpu")
+VOCABULARIES = [300, 4096, 20_000]
+TOP_P = SamplingParams(top_p=0.9, temperature=0.8)
+
+
+def rows_of_every_kind(vocab: int) -> Tensor:
+    """Flat, common and peaked rows, in fp32; some with ties, with excluded tokens, or without a law."""
+    g = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(40, vocab, generator=g) * torch.tensor([0.01, 1.0, 3.0, 6.0, 30.0]).repeat(8)[:, None]
+    rows[5:10] = rows[5:10].round()
+    rows[10:15][torch.rand(5, vocab, generator=g) < 0.9] = -inf
+    rows[15, 7], rows[16, 7], rows[17] = nan, inf, -inf
+    return rows
+
+
+def sampler_of(sequences: Seq[Sequence], vocab: int) -> Sampler:
+    return Sampler(sequences, [0] * len(sequences), vocab, CPU)
+
+
+def drawn_apart(params: Seq[SamplingParams], vocab: int, *, drafting: bool = False) -> int:
+    """Rows whose token is not the argmax over scores with all of the noise, or whose finiteness is not told."""
+    logits = rows_of_every_kind(vocab)
+    sequences = [make_sequence(i, [0], p, key=i) for i, p in enumerate(params)]
+    sampler = sampler_of(sequences, vocab)
+    drawn, finite = sampler.draw(logits, range(len(params)), drafting=drafting)
+    chosen = filters.Filters.make(params, vocab, CPU)
+    scores = logits.masked_fill(filters.removed(logits, chosen), -inf)
+    keys = sampler._keys(0, range(len(params)))
+    noise = gumbel_noise(keys, torch.ones(len(params), dtype=torch.int64), vocab) * chosen.temperature[:, None]
+    expected = torch.from_numpy((noise + scores).numpy().argmax(1))
+    is_finite = scores.gather(1, expected[:, None])[:, 0].abs() < inf
+    return int(((drawn != expected) & is_finite).sum() + (finite != is_finite).sum())
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_a_draw_is_an_argmax(vocab: int, drafting: bool) -> None:
+    assert drawn_apart([TOP_P] * 40, vocab, drafting=drafting) == 0
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_rows_with_and_without_filters_draw_together(vocab: int) -> None:
+    kinds = [TOP_P, SamplingParams(), SamplingParams(top_k=20), SamplingParams(min_p=0.1), SamplingParams(top_p=0.5)]
+    kinds.append(SamplingParams(top_p=0.7, min_p=0.2, temperature=1.3))
+    assert drawn_apart([kinds[i % len(kinds)] for i in range(40)], vocab) == 0
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_a_draw_without_the_lowest_kept_tokens_shows(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: nine in ten of the kept tokens never win."""
+    cut_rows = candidates.cut_rows
+
+    def short(logits: Tensor, cuts: candidates.Cuts) -> candidates.CutRows:
+        found = cut_rows(logits, cuts)
+        kept = found.kept
+        some = np.arange(len(kept.rows)) % 10 == 0
+        fewer = candidates.KeptTokens(kept.rows[some], kept.tokens[some], kept.values[some])
+        return candidates.CutRows(fewer, found.last_removed, found.left)
+
+    monkeypatch.setattr(filters, "cut_rows", short)
+    assert drawn_apart([TOP_P] * 40, vocab) > 1
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_kept_tokens_are_never_written_out(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that keeps few tokens needs no scores: writing and reading them takes as long as the filter."""
+    monkeypatch.setattr(filters, "truncated_rows", lambda *args: pytest.fail("scores were made"))
+    monkeypatch.setattr(candidates.CutRows, "write", lambda *args: pytest.fail("scores were made"))
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0)) * 6
+    sequences = [make_sequence(i, [0], TOP_P, key=i) for i in range(8)]
+    drawn, finite = sampler_of(sequences, vocab).draw(logits.clone(), range(8))
+    assert finite.all()
+    assert drawn.unique().numel() > 1
+
+
+# The race over a small vocabulary
+
+
+def parameters(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
+    return keys, torch.arange(rows), torch.full((rows,), 0.8, dtype=torch.float64)
+
+
+def raced_apart(spread: float) -> int:
+    scores = torch.randn(200, 1000, generator=torch.Generator().manual_seed(1)) * spread
+    keys, positions, temperatures = parameters(200)
+    noise = gumbel_noise(keys, positions, 1000) * temperatures[:, None]
+    drawn = GumbelRace(keys, positions, temperatures, 1000).run(scores, range(200))
+    return int((drawn.numpy() != (noise + scores).numpy().argmax(1)).sum())
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 10.0, 300.0])
+def test_a_race_over_rivals_alone_is_an_argmax(spread: float) -> None:
+    assert raced_apart(spread) == 0
+
+
+def test_a_race_with_too_low_a_limit_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_race, "MARGIN", -0.5)
+    assert raced_apart(3.0) > 3
+
+
+def test_most_tokens_get_no_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def watched(bits: Bits) -> Floats:
+        made.append(bits.size)
+        return clocks_of(bits)
+
+    monkeypatch.setattr(token_race, "clocks_of", watched)
+    assert DENSE_NOISE_LIMIT >= 1000
+    assert raced_apart(3.0) == 0
+    assert 200 < sum(made) < 200 * 1000 / 10
+
+
+@pytest.mark.parametrize("value", [-inf, -1000.0, -90.0, 80.0, 1000.0, nan])
+def test_exponentials_and_logarithms_are_those_of_torch(value: float) -> None:
+    """Also where they vanish or overflow."""
+    values = torch.tensor([value, 0.0, 1.0, -1.0])
+    assert torch.allclose(elementwise.exp(values), values.exp(), rtol=1e-6, atol=1e-37, equal_nan=True)
+    assert torch.allclose(elementwise.log(values), values.log(), rtol=1e-6, equal_nan=True)
