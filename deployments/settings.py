@@ -212,9 +212,9 @@ class Settings(BaseModel):
     drain_s: Share = 30.0
     """seconds that running requests get after SIGINT or SIGTERM"""
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None
-    """CPU threads of the engine; none: on CPU as many as num_cpus"""
+    """CPU threads of the engine; none: on CPU as many of num_cpus as pay, measured at the start"""
     num_cpus: Number = 1.0
-    """CPUs that Ray reserves per replica"""
+    """CPUs that Ray reserves per replica. `foretoken serve`, which has one replica, reserves all that there are"""
     api_key_file: Annotated[str | None, BeforeValidator(_none)] = None
     """one API key per line; none: no key is needed"""
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
@@ -306,7 +306,8 @@ class Settings(BaseModel):
             max_prompt_tokens=self.max_prompt_tokens,
             generation_config=self.generation_config,
             request_timeout_s=self.request_timeout_s,
-            threads=self.threads or (max(1, int(self.num_cpus)) if device == "cpu" else None),
+            threads=self.threads,
+            most_threads=max(1, int(self.num_cpus)) if device == "cpu" else None,
         )
 
 

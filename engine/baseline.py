@@ -30,11 +30,11 @@ def plain_seconds(
     low then. The time for choosing k counts against drafts, and so does a fault. A step without drafts is plain
     decoding: its estimate is its real time.
     """
+    if not faulty and not any(ks):
+        return step_s
     plain = cost.round_cost(batch, 0)
     plain_s = emitted * plain.seconds(0, 0, 0, 0)
     if faulty:
         return plain_s
-    if not any(ks):
-        return step_s
     predicted_s = plain.seconds(sum(ks), max(ks), forwards, read)
     return plain_s / (predicted_s + policy_s) * step_s

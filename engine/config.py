@@ -51,7 +51,10 @@ class EngineConfig:
     max_prompt_tokens: int = 131_072  # per client's request, each prompt counted once for all n choices
     request_timeout_s: float | None = None  # the longest that a request may take, waiting included; None: no limit
     generation_config: GenerationConfig = "auto"
-    threads: int | None = None  # intra-op CPU threads; None: torch's own default
+    threads: int | None = (
+        None  # intra-op CPU threads; None: as many of most_threads as pay, by measurement at the start
+    )
+    most_threads: int | None = None  # None: torch's own default, and no measurement
 
     def chunk(self, rows: int) -> int:
         """Return the most prompt tokens in a pass that also verifies `rows` tokens of other sequences.
@@ -90,6 +93,8 @@ class EngineConfig:
         self._check_cache()
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads must be at least 1, not {self.threads}")
+        if self.most_threads is not None and self.most_threads < 1:
+            raise ConfigError(f"most_threads must be at least 1, not {self.most_threads}")
         if self.max_spec_length < 0:
             raise ConfigError(f"max_spec_length must not be negative, not {self.max_spec_length}")
         self.check_policy(self.policy)

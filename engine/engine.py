@@ -6,7 +6,7 @@ One thread calls the engine. The engine never waits and never awaits.
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import Drafter, try_forget
 from engine.intake import Intake
 from engine.ledger import Ledger
-from engine.load import load_models
+from engine.load import load_models, with_threads
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
 from engine.profiling import profile
@@ -43,6 +43,8 @@ from policies.observation import Timing
 log = logging.getLogger(__name__)
 
 PROFILE_S = 4.0  # the most seconds of the start-up that go into measuring rounds
+DISTURBED = 1.25  # a profile that misjudges one kind of rounds against another by this factor is measured again
+MOST_REPEATS = 3  # of a profile: rounds that cannot be predicted must not keep an idle machine busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Engine:
             target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )
         self._profiled_s = max((t.draft_s + t.score_s for t in timings), default=0.0)
+        self._repeats = 0  # of the profile
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._last_outputs: list[Output] = []  # of requests that ended since the last step; filled by _finish
@@ -90,6 +93,7 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """Load the models and measure what rounds cost. Raises ConfigError for what cannot be served."""
+        config = with_threads(config)
         models = load_models(config)
         target, drafter = models.target, models.drafter
         timings = profile(target, drafter, config.max_running, config.max_spec_length, PROFILE_S)
@@ -280,6 +284,30 @@ class Engine:
         self.drafter.audit({s.handle for s in self._sequences.values()})
         idle = [s.request_id for s in self.scheduler.running if not self.target.cache.holds(s.handle)]
         assert not idle, f"{len(idle)} running sequences hold no cache slot: {idle}"
+
+    def repeat_profile(self, interrupted: Callable[[], bool]) -> None:
+        """Measure rounds again if those that were served show that the profile was disturbed. The engine must be idle.
+
+        interrupted: whether the measurement must end, because a request has come. It is tried again later.
+        """
+        control, config = self.speculator.control, self.config
+        if not control.timings or self._repeats >= MOST_REPEATS or control.cost.misfit < DISTURBED:
+            return
+        self._repeats += 1
+        try:
+            timings = profile(
+                *(self.target, self.drafter, config.max_running, config.max_spec_length, PROFILE_S),
+                kept=False,
+                interrupted=interrupted,
+            )
+        except Exception:
+            log.exception("rounds cannot be measured again; the costs of the start stay")
+            return
+        if timings:
+            log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
+            control.begin(timings)
+        else:
+            self._repeats -= 1
 
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""

@@ -37,6 +37,7 @@ from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
 from engine.pair import Side, check_pair
+from engine.threads import choose_threads
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
@@ -55,6 +56,15 @@ class LoadedModels:
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     sampling_defaults: Mapping[str, float]  # of requests, by the names of SamplingParams
+
+
+def with_threads(config: EngineConfig) -> EngineConfig:
+    """The configuration with its number of threads, measured for the target's shape if it is left open. The forms of
+    products are measured with these threads, so no weight may be loaded before."""
+    if config.threads is not None or config.most_threads is None:
+        return config
+    shape = open_checkpoint(checkpoint_directory(config.target)).shape
+    return replace(config, threads=choose_threads(shape, config.most_threads))
 
 
 def load_models(config: EngineConfig) -> LoadedModels:

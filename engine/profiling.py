@@ -9,9 +9,10 @@ held, and no block is in the prefix index.
 
 import logging
 import random
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import log as ln
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.models.runner import Feed, Runner
+from engine.profile_cache import ProfileFile
 from engine.round import Outcome, run_round
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan, Slice
@@ -40,34 +42,82 @@ SWEEPS = 2  # over all shapes
 RUNS = 4  # of each shape in a row; the first warms up, and counts only if no other succeeds
 LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
 SALT = "profiling"
+CHECKED_BATCHES, CHECKED_KS = (1, 4), (0, 4)  # the shapes that are measured again where a profile was kept
+AGREEMENT = 1.15  # measured again, they take at most so many times as long as they did, or as they do: noise is less
+
+Over = Callable[[], bool]  # whether the measurement must end
 
 
-def profile(target: Runner, drafter: Drafter, max_running: int, depth: int, budget_s: float) -> list[Timing]:
+def profile(
+    target: Runner,
+    drafter: Drafter,
+    max_running: int,
+    depth: int,
+    budget_s: float,
+    *,
+    kept: bool = True,
+    interrupted: Over = lambda: False,
+) -> list[Timing]:
     """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
     without the host's work around them. No other sequence may hold memory during this.
 
+    A profile of all shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts if
+    they agree with it. kept: whether to look for it.
+
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
-    no memory. A plain round of one sequence is always measured.
+    no memory. A plain round of one sequence is always measured. An interrupted profile is empty.
     """
     models = [part for part in _all_drafters(drafter) if isinstance(part, ModelDrafter)]
+    runners = [m.runner for m in models]
     began = perf_counter()
-    deadline = began + budget_s
-    with torch.inference_mode():
-        bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), [m.runner for m in models])
+    file = ProfileFile([target, *runners], max_running, depth)
+    bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), runners)
+
+    def over() -> bool:
+        return perf_counter() > began + budget_s or interrupted()
+
+    def measure(shapes: Seq[RoundShape] | None = None) -> tuple[dict[RoundShape, Timing], int]:
+        """(timings by shape, number of shapes). None: all shapes."""
         try:
-            bench.fill(max_running, depth, deadline)
-            shapes = [
-                shape
-                for batch in _batch_sizes(len(bench.sequences))
-                for shape in _round_shapes(batch, bench.depth, bool(models))
-            ]
-            timings = _measure(bench, shapes, deadline)
+            bench.fill(max_running, depth, over, None if shapes is None else max(len(shape.ks) for shape in shapes))
+            wanted = _shapes(bench, bool(models)) if shapes is None else shapes
+            return _measure(bench, wanted, over), len(wanted)
         finally:
             bench.clear(drafter)
-    seconds = perf_counter() - began
-    log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(timings), len(shapes), seconds)
+
+    with torch.inference_mode():
+        known = file.read() if kept and budget_s > 0 else []
+        if known:
+            shapes = [RoundShape((min(k, depth),) * b) for b in CHECKED_BATCHES if b <= max_running for k in CHECKED_KS]
+            measured, _ = measure(list(dict.fromkeys(shapes)))
+            if agrees(list(measured.values()), known):
+                spent_s = perf_counter() - began
+                log.info(
+                    "%d shapes of rounds were profiled (%.1f s): they confirm %s", len(measured), spent_s, file.path
+                )
+                return known
+            log.info("the costs of rounds in %s do not hold any more", file.path)
+        measured, wanted = measure()
+    if interrupted():
+        return []
+    log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(measured), wanted, perf_counter() - began)
+    timings = list(measured.values())
+    if len(measured) == wanted > 1:
+        file.write(timings)
     return timings
+
+
+def agrees(measured: Seq[Timing], known: Seq[Timing]) -> bool:
+    """Whether each measured shape takes as long as the known one, but for noise. False if nothing can be compared."""
+    before = {_kind(timing): timing for timing in reversed(known)}
+    pairs = [(timing, before[_kind(timing)]) for timing in measured if _kind(timing) in before]
+    seconds = [(a.score_s, b.score_s) for a, b in pairs] + [(a.draft_s, b.draft_s) for a, b in pairs if a.forwards]
+    return bool(seconds) and all(a > 0 and b > 0 and abs(ln(a / b)) <= ln(AGREEMENT) for a, b in seconds)
+
+
+def _kind(timing: Timing) -> tuple[int, ...]:
+    return timing.batch, timing.drafts, timing.depth, timing.forwards, timing.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +161,9 @@ class ProfileBench:
         self.sequences: list[Sequence] = []
         self.depth = 0  # drafts per sequence that there is memory for
 
-    def fill(self, count: int, depth: int, deadline: float) -> None:
-        """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time."""
+    def fill(self, count: int, depth: int, over: Over, most: int | None = None) -> None:
+        """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time.
+        most: only the first of them."""
         runners = [self._target, *self._drafts]
         translations = [runner.translation for runner in self._drafts if runner.translation is not None]
         limits = [n for runner in runners for n in (runner.cache.max_len, runner.cache.window) if n is not None]
@@ -123,7 +174,7 @@ class ProfileBench:
         self.depth = min(depth, max_len - length)
         draw = random.Random(0)
         ids = sorted(translations[0].shared) if translations else range(self._target.vocab_size)
-        for i in range(count):
+        for i in range(count if most is None else most):
             count_i = max(2, length - i * LENGTH_STEP % 64 * length // 96)  # a third of the length to all of it
             tokens = [draw.choice(ids) for _ in range(count_i)]
             drafter = "model" if self._drafts else None
@@ -133,7 +184,7 @@ class ProfileBench:
                 _release(runners, sequence)
                 break
             self.sequences.append(sequence)
-        num_read = self._prefill(runners, max(1, largest_pass // length), deadline)
+        num_read = self._prefill(runners, max(1, largest_pass // length), over)
         for sequence in self.sequences[num_read:]:
             _release(runners, sequence)
         del self.sequences[num_read:]
@@ -141,16 +192,16 @@ class ProfileBench:
             for runner in runners:
                 runner.cache.discard(sequence.handle)  # keeps it out of the prefix index
 
-    def _prefill(self, runners: Seq[Runner], per_pass: int, deadline: float) -> int:
-        """Let the models read the sequences, `per_pass` at a time; returns how many they have read by the deadline.
+    def _prefill(self, runners: Seq[Runner], per_pass: int, over: Over) -> int:
+        """Let the models read the sequences, `per_pass` at a time; returns how many they have read in time.
 
-        The target reads the first sequence even after the deadline: a plain round needs it.
+        The target reads the first sequence in any case: a plain round needs it.
         """
         num_read = 0
         while num_read < len(self.sequences):
             sequences = self.sequences[num_read : num_read + per_pass] if num_read else self.sequences[:1]
             for runner in runners:
-                if (num_read or runner is not self._target) and perf_counter() > deadline:
+                if (num_read or runner is not self._target) and over():
                     return max(1, num_read)
                 runner.run([Feed(s, runner.uncached(s), outputs=0) for s in sequences])
             num_read += len(sequences)
@@ -194,10 +245,10 @@ class ConstantDrafter:
         pass
 
 
-def _measure(bench: ProfileBench, shapes: Seq[RoundShape], deadline: float) -> list[Timing]:
+def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over) -> dict[RoundShape, Timing]:
     samples: dict[RoundShape, Samples] = {}
     for shape in list(shapes) * SWEEPS:
-        if samples and perf_counter() > deadline:
+        if samples and over():
             break
         outcomes = [bench.run(shape) for _ in range(RUNS)]
         complete = [o for o in outcomes if not o.draft.failed and o.draft.ks == shape.ks]
@@ -206,7 +257,12 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], deadline: float) -> l
             of_shape = samples.setdefault(shape, Samples(draft.steps, draft.read))
             of_shape.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
             of_shape.score_s.append(outcome.score_us * 1e-6)
-    return [of_shape.timing(shape) for shape, of_shape in samples.items()]
+    return {shape: of_shape.timing(shape) for shape, of_shape in samples.items()}
+
+
+def _shapes(bench: ProfileBench, has_draft_model: bool) -> list[RoundShape]:
+    batches = _batch_sizes(len(bench.sequences))
+    return [shape for batch in batches for shape in _round_shapes(batch, bench.depth, has_draft_model)]
 
 
 def _batch_sizes(count: int) -> Iterator[int]:

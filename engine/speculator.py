@@ -20,13 +20,22 @@ class Speculator:
         self.control = control
         self._drafter = drafter
         self._cache = cache
+        self._resting = False  # whether the round belongs to a rest
         self._spent_ns = 0
+        self._drafted = False  # whether the last round that was observed had drafts
 
     def plan(self, decoding: Seq[Sequence], prefill: int) -> Decision:
         """k for sequences that decode in the coming round, whose pass also reads about `prefill` tokens of prompts.
 
         Each sequence must hold memory for one more token.
         """
+        rest = self.control.rest
+        if rest is not None:
+            fixed = {s.handle: s.k for s in decoding}
+            self._resting = rest.serves(fixed, [s.drafter for s in decoding])
+            if self._resting:
+                return rest.decide(fixed)
+        self._resting = False
         started = perf_counter_ns()
         decision = self.control.plan([self._candidate(s) for s in decoding], prefill)
         self._spent_ns += perf_counter_ns() - started
@@ -34,9 +43,14 @@ class Speculator:
 
     def observe(self, outcome: Outcome, prefill: int, rest_us: int) -> None:
         """Learn from a round. `prefill`: tokens in its pass beyond one per sequence and their drafts."""
+        rest = self.control.rest
+        if self._resting and rest is not None:
+            rest.rounds += 1
+            rest.spent_s += (outcome.draft_us + outcome.score_us + rest_us) / 1e6
+            return
         started = perf_counter_ns()
         drafts = outcome.draft
-        rest_us -= self._spent_ns // 1000  # the time of choosing k does not depend on k
+        rest_us -= self._spent_ns // 1000  # the control counts the time of choosing k by itself
         timing = Timing(
             batch=len(outcome.slices),
             drafts=sum(drafts.ks),
@@ -52,6 +66,7 @@ class Speculator:
         with_drafts = {one.handle for one in drafted}
         idle = [part.sequence.handle for part in outcome.slices if part.sequence.handle not in with_drafts]
         self.control.observe(timing, drafted, idle)
+        self._drafted = timing.drafts > 0
         self._spent_ns += perf_counter_ns() - started
 
     def forget(self, handle: int) -> None:
@@ -61,6 +76,9 @@ class Speculator:
     def spent_us(self) -> int:
         """Microseconds in the policy's code since the last call."""
         spent, self._spent_ns = self._spent_ns, 0
+        if self._drafted:
+            self.control.spent(spent / 1e9)
+            self._drafted = False
         return spent // 1000
 
     def _candidate(self, sequence: Sequence) -> Candidate:

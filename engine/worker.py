@@ -269,6 +269,7 @@ class EngineWorker:
         if not self._audited and self._inbox.empty():
             self.engine.audit()
             self._audited = True
+            self.engine.repeat_profile(interrupted=lambda: not self._inbox.empty())
 
     def _publish(self, outputs: list[Output], stats: StepStats | None = None) -> None:
         """Close the finished requests, so that others can be admitted, then deliver the outputs."""

@@ -1,5 +1,6 @@
 """All that an engine keeps to choose k: what it learned of acceptance and of time, the policy, and the last choice."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -7,13 +8,12 @@ import numpy as np
 
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
-from policies.cost import REFRESH, CostModel
-from policies.held_choice import Decision, HeldChoice, Limits
+from policies.corrections import FEW, WINDOW
+from policies.cost import CostModel, bucket
+from policies.held_choice import Decision, HeldChoice, Limits, Rest
 from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
-
-HORIZON = 64  # rounds: reading what the draft model has missed is taken to pay off over no more
 
 
 class SpecControl:
@@ -30,12 +30,21 @@ class SpecControl:
         self._depth = depth
         self._budget = ProbeBudget()
         self._held: HeldChoice | None = None
+        self.rest: Rest | None = None
         self._last: dict[int, tuple[int, int]] = {}  # as Observation.last
         # Not learned from so far:
         self._drafted: list[Drafted] = []
         self._idle: list[int] = []
         self._gone: list[int] = []
         self._timings: list[Timing] = []
+        self._policy_s = deque[float](maxlen=WINDOW)  # seconds of the policy's code in the last rounds with drafts
+        self._observed = 0  # rounds
+        self._row = 0  # rounds without drafts in a row, until now
+        self._drafted_last = False  # whether the last round that was learned from had drafts
+        self._new_row = False  # whether such a row has become long enough to be measured since the last choice
+        self._undrafted: dict[
+            int, int
+        ] = {}  # bucket of the batch → `_observed` after FEW rounds in a row without drafts
         # Learned from since the last choice: rounds, their seconds, tokens of prompts in them.
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self.configure(config)
@@ -45,6 +54,13 @@ class SpecControl:
         self._policy = make_policy(config)
         if self._held is not None:
             self._held.rounds_left = 0
+        self._end_rest()
+
+    def begin(self, timings: Sequence[Timing]) -> None:
+        """Take over a new profile."""
+        self.timings = tuple(timings)
+        self.cost.begin(timings)
+        self._undrafted.clear()
 
     @property
     def most(self) -> int:
@@ -59,7 +75,11 @@ class SpecControl:
             return Decision([], [], [], 0.0, 0.0, 0.0)
         if self._held is not None and self._held.serves(candidates):
             return self._held.reuse(candidates, self._limits(candidates))
+        self._end_rest()
         self._learn()
+        if self._new_row:
+            self.cost.refresh()
+            self._new_row = False
         observation, prompts_s = self._observation(candidates, prefill)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._budget = self._policy(observation, self._budget)
@@ -74,21 +94,51 @@ class SpecControl:
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
         more = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
         self._held = HeldChoice(decision, places, more, choice.newcomer_k)
+        if choice.rests and not choice.ks.any():
+            self.rest = self._new_rest(decision, candidates, choice.rests)
         return decision
+
+    def _new_rest(self, decision: Decision, candidates: Sequence[Candidate], rounds: int) -> Rest | None:
+        """None if a drafter without a model, which may have a guess in any round, drafts for one of the candidates."""
+        if self.most and any(c.fixed is None and c.source is not None and not c.gap for c in candidates):
+            return None
+        drafters = frozenset(c.source for c in candidates if c.source is not None)
+        if self.most and not drafters:
+            return None
+        return Rest(decision, [c.handle for c in candidates], drafters if self.most else frozenset(), rounds)
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """A round has ended. idle: sequences for which nothing was drafted in it."""
         self._timings.append(timing)
+        self._observed += 1
+        self._row = 0 if timing.drafts or timing.prefill else self._row + 1
+        if self._row > FEW:
+            self._new_row |= self._row == FEW + 1
+            self._undrafted[bucket(timing.batch)] = self._observed
         self._drafted += drafted
         self._idle += idle
         if self._held is not None:
             self._held.observe(sum(outcome.accepted for outcome in drafted))
-        if len(self._timings) >= REFRESH:  # where nothing is chosen, rounds must not pile up
+        if len(self._timings) >= WINDOW // 2:  # where nothing is chosen, rounds must not pile up
             self._learn()
+
+    def spent(self, policy_s: float) -> None:
+        """So many seconds of a step with drafts went into the policy's code."""
+        self._policy_s.append(policy_s)
 
     def forget(self, handle: int) -> None:
         """The sequence is gone. Idempotent."""
         self._gone.append(handle)
+        if len(self._gone) >= WINDOW:
+            self._learn()
+
+    def _end_rest(self) -> None:
+        """What a rest has run counts as rounds without drafts."""
+        rest, self.rest = self.rest, None
+        if rest is not None and rest.rounds:
+            self.estimator.observe((), rest.handles * rest.rounds, rest.rounds)
+            self._rounds += rest.rounds
+            self._spent_s += rest.spent_s
 
     def _learn(self) -> None:
         """Learn from what happened since the last time."""
@@ -97,7 +147,11 @@ class SpecControl:
         if timings:
             self.estimator.observe(drafted, idle, len(timings))
         for timing in timings:
-            self.cost.observe(timing)
+            # A choice is made for rounds in a row. The first round without drafts after drafts finds less in the
+            # processor's caches than the next ones, and so does a probe. The profile leaves them out as well.
+            if (timing.drafts > 0) == self._drafted_last:
+                self.cost.observe(timing)
+            self._drafted_last = timing.drafts > 0
         for outcome in drafted:
             self._last[outcome.handle] = (outcome.drafted, outcome.accepted)
         for handle in gone:
@@ -125,13 +179,14 @@ class SpecControl:
             bounds=tuple(limits.bounds),
             survival=self.estimator.survival(candidates),
             gaps=gaps,
-            horizon=np.clip(left // 2, 1, HORIZON),  # a round emits some two tokens
+            horizon=np.maximum(left // 2, 1),  # a round emits some two tokens
             cost=cost,
-            alone=self.cost.round_cost(1, 0),
+            alone=self._with_policy(self.cost.round_cost(1, 0)),
             held=self._held.planned if self._held is not None else {},
             last=self._last,
             rounds=self._rounds,
             round_s=self._spent_s / max(1, self._rounds),
+            undrafted=self._rounds_since_undrafted(len(candidates)),
         )
         return observation, prompts_s
 
@@ -141,11 +196,21 @@ class SpecControl:
         Prompts are read whatever is drafted beside them. Counted in, they would make the round look slow and drafts
         in it cheap.
         """
-        cost = self.cost.round_cost(batch, prefill)
+        cost = self._with_policy(self.cost.round_cost(batch, prefill))
         if not prefill:
             return cost, 0.0
         prompts_s = max(0.0, float(cost.verify_s[0] - self.cost.round_cost(batch, 0).verify_s[0]))
         return replace(cost, verify_s=cost.verify_s - prompts_s), prompts_s
+
+    def _rounds_since_undrafted(self, batch: int) -> int | None:
+        """As Observation.undrafted. The first rounds of a service are taken to cost what the profile says."""
+        last = self._undrafted.get(bucket(batch))
+        return (None if self._observed >= WINDOW else 0) if last is None else self._observed - last
+
+    def _with_policy(self, cost: RoundCost) -> RoundCost:
+        """Choosing k and learning from drafts takes time, too. A rest takes none."""
+        policy_s = sum(self._policy_s) / max(1, len(self._policy_s))
+        return replace(cost, drafting_s=cost.drafting_s + policy_s)
 
     def _limits(self, candidates: Sequence[Candidate]) -> Limits:
         """A fixed k may exceed the policy's maximum, and is asked for whatever the drafter offers."""

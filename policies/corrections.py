@@ -81,6 +81,10 @@ class Corrections:
             elif moved := [values[other] - bucket.others[other] for other in visited if other in bucket.others]:
                 bucket.drift = median(moved)
 
+    def values(self) -> list[float]:
+        """Logarithms of the factors of all kinds that are known."""
+        return [bucket.value for bucket in self._buckets.values() if bucket.others]
+
     def factor(self, key: Key) -> float:
         known = self.known(key)
         return known[0] if known else exp(self._overall)

@@ -9,18 +9,16 @@ Statistical Inference under Order Restrictions, section 1.2).
 """
 
 from collections.abc import Sequence
-from math import log2
+from math import exp, log2
 from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import FEW, Corrections, HostWork, isotonic
+from policies.corrections import FEW, WINDOW, Corrections, HostWork, isotonic
 from policies.draft_cost import TOKEN_SHARE, DraftCost
-from policies.observation import Floats, RoundCost, Timing
+from policies.observation import UNREAD, Floats, RoundCost, Timing
 
 PASS_S = 0.01  # seconds of the target's pass over one token on an unmeasured machine
-REFRESH = 16  # rounds after which what they taught is used: predicting anew takes about 0.3 ms
-CATCH_UP = 4  # tokens read per draft: beyond, a round measures how the draft model reads a prompt, not how it drafts
 
 
 class CostModel:
@@ -28,6 +26,10 @@ class CostModel:
 
     def __init__(self, depth: int, timings: Sequence[Timing] = ()) -> None:
         self._depth = depth
+        self.begin(timings)
+
+    def begin(self, timings: Sequence[Timing]) -> None:
+        """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
         self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
@@ -37,7 +39,7 @@ class CostModel:
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""
-        key = batch, _bucket(prefill, 4) if prefill else -1
+        key = batch, bucket(prefill, 4) if prefill else -1
         cost = self._known.get(key)
         if cost is None:
             cost = self._known[key] = self._cost(batch, round(2 ** (key[1] / 4)) if prefill else 0)
@@ -50,15 +52,26 @@ class CostModel:
         self._correct(timing)
         self._host.observe(timing)
         self._rounds += 1
-        if self._rounds % REFRESH == 0 or self._rounds in (FEW, 2 * FEW):
-            for learned in (self._score, self._mixed, self._draft, self._host):
-                learned.refresh()
-            self._known.clear()
+        if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
+        for learned in (self._score, self._mixed, self._draft, self._host):
+            learned.refresh()
+        self._known.clear()
+
+    @property
+    def misfit(self) -> float:
+        """How many times dearer than another kind of round the profile has taken one, wrongly, at least 1. A factor
+        that all kinds share does not count: it changes no choice."""
+        known = [*self._score.values(), *self._draft.values()]
+        return exp(max(known) - min(known)) if known else 1.0
 
     def _cost(self, batch: int, prefill: int) -> RoundCost:
         evenly = self._verification(batch, prefill)
         padding = self._pass_cost.padding
-        model, step, token = self._draft_cost.cost(batch) * self._draft.factor((_bucket(batch),))
+        model, step, token = self._draft_cost.cost(batch) * self._draft.factor((bucket(batch),))
         base, drafting = self._host.seconds(batch)
         return RoundCost(
             base_s=base,
@@ -78,7 +91,7 @@ class CostModel:
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         learned = self._mixed if prefill and self._mixed.samples else self._score
-        keys = [(_bucket(batch), n) for n in range(_bucket(tokens[0]), _bucket(tokens[-1]) + 1)]
+        keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
         visited = [known for key in keys if (known := learned.known(key)) is not None]
         if not visited:
             return profiled * learned.factor(keys[0])
@@ -91,11 +104,11 @@ class CostModel:
         return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted))
 
     def _correct(self, timing: Timing) -> None:
-        batch = _bucket(timing.batch)
+        batch = bucket(timing.batch)
         tokens = timing.batch + timing.drafts + timing.prefill
         learned = self._mixed if timing.prefill else self._score
-        learned.observe((batch, _bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
-        if timing.forwards and timing.read <= CATCH_UP * timing.drafts:
+        learned.observe((batch, bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
+        if timing.forwards and timing.read <= UNREAD * timing.drafts:  # otherwise it shows how the model reads a prompt
             model, step, token = self._draft_cost.cost(timing.batch)
             predicted = model + timing.forwards * step + timing.read * token
             self._draft.observe((batch,), timing.draft_s, float(predicted), log2(timing.batch))
@@ -130,6 +143,7 @@ class PassCost:
     def __init__(self, timings: Sequence[Timing]) -> None:
         rounds = [t for t in timings if t.batch and not t.prefill and t.score_s > 0]
         self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
+        self._known: dict[tuple[int, ...], float] = {}  # seconds by batch, drafts, depth and prompts' tokens
         self._longest = max(self._curves, key=lambda curve: float(curve.tokens[-1]))
         self._batches = [curve.batch for curve in self._curves]
         self.padding = (
@@ -153,8 +167,13 @@ class PassCost:
 
     def round_seconds(self, timing: Timing) -> float:
         """Seconds of the pass of a round like this one."""
-        own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
-        return float((1 - self.padding) * own + self.padding * deepest)
+        key = timing.batch, timing.drafts, timing.depth, timing.prefill
+        if key not in self._known:
+            if len(self._known) >= WINDOW**2:
+                self._known.clear()
+            own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
+            self._known[key] = float((1 - self.padding) * own + self.padding * deepest)
+        return self._known[key]
 
     def _follow(self, curve: Curve, tokens: Floats) -> Floats:
         last = curve.tokens[-1:]
@@ -196,5 +215,5 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
     return curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
 
 
-def _bucket(count: float, per_octave: int = 2) -> int:
+def bucket(count: float, per_octave: int = 2) -> int:
     return round(log2(count) * per_octave)

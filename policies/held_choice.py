@@ -1,7 +1,10 @@
-"""A choice that is used for a few rounds: choosing anew takes a few percent of a round with few sequences."""
+"""A choice that is used for a few rounds, and a rest, in which no policy is asked.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+Choosing anew takes a few percent of a round with few sequences, and so does learning from one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from policies.observation import Candidate
@@ -29,6 +32,48 @@ class Limits(NamedTuple):
     fixed: list[int]  # k that a request fixed, within its limit; −1 if the policy chooses
     most: list[int]  # drafts that each may get
     bounds: list[Reason]  # reason of a k at its limit: user, cap or cache
+
+
+@dataclass(slots=True)
+class Rest:
+    """Rounds without drafts in which the policy is not asked. Only their number and their seconds are kept."""
+
+    decision: Decision  # without drafts
+    handles: list[int]  # the sequences that it was made for, in its order
+    drafters: frozenset[str]  # a sequence of another drafter may have a guess to offer; empty: nobody gets drafts
+    rounds_left: int
+    rounds: int = 0  # that have ended and were not learned from
+    spent_s: float = 0.0  # seconds of these rounds
+
+    def serves(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> bool:
+        """Whether the next round belongs to it, and takes that round from it.
+
+        fixed: handle → k that the sequence's request asks for. A crowd of newcomers ends the rest, and so does a batch
+        of less than half the size.
+        """
+        if self.rounds_left <= 0 or any(fixed.values()):
+            return False
+        if self.drafters:
+            newcomers = len(fixed.keys() - self.handles)
+            crowd = newcomers * PER_NEWCOMER > len(fixed) or len(fixed) * 2 < len(self.handles)
+            if crowd or not self.drafters.issuperset(drafters):
+                return False
+        self.rounds_left -= 1
+        return True
+
+    def decide(self, fixed: Mapping[int, int | None]) -> Decision:
+        """No drafts for these sequences."""
+        if list(fixed) == self.handles:
+            return self.decision
+        places = {handle: place for place, handle in enumerate(self.handles)}
+        reasons, alphas = list[Reason](), list[float]()
+        for handle, k in fixed.items():
+            place = places.get(handle)
+            known = place is not None and (self.decision.reasons[place], self.decision.alphas[place])
+            reason, alpha = known or ("policy" if k is None else "user", 0.0)
+            reasons.append(reason)
+            alphas.append(alpha)
+        return Decision([0] * len(fixed), reasons, alphas, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -74,9 +119,9 @@ class HeldChoice:
             ks.append(min(k, limits.most[n]))
             reasons.append(limits.bounds[n] if fixed or k > limits.most[n] else reason)
             alphas.append(alpha)
-        decision = replace(self.decision, ks=ks, reasons=reasons, alphas=alphas)
         self.same = self.places.keys() == {candidate.handle for candidate in candidates}
-        return decision if self.same else replace(decision, seconds=0.0, tokens=0.0)
+        seconds, tokens = (self.decision.seconds, self.decision.tokens) if self.same else (0.0, 0.0)
+        return Decision(ks, reasons, alphas, self.decision.confidence, seconds, tokens)
 
     def observe(self, accepted: int) -> None:
         """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""

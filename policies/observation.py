@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from policies.reasons import Reason
 
+UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -81,6 +83,9 @@ class Observation:
     last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
+    undrafted: (
+        int | None
+    )  # rounds since such a batch last ran without drafts for long enough to be measured; None: never
 
     @property
     def free(self) -> Ints:
@@ -105,6 +110,7 @@ class Choice:
     confidence: float = 0.0  # a model's draft ends before a position at which the drafts' joint confidence is lower
     holds: int = 1  # rounds that it may be used for
     newcomer_k: int = 0  # k of sequences that join in these rounds
+    rests: int = 0  # rounds before them in which no policy needs to be asked, because nothing would be drafted
 
 
 class Drafted(NamedTuple):

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.observation import Floats, Ints, Observation
+from policies.observation import UNREAD, Floats, Ints, Observation
 
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
 MOST_ENTRIES = 1 << 15  # drafts × pairs of depths to evaluate, some 3 ms: beyond, not every pair is tried
-UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
 
 
 class Allocation(NamedTuple):
@@ -28,7 +27,6 @@ class Allocation(NamedTuple):
 
     ks: Ints  # [B]
     goodput: float  # tokens per second, with gaps amortised
-    seconds: float  # of this round, with all that it reads
     tokens: float
 
 
@@ -68,7 +66,7 @@ def _behind(observation: Observation) -> Floats:
 def evaluate(observation: Observation, ks: Ints) -> Allocation:
     """The expected outcome of these ks. Its goodput is the objective that `plan` maximises."""
     tokens = expected_tokens(observation, ks)
-    return Allocation(ks, tokens / seconds(observation, ks), seconds(observation, ks, amortised=False), tokens)
+    return Allocation(ks, tokens / seconds(observation, ks), tokens)
 
 
 def plan(observation: Observation) -> Allocation:

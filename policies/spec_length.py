@@ -6,6 +6,7 @@ that its request fixed and stays within the limits, which include PolicyConfig.m
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from sys import maxsize
 
 import numpy as np
 
@@ -18,6 +19,7 @@ Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
+PLAIN_EVERY = 1024  # rounds of a batch that drafts, until some without drafts show again whether drafts pay
 PROBE_DRAFTS = 4  # drafts of a probe: several outcomes for one reading of the gap
 
 
@@ -44,7 +46,7 @@ class Off:
             bound if fixed >= 0 else "policy"
             for fixed, bound in zip(observation.fixed.tolist(), observation.bounds, strict=True)
         )
-        return Choice(ks, reasons, holds=HOLDS), budget
+        return Choice(ks, reasons, holds=HOLDS, rests=maxsize), budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,11 @@ class Goodput:
     out is in favour of no drafts.
 
     A plan without any draft teaches nothing, and the drafts may be better by now. Therefore the share `probe_share` of
-    all time is saved up, and spent on a few drafts for one sequence as soon as it covers them and their reading.
+    all time is saved up, and spent on a few drafts for one sequence as soon as it covers them and their reading. While
+    such plans follow each other, the engine rests: it asks for no choice before the next probe may be due.
+
+    A plan with drafts teaches nothing of rounds without them. So where drafts do not gain much, a few rounds now and
+    then have none: what they take decides, and not what the profile says.
     """
 
     hysteresis: float
@@ -126,7 +132,14 @@ class Goodput:
         ks = self._plan(observation)
         free = observation.free
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
-        budget = self._saved(observation, budget, drafting=bool(ks[free].any()))
+        drafting = bool(ks[free].any())
+        resumed = drafting and budget.rounds > 0
+        budget = self._saved(observation, budget, drafting)
+        if drafting and self._in_doubt(observation, ks):
+            why = tuple(
+                "probe" if fixed < 0 else reason for fixed, reason in zip(observation.fixed, reasons, strict=True)
+            )
+            return Choice(np.maximum(observation.fixed, 0), why, holds=HOLDS), budget
         if free.size and budget.rounds >= PROBE_EVERY:
             place = free[observation.gaps[free].argmin()]
             probe = ks.copy()
@@ -136,10 +149,9 @@ class Goodput:
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
         newcomer_k = int(np.median(ks[free])) if free.size else 0
-        halved = (
-            0 < sum(observation.held.values()) >= 2 * int(ks.sum())
-        )  # a drafter that fails is then left alone sooner
-        return Choice(ks, reasons, holds=1 if halved else HOLDS, newcomer_k=newcomer_k), budget
+        halved = 0 < sum(observation.held.values()) >= 2 * int(ks.sum())  # a drafter that fails is left alone sooner
+        rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
+        return Choice(ks, reasons, holds=1 if halved or resumed else HOLDS, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Ints:
         best, last = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0))
@@ -147,6 +159,14 @@ class Goodput:
             wanted = np.array([observation.held[handle] for handle in observation.handles])
             last = max(last, evaluate(observation, _within(observation, wanted)), key=lambda plan: plan.goodput)
         return best.ks if best.goodput >= (1 + self.hysteresis) * last.goodput else last.ks
+
+    def _in_doubt(self, observation: Observation, ks: Ints) -> bool:
+        """Whether rounds without drafts are to be measured: they are due, and cost a quarter of the share at most."""
+        measured = observation.undrafted is not None and observation.undrafted < PLAIN_EVERY
+        if measured or (observation.fixed > 0).any():
+            return False
+        gain = evaluate(observation, ks).goodput / evaluate(observation, np.zeros_like(ks)).goodput
+        return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * PLAIN_EVERY
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""

@@ -12,7 +12,7 @@ from policies.control import SpecControl
 from policies.cost import CostModel
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
-from policies.planner import plan
+from policies.planner import plan, seconds
 
 
 class Clairvoyant(SpecControl):
@@ -35,7 +35,8 @@ class Clairvoyant(SpecControl):
             observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
-        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best.seconds + prompts_s, best.tokens)
+        best_s = seconds(observation, best.ks, amortised=False)
+        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best_s + prompts_s, best.tokens)
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """Nothing is left to learn."""

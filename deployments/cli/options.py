@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from deployments.config_file import BUILDER
 from deployments.settings import ROOT, Settings
 from engine.hub_id import parse_hub_id
+from engine.machine_cpus import usable_cpus
 
 PATHS = ("target", "draft", "api_key_file", "chat_template")  # settings that may name a file or directory
 METAVARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
@@ -26,6 +27,7 @@ def serve_command() -> Callable[..., None]:
 
         settings = {"target": target, **given}
         args = {name: _path(value) if name in PATHS else value for name, value in settings.items() if value is not None}
+        args.setdefault("num_cpus", str(usable_cpus()))  # for the only replica on this machine
         os.chdir(ROOT)  # Ray's processes work where this one does
         source = "the embedded pair" if target is None else target
         raise typer.Exit(serve(lambda: document(host, port, args), source, dry_run=dry_run))

@@ -46,8 +46,18 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def arguments_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Without num_cpus, which the machine decides."""
     (application,) = document["applications"]
-    return dict(application["args"])
+    return {name: value for name, value in application["args"].items() if name != "num_cpus"}
+
+
+@pytest.mark.parametrize(("given", "cpus"), [((), "12"), (("--num-cpus", "3"), "3")])
+def test_the_only_replica_has_all_cpus_unless_told_otherwise(
+    served: list[dict[str, Any]], given: tuple[str, ...], cpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.cli.options.usable_cpus", lambda: 12)
+    run("serve", *given, status=3)
+    assert served[0]["applications"][0]["args"]["num_cpus"] == cpus
 
 
 def test_help_has_an_option_for_every_setting_with_its_text_and_default() -> None:

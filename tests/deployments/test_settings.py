@@ -74,7 +74,7 @@ def test_the_defaults_are_the_demo_pair() -> None:
         dtype="auto",
         policy=PolicyConfig(),
         max_waiting=48,
-        threads=1,
+        most_threads=1,
     )
     assert (Path(config.target) / "config.json").is_file()
     assert Settings().name == "demo"
@@ -278,10 +278,11 @@ def test_the_engines_drafters_and_verifiers_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(("num_cpus", "threads"), [(0.5, 1), (1, 1), (2, 2), (3.5, 3)])
-def test_a_cpu_replica_has_as_many_threads_as_cpus(num_cpus: float, threads: int) -> None:
+def test_a_cpu_replica_has_no_more_threads_than_cpus(num_cpus: float, threads: int) -> None:
     settings = Settings(num_cpus=num_cpus)
-    assert settings.freeze("cpu").threads == threads
-    assert settings.freeze("cuda").threads is None
+    assert (settings.freeze("cpu").threads, settings.freeze("cpu").most_threads) == (None, threads)
+    assert (settings.freeze("cuda").threads, settings.freeze("cuda").most_threads) == (None, None)
+    assert Settings(num_cpus=num_cpus, threads=7).freeze("cpu").threads == 7
 
 
 def test_directories_may_be_absolute_relative_or_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

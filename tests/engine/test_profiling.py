@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.runner import Feed, Runner
+from engine.profile_cache import ProfileFile
 from engine.profiling import profile
 from engine.round import Outcome, run_round
 from engine.types import Request, SamplingParams
@@ -24,6 +26,11 @@ from tests.engine.pairs import VOCAB, Pair
 
 DEPTH = 4
 AGES = 60.0  # seconds, more than any of these profiles takes
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def small(pair: Pair, **config: Any) -> Engine:
@@ -270,3 +277,76 @@ def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch:
 
     monkeypatch.setattr(profiling, "run_round", interrupted)
     assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
+
+
+def scripted(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rounds take as long as they are said to, by their drafts. Returns the drafts of the rounds that will be run."""
+    ran: list[int] = []
+
+    def run(plan: Any, *args: Any) -> Outcome:
+        drafts = sum(s.k for s in plan.slices)
+        ran.append(drafts)
+        factor = seconds.get(drafts, 1.0)
+        return replace(run_round(plan, *args), draft_us=int(factor * (1 + 100 * drafts)), score_us=int(factor * 1000))
+
+    monkeypatch.setattr(profiling, "run_round", run)
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("later", "confirmed"), [({}, True), ({0: 1.1}, True), ({0: 1.3}, False), ({4: 0.7}, False), ({16: 1.3}, False)]
+)
+def test_a_kept_profile_is_confirmed_by_a_few_rounds_or_measured_again(
+    pair: Pair, later: dict[int, float], confirmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small(pair)
+    ran = scripted({}, monkeypatch)
+    first = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    whole = len(ran)
+    ran = scripted(later, monkeypatch)
+    second = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert (len(ran) < whole / 3) == confirmed
+    assert (second == first) == confirmed
+    ran = scripted(later, monkeypatch)
+    assert profile(engine.target, engine.drafter, 6, DEPTH, AGES) == second
+    assert len(ran) < whole / 3, "what was measured again is kept"
+    assert len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) == len(first)
+    assert len(ran) > whole
+    check_nothing_is_left(engine)
+
+
+def test_another_load_has_another_file(pair: Pair, tmp_path: Path) -> None:
+    engine = small(pair)
+    for count, depth in ((2, 1), (2, 2), (1, 1), (2, 1)):
+        profile(engine.target, engine.drafter, count, depth, AGES)
+    assert len(list(tmp_path.rglob("rounds-*.json"))) == 3
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"depth": 2', '"depth": 3', 1),
+        lambda text: text.replace('"batch": 1', '"batch": 0', 1),
+        lambda text: text.replace('"score_s": ', '"score_s": -', 1),
+        lambda text: text.replace('"rest_s": 0.0', '"rest_s": NaN', 1),
+        lambda text: text.replace('"read"', '"reed"', 1),
+    ],
+)
+def test_a_broken_file_is_refused(pair: Pair, spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = ProfileFile(runners(small(pair)), 2, 2)
+    kept = [Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0), Timing(1, 2, 2, 0, 2, 2, 1e-4, 2e-3, 0.0)]
+    file.write(kept)
+    assert file.read() == kept
+    file.path.write_text(spoil(file.path.read_text("utf-8")), "utf-8")
+    assert file.read() == []
+    assert "cannot be used" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    file = ProfileFile(runners(small(pair)), 2, 2)
+    file.write([Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)])
+    assert file.read() == []

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.engine import Engine
+from engine.engine import MOST_REPEATS, Engine
 from engine.models.decoder import Decoder
 from engine.models.runner import Feed
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig
 from policies.cost import CostModel
+from policies.held_choice import Decision, Rest
 from policies.observation import Candidate, Drafted, RoundCost, Timing
 from policies.reasons import REASONS, Reason
 from tests.engine.driving import Drive, drive, load, model_drafter
@@ -335,3 +336,98 @@ def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pyt
     planned = records(run)[0].column("k")
     assert max(planned[1:4]) > 0
     assert sum(k > 0 for k in planned[30:]) <= 5
+
+
+@pytest.mark.parametrize(("name", "asked"), [("off", False), ("goodput", False), ("fixed", True)])
+def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `off`, and while a rest of goodput lasts. The text is the same."""
+    prompts = [Request(str(n), (5 + n, 6), replace(PARAMS, max_tokens=24)) for n in range(2)]
+    plain = drive(load(pair), [replace(request, k=0) for request in prompts]).tokens
+    engine = load(pair, policy=PolicyConfig(name, k=0), max_running=2)  # type: ignore[arg-type]
+    control, calls = engine.speculator.control, list[str]()
+    if name == "goodput":
+        decision = Decision([0, 0], ["acceptance"] * 2, [0.1, 0.1], 0.0, 2e-3, 2.0)
+        control.rest = Rest(decision, [0, 1], frozenset(["model"]), rounds_left=200)
+    monkeypatch.setattr(control, "observe", lambda *_: calls.append("observe"))
+    plan = control.plan
+
+    def asked_to_plan(candidates: Seq[Candidate], prefill: int) -> Decision:
+        calls.append("plan")
+        return plan(candidates, prefill)
+
+    monkeypatch.setattr(control, "plan", asked_to_plan)
+    run = drive(engine, prompts, after_step=lambda: calls.clear() if engine.steps == 2 else None)
+    assert run.tokens == plain
+    assert len(calls) <= 8 if name == "goodput" else (len(calls) > 20) == asked
+    if name == "off":
+        assert not calls
+        assert all(step.policy_us == 0 for step in run.steps[2:])
+    if name == "goodput":
+        assert control.rest is not None
+        assert control.rest.rounds == 200 - control.rest.rounds_left >= 20
+        assert control.rest.spent_s > 0
+
+
+@pytest.mark.usefixtures("full_profile")
+@pytest.mark.parametrize(("factor", "repeats"), [(10.0, 1), (1.0, 0)])
+def test_a_disturbed_profile_is_repeated_when_the_engine_is_idle(
+    pair: Pair, factor: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounds that are served disagree with it: those with two drafts take less than it says, the others as long."""
+    shapes = [Timing(1, k, k, 0, k, k, 1e-4 * k, (1 + 0.1 * k) * 1e-3, 0.0) for k in (0, 1, 2)]
+    profiles = list[dict[str, object]]()
+
+    def scripted(*_: object, **how: object) -> list[Timing]:
+        profiles.append(how)
+        return (
+            [replace(t, score_s=t.score_s * (factor if t.drafts > 1 else 1)) for t in shapes]
+            if len(profiles) == 1
+            else shapes
+        )
+
+    monkeypatch.setattr("engine.engine.profile", scripted)
+    engine = load(pair, max_spec_length=2, max_running=1)
+    control = engine.speculator.control
+    for shape in (shapes[0], shapes[2]) * 2:
+        for _ in range(8):
+            control.cost.observe(shape)
+    control.cost.refresh()
+    engine.repeat_profile(lambda: False)
+    assert len(profiles) == 1 + repeats
+    assert [how.get("kept") for how in profiles[1:]] == [False] * repeats
+    assert control.cost.misfit < 1.05
+    assert control.timings == tuple(shapes)
+    assert float(control.cost.round_cost(1, 0).verify_s[0]) == pytest.approx(1e-3, rel=0.05)
+    engine.repeat_profile(lambda: False)
+    assert len(profiles) == 1 + repeats, "it fits"
+
+
+def test_a_profile_that_is_interrupted_changes_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(pair, max_spec_length=2, max_running=1)
+    control, before = engine.speculator.control, engine.speculator.control.timings
+    monkeypatch.setattr(CostModel, "misfit", 9.0)
+    monkeypatch.setattr("engine.engine.PROFILE_S", 60.0)
+    looks = count()
+    engine.repeat_profile(lambda: next(looks) > 3)
+    assert control.timings is before
+    engine.repeat_profile(lambda: False)
+    assert len(control.timings) > len(before)
+    assert engine.target.cache.used == 0
+
+
+def test_a_profile_that_fails_leaves_the_engine_as_it_was(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(pair, max_spec_length=2, max_running=1)
+    tries = list[bool]()
+
+    def failing(*_: object, **how: object) -> list[Timing]:
+        tries.append(True)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(CostModel, "misfit", 9.0)
+    monkeypatch.setattr("engine.engine.profile", failing)
+    before = engine.speculator.control.timings
+    for _ in range(10):
+        engine.repeat_profile(lambda: False)
+    assert engine.speculator.control.timings is before
+    assert len(tries) == MOST_REPEATS
+    assert drive(engine, requests(k=2)[:1]).tokens

@@ -6,7 +6,7 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import SpecControl
-from policies.cost import REFRESH
+from policies.corrections import WINDOW
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
 from policies.spec_length import HOLDS
@@ -309,9 +309,9 @@ def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: 
     policy = control()
     learned: list[Timing] = []
     monkeypatch.setattr(policy.cost, "observe", learned.append)
-    for _ in range(REFRESH):
+    for _ in range(WINDOW // 2):
         policy.observe(Timing(1, 0, 0, 50, 0, 0, 0.0, 2e-3, 0.0), [], [0])
-    assert len(learned) == REFRESH
+    assert len(learned) == WINDOW // 2
 
 
 def test_no_candidates_and_no_drafts_at_all() -> None:

@@ -1,0 +1,29 @@
+"""The CPUs that this process may use. Imports no torch."""
+
+import os
+from pathlib import Path
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs by the process's affinity, and by the quota of its container, whose cgroup is below `root`; at least 1."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([count, *_quotas(root)]))
+
+
+def _quotas(root: Path) -> list[int]:
+    """Whole CPUs of cgroup version 2's cpu.max, or version 1's quota over period; none without a limit."""
+    groups = root / "sys/fs/cgroup"
+    unified = _words(groups / "cpu.max")
+    quota, period = (
+        unified if len(unified) == 2 else (_word(groups / f"cpu/cpu.cfs_{n}_us") for n in ("quota", "period"))
+    )
+    known = quota.isdecimal() and period.isdecimal() and int(period) > 0
+    return [int(quota) // int(period)] if known else []
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text("utf-8").split() if path.is_file() else []
+
+
+def _word(path: Path) -> str:
+    return next(iter(_words(path)), "")

@@ -1,0 +1,187 @@
+"""Rounds without drafts: the policy rests in some, and measures others to check its prices."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from policies.config import PolicyConfig
+from policies.control import SpecControl
+from policies.held_choice import PER_NEWCOMER, Rest
+from policies.observation import Drafted, Timing
+from policies.spec_length import HOLDS, PLAIN_EVERY, PROBE_EVERY, Goodput
+from tests.policies.observing import observe
+from tests.policies.test_control import DEPTH, candidate, control, play, timings
+from tests.policies.test_spec_length import choose
+
+FIXED: dict[int, int | None] = dict.fromkeys(range(4))
+MODEL = ["model"] * 4
+
+
+def rested(count: int = 4) -> Rest:
+    """The rest of a policy whose drafts have been rejected for long."""
+    policy = control(probe_share=0.0)
+    play(policy, [False] * count, 60)
+    assert policy.rest is not None
+    return policy.rest
+
+
+def test_drafts_that_never_pay_end_in_a_rest() -> None:
+    rest = rested()
+    assert rest.rounds_left == PROBE_EVERY - HOLDS
+    assert [rest.serves(FIXED, MODEL) for _ in range(PROBE_EVERY - HOLDS + 1)] == [True] * (PROBE_EVERY - HOLDS) + [
+        False
+    ]
+    good = control(probe_share=0.0)
+    play(good, [True] * 4, 60)
+    assert good.rest is None
+
+
+@pytest.mark.parametrize(
+    ("fixed", "drafters", "serves"),
+    [
+        (FIXED, MODEL, True),
+        ({0: None, 1: None, 2: 0, 3: None}, MODEL, True),
+        ({0: None, 1: None, 2: 3, 3: None}, MODEL, False),  # a request that wants drafts
+        ({0: None, 1: None, 2: None, 9: None}, MODEL, True),  # one newcomer of four
+        ({0: None, 1: None, 8: None, 9: None}, MODEL, False),
+        ({0: None, 1: None}, MODEL[:2], True),
+        ({0: None}, MODEL[:1], False),  # another load
+        (FIXED, [*MODEL[:3], "lookup"], False),  # it may have a guess
+    ],
+)
+def test_what_ends_a_rest(fixed: dict[int, int | None], drafters: list[str | None], serves: bool) -> None:
+    assert PER_NEWCOMER == 4
+    assert rested().serves(fixed, drafters) is serves
+
+
+def test_what_a_rest_answers() -> None:
+    rest = rested()
+    assert rest.decide(FIXED) is rest.decision
+    other = rest.decide({0: None, 1: None, 7: None, 8: 0})
+    assert other.ks == [0] * 4
+    assert other.reasons == [*rest.decision.reasons[:2], "policy", "user"]
+    assert (other.seconds, other.tokens) == (0.0, 0.0)
+
+
+def test_policy_off_rests_for_good_whoever_joins() -> None:
+    policy = control("off")
+    policy.plan([candidate(0, source=None, offered=0, gap=0)])
+    assert policy.rest is not None
+    assert all(policy.rest.serves({n: None, n + 1: 0}, ["model", None]) for n in range(2000))
+    assert policy.rest.decide({5: None, 6: 0}).reasons == ["policy", "user"]
+    assert not policy.rest.serves({5: 2}, ["model"])
+
+
+def test_guesses_forbid_a_rest() -> None:
+    """A drafter without a model may have a guess in any round."""
+    policy = control(probe_share=0.0)
+    for _ in range(60):
+        decision = policy.plan([candidate(source="lookup", gap=0, offered=3)])
+        policy.observe(Timing(1, decision.ks[0], 3, 0, 0, 0, 0.0, 9e-3, 0.0), [Drafted(0, "lookup", 3, 0)])
+        assert policy.rest is None
+
+
+def test_a_rest_counts_as_rounds_without_drafts() -> None:
+    """What was believed of a sequence fades in a rest as it does in rounds that are observed."""
+    beliefs = []
+    for resting in (True, False):
+        policy = control(probe_share=0.0)
+        play(policy, [False], 60)
+        while policy.rest is None:
+            play(policy, [False], 1)
+        rest = policy.rest
+        if resting:
+            rest.rounds = 20
+        else:
+            policy.estimator.observe([], [0] * 20, 20)
+        policy.configure(policy.config)
+        beliefs.append(policy.plan([candidate(0)]).alphas[0])
+    assert beliefs[0] == pytest.approx(beliefs[1])
+
+
+def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
+    policy = control("off")
+    for handle in range(1000):
+        policy.forget(handle)
+    assert len(policy._gone) < 100
+
+
+@pytest.mark.parametrize(
+    ("alpha", "undrafted", "share", "drafts"),
+    [
+        (0.5, None, 0.01, False),  # they gain a little, and plain rounds were never measured
+        (0.5, PLAIN_EVERY, 0.01, False),
+        (0.5, PLAIN_EVERY - 1, 0.01, True),
+        (0.5, None, 0.0, True),
+        (0.99, None, 0.01, True),  # they gain too much for that
+    ],
+)
+def test_drafts_that_hardly_gain_are_compared_with_real_rounds(
+    alpha: float, undrafted: int | None, share: float, drafts: bool
+) -> None:
+    choice = choose("goodput", observe([alpha], undrafted=undrafted), probe_share=share)
+    assert choice.ks.any() == drafts
+    assert drafts or (choice.reasons, choice.holds) == (("probe",), HOLDS)
+
+
+def served(policy: SpecControl, plain_s: float, draft_s: float, rounds: int) -> list[int]:
+    """The ks of rounds of one sequence, half of whose drafts are accepted. A round with k drafts takes
+    plain_s + k · draft_s seconds."""
+    random, ks = np.random.default_rng(0), []
+    for _ in range(rounds):
+        if policy.rest is not None and policy.rest.serves({0: None}, ["model"]):
+            policy.rest.rounds += 1
+            policy.rest.spent_s += plain_s
+            ks.append(0)
+            continue
+        k = policy.plan([candidate()]).ks[0]
+        accepted = min(k, int(random.geometric(0.5)) - 1)
+        timing = Timing(1, k, k, 0, k, k, k * 1e-4, plain_s + k * (draft_s - 1e-4), 0.0)
+        policy.observe(timing, [Drafted(0, "model", k, accepted)] if k else [], [] if k else [0])
+        ks.append(k)
+    return ks
+
+
+@pytest.mark.parametrize(("checked", "left_alone"), [(True, True), (False, False)])
+def test_a_profile_that_made_plain_rounds_look_dear_is_found_out(
+    checked: bool, left_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour was busy while plain rounds were profiled. With drafts, which take what the profile says, rounds are
+    slower than without, and the engine would never run a plain round that shows it. The second case does not look."""
+    disturbed = [
+        Timing(1, k, k, 0, k, k, 1e-4 * k, (1.6e-3 if k == 0 else 1e-3 + 4e-4 * k), 0.0) for k in (0, 1, 2, 4, 8)
+    ]
+    if not checked:
+        monkeypatch.setattr(Goodput, "_in_doubt", lambda *_: False)
+    policy = SpecControl(PolicyConfig(), DEPTH, disturbed)
+    ks = served(policy, plain_s=0.8e-3, draft_s=7e-4, rounds=200)
+    assert (sum(k > 0 for k in ks[100:]) < 10) == left_alone
+
+
+@pytest.mark.parametrize(("policy_s", "drafts"), [(0.0, True), (3e-3, False)])
+def test_the_policys_own_time_is_a_cost_of_drafts(policy_s: float, drafts: bool) -> None:
+    policy = control(probe_share=0.0)
+    play(policy, [True], 20)
+    for _ in range(32):
+        policy.spent(policy_s)
+    policy.configure(policy.config)
+    before = play(policy, [True], 1)[0][0]
+    assert (before > 0) or not drafts
+    slow = SpecControl(PolicyConfig(probe_share=0.0), DEPTH, timings())
+    for _ in range(32):
+        slow.spent(policy_s)
+    assert (slow.plan([candidate()]).ks[0] > 0) == drafts
+
+
+@pytest.mark.parametrize("drafted", [lambda n: n % 2 == 0, lambda n: n < 20])
+def test_rounds_in_a_row_are_learned_from(drafted: Callable[[int], bool]) -> None:
+    """The first of a kind finds less in the processor's caches. Here it takes twice as long."""
+    policy, last = control(), False
+    for n in range(40):
+        k = 4 if drafted(n) else 0
+        slow = 2.0 if (k > 0) != last else 1.0
+        last = k > 0
+        policy.observe(Timing(1, k, k, 0, k, k, 1e-4 * k, slow * (1e-3 + 2e-5 * (1 + k)), 0.0), [], [0])
+    policy.cost.refresh()
+    assert float(policy.cost.round_cost(1, 0).verify_s[0]) == pytest.approx(1.02e-3, rel=0.05)
