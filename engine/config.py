@@ -11,7 +11,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 CPU_CHUNK = 40  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
-WeightForm = Literal["as_is", "int8"]
+WeightForm = Literal["as_is", "int8", "int4"]
 GenerationConfig = Literal["auto", "none"]  # whether generation_config.json gives the defaults of requests
 
 
@@ -29,9 +29,9 @@ class EngineConfig:
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"  # one of DTYPES; auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16
-    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    target_weights: WeightForm = "as_is"  # int8, int4: quantised at load, only on CPU
     draft_weights: WeightForm = "as_is"
-    quantize_head: bool = True  # whether int8 includes the product that gives the logits
+    quantize_head: bool = True  # whether int8 and int4 include the product that gives the logits
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once

@@ -31,6 +31,7 @@ from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_model, open_checkpoint
 from engine.models.products import Weights
+from engine.models.quantize import GROUP
 from engine.models.quantized_checkpoints import quantisation
 from engine.models.runner import Runner, kv_shape
 from engine.models.shards import Shards
@@ -42,6 +43,10 @@ from engine.types import DrafterName
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
 
 ROLES = ("target", "draft")
+BYTES_OF_FORM = {
+    "int8": 1.0,
+    "int4": 0.5 + 4 / GROUP,
+}  # per number of a product; int4 with a step and an offset per group
 
 log = logging.getLogger(__name__)
 
@@ -171,12 +176,12 @@ def _planned_weights(
     planned = []
     for checkpoint, form in zip(checkpoints, _forms(config), strict=False):
         tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
-        product_bytes = 1 if form == "int8" else dtype.itemsize
+        product_bytes = BYTES_OF_FORM.get(form, dtype.itemsize)
         if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
-            kept = quantised.int8 and device.type == "cpu"  # its integers are used as they are
+            kept = quantised.bits == 8 and form != "int4" and device.type == "cpu"  # its integers are used as they are
             head_bytes = 0 if shape.tied and device.type != "cpu" else product_bytes
             tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
-            planned.append(tables + shape.layer_numbers * (1 if kept else product_bytes))
+            planned.append(ceil(tables + shape.layer_numbers * (1 if kept else product_bytes)))
             continue
         if not checkpoint.native:
             planned.append(sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize)
@@ -186,7 +191,7 @@ def _planned_weights(
         for name, tensor in tensors.items():
             product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
             size += prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
-        planned.append(size)
+        planned.append(ceil(size))
     return planned
 
 
@@ -197,7 +202,7 @@ def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
         parts = " and ".join(f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(ROLES, weights, strict=False))
         raise ConfigError(
             f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
-            "choose smaller models, a smaller dtype or int8 weights"
+            "choose smaller models, a smaller dtype or int8 or int4 weights"
         )
     return memory._replace(available=memory.available - sum(weights))
 
