@@ -4,9 +4,9 @@ The checkpoints are checked against each other before any weight is read.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from time import perf_counter
@@ -165,7 +165,8 @@ def plan_memory(config: EngineConfig) -> MemoryTable:
     checkpoints, max_len = opened.checkpoints, opened.max_len
     weights = _planned_weights(config, checkpoints, dtype, device)
     memory = _beside_weights(device, weights)
-    sized = layouts(config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(weights), 0, max_len, memory)
+    shapes, contexts = [kv_shape(c.shape, dtype, device) for c in checkpoints], _contexts(c.shape for c in checkpoints)
+    sized = layouts(config, shapes, sum(weights), 0, max_len, memory, contexts)
     return _memory_table(config, [c.shape for c in checkpoints], dtype, weights, sized, None, memory)
 
 
@@ -241,7 +242,8 @@ def _make_runners(
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
         activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
-    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
+    contexts = _contexts(decoder.config for decoder in decoders)
+    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory, contexts)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
     table.tell()
     return [Runner(decoder, layout, device) for decoder, layout in zip(decoders, table.layouts, strict=True)]
@@ -262,17 +264,11 @@ def _memory_table(
         ModelMemory(role, name, form, size, kv_shape(shape, dtype, device).token_bytes)
         for role, name, form, size, shape in zip(ROLES, names, forms, weights, configs, strict=False)
     ]
-    within = [_within_context(n, c.max_position_embeddings) for n, c in zip(sized, configs, strict=True)]
-    return MemoryTable(config.device, tuple(models), tuple(within), activations, memory)
+    return MemoryTable(config.device, tuple(models), tuple(sized), activations, memory)
 
 
-def _within_context(layout: Layout, context: int) -> Layout:
-    """The layout without the positions that a draft of a shorter context than the target's never uses. One block is
-    added, because a single sequence may have to copy a block that it shares with the prefix index."""
-    if context >= layout.max_len:
-        return layout
-    blocks = layout.slots * ceil(context / layout.block_size) + 1 if layout.paged else 0
-    return replace(layout, max_len=context, blocks=min(layout.blocks, blocks))
+def _contexts(configs: Iterable[DecoderConfig]) -> list[int]:
+    return [config.max_position_embeddings for config in configs]
 
 
 def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:
