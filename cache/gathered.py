@@ -16,9 +16,13 @@ class GatheredStorage(Blocks):
         self._zero_block, self._block_size = cache.num_blocks, cache.block_size
         size = (shape.num_layers, cache.num_blocks + 1, cache.block_size, *shape.row)
         memory = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self.rows = memory.flatten(1, 2).unbind(0)
+        self._all_rows = memory.flatten(1, 2)
+        self.rows = self._all_rows.unbind(0)
         self._offsets = torch.arange(cache.block_size, device=shape.device)  # of rows in a block
         super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)
+
+    def run(self, first: int, count: int) -> Sequence[Tensor]:
+        return self._all_rows.narrow(1, first, count).unbind(0)
 
     def prepare(self, handles: Sequence[int]) -> None:
         self.copy_shared_blocks()

@@ -57,6 +57,10 @@ class Storage(Protocol):
         """Per layer [rows, 2·kv_heads, head_dim]. A pass writes the rows that `row_numbers` names."""
         ...
 
+    def run(self, first: int, count: int) -> Sequence[Tensor]:
+        """Per layer [count, 2·kv_heads, head_dim]: the rows from number `first` on. What is written there is stored."""
+        ...
+
     def prepare(self, handles: Sequence[int]) -> None:
         """Bring the memory of these sequences in line with the cache's bookkeeping.
 
@@ -106,10 +110,14 @@ class Contiguous:
     """
 
     def __init__(self, memory: Tensor, kv_heads: int) -> None:
-        self.rows = memory.flatten(1, 2).unbind(0)
+        self._all_rows = memory.flatten(1, 2)
+        self.rows = self._all_rows.unbind(0)
         self._stride = memory.shape[2]  # rows from one slot to the next
         by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
         self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
+
+    def run(self, first: int, count: int) -> Sequence[Tensor]:
+        return self._all_rows.narrow(1, first, count).unbind(0)
 
     def row_numbers(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)

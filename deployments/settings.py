@@ -14,7 +14,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from app.main import BODY_TIMEOUT_S
 from app.origins import check_origins
 from app.telemetry.tracer import Level, TraceConfig
-from engine.config import CacheKind, EngineConfig, GenerationConfig, PolicyConfig, PolicyName, WeightForm
+from engine.config import (
+    CacheKind,
+    EngineConfig,
+    GenerationConfig,
+    PolicyConfig,
+    PolicyName,
+    ProductForms,
+    WeightForm,
+)
 from engine.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
 
@@ -156,6 +164,9 @@ class Settings(BaseModel):
     """as target_weights"""
     quantize_head: bool = True
     """whether int8 and int4 include the product that gives the logits"""
+    products: ProductForms = "auto"
+    """the layout of weights on a CPU. auto: the fastest ones, measured at load, with up to two copies of each weight;
+    packed: one copy for oneDNN, the same bits at every start; plain: one copy as it is stored"""
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     """for requests that name no drafter. auto: the draft model if there is one; off: the same as policy off"""
     verifier: Verifier = "match"
@@ -275,6 +286,7 @@ class Settings(BaseModel):
             target_weights=self.target_weights,
             draft_weights=self.draft_weights,
             quantize_head=self.quantize_head,
+            products=self.products,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,

@@ -12,6 +12,7 @@ DEVICES = ("cpu", "cuda")
 CPU_CHUNK = 40  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
 WeightForm = Literal["as_is", "int8", "int4"]
+ProductForms = Literal["auto", "packed", "plain"]
 GenerationConfig = Literal["auto", "none"]  # whether generation_config.json gives the defaults of requests
 
 
@@ -32,6 +33,7 @@ class EngineConfig:
     target_weights: WeightForm = "as_is"  # int8, int4: quantised at load, only on CPU
     draft_weights: WeightForm = "as_is"
     quantize_head: bool = True  # whether int8 and int4 include the product that gives the logits
+    products: ProductForms = "auto"  # auto: measured; packed: oneDNN's layout; plain: one copy as it is stored
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
@@ -108,6 +110,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} {form!r} is not one of {', '.join(get_args(WeightForm))}")
             if form != "as_is" and self.device != "cpu":
                 raise ConfigError(f"{name} {form} needs device cpu, not {self.device}: choose as_is")
+        if self.products not in get_args(ProductForms):
+            raise ConfigError(f"products {self.products!r} is not one of {', '.join(get_args(ProductForms))}")
+        if self.products == "packed" and (self.device != "cpu" or self.dtype in ("float64", "float16")):
+            raise ConfigError(
+                f"products packed needs device cpu and dtype float32 or bfloat16, not {self.device} and {self.dtype}: "
+                "choose auto"
+            )
         if self.draft_weights != "as_is" and self.draft is None:
             raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")
 

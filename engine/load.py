@@ -25,7 +25,7 @@ from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
 from engine.largest_rounds import MakeDrafter, measure_largest_rounds
 from engine.machine_memory import DeviceMemory
-from engine.memory_budget import device_memory, layouts
+from engine.memory_budget import copies_bytes, device_memory, layouts
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
@@ -221,7 +221,11 @@ def _make_runners(
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
     dtype = _dtype(config.dtype, device)
-    _beside_weights(device, _planned_weights(config, checkpoints, dtype, device))
+    planned = _planned_weights(config, checkpoints, dtype, device)
+    beside = _beside_weights(device, planned)
+    copies = copies_bytes(
+        config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(planned), max_len, beside
+    )
     try:
         decoders = [
             load_model(
@@ -229,9 +233,9 @@ def _make_runners(
                 dtype=dtype,
                 device=device,
                 max_len=min(max_len, c.shape.max_position_embeddings),  # a draft's context may be shorter
-                weights=Weights(form, config.quantize_head),
+                weights=Weights(form, config.quantize_head, config.products, copies * size // sum(planned)),
             )
-            for c, form in zip(checkpoints, _forms(config), strict=False)
+            for c, form, size in zip(checkpoints, _forms(config), planned, strict=False)
         ]
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

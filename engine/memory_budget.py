@@ -23,6 +23,7 @@ from engine.machine_memory import DeviceMemory, host_memory, read_number
 
 BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
 CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
+COPIES_SHARE = 0.25  # most of it is for the KV cache
 DEFAULT_MAX_MAP_COUNT = 65_530  # Linux's constant of this name
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,23 @@ def layouts(
         _sliding(replace(layout, max_len=length, blocks=blocks), shape.window, config.max_step_tokens)
         for shape, length, blocks in zip(shapes, lengths, budget.model_blocks, strict=True)
     ]
+
+
+def copies_bytes(
+    config: EngineConfig, shapes: Sequence[KVShape], weights_bytes: int, max_len: int, memory: DeviceMemory
+) -> int:
+    """Bytes that second forms of weights may take: COPIES_SHARE of what the weights and a cache of a set size leave.
+
+    `memory` is what is available beside the weights.
+    """
+    room, token_bytes = memory.available, sum(shape.token_bytes for shape in shapes)
+    if config.memory_fraction is not None:
+        room = min(room, int(config.memory_fraction * memory.total) - weights_bytes)
+    if config.cache == "slotted":
+        room -= config.max_running * max_len * token_bytes
+    elif config.kv_tokens is not None:
+        room -= config.kv_tokens * token_bytes
+    return max(0, int(COPIES_SHARE * room))
 
 
 def _sliding(layout: Layout, window: int | None, pass_tokens: int) -> Layout:

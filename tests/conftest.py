@@ -1,6 +1,7 @@
-"""Settings that every test needs: one torch thread, no network, no usage reports."""
+"""Settings that every test needs: one torch thread, no network, no usage reports, a cache folder of its own."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 # Before any import of ray, transformers or tokenizers: they read these once.
@@ -8,6 +9,9 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
+    CACHE = tempfile.TemporaryDirectory(prefix="foretoken-tests-", ignore_cleanup_errors=True)
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 import pytest
 import torch

@@ -4,8 +4,10 @@ The input is packed and ragged: N token rows of any mix of sequences, without pa
 time on the fixed cost of kernels, so three choices keep the number of kernels per layer low:
   - one product gives q, k and v, another one gate and up;
   - the rows of q and k are permuted at load so that the two numbers of a rotary pair are neighbours. One complex
-    product then rotates q and k in place. Attention scores do not change when q and k are permuted alike;
+    product over whole rows then rotates q and k in place; v and what else is not rotated is multiplied by 1, which is
+    cheaper than a view without it. Attention scores do not change when q and k are permuted alike;
   - k and v of a token are neighbours in that product and in the cache, so one copy stores both.
+Fresh memory costs as much as a small kernel, so sums are written into the states.
 """
 
 from collections.abc import Callable
@@ -108,8 +110,8 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Memory of the matrices and the embedding. Norms and rotations are negligible."""
         products = [p for layer in self.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
-        head = 0 if self.head.weight is self.embedding else self.head.num_bytes
-        return self.embedding.numel() * self.embedding.element_size() + head + sum(p.num_bytes for p in products)
+        embedding = 0 if self.head.weight is self.embedding else self.embedding.nbytes
+        return embedding + self.head.num_bytes + sum(p.num_bytes for p in products)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
@@ -117,20 +119,28 @@ class Decoder:
         `attention` knows the position of each token and stores its k and v.
         """
         c, residual = self.config, self.config.traits.residual_multiplier
-        rows = ids.shape[0]
-        rotated = c.num_heads + c.num_kv_heads
-        rotations = [table[attention.plan.positions] for table in self.rotations]  # each [N, 1, rotary_dim / 2]
+        rows, parts = ids.shape[0], (c.num_heads, 2 * c.num_kv_heads)
+        rotations = [self._row_rotations(table, attention.plan.positions) for table in self.rotations]
         x = self._embed(ids)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.before_attention(x)).view(rows, -1, c.head_dim)
+            qkv = layer.qkv(layer.before_attention(x))
             for heads, norm in layer.qk_norms:
-                norm.apply_(qkv[:, heads])
+                norm.apply_(qkv.view(rows, -1, c.head_dim)[:, heads])
             if layer.rope is not None:
-                _rotate(qkv[:, :rotated], rotations[layer.rope])
-            attended = attention(index, qkv[:, : c.num_heads], qkv[:, c.num_heads :], layer.scoring)
-            x = torch.add(x, layer.after_attention(layer.out(attended)), alpha=residual)
-            x = torch.add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), alpha=residual)
+                qkv = _rotate(qkv, rotations[layer.rope])
+            queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
+            attended = attention(index, queries, kv, layer.scoring)
+            x.add_(layer.after_attention(layer.out(attended)), alpha=residual)
+            x.add_(layer.after_mlp(layer.mlp(layer.before_mlp(x))), alpha=residual)
         return x
+
+    def _row_rotations(self, table: Tensor, positions: Tensor) -> Tensor:
+        """The factors of the packed q, k and v, [N, (heads + 2·kv_heads)·head_dim / 2]: 1 for what is not rotated."""
+        c, rotations = self.config, table.index_select(0, positions)  # [N, 1, rotary_dim / 2]
+        rotated = c.num_heads + c.num_kv_heads
+        factors = rotations.new_ones((positions.shape[0], rotated + c.num_kv_heads, c.head_dim // 2))
+        factors[:, :rotated, : rotations.shape[-1]] = rotations
+        return factors.view(positions.shape[0], -1)
 
     def _embed(self, ids: Tensor) -> Tensor:
         x = F.embedding(ids, self.embedding)
@@ -148,17 +158,11 @@ class Decoder:
         return logits
 
 
-def _rotate(heads: Tensor, rotations: Tensor) -> None:
-    """Rotate the first numbers of [N, heads, head_dim] in place; pairs are neighbours.
+def _rotate(qkv: Tensor, factors: Tensor) -> Tensor:
+    """qkv [N, n], whose rotary pairs are neighbours, times factors [N, n / 2]. May write into qkv.
 
     16-bit numbers go through fp32: torch has no complex type for them.
     """
-    width = 2 * rotations.shape[-1]
-    if width < heads.shape[-1]:
-        heads = heads[..., :width]
-    pairs = heads.view(*heads.shape[:-1], -1, 2)
-    if heads.dtype.itemsize == 2:
-        turned = torch.view_as_complex(pairs.float()).mul_(rotations)
-        pairs.copy_(torch.view_as_real(turned))
-    else:
-        torch.view_as_complex(pairs).mul_(rotations)
+    turned = qkv.float() if qkv.dtype.itemsize == 2 else qkv
+    turned.view(factors.dtype).mul_(factors)
+    return turned.to(qkv.dtype)

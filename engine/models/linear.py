@@ -1,58 +1,100 @@
-"""The decoder's matrix products, in the fastest form for few rows.
+"""The decoder's matrix products.
 
-`Linear`: on a CPU in fp32 and bf16 the weight is packed at load: reordered into oneDNN's blocked layout. A packed
-product has two properties that matter here (measured, docs/log.md). Two to eight rows cost about as much as one, which
-makes verification cheap. A row's result does not depend, bit for bit, on the other rows of the call. For few rows of a
-small weight an unpacked product is used: it has neither property, but a fifth of the fixed cost. Elsewhere torch's own
-linear is used.
+A weight can be laid out in three forms. No form is the fastest on every machine, for every shape and number of rows, so
+product_choice.py measures them at load.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-UNPACKED_LIMIT = (
-    450_000  # rows · weights, below which the packed product's fixed cost (about 9 µs) is larger than its gain
-)
+Form = Literal[
+    "packed",  # reordered into oneDNN's blocked layout, [out, in]
+    "transposed",  # [in, out], contiguous
+    "plain",  # [out, in], as it is stored
+]
+FORMS: tuple[Form, ...] = get_args(Form)
+BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # largest number of rows of each bucket; the last one holds all larger numbers too
+Choice = Sequence[Form]  # a form for each bucket
 
 
 class Product(Protocol):
     """y = x Wᵀ + b for x [rows, in] → [rows, out]."""
 
-    weight: Tensor
-
+    @property
+    def weight(self) -> Tensor: ...
     @property
     def num_bytes(self) -> int: ...
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Linear:
-    """y = x Wᵀ + b for x [rows, in] → [rows, out].
+    """y = x Wᵀ + b for x [rows, in] → [rows, out]. The number of rows decides which form of W is used."""
 
-    A small packed weight is also kept unpacked, [in, out], for few rows.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, choice: Choice | None = None) -> None:
+        """weight [out, in]. choice None: one form for all rows, packed where oneDNN can."""
         self.bias = bias
-        self.packed = _can_pack(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
-        self.unpacked_rows = (
-            UNPACKED_LIMIT // weight.numel() if self.packed else 0
-        )  # up to this many go through `unpacked`
-        self.unpacked = weight.t().contiguous() if self.unpacked_rows else None
+        self.forms: dict[Form, Tensor] = {"plain": weight}
+        self.use(choice or [usable_forms(weight)[0]])
+
+    def use(self, choice: Choice) -> None:
+        """Keep W in the forms of `choice` only. W must be plain so far."""
+        self.choice = tuple(choice)
+        plain = self.forms["plain"]
+        self.forms = {form: lay_out(plain, form) for form in FORMS if form in choice}
+        products = {form: product_of(form, weight, self.bias) for form, weight in self.forms.items()}
+        by_bucket = [products[form] for form in choice]
+        largest = BUCKETS[: len(choice) - 1]
+        self._by_rows = [by_bucket[bucket_of(rows, largest)] for rows in range((largest or [0])[-1] + 1)]
+        self._beyond = by_bucket[-1]
+
+    @property
+    def weight(self) -> Tensor:
+        """W in one of its forms, the plain one if it is kept."""
+        return self.forms.get("plain", next(iter(self.forms.values())))
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes_of(self.weight, self.unpacked, self.bias)
+        return num_bytes_of(*self.forms.values(), self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.unpacked is not None and x.shape[0] <= self.unpacked_rows:
-            return torch.mm(x, self.unpacked) if self.bias is None else torch.addmm(self.bias, x, self.unpacked)
-        if self.packed:
-            return _linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        rows = x.shape[0]
+        return self._by_rows[rows](x) if rows < len(self._by_rows) else self._beyond(x)
+
+
+def bucket_of(rows: int, largest: Sequence[int] = BUCKETS[:-1]) -> int:
+    return sum(rows > limit for limit in largest)
+
+
+def usable_forms(weight: Tensor) -> tuple[Form, ...]:
+    """The forms that this weight can have. The first one is used where no measurement says otherwise."""
+    if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
+        return ("plain",)
+    # torch.compile's freezing on CPUs needs these operators, so they come with oneDNN. There is none for fp64.
+    if weight.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
+        return FORMS
+    return ("plain", "transposed")
+
+
+def lay_out(weight: Tensor, form: Form) -> Tensor:
+    """A plain weight [out, in] in another form."""
+    if form == "packed":
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return weight.t().contiguous() if form == "transposed" else weight
+
+
+def product_of(form: Form, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The product by a weight in this form."""
+    if form == "packed":
+        return lambda x: _linear_pointwise(x, weight, bias, "none", [], "")
+    if form == "plain":
+        return lambda x: F.linear(x, weight, bias)
+    if bias is None:
+        return lambda x: torch.mm(x, weight)
+    return lambda x: torch.addmm(bias, x, weight)
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
@@ -61,12 +103,3 @@ _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 def num_bytes_of(*kept: Tensor | None) -> int:
     """Bytes of the tensors that are kept."""
     return sum(t.numel() * t.element_size() for t in kept if t is not None)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    # torch.compile's freezing on CPUs needs these operators, so they come with oneDNN. There is none for fp64.
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-    )

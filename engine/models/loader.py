@@ -20,7 +20,6 @@ from engine.models.attention import Scoring
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
 from engine.models.families import read_config
-from engine.models.linear import Linear
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
 from engine.models.products import AS_IS, ProductMaker, Weights
@@ -128,7 +127,7 @@ def load_decoder(
         source = QuantisedSource(quantised, shards, dtype, device, tensors.discard)
     prefix = tensors.prefix
     embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    # Packed first: beside all layers a second copy of the head would be the peak of the load.
+    # Made first: beside all layers a second copy of the head would be the peak of the load.
     head = make.head(_head_weight(config, embedding, tensors, source))
     decoder = Decoder(
         config=config,
@@ -143,6 +142,7 @@ def load_decoder(
         rotations=rotations,
     )
     tensors.refuse_unread(config)
+    make.choose_forms()
     dtype_name = str(dtype).removeprefix("torch.")
     size_mb, seconds = decoder.weight_bytes / 1e6, perf_counter() - began
     log.info("%s: weights %s in %s, %.1f MB (%.1f s)", path, weights.form, dtype_name, size_mb, seconds)
@@ -329,7 +329,7 @@ class LayerReader:
             GatedMLP(self._make(gate_up, gate_up_bias), self._make(down, down_bias), gate)
             for gate_up, gate_up_bias, down, down_bias in parts
         )
-        return Experts(Linear(router, router_bias), experts, traits)
+        return Experts(self._make.router(router, router_bias), experts, traits)
 
     def _single_experts(self, traits: ExpertTraits) -> Iterator[ExpertParts]:
         """The weights of each expert, from a tensor for each product."""

@@ -42,7 +42,7 @@ class RMSNorm:
             x.mul_(self.weight).div_(scale)
 
     def _scale(self, x: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x, dim=self.dims, keepdim=True).hypot_(self.floor)
+        return torch.linalg.vector_norm(x, 2, self.dims, True).hypot_(self.floor)
 
     def _in_fp32(self, x: Tensor) -> Tensor:
         if self.fused:

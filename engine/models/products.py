@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError, WeightForm
+from engine.config import ConfigError, ProductForms, WeightForm
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_linear import Int8Linear, check_int8_products
-from engine.models.linear import Linear, Product
+from engine.models.linear import Linear, Product, usable_forms
+from engine.models.product_choice import choose_forms
+from engine.models.product_times import cache_folder
 from engine.models.quantize import IntegerWeight, quantise_in_groups, quantise_weight
 
 
@@ -18,6 +20,8 @@ class Weights:
 
     form: WeightForm = "as_is"
     head: bool = True  # whether the form is also that of the product that gives the logits
+    products: ProductForms = "auto"  # of weights that are not quantised
+    copies_bytes: int | None = None  # that second forms of weights may take; None: no limit
 
 
 AS_IS = Weights()
@@ -28,6 +32,11 @@ class ProductMaker:
 
     def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ConfigError for a form that this device does not have."""
+        if weights.products == "packed" and "packed" not in usable_forms(torch.empty(1, 1, dtype=dtype, device=device)):
+            raise ConfigError(
+                f"products packed needs a torch with oneDNN, device cpu, and dtype float32 or bfloat16, not {dtype} on "
+                f"{device}: choose auto"
+            )
         if weights.form != "as_is" and device.type != "cpu":
             raise ConfigError(f"{weights.form} weights need device cpu, not {device}: choose as_is")
         if weights.form == "int8":
@@ -37,12 +46,23 @@ class ProductMaker:
         self._form, self._dtype, self._device = weights.form, dtype, device
         self._head_form: WeightForm = weights.form if weights.head else "as_is"
         self._has_int8 = device.type == "cpu" and _has_int8_products()
+        self._products, self._copies_bytes = weights.products, weights.copies_bytes
+        self._undecided: list[Linear] = []
 
     def __call__(self, weight: Tensor | IntegerWeight, bias: Tensor | None = None) -> Product:
         return self._make(weight, bias, self._form)
 
     def head(self, weight: Tensor | IntegerWeight) -> Product:
         return self._make(weight, None, self._head_form)
+
+    def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """The product that chooses experts, which is never quantised."""
+        return self._make_linear(weight, bias)
+
+    def choose_forms(self) -> None:
+        """Choose the forms of all products made so far by measurement, if the settings leave them open."""
+        choose_forms(self._undecided, copies_bytes=self._copies_bytes, cache=cache_folder())
+        self._undecided.clear()
 
     def describe(self, integers: int | None) -> str:
         """What becomes of a quantised checkpoint's weights, for the log. integers: their bits, if a product can use
@@ -70,7 +90,13 @@ class ProductMaker:
             return Int8Linear(quantise_weight(weight), bias)
         if form == "int4":
             return Int4Linear(quantise_in_groups(weight), bias)
-        return Linear(weight.to(self._dtype), bias)
+        return self._make_linear(weight.to(self._dtype), bias)
+
+    def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        linear = Linear(weight, bias, None if self._products == "packed" else ["plain"])
+        if self._products == "auto":
+            self._undecided.append(linear)
+        return linear
 
 
 def _has_int8_products() -> bool:

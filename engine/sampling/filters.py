@@ -8,8 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampling.candidates import Cuts, cut_rows
 from engine.sampling.cuts import SERIAL_LIMIT, SORT_LIMIT, LogitsRow
 from engine.types import SamplingParams
+
+SHORT_ROW = 256  # rows of at most so many logits are sorted whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,33 @@ def truncated(logits: Tensor, filters: Filters) -> Tensor:
     likely than min_p times the likeliest. Each filter is a threshold, so equal logits stay or go together, and the
     likeliest tokens always stay.
     """
-    if logits.device.type == "cpu" and logits.shape[-1] > SORT_LIMIT:
-        return _truncate_long_rows(logits, filters)
+    if logits.device.type == "cpu" and logits.shape[-1] > SHORT_ROW:
+        return _truncate_long_rows(logits.contiguous(), filters)
     return logits.masked_fill(removed(logits, filters), -torch.inf)
 
 
 def _truncate_long_rows(logits: Tensor, filters: Filters) -> Tensor:
-    """As truncated(), for long rows on the CPU: finds each row's threshold without sorting the row."""
+    """As truncated(), on the CPU: sorts no more of a row than the tokens near its cut, if they are clear."""
     result = torch.empty(logits.shape, dtype=logits.dtype)
+    wanted = (filters.top_p < 1) & (filters.top_k >= logits.shape[-1])
+    columns = (filters.temperature, filters.top_p, filters.min_p.log(), wanted)
+    left = cut_rows(logits, Cuts(*(column.numpy() for column in columns)), result)
+    if left and logits.shape[-1] <= SORT_LIMIT:
+        rows = torch.tensor(left)
+        result[rows] = logits[rows].masked_fill(removed(logits[rows], filters.pick(rows)), -torch.inf)
+    elif left:
+        _search_rows(logits, filters, left, result)
+    return result
+
+
+def _search_rows(logits: Tensor, filters: Filters, chosen: Seq[int], result: Tensor) -> None:
+    """Truncate the chosen rows, which are long: finds each row's threshold without sorting the row."""
     masses = np.empty(logits.shape[-1])  # of one row at a time, so that it stays in the processor's cache
     coldest = filters.temperature.clamp(min=torch.finfo(torch.float64).tiny)
-    columns = (logits.amax(-1), coldest, filters.top_k, filters.top_p, filters.min_p.log())
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for i, (best, temperature, top_k, top_p, floor) in enumerate(rows):
+    bests = [float(logits[i].amax()) for i in chosen]
+    columns = (coldest, filters.top_k, filters.top_p, filters.min_p.log())
+    rows = zip(chosen, bests, *(column[list(chosen)].tolist() for column in columns), strict=True)
+    for i, best, temperature, top_k, top_p, floor in rows:
         row = LogitsRow(logits[i], best, temperature)
         if not isfinite(best):
             result[i] = logits[i]  # unchanged, so that the verifier sees that it is not finite
@@ -76,7 +93,6 @@ def _truncate_long_rows(logits: Tensor, filters: Filters) -> Tensor:
             last_removed = row.last_below(threshold)
             for part, kept in zip(logits[i].split(SERIAL_LIMIT), result[i].split(SERIAL_LIMIT), strict=True):
                 torch.threshold(part, last_removed, -torch.inf, out=kept)
-    return result
 
 
 def removed(logits: Tensor, filters: Filters) -> Tensor:

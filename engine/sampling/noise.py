@@ -20,6 +20,7 @@ from engine.sampling.hashing import (
     signed,
 )
 from engine.sampling.race import BlockNoise
+from engine.sampling.token_race import TokenNoise
 
 # Streams of a sequence's randomness (architecture R5). Stream 0 is keyed by absolute position and token: draft and
 # target share it, and therefore agree. The other keys also contain the committed length at the round's start, because
@@ -59,9 +60,10 @@ class GumbelRace:
     """
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
-        self._blocks: BlockNoise | None = None
-        if keys.device.type == "cpu" and vocab_size > DENSE_NOISE_LIMIT:
-            self._blocks = BlockNoise(keys, positions, temperatures, vocab_size)
+        self._host: BlockNoise | TokenNoise | None = None
+        if keys.device.type == "cpu":
+            kind = BlockNoise if vocab_size > DENSE_NOISE_LIMIT else TokenNoise
+            self._host = kind(keys, positions, temperatures, vocab_size)
         else:
             self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
 
@@ -70,8 +72,8 @@ class GumbelRace:
 
         scores [n, vocab'] in fp32 or fp64, −inf for excluded tokens; vocab' ≤ vocab_size. Ties take the lowest id.
         """
-        if self._blocks is not None:
-            return torch.from_numpy(self._blocks.race(scores, np.array(rows)))
+        if self._host is not None:
+            return torch.from_numpy(self._host.race(scores, np.array(rows)))
         noise = self._noise[:, : scores.shape[1]]
         if list(rows) != list(range(len(noise))):
             noise = noise[torch.tensor(rows, device=noise.device)]

@@ -8,7 +8,6 @@ because its calls on arrays of this size cost a third of torch's.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
-FEW = 8  # where at most one block in so many holds a token, the tokens race without the earliest clocks of all blocks
+FEW = 8  # where at most one token in so many is left, the tokens race alone
+SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
 Floats = NDArray[np.float64]
@@ -42,10 +42,10 @@ class BlockClocks:
         numbers = (blocks + 1).view(np.uint64) * np.uint64(GOLDEN)
         bits = mix_array(mix_array(rows ^ np.uint64(FIRST_CLOCK_SALT)) + numbers)
         others = mix_array(bits + np.uint64(SECOND_CLOCK_SALT))
-        first, start = _clocks(bits) / BLOCK, blocks * BLOCK
+        first, start = clocks_of(bits) / BLOCK, blocks * BLOCK
         first_offset = (bits % np.uint64(BLOCK)).view(np.int64)
         distance = (mix_array(bits + np.uint64(SECOND_TOKEN_SALT)) % np.uint64(BLOCK - 1)).view(np.int64) + 1
-        second = first + _clocks(others) / (BLOCK - 1)
+        second = first + clocks_of(others) / (BLOCK - 1)
         return cls(first, second, start + first_offset, start + (first_offset + distance) % BLOCK)
 
 
@@ -76,10 +76,9 @@ class BlockNoise:
 
     def race(self, scores: Tensor, rows: Ids) -> Ids:
         """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
+        if (held := few_held(scores)) is not None:
+            return self._race_few(scores.numpy(), rows, *held)
         maxima, values = _block_maxima(scores), scores.numpy()
-        held = ~(maxima < LOWEST_FINITE)  # blocks with a token that may win: one with a NaN does
-        if np.count_nonzero(held) * FEW <= held.size:
-            return self._race_few(values, rows, *np.nonzero(held))
         best, ids = self._lead(values, rows, maxima.shape[1])
         # Blocks that could hold the winner. An excluded block never can; a block with a NaN can, and the NaN wins.
         bounds = self._leaders.bounds[rows, : maxima.shape[1]]
@@ -91,16 +90,11 @@ class BlockNoise:
                 best[n], ids[n] = winner, token
         return ids
 
-    def _race_few(self, scores: NDArray[np.floating], rows: Ids, i: Ids, block: Ids) -> Ids:
-        """Winners [n] among the tokens that the blocks [m] of rows i [m] hold, in ascending order; id 0 if none."""
-        ids = block[:, None] * BLOCK + _OFFSETS
-        rivals = _scores(scores, i[:, None], ids)
-        pair, offset = np.nonzero(~(rivals < LOWEST_FINITE))
-        owners, tokens = i[pair], ids[pair, offset]
-        noise = self._noise(rows[owners], block[pair], tokens[:, None])[:, 0]
-        noisy = rivals[pair, offset] + self._temperatures[rows[owners], 0] * noise
-        ends = np.searchsorted(owners, np.arange(len(rows) + 1)).tolist()
-        return np.array([tokens[a + noisy[a:b].argmax()] if a < b else 0 for a, b in pairwise(ends)])
+    def _race_few(self, scores: NDArray[np.floating], rows: Ids, owners: Ids, tokens: Ids) -> Ids:
+        """Winners [n] among these tokens [m] of rows `owners` [m] of the scores, in ascending order; id 0 if none."""
+        noise = self._noise(rows[owners], tokens // BLOCK, tokens[:, None])[:, 0]
+        noisy = scores[owners, tokens] + self._temperatures[rows[owners], 0] * noise
+        return row_winners(noisy, owners, tokens, len(rows))
 
     def _lead(self, scores: NDArray[np.floating], rows: Ids, blocks: int) -> tuple[Floats, Ids]:
         """(best score, its token) [n] among the tokens with the first clocks; id 0 if all of these are excluded."""
@@ -120,11 +114,37 @@ class BlockNoise:
     def _noise(self, rows: Ids, block: Ids, ids: Ids) -> Floats:
         """The values of gumbel_noise for tokens `ids` [n, m] of each block [n]."""
         clocks = BlockClocks.of(self._rows[rows, None], block[:, None])
-        times = _clocks(mix_array(self._rows[rows, None] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
+        times = clocks_of(mix_array(self._rows[rows, None] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
         times += clocks.second
         np.copyto(times, clocks.second, where=ids == clocks.second_id)
         np.copyto(times, clocks.first, where=ids == clocks.first_id)
         return -np.log(times)
+
+
+def few_held(scores: Tensor) -> tuple[Ids, Ids] | None:
+    """(rows, tokens) of all scores [R, vocab] above −inf, in ascending order; None unless they are few."""
+    values, lowest = scores.numpy(), np.finfo(scores.numpy().dtype).min
+    sample = values[:, ::SAMPLE_STRIDE]
+    if np.count_nonzero(sample >= lowest) * FEW > sample.size:
+        return None
+    held = ~(values < lowest)  # a NaN may win, so that it is seen
+    if np.count_nonzero(held) * FEW > held.size:
+        return None
+    return np.divmod(np.flatnonzero(held), values.shape[1])
+
+
+def row_winners(noisy: Floats, owners: Ids, tokens: Ids, rows: int) -> Ids:
+    """The token [rows] with the best of noisy [m] in each row; owners [m] and tokens [m] are in ascending order.
+
+    The lowest token of equals, a NaN before any number, and id 0 in a row without tokens.
+    """
+    result = np.zeros(rows, np.int64)
+    if len(noisy):
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        best = np.repeat(np.maximum.reduceat(noisy, starts), np.diff(starts, append=len(noisy)))
+        leads = np.flatnonzero((noisy == best) | np.isnan(noisy))[::-1]
+        result[owners[leads]] = tokens[leads]  # the first of a row is written last
+    return result
 
 
 def _scores(scores: NDArray[np.floating], row: Ids, ids: Ids) -> NDArray[np.floating]:
@@ -144,5 +164,5 @@ def _block_maxima(scores: Tensor) -> NDArray[np.floating]:
     return torch.cat([*parts, scores[:, whole:].amax(-1, keepdim=True)], 1).numpy()
 
 
-def _clocks(bits: Bits) -> Floats:
+def clocks_of(bits: Bits) -> Floats:
     return -np.log(((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)

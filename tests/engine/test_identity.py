@@ -125,7 +125,8 @@ def test_in_a_batch_with_arrivals_and_departures(
     engine: Engine, requests: list[Request], expected: Tokens, k: int | str
 ) -> None:
     """Requests arrive three per step in another order; every fourth has a twin that is cancelled some steps later."""
-    shuffled = random.Random(2).sample(with_k(requests, k), len(requests))
+    fresh = [replace(r, cache_salt=f"k={k}") for r in with_k(requests, k)]  # so that each test reads its prompts anew
+    shuffled = random.Random(2).sample(fresh, len(requests))
     arrivals: dict[int, list[Request]] = {}
     cancels: dict[int, list[str]] = {}
     for i, request in enumerate(shuffled):

@@ -23,6 +23,7 @@ LIMITS: dict[str, Any] = {
     "max_spec_length": 4,
     "max_step_tokens": 64,
     "max_model_len": 128,
+    "cache": "paged",  # a slotted cache has no memory_fraction
     "memory_fraction": 0.05,
 }
 VOCAB = 8_000

@@ -166,9 +166,9 @@ def test_scales_from_one_replica_to_two_and_back_and_no_stream_breaks(served: Se
     async def user(client: httpx.AsyncClient, leave: asyncio.Event) -> int:
         done = 0
         while not leave.is_set():
-            _, parsed = await stream(client, body(PROMPTS[0], max_tokens=400, ignore_eos=True))
+            _, parsed = await stream(client, body(PROMPTS[0], max_tokens=200, ignore_eos=True))
             assert parsed[-1] == "[DONE]"
-            assert parsed[-2]["usage"]["completion_tokens"] == 400
+            assert parsed[-2]["usage"]["completion_tokens"] == 200
             done += 1
         return done
 
@@ -181,7 +181,7 @@ def test_scales_from_one_replica_to_two_and_back_and_no_stream_breaks(served: Se
     async def load() -> tuple[list[int], list[int]]:
         many, few = asyncio.Event(), asyncio.Event()
         async with connect(served) as client:
-            crowd = [asyncio.create_task(user(client, many)) for _ in range(14)]
+            crowd = [asyncio.create_task(user(client, many)) for _ in range(6)]
             pair = [asyncio.create_task(user(client, few)) for _ in range(2)]  # fewer than target_ongoing_requests
             await until_replicas(2, crowd + pair)
             many.set()

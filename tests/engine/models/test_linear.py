@@ -1,4 +1,4 @@
-"""Each of the three products is the product, bias included; tiny models alone would only ever see the plain one."""
+"""Each form of product is the product, bias included."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.int8_linear import Int8Linear, check_int8_products
-from engine.models.linear import UNPACKED_LIMIT, Linear
+from engine.models.linear import BUCKETS, Choice, Linear, bucket_of, usable_forms
 from engine.models.quantize import SLICE_ROWS, quantise_weight
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,38 +31,58 @@ def int8_reason() -> str:
 needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())
 
 
-def make(out: int, inner: int, dtype: torch.dtype, bias: bool) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
+def make(
+    dtype: torch.dtype, bias: bool, choice: Choice | None = None
+) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(out, inner, generator=generator).to(dtype)
-    offset = torch.randn(out, generator=generator).to(dtype) * 10 if bias else None
-    return Linear(weight, offset), weight, offset
+    weight = torch.randn(400, 300, generator=generator).to(dtype)
+    offset = torch.randn(400, generator=generator).to(dtype) * 10 if bias else None
+    return Linear(weight, offset, choice), weight, offset
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("out", "inner"), [(400, 300), (2000, 300)])
-def test_every_product_is_the_product(out: int, inner: int, dtype: torch.dtype, bias: bool) -> None:
-    """120,000 weights: plain up to three rows, packed beyond; 600,000: packed always; fp64: torch's own."""
-    linear, weight, offset = make(out, inner, dtype, bias)
-    for rows in (1, 3, 4, 9):
-        x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        exact = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
-        assert (linear(x).double() - exact).abs().max() < TOLERANCE[dtype]
+def test_every_form_of_a_product_is_the_product(dtype: torch.dtype, bias: bool) -> None:
+    for form in usable_forms(torch.empty(1, 1, dtype=dtype)):
+        linear, weight, offset = make(dtype, bias, [form])
+        for rows in (1, 3, 4, 9):
+            x = torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            exact = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
+            assert (linear(x).double() - exact).abs().max() < TOLERANCE[dtype]
 
 
 @needs_onednn
-def test_which_product_is_taken() -> None:
-    small, large, exact = (
-        make(400, 300, torch.float32, True)[0],
-        make(2000, 300, torch.float32, True)[0],
-        make(400, 300, torch.float64, True)[0],
-    )
-    assert small.unpacked_rows == UNPACKED_LIMIT // 120_000 == 3
-    assert small.packed
-    assert large.packed
-    assert large.unpacked is None
-    assert not exact.packed
-    assert exact.unpacked is None
+def test_the_number_of_rows_decides_the_form() -> None:
+    """Each form gets other values here, which show what computed a row."""
+    choice: Choice = ["plain", "packed", "transposed", "packed", "plain", "transposed", "packed"]
+    linear, weight, _ = make(torch.float32, False, choice)
+    x = torch.randn(40, 300, generator=torch.Generator().manual_seed(3))
+    y = x @ weight.t()
+    factors = {"packed": 1, "transposed": 2, "plain": 3}
+    linear.forms["transposed"].mul_(2)
+    linear.forms["plain"].mul_(3)
+    for rows in range(1, 41):
+        form = choice[next((i for i, largest in enumerate(BUCKETS) if rows <= largest), -1)]
+        assert choice[bucket_of(rows)] == form
+        assert torch.allclose(linear(x[:rows]), factors[form] * y[:rows], atol=1e-3)
+
+
+@needs_onednn
+def test_only_the_chosen_forms_are_kept() -> None:
+    size = 400 * 300 * 4
+    assert make(torch.float32, False)[0].num_bytes == size
+    assert make(torch.float32, True, ["plain"])[0].num_bytes == size + 4 * 400
+    linear = make(torch.float32, False, ["plain"])[0]
+    linear.use(["transposed", "packed", "packed", "packed", "packed", "packed", "packed"])
+    assert set(linear.forms) == {"transposed", "packed"}
+    assert linear.num_bytes == 2 * size
+
+
+@needs_onednn
+def test_only_fp32_and_bf16_on_a_cpu_can_be_packed() -> None:
+    packable = {dtype for dtype in TOLERANCE if "packed" in usable_forms(torch.empty(1, 1, dtype=dtype))}
+    assert packable == {torch.float32, torch.bfloat16}
+    assert usable_forms(torch.empty(1, 1, device="meta")) == ("plain",)
 
 
 INT8_SHAPES = [(400, 300), (64, 64), (3, 5), (96, 512), (192, 2048)]  # signed activations are slow in all but the first

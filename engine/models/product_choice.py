@@ -1,0 +1,214 @@
+"""Chooses the forms of a model's products by measuring them at load, on the machine that will run them.
+
+Each shape is timed in every usable form at every bucket of rows. The calls go through the weights of all layers in
+turn, as a forward does. Between two uses of a weight the others pass through the caches, so a weight is read from the
+cache or memory that it is read from in service.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import ceil
+from pathlib import Path
+from time import perf_counter, perf_counter_ns, thread_time_ns
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.models.linear import BUCKETS, Choice, Form, Linear, lay_out, product_of, usable_forms
+from engine.models.product_times import TimesFile
+
+log = logging.getLogger(__name__)
+
+BUDGET_S = 0.5  # for the sweeps of one model
+SAMPLE_BYTES = 64 * 2**20  # of a larger model only so many are measured in each form
+MIN_SWEEPS, MAX_SWEEPS = 2, 8
+STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
+MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
+IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # of each bucket: plain decoding has 1 row, verification of a text 3 to 9
+
+
+class Shape(NamedTuple):
+    """Products that take the same time."""
+
+    out: int
+    inner: int
+    bias: bool
+
+    def __str__(self) -> str:
+        return f"{self.out} × {self.inner}{' + bias' if self.bias else ''}"
+
+
+Times = Mapping[Form, Sequence[float]]  # seconds of one product, for each of BUCKETS
+TimedCall = Callable[[Shape, Form, int, Callable[[], object]], float]  # (shape, form, rows, call) → its seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    times: dict[Shape, Times]
+    steady: bool  # whether the sweeps agree; if not, something else kept the machine busy
+
+
+def clocked(shape: Shape, form: Form, rows: int, call: Callable[[], object]) -> float:
+    # One thread's processor time leaves out what other processes take. Several threads wait for each other.
+    clock = thread_time_ns if torch.get_num_threads() == 1 else perf_counter_ns
+    started = clock()
+    call()
+    return (clock() - started) / 1e9
+
+
+def choose_forms(
+    products: Sequence[Linear],
+    *,
+    copies_bytes: int | None = None,
+    cache: Path | None = None,
+    timed: TimedCall = clocked,
+) -> None:
+    """Lay out the weights of `products`, which must all be plain, in the forms that make the products fastest.
+
+    copies_bytes: how much memory second forms may take; None: no limit. If they need more, each weight has one form.
+    cache: the folder that keeps measurements; None: measure.
+    """
+    groups = _groups([product for product in products if len(usable_forms(product.weight)) > 1])
+    if not groups:
+        return
+    began = perf_counter()
+    times, source = _known_or_measured(groups, cache, timed)
+    choices = {shape: best_choice(times[shape]) for shape in groups}
+    if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
+        choices = {shape: best_choice(times[shape], most_forms=1) for shape in groups}
+    for shape, members in groups.items():
+        log.debug("products of %s: %s", shape, describe(choices[shape]))
+        for product in members:
+            product.use(choices[shape])
+    copied, count = _copied_bytes(groups, choices), len(groups)
+    twice = sum(len(set(choice)) > 1 for choice in choices.values())
+    log.info(
+        "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",
+        *(source, perf_counter() - began, twice, count, copied / 1e6),
+    )
+
+
+def best_choice(times: Times, most_forms: int = 2) -> Choice:
+    """The form for each bucket, of at most `most_forms` different ones."""
+
+    def cost(forms: tuple[Form, ...]) -> float:
+        """The time of all buckets by their importance, each over that of its fastest form."""
+        return sum(
+            weight * min(times[form][i] for form in forms) / min(spent[i] for spent in times.values())
+            for i, weight in enumerate(IMPORTANCE)
+        )
+
+    kept = min(combinations(times, 1), key=cost)
+    for number in range(2, most_forms + 1):
+        more = min(combinations(times, number), key=cost, default=kept)
+        kept = more if cost(more) * MARGIN < cost(kept) else kept
+    return tuple(min(kept, key=lambda form: times[form][i]) for i in range(len(BUCKETS)))
+
+
+def describe(choice: Choice) -> str:
+    """The text "transposed to 1 row, packed beyond"."""
+    ends = [i for i in range(len(choice) - 1) if choice[i] != choice[i + 1]]
+    parts = [f"{choice[i]} to {BUCKETS[i]} row{'s' if BUCKETS[i] > 1 else ''}, " for i in ends]
+    return "".join(parts) + (f"{choice[-1]} beyond" if parts else choice[-1])
+
+
+def _groups(products: Sequence[Linear]) -> dict[Shape, list[Linear]]:
+    groups: dict[Shape, list[Linear]] = {}
+    for product in products:
+        out, inner = product.weight.shape
+        groups.setdefault(Shape(out, inner, product.bias is not None), []).append(product)
+    return groups
+
+
+def _copied_bytes(groups: Mapping[Shape, Sequence[Linear]], choices: Mapping[Shape, Choice]) -> int:
+    return sum((len(set(choices[s])) - 1) * p.weight.nbytes for s, members in groups.items() for p in members)
+
+
+def _known_or_measured(
+    groups: Mapping[Shape, Sequence[Linear]], cache: Path | None, timed: TimedCall
+) -> tuple[dict[Shape, Times], str]:
+    """(times of each shape, where they come from)."""
+    model_bytes = sum(product.weight.nbytes for members in groups.values() for product in members)
+    dtype = next(iter(groups.values()))[0].weight.dtype
+    file = None if cache is None else TimesFile(cache, dtype, model_bytes)
+    known = {} if file is None else file.read()
+    forms = {shape: usable_forms(members[0].weight) for shape, members in groups.items()}
+    if file is not None and all(set(known.get(str(shape), ())) == set(forms[shape]) for shape in groups):
+        return {shape: known[str(shape)] for shape in groups}, f"as measured before, {file.path}"
+    measured = measure(groups, model_bytes, timed)
+    if not measured.steady:
+        return measured.times, "measured on a busy machine, so the next start measures again"
+    if file is not None:
+        file.write(known | {str(shape): times for shape, times in measured.times.items()})
+    return measured.times, "measured"
+
+
+@torch.inference_mode()
+def measure(groups: Mapping[Shape, Sequence[Linear]], model_bytes: int, timed: TimedCall) -> Measurement:
+    """Time every shape in every form at every bucket. A sweep is one pass through the sample for each of them.
+
+    The forms take turns. If the sample is the whole model, each pass runs twice and the second one counts: it finds the
+    weights where the pass before it left them. A larger model's weights are in no cache, and the other forms' passes
+    have evicted the sample.
+    """
+    sample = _Sample(groups, model_bytes)
+    sample.warm_up()
+    seconds: dict[tuple[Shape, Form, int], list[float]] = {}
+    sweeps: list[float] = []
+    deadline = perf_counter() + BUDGET_S
+    while len(sweeps) < MIN_SWEEPS or (perf_counter() < deadline and len(sweeps) < MAX_SWEEPS):
+        spent = 0.0
+        for i, rows in enumerate(BUCKETS):
+            for form in sample.forms:
+                for _ in range(2 if sample.whole else 1):
+                    found = [(shape, timed(shape, form, rows, call)) for shape, call in sample.calls(form, rows)]
+                for shape, each in found:
+                    seconds.setdefault((shape, form, i), []).append(each)
+                    spent += each
+        sweeps.append(spent)
+    times: dict[Shape, Times] = {
+        shape: {form: [_lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
+        for shape in groups
+    }
+    fastest, second = sorted(sweeps)[:2]
+    return Measurement(times, second <= STEADY * fastest)
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 4]
+
+
+class _Sample:
+    """Weights of each shape in every form, in the order of a forward."""
+
+    def __init__(self, groups: Mapping[Shape, Sequence[Linear]], model_bytes: int) -> None:
+        share = min(1.0, SAMPLE_BYTES / model_bytes)
+        self.whole = share == 1
+        first = next(iter(groups.values()))[0].weight
+        self.forms = usable_forms(first)
+        drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
+        rounds = max(map(len, drawn.values()))
+        ordered = [(s, members[i]) for i in range(rounds) for s, members in drawn.items() if i < len(members)]
+        self._products = {
+            form: [(s, product_of(form, lay_out(p.weight, form), p.bias)) for s, p in ordered] for form in self.forms
+        }
+        widths = {shape.inner for shape in groups}
+        self._inputs = {
+            (width, rows): torch.ones(rows, width, dtype=first.dtype) for width in widths for rows in BUCKETS
+        }
+
+    def calls(self, form: Form, rows: int) -> list[tuple[Shape, Callable[[], Tensor]]]:
+        def call(product: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+            return lambda: product(x)
+
+        return [(shape, call(product, self._inputs[shape.inner, rows])) for shape, product in self._products[form]]
+
+    def warm_up(self) -> None:
+        """oneDNN compiles a product at its first call."""
+        for form in self.forms:
+            for rows in BUCKETS:
+                for call in dict(self.calls(form, rows)).values():
+                    call()

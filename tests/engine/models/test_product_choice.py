@@ -1,0 +1,180 @@
+"""The forms of products are those that a machine computes fastest; scripted machines stand for real ones."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models.linear import BUCKETS, Form, Linear
+from engine.models.product_choice import MIN_SWEEPS, Shape, TimedCall, best_choice, choose_forms, describe
+from engine.models.product_times import TimesFile
+from tests.engine.models.test_linear import needs_onednn
+
+Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket
+
+FLAT = [9.0] * len(BUCKETS)
+# As on a Xeon: few rows are faster transposed, five and more packed.
+SMALL_LAYERS: Script = {"packed": FLAT, "transposed": [4, 6, 7, 8, 12, 20, 40], "plain": [8, 8, 9, 12, 20, 30, 60]}
+LARGE_LAYERS: Script = {"packed": FLAT, "transposed": [7, 14, 20, 30, 50, 90, 90], "plain": [8, 14, 21, 33, 50, 90, 90]}
+ALWAYS_PACKED: Script = {"packed": FLAT, "transposed": [10.0] * 7, "plain": [11.0] * 7}
+
+pytestmark = needs_onednn
+
+
+class Machine:
+    """Answers how long a product takes without a look at the clock."""
+
+    def __init__(self, scripts: Mapping[int, Script], *, busy: Callable[[int], float] = lambda call: 1.0) -> None:
+        """scripts: by the width of the output. busy(number of the call): the factor by which others slow it down."""
+        self._scripts, self._busy = scripts, busy
+        self.calls: list[tuple[Shape, Form, int]] = []
+
+    def __call__(self, shape: Shape, form: Form, rows: int, call: Callable[[], object]) -> float:
+        self.calls.append((shape, form, rows))
+        assert tuple(torch.as_tensor(call()).shape) == (rows, shape.out)
+        return self._scripts[shape.out][form][BUCKETS.index(rows)] * self._busy(len(self.calls)) * 1e-6
+
+
+def products(*widths: int, dtype: torch.dtype = torch.float32) -> list[Linear]:
+    return [Linear(torch.ones(width, 16, dtype=dtype), None, ["plain"]) for width in widths]
+
+
+def chosen(made: Sequence[Linear]) -> list[str]:
+    return [describe(product.choice) for product in made]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_shape_gets_its_fastest_form_in_each_bucket(dtype: torch.dtype) -> None:
+    machine = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS, 40: ALWAYS_PACKED})
+    made = products(8, 24, 40, 8, dtype=dtype)
+    choose_forms(made, timed=machine)
+    small, large = "transposed to 5 rows, packed beyond", "transposed to 1 row, packed beyond"
+    assert chosen(made) == [small, large, "packed", small]
+    for product in made:
+        x = torch.ones(3, 16, dtype=dtype)
+        assert torch.equal(product(x), torch.full((3, product(x).shape[1]), 16.0, dtype=dtype))
+
+
+def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
+    machine = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS})
+    choose_forms(products(8, 24, 8), timed=machine)
+    for out, weights in ((8, 2), (24, 1)):
+        for form in SMALL_LAYERS:
+            for rows in BUCKETS:
+                assert machine.calls.count((Shape(out, 16, False), form, rows)) >= 2 * weights * MIN_SWEEPS
+
+
+def test_a_weight_is_kept_in_two_forms_at_most() -> None:
+    """Each form is the fastest somewhere. Plain decoding and verification matter more than large passes."""
+    times: Script = {
+        "packed": [9, 9, 9, 5, 5, 5, 5],
+        "transposed": [4, 9, 9, 9, 9, 9, 9],
+        "plain": [9, 9, 9, 9, 9, 4, 4],
+    }
+    assert describe(best_choice(times)) == "transposed to 1 row, packed beyond"
+    assert set(best_choice(times, most_forms=3)) == set(times)
+
+
+def test_a_second_form_must_earn_its_memory() -> None:
+    times: Script = {"packed": [8.9, *FLAT[1:]], "transposed": [8.7, *[20.0] * 6], "plain": [30.0] * 7}
+    assert describe(best_choice(times)) == "packed"
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0, 1), (3 * 24 * 16 * 4 - 1, 1), (3 * 24 * 16 * 4, 2)])
+def test_where_memory_is_short_there_is_one_form(room: int, kept: int) -> None:
+    made = products(24, 24, 24)
+    choose_forms(made, copies_bytes=room, timed=Machine({24: LARGE_LAYERS}))
+    assert {len(product.forms) for product in made} == {kept}
+    if kept == 1:
+        assert chosen(made) == ["packed"] * 3
+
+
+def choose(folder: Path, timed: TimedCall) -> list[str]:
+    made = products(8, 24)
+    choose_forms(made, cache=folder, timed=timed)
+    return chosen(made)
+
+
+def test_the_second_start_reads_what_the_first_one_measured(tmp_path: Path) -> None:
+    first, second = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}), Machine({8: ALWAYS_PACKED, 24: ALWAYS_PACKED})
+    measured = choose(tmp_path, first)
+    assert choose(tmp_path, second) == measured
+    assert first.calls
+    assert not second.calls
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_shape_that_the_file_lacks_is_measured(tmp_path: Path) -> None:
+    scripts = {8: SMALL_LAYERS, 24: LARGE_LAYERS, 40: ALWAYS_PACKED}
+    choose(tmp_path, Machine(scripts))
+    choose_forms(products(40), cache=tmp_path, timed=Machine(scripts))
+    again = Machine(scripts)
+    choose_forms(products(8, 24, 40), cache=tmp_path, timed=again)
+    assert not again.calls
+
+
+def damage_about(content: dict[str, dict[str, object]]) -> None:
+    content["about"]["cpu"] = "another one"
+
+
+def damage_times(content: dict[str, dict[str, object]]) -> None:
+    content["seconds"]["8 × 16"] = {"packed": [1.0], "transposed": [1.0], "plain": [1.0]}
+
+
+def damage_numbers(content: dict[str, dict[str, object]]) -> None:
+    content["seconds"]["8 × 16"] = {form: [0.0] * 7 for form in SMALL_LAYERS}
+
+
+def damage_all(content: dict[str, dict[str, object]]) -> None:
+    content.clear()
+
+
+@pytest.mark.parametrize("damage", [damage_about, damage_times, damage_numbers, damage_all, None])
+def test_a_broken_or_foreign_file_is_refused_and_replaced(
+    damage: Callable[[dict[str, dict[str, object]]], None] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS})
+    expected = choose(tmp_path, machine)
+    (path,) = tmp_path.iterdir()
+    if damage is None:
+        path.write_text("{", "utf-8")
+    else:
+        content = json.loads(path.read_text("utf-8"))
+        damage(content)
+        path.write_text(json.dumps(content), "utf-8")
+    again = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS})
+    assert choose(tmp_path, again) == expected
+    assert again.calls
+    assert "cannot be used" in caplog.text
+    unread = Machine({})
+    assert choose(tmp_path, unread) == expected
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("", "utf-8")
+    assert choose(occupied / "below", Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}))
+
+
+def test_the_times_of_a_busy_machine_are_used_but_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    busier = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}, busy=lambda call: 1.01**call)
+    assert choose(tmp_path, busier)
+    assert "busy machine" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_machines_threads_dtypes_and_sizes_have_files_of_their_own(tmp_path: Path) -> None:
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(usual + 1)
+        other_threads = TimesFile(tmp_path, torch.float32, 1 << 24).path
+    finally:
+        torch.set_num_threads(usual)
+    others = [
+        TimesFile(tmp_path, dtype, size).path for dtype in (torch.float32, torch.bfloat16) for size in (1, 1 << 24)
+    ]
+    assert len({other_threads, *others}) == 5
