@@ -203,14 +203,14 @@ def loading(target: str, threads: int | None, turns: int) -> Rows:
     return rows
 
 
-class Load(NamedTuple):
+class MeasuredLoad(NamedTuple):
     seconds: float
     reading_s: float  # of all weight files, without keeping anything
     peak_bytes: int
     weight_bytes: int
 
 
-def measure_load(target: str, form: WeightsVariant, threads: int | None) -> Load:
+def measure_load(target: str, form: WeightsVariant, threads: int | None) -> MeasuredLoad:
     """Only right in a process that has loaded nothing before."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -221,7 +221,7 @@ def measure_load(target: str, form: WeightsVariant, threads: int | None) -> Load
     decoder = load_decoder(
         checkpoint, dtype=getattr(torch, form.dtype), device=torch.device("cpu"), max_len=CONTEXT, weights=form.weights
     )
-    return Load(time.perf_counter() - start, reading_s, _peak_bytes() - before, decoder.weight_bytes)
+    return MeasuredLoad(time.perf_counter() - start, reading_s, _peak_bytes() - before, decoder.weight_bytes)
 
 
 def _read_all(directory: Path) -> float:

@@ -244,7 +244,7 @@ def test_the_arithmetic_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=memory_budget.__name__):
         made = layouts(configured(kv_tokens=1_000), PAIR, 0, 0, 128, PLENTY)
     assert made == [Layout(16, 128, 32, 31)] * 2
-    explained = Budget(32, 31, (8_192, 1_024), "kv_tokens 1,000")
+    explained = Budget(32, 31, (31, 31), (8_192, 1_024), "kv_tokens 1,000")
     assert caplog.messages == [f"the KV cache has {explained}, mapped"]
 
 
