@@ -14,7 +14,7 @@ from torch import Tensor
 LARGEST = 127  # −128 is not used, so that both signs have the same range
 OFFSET = 128  # of activations, which are unsigned
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
-SLICE_ROWS = 1024  # of a weight that are quantised at once: temporaries stay small
+SLICE_ROWS = 64  # of a weight that are quantised at once: temporaries stay in the cache
 GROUP = 32  # input channels that share a step of 4-bit integers
 INT4_RANGE = (-8, 7)
 
