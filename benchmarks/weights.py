@@ -1,4 +1,4 @@
-"""What int8 weights gain in time, and what they cost in text, on a CPU.
+"""What int8 and int4 weights gain in time, and what they cost in text, on a CPU.
 
     python -m benchmarks.weights --target DIR --draft DIR --threads 1 --json
 
@@ -11,12 +11,18 @@ Third table: acceptance of the draft model with its weights in fp32 and int8, un
 Fourth table: texts of the int8 target that differ from the text alone at k = 0. Products, norms and activations give a
 row the same bits in any company. Attention in fp32 does not, and such a bit can change to which integer the next
 product rounds a number.
+Fifth table: loading the target in a process of its own. Seconds, over those of plain reading just before; and the
+peak of the process's memory beyond what it had before, over the bytes of the weights.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import NamedTuple
 
@@ -30,6 +36,7 @@ from benchmarks.measure import timed_run
 from benchmarks.stats import median_ratio
 from cache.layout import Layout
 from engine.config import WeightForm
+from engine.host_memory import keep_freed_memory
 from engine.llm import LLM
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
@@ -40,7 +47,9 @@ ROWS = (1, 9)
 COPIED_BYTES = 2**27
 TEMPERATURES = (0.0, 0.8)
 KS, BATCHES = (0, 4, 8), (1, 8)
-PARTS = ("passes", "bits", "acceptance", "texts")
+PARTS = ("passes", "bits", "acceptance", "texts", "loading")
+MAX_LOADS = 5  # of each form
+READ_BYTES = 2**23  # at once, when a file is only read
 Texts = Sequence[Sequence[int]]
 Rows = list[dict[str, object]]
 
@@ -56,6 +65,7 @@ FORMS = (
     WeightsVariant("bfloat16", "bfloat16", Weights()),
     WeightsVariant("int8", "float32", Weights("int8")),
     WeightsVariant("int8, head as is", "float32", Weights("int8", head=False)),
+    WeightsVariant("int4", "float32", Weights("int4")),
 )
 
 
@@ -175,6 +185,59 @@ def _texts(args: argparse.Namespace, prompts: Texts) -> Iterator[tuple[float, in
                 yield temperature, batch, k, [list(c.token_ids) for c in completions]
 
 
+def loading(target: str, threads: int | None, turns: int) -> Rows:
+    rows: Rows = []
+    for form in FORMS:
+        loads = []
+        for _ in range(turns):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                loads.append(pool.submit(measure_load, target, form, threads).result())
+        rows.append(
+            {
+                "weights": form.name,
+                "load s": median(load.seconds for load in loads),
+                "over reading": median(load.seconds / load.reading_s for load in loads),
+                "peak over weights": median(load.peak_bytes / load.weight_bytes for load in loads),
+            }
+        )
+    return rows
+
+
+class MeasuredLoad(NamedTuple):
+    seconds: float
+    reading_s: float  # of all weight files, without keeping anything
+    peak_bytes: int
+    weight_bytes: int
+
+
+def measure_load(target: str, form: WeightsVariant, threads: int | None) -> MeasuredLoad:
+    """Only right in a process that has loaded nothing before."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    keep_freed_memory()
+    checkpoint = open_checkpoint(target)
+    reading_s = min(_read_all(checkpoint.path) for _ in range(2))
+    before, start = _peak_bytes(), time.perf_counter()
+    decoder = load_decoder(
+        checkpoint, dtype=getattr(torch, form.dtype), device=torch.device("cpu"), max_len=CONTEXT, weights=form.weights
+    )
+    return MeasuredLoad(time.perf_counter() - start, reading_s, _peak_bytes() - before, decoder.weight_bytes)
+
+
+def _read_all(directory: Path) -> float:
+    """Seconds."""
+    buffer, start = bytearray(READ_BYTES), time.perf_counter()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+def _peak_bytes() -> int:
+    return getrusage(RUSAGE_SELF).ru_maxrss * 2**10
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     p = common.parser(__doc__)
     p.add_argument("--turns", type=common.positive, default=15, help="of the timed passes (default %(default)s)")
@@ -191,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "bits": lambda: bits(args.target, workload.prompts),
         "acceptance": lambda: acceptance(args, workload.prompts),
         "texts": lambda: texts(args, workload.prompts),
+        "loading": lambda: loading(args.target, args.threads, min(args.turns, MAX_LOADS)),
     }
     tables = {part: make[part]() for part in PARTS if part in args.parts}
     common.print_report(report | tables, list(tables.values()), args.json)

@@ -73,5 +73,5 @@ def _check_room(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None
         dtype = "float32" if config.dtype == "auto" else config.dtype
         raise ConfigError(
             f"the weights do not fit: they take {needed / 2**30:,.2f} GiB in {dtype}, and {available / 2**30:,.2f} GiB "
-            "of memory are available: choose smaller models, a smaller dtype or int8 weights"
+            "of memory are available: choose smaller models, a smaller dtype or int8 or int4 weights"
         )

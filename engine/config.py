@@ -11,7 +11,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 CPU_CHUNK = 40  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
-WeightForm = Literal["as_is", "int8"]
+WeightForm = Literal["as_is", "int8", "int4"]
 ProductForms = Literal["auto", "packed", "plain"]
 GenerationConfig = Literal["auto", "none"]  # whether generation_config.json gives the defaults of requests
 
@@ -30,9 +30,9 @@ class EngineConfig:
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"  # one of DTYPES; auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16
-    target_weights: WeightForm = "as_is"  # int8: quantised at load, only on CPU
+    target_weights: WeightForm = "as_is"  # int8, int4: quantised at load, only on CPU
     draft_weights: WeightForm = "as_is"
-    quantize_head: bool = True  # whether int8 includes the product that gives the logits
+    quantize_head: bool = True  # whether int8 and int4 include the product that gives the logits
     products: ProductForms = "auto"  # auto: measured; packed: oneDNN's layout; plain: one copy as it is stored
     deterministic: bool = False  # a seeded text does not depend, bit for bit, on k, the batch or prompt chunks
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own

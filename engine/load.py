@@ -4,7 +4,7 @@ The checkpoints are checked against each other before any weight is read.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from engine.models.decoder import DecoderConfig
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_model, open_checkpoint
 from engine.models.products import Weights
+from engine.models.quantize import GROUP
 from engine.models.quantized_checkpoints import quantisation
 from engine.models.runner import Runner, kv_shape
 from engine.models.shards import Shards
@@ -43,6 +44,10 @@ from engine.types import DrafterName
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
 
 ROLES = ("target", "draft")
+BYTES_OF_FORM = {
+    "int8": 1.0,
+    "int4": 0.5 + 4 / GROUP,
+}  # per number of a product; int4 with a step and an offset per group
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +191,8 @@ def plan_memory(config: EngineConfig) -> MemoryTable:
     checkpoints, max_len = opened.checkpoints, opened.max_len
     weights = _planned_weights(config, checkpoints, dtype, device)
     memory = _beside_weights(device, weights)
-    sized = layouts(config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(weights), 0, max_len, memory)
+    shapes, contexts = [kv_shape(c.shape, dtype, device) for c in checkpoints], _contexts(c.shape for c in checkpoints)
+    sized = layouts(config, shapes, sum(weights), 0, max_len, memory, contexts)
     return _memory_table(config, [c.shape for c in checkpoints], dtype, weights, sized, None, memory)
 
 
@@ -197,12 +203,12 @@ def _planned_weights(
     planned = []
     for checkpoint, form in zip(checkpoints, _forms(config), strict=False):
         tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
-        product_bytes = 1 if form == "int8" else dtype.itemsize
+        product_bytes = BYTES_OF_FORM.get(form, dtype.itemsize)
         if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
-            kept = quantised.int8 and device.type == "cpu"  # its integers are used as they are
+            kept = quantised.bits == 8 and form != "int4" and device.type == "cpu"  # its integers are used as they are
             head_bytes = 0 if shape.tied and device.type != "cpu" else product_bytes
             tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
-            planned.append(tables + shape.layer_numbers * (1 if kept else product_bytes))
+            planned.append(ceil(tables + shape.layer_numbers * (1 if kept else product_bytes)))
             continue
         if not checkpoint.native:
             planned.append(sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize)
@@ -212,7 +218,7 @@ def _planned_weights(
         for name, tensor in tensors.items():
             product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
             size += prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
-        planned.append(size)
+        planned.append(ceil(size))
     return planned
 
 
@@ -223,7 +229,7 @@ def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
         parts = " and ".join(f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(ROLES, weights, strict=False))
         raise ConfigError(
             f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
-            "choose smaller models, a smaller dtype or int8 weights"
+            "choose smaller models, a smaller dtype or int8 or int4 weights"
         )
     return memory._replace(available=memory.available - sum(weights))
 
@@ -271,7 +277,8 @@ def _make_runners(
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
         activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
-    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory)
+    contexts = _contexts(decoder.config for decoder in decoders)
+    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory, contexts)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
     table.tell()
     return [
@@ -295,17 +302,11 @@ def _memory_table(
         ModelMemory(role, name, form, size, kv_shape(shape, dtype, device).token_bytes)
         for role, name, form, size, shape in zip(ROLES, names, forms, weights, configs, strict=False)
     ]
-    within = [_within_context(n, c.max_position_embeddings) for n, c in zip(sized, configs, strict=True)]
-    return MemoryTable(config.device, tuple(models), tuple(within), activations, memory)
+    return MemoryTable(config.device, tuple(models), tuple(sized), activations, memory)
 
 
-def _within_context(layout: Layout, context: int) -> Layout:
-    """The layout without the positions that a draft of a shorter context than the target's never uses. One block is
-    added, because a single sequence may have to copy a block that it shares with the prefix index."""
-    if context >= layout.max_len:
-        return layout
-    blocks = layout.slots * ceil(context / layout.block_size) + 1 if layout.paged else 0
-    return replace(layout, max_len=context, blocks=min(layout.blocks, blocks))
+def _contexts(configs: Iterable[DecoderConfig]) -> list[int]:
+    return [config.max_position_embeddings for config in configs]
 
 
 def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:

@@ -1,9 +1,11 @@
 """How much memory the KV caches get. The activations are measured; the rest is arithmetic that the start-up log shows.
 
-Both models' caches hold the same number of tokens, since a sequence needs its positions in both. Sizes are in bytes.
+Both models' caches hold the same number of tokens, since a sequence needs its positions in both. A draft of a shorter
+context than the target's never needs more than its context for each sequence. Sizes are in bytes.
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -32,18 +34,20 @@ class Budget:
     """Blocks of each model's KV cache. str() gives the arithmetic in one line."""
 
     block_size: int
-    blocks: int  # of each model
+    blocks: int  # of the target
+    model_blocks: tuple[int, ...]  # of each model: fewer for a draft of a shorter context
     token_bytes: tuple[int, ...]  # K and V of one position, per model
     source: str  # how the number of blocks was computed
 
     @property
     def tokens(self) -> int:
-        """Positions that each model's cache has memory for."""
+        """Positions that the target's cache has memory for."""
         return self.blocks * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        return self.tokens * sum(self.token_bytes)
+        blocks = sum(count * size for count, size in zip(self.model_blocks, self.token_bytes, strict=True))
+        return blocks * self.block_size
 
     def __str__(self) -> str:
         each = " + ".join(f"{n:,}" for n in self.token_bytes)
@@ -58,22 +62,28 @@ def layouts(
     activation_bytes: int,
     max_len: int,
     memory: DeviceMemory,
+    contexts: Sequence[int] = (),
 ) -> list[Layout]:
-    """The layout of each model's cache, target first. `memory` must be read after the weights were loaded.
+    """The layout of each model's cache, target first. `memory` must be read after the weights were loaded. contexts:
+    positions that each model has; without them all have max_len.
 
     Raises ConfigError, with the arithmetic, for a cache that does not fit or cannot hold one request of max_len tokens.
     """
     slots = config.max_running
+    lengths = [min(max_len, context) for context in contexts] or [max_len] * len(shapes)
     if config.cache == "slotted":
-        _check_slots(slots, max_len, shapes, memory)
-        return [Layout(slots, max_len) for _ in shapes]
+        _check_slots(slots, lengths, shapes, memory)
+        return [Layout(slots, length) for length in lengths]
     block_size = choose_block_size(config, shapes, slots, max_len)
-    budget = kv_blocks(config, shapes, block_size, weights_bytes, activation_bytes, max_len, memory)
+    budget = kv_blocks(config, shapes, block_size, weights_bytes, activation_bytes, max_len, memory, lengths)
     layout = Layout(slots, max_len, block_size, budget.blocks, config.prefix_cache)
     layout = replace(layout, mapped=_mappings(layout, shapes) < max_map_count() // 2)
     access = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
     log.info("the KV cache has %s, %s", budget, access)
-    return [_sliding(layout, shape.window, config.max_step_tokens) for shape in shapes]
+    return [
+        _sliding(replace(layout, max_len=length, blocks=blocks), shape.window, config.max_step_tokens)
+        for shape, length, blocks in zip(shapes, lengths, budget.model_blocks, strict=True)
+    ]
 
 
 def copies_bytes(
@@ -141,15 +151,17 @@ def kv_blocks(
     activation_bytes: int,
     max_len: int,
     memory: DeviceMemory,
+    lengths: Sequence[int] = (),
 ) -> Budget:
-    """The number of blocks, from kv_tokens or memory_fraction.
+    """The number of blocks, from kv_tokens or memory_fraction. lengths: as `contexts` of `layouts`, at most max_len.
 
     If neither is set: on CUDA from CUDA_FRACTION; on a CPU as many as max_running sequences of max_len tokens need, but
     at most half of the available memory. Both are limited to what is available beside the activations. Raises
     ConfigError as `layouts` does.
     """
     token_bytes = tuple(shape.token_bytes for shape in shapes)
-    block_bytes = block_size * sum(token_bytes)
+    limits = [config.max_running * ceil(n / block_size) + 1 if n < max_len else None for n in lengths]
+    usage = _Usage(block_size, token_bytes, tuple(limits) or (None,) * len(shapes))
     table = _blocks_per_sequence(config, shapes, block_size, max_len)
     if config.kv_tokens is not None:
         blocks, source = config.kv_tokens // block_size, f"kv_tokens {config.kv_tokens:,}"
@@ -160,15 +172,39 @@ def kv_blocks(
         elif shapes[0].device.type == "cuda":
             room, source = _share(CUDA_FRACTION, memory.total, weights_bytes, activation_bytes)
         else:
-            room, source = _demand(config.max_running, table, block_bytes, memory.available)
+            room, source = _demand(config.max_running, table, usage, memory.available)
         free = memory.available - activation_bytes
         if fraction is None and free < room:
             room, source = free, f"{_mib(memory.available)} available − {_mib(activation_bytes)} activations"
-        blocks, source = room // block_bytes, f"{source} = {_mib(room)}"
-    budget = Budget(block_size, max(blocks, 0), token_bytes, source)
+        blocks, source = usage.blocks_in(room), f"{source} = {_mib(room)}"
+    blocks = max(blocks, 0)
+    budget = Budget(block_size, blocks, usage.of_models(blocks), token_bytes, source)
     _check_room(budget, table + 1, max_len, config)
     _check_fits(budget, activation_bytes, memory, config)
     return budget
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """What a number of the target's blocks takes in all models."""
+
+    block_size: int
+    token_bytes: tuple[int, ...]
+    limits: tuple[
+        int | None, ...
+    ]  # blocks that a model of a shorter context needs at most; None: as many as the target
+
+    def of_models(self, blocks: int) -> tuple[int, ...]:
+        return tuple(blocks if limit is None else min(blocks, limit) for limit in self.limits)
+
+    def bytes_of(self, blocks: int) -> int:
+        counts = zip(self.of_models(blocks), self.token_bytes, strict=True)
+        return self.block_size * sum(count * size for count, size in counts)
+
+    def blocks_in(self, room: int) -> int:
+        """The most blocks that `room` bytes hold."""
+        more_than_fit = max(room, 0) // (self.block_size * self.token_bytes[0]) + 1  # of the target alone
+        return bisect_right(range(more_than_fit + 1), room, key=self.bytes_of) - 1
 
 
 def _share(fraction: float, total: int, weights_bytes: int, activation_bytes: int) -> tuple[int, str]:
@@ -178,12 +214,12 @@ def _share(fraction: float, total: int, weights_bytes: int, activation_bytes: in
     return room, f"{fraction:g} × {_mib(total)} − {rest}"
 
 
-def _demand(slots: int, table: int, block_bytes: int, available: int) -> tuple[int, str]:
+def _demand(slots: int, table: int, usage: _Usage, available: int) -> tuple[int, str]:
     """(bytes for `slots` sequences of `table` blocks, at most half of the available ones; the arithmetic as text).
 
     One block is added, because a single sequence may have to copy a block that it shares with the prefix index.
     """
-    needed, half = (slots * table + 1) * block_bytes, available // 2
+    needed, half = usage.bytes_of(slots * table + 1), available // 2
     if needed <= half:
         return needed, f"max_running {slots:,} × {table:,} blocks for max_model_len + 1"
     return half, f"0.5 × {_mib(available)} available"
@@ -214,10 +250,10 @@ def _check_fits(budget: Budget, activation_bytes: int, memory: DeviceMemory, con
         )
 
 
-def _check_slots(slots: int, max_len: int, shapes: Sequence[KVShape], memory: DeviceMemory) -> None:
-    size = slots * max_len * sum(shape.token_bytes for shape in shapes)
+def _check_slots(slots: int, lengths: Sequence[int], shapes: Sequence[KVShape], memory: DeviceMemory) -> None:
+    size = slots * sum(length * shape.token_bytes for length, shape in zip(lengths, shapes, strict=True))
     if size > memory.available:
-        cache = f"a slotted KV cache of max_running {slots:,} × max_model_len {max_len:,} takes {_mib(size)}"
+        cache = f"a slotted KV cache of max_running {slots:,} × max_model_len {max(lengths):,} takes {_mib(size)}"
         raise ConfigError(f"{cache}, and {_mib(memory.available)} are available: lower one of them")
 
 

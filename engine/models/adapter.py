@@ -217,7 +217,8 @@ def read_adapted_config(path: Path, config: PreTrainedConfig) -> DecoderConfig:
         raise ConfigError(f"{kind} with quantised weights: they are supported for native architectures only")
     if changing := sorted(_rope_types(config.to_dict()) & set(CHANGING_ROPES)):
         raise ConfigError(
-            f"{kind} with {changing[0]} rotary positions: they are supported for native architectures only"
+            f"{kind} with {changing[0]} rotary positions, which transformers computes anew from the longest text of a "
+            "pass: a token would depend on the texts beside it. They are supported for native architectures only"
         )
     try:
         with torch.device("meta"), _recorded_windows() as windows:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.linear import num_bytes_of
-from engine.models.quantize import LARGEST, OFFSET, quantise_activations
+from engine.models.quantize import LARGEST, OFFSET, IntegerWeight, quantise_activations
 
 
 class Int8Linear:
@@ -14,10 +14,10 @@ class Int8Linear:
     The sums are exact integers, so a row's result does not depend, bit for bit, on the other rows of the call.
     """
 
-    def __init__(self, integers: Tensor, steps: Tensor, bias: Tensor | None = None) -> None:
-        """W ≈ integers int8 [out, in] · steps fp32 [out]. Only on a CPU for which `check_int8_products` is silent."""
-        self.weight = torch.ops.onednn.qlinear_prepack(integers, None)
-        self.steps = steps
+    def __init__(self, weight: IntegerWeight, bias: Tensor | None = None) -> None:
+        """weight: with one step per output channel. Only on a CPU for which `check_int8_products` is silent."""
+        self.weight = torch.ops.onednn.qlinear_prepack(weight.integers, None)
+        self.steps = weight.steps.flatten()
         self.bias = None if bias is None else bias.float()
 
     @property

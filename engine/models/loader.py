@@ -1,7 +1,8 @@
 """Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -21,15 +22,17 @@ from engine.models.families import read_config
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
 from engine.models.products import AS_IS, ProductMaker, Weights
-from engine.models.quantized_checkpoints import StoredFiles, dequantised_reader, quantisation
+from engine.models.quantize import IntegerWeight
+from engine.models.quantized_checkpoints import QuantisedSource, quantisation
 from engine.models.rope import RopeSize, rotation_table, uses_long_factors
-from engine.models.shards import Read, Shards, tensor_reader
+from engine.models.shards import Part, Shards, TensorSource
 from engine.models.traits import ExpertTraits
 
 log = logging.getLogger(__name__)
 
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")  # of a text model's tensors
 FUSED = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}  # where a checkpoint has one tensor for several
+LOADERS = 2  # threads: one reads a layer while the other packs the layer before
 NOT_READ = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold although config.json says the same
 
 
@@ -118,23 +121,23 @@ def load_decoder(
         )
     shards = Shards(path)
     tensors = TensorNames(shards)
-    read = tensors.counted(tensor_reader(shards, dtype, device))
+    make = ProductMaker(weights, dtype, device)
     quantised = quantisation(path, checkpoint.raw.get("quantization_config"))
-    make = ProductMaker(weights, dtype, device, integers=quantised is not None and quantised.int8)
-    if quantised is not None:
-        stored = StoredFiles(shards, tensors.discard)
-        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised.int8))
-        read = dequantised_reader(quantised, stored, read, torch.float32 if make.keeps_integers else dtype, device)
+    if quantised is None:
+        source = TensorSource(shards, dtype, device, tensors.discard)
+    else:
+        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised.bits))
+        source = QuantisedSource(quantised, shards, dtype, device, tensors.discard)
     prefix = tensors.prefix
-    embedding = read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
     # Made first: beside all layers a second copy of the head would be the peak of the load.
-    head = make.head(_head_weight(config, embedding, tensors, read))
+    head = make.head(_head_weight(config, embedding, tensors, source))
     decoder = Decoder(
         config=config,
         embedding=embedding,
-        layers=tuple(LayerReader(config, read, make, prefix, i).layer() for i in range(config.num_layers)),
+        layers=_layers(config, source, make, prefix),
         norm=RMSNorm(
-            read(f"{prefix}norm.weight", (config.hidden_size,)),
+            source.read(f"{prefix}norm.weight", (config.hidden_size,)),
             config.rms_norm_eps,
             offset=config.traits.norm_offset,
         ),
@@ -149,21 +152,33 @@ def load_decoder(
     return decoder
 
 
-def _head_weight(config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", read: Read) -> Tensor:
+def _layers(config: DecoderConfig, source: TensorSource, make: ProductMaker, prefix: str) -> tuple[Layer, ...]:
+    pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="weights")
+    try:
+        return tuple(pool.map(lambda i: LayerReader(config, source, make, prefix, i).layer(), range(config.num_layers)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _head_weight(
+    config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", source: TensorSource
+) -> Tensor | IntegerWeight:
     """The head's weight. A head that is stored with other values than the embedding's is not tied, as in transformers,
     whatever config.json says."""
     if config.tied and not tensors.has_head:
         return embedding
-    weight = read(f"{tensors.head}.weight", (config.vocab_size, config.hidden_size))
+    name, shape = f"{tensors.head}.weight", (config.vocab_size, config.hidden_size)
     if not config.tied:
-        return weight
+        return source.stack([Part(name, shape)])
+    weight = source.read(name, shape)
     if torch.equal(weight, embedding):
         return embedding
     log.warning("%s is not tied to the embedding, though config.json says so: its values differ", tensors.head)
     return weight
 
 
-ExpertParts = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # gate and up, their bias, down, its bias
+Weight = Tensor | IntegerWeight
+ExpertParts = tuple[Weight, Tensor | None, Weight, Tensor | None]  # gate and up, their bias, down, its bias
 
 
 class TensorNames:
@@ -182,13 +197,6 @@ class TensorNames:
         """The tensor was read, or need not be."""
         self._unread.discard(name)
 
-    def counted(self, read: Read) -> Read:
-        def reading(name: str, shape: tuple[int, ...]) -> Tensor:
-            self.discard(name)
-            return read(name, shape)
-
-        return reading
-
     def refuse_unread(self, config: DecoderConfig) -> None:
         """Raise ConfigError if a tensor of the text model was not read: it would change what the model computes."""
         own = (self.prefix, f"{self.head}.")
@@ -203,10 +211,12 @@ class TensorNames:
 class LayerReader:
     """Reads the tensors of one layer."""
 
-    def __init__(self, config: DecoderConfig, read: Read, make: ProductMaker, prefix: str, index: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, source: TensorSource, make: ProductMaker, prefix: str, index: int
+    ) -> None:
         self._c, self._t = config, config.traits
         self._make = make
-        self._read_tensor = read
+        self._source = source
         self._prefix = f"{prefix}layers.{index}."
         self._index = index
 
@@ -222,7 +232,7 @@ class LayerReader:
             qk_norms=self._qk_norms(),
             rope=t.rope(self._index),
             scoring=Scoring(t.attention_scale, t.window(self._index), t.attention_softcap, sinks),
-            out=self._make(self._read("self_attn.o_proj.weight", c.hidden_size, q_rows), out_bias),
+            out=self._make(self._weight("self_attn.o_proj.weight", c.hidden_size, q_rows), out_bias),
             after_attention=self._norm(names.after_attention),
             before_mlp=self._norm(names.before_mlp),
             mlp=self._experts(t.experts) if t.experts and t.has_experts(self._index) else self._mlp(),
@@ -230,7 +240,10 @@ class LayerReader:
         )
 
     def _read(self, name: str, *shape: int) -> Tensor:
-        return self._read_tensor(self._prefix + name, shape)
+        return self._source.read(self._prefix + name, shape)
+
+    def _weight(self, name: str, *shape: int) -> Weight:
+        return self._source.stack([Part(self._prefix + name, shape)])
 
     def _norm(self, name: str | None) -> Norm:
         if name is None:
@@ -238,25 +251,43 @@ class LayerReader:
         weight = self._read(f"{name}.weight", self._c.hidden_size)
         return RMSNorm(weight, self._c.rms_norm_eps, offset=self._t.norm_offset)
 
-    def _qkv(self) -> tuple[Tensor, Tensor | None]:
+    def _qkv(self) -> tuple[Weight, Tensor | None]:
         """Weight and bias of the product that gives q, k and v."""
-        weight = self._qkv_part("weight", self._c.hidden_size)
-        return weight, self._qkv_part("bias") if self._t.qkv_bias else None
+        c, names = self._c, ("q", "k", "v")
+        rows = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
+        orders = (self._paired(torch.arange(rows[0])), self._paired(torch.arange(rows[1])), None)
+        weight = self._source.stack(self._parts("self_attn", names, rows, "weight", c.hidden_size, orders=orders))
+        if not self._t.qkv_bias:
+            return weight, None
+        return weight, self._tensor(self._parts("self_attn", names, rows, "bias", orders=orders))
 
-    def _qkv_part(self, kind: str, *width: int) -> Tensor:
-        c = self._c
-        q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        stacked = self._stacked("self_attn", ("q", "k", "v"), (q_rows, kv_rows, kv_rows), kind, *width)
-        q_and_k, v = stacked.split([q_rows + kv_rows, kv_rows])
-        return torch.cat([self._paired(q_and_k), v])
+    def _parts(
+        self,
+        part: str,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        kind: str,
+        *width: int,
+        orders: tuple[Tensor | None, ...] | None = None,
+    ) -> list[Part]:
+        """The tensors of several products, to be put on top of each other as fused checkpoints have them."""
+        orders = orders or (None,) * len(names)
+        if not self._t.fused:
+            return [
+                Part(f"{self._prefix}{part}.{name}_proj.{kind}", (count, *width), order)
+                for name, count, order in zip(names, rows, orders, strict=True)
+            ]
+        order = None
+        if any(o is not None for o in orders):
+            starts = [sum(rows[:i]) for i in range(len(rows))]
+            each = [torch.arange(n) if o is None else o for n, o in zip(rows, orders, strict=True)]
+            order = torch.cat([start + rows_of for start, rows_of in zip(starts, each, strict=True)])
+        return [Part(f"{self._prefix}{part}.{FUSED[names]}.{kind}", (sum(rows), *width), order)]
 
-    def _stacked(self, part: str, names: tuple[str, ...], rows: tuple[int, ...], kind: str, *width: int) -> Tensor:
-        """[Σ rows, …]: the tensors of several products on top of each other, as fused checkpoints have them."""
-        if self._t.fused:
-            return self._read(f"{part}.{FUSED[names]}.{kind}", sum(rows), *width)
-        return torch.cat(
-            [self._read(f"{part}.{n}_proj.{kind}", count, *width) for n, count in zip(names, rows, strict=True)]
-        )
+    def _tensor(self, parts: Sequence[Part]) -> Tensor:
+        stack = self._source.stack(parts)
+        assert isinstance(stack, Tensor)  # biases are never quantised
+        return stack
 
     def _paired(self, rows: Tensor) -> Tensor:
         """Make the two numbers of each rotary pair neighbours: of each head (x₀ … x_{d/2−1}, y₀ … y_{d/2−1}) becomes
@@ -285,9 +316,9 @@ class LayerReader:
     def _mlp(self) -> GatedMLP:
         c, t = self._c, self._t
         rows = (c.intermediate_size, c.intermediate_size)
-        gate_up = self._stacked("mlp", ("gate", "up"), rows, "weight", c.hidden_size)
-        gate_up_bias = self._stacked("mlp", ("gate", "up"), rows, "bias") if t.mlp_bias else None
-        down = self._read("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
+        gate_up = self._source.stack(self._parts("mlp", ("gate", "up"), rows, "weight", c.hidden_size))
+        gate_up_bias = self._tensor(self._parts("mlp", ("gate", "up"), rows, "bias")) if t.mlp_bias else None
+        down = self._weight("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
         down_bias = self._read("mlp.down_proj.bias", c.hidden_size) if t.mlp_bias else None
         return GatedMLP(self._make(gate_up, gate_up_bias), self._make(down, down_bias), gating(t.activation))
 
@@ -307,8 +338,8 @@ class LayerReader:
         """The weights of each expert, from a tensor for each product."""
         hidden, inner, names = self._c.hidden_size, traits.intermediate_size, traits.names
         for number in range(traits.count):
-            gate_up = [self._read(name.format(number), inner, hidden) for name in (names.gate, names.up)]
-            yield torch.cat(gate_up), None, self._read(names.down.format(number), hidden, inner), None
+            parts = [Part(self._prefix + name.format(number), (inner, hidden)) for name in (names.gate, names.up)]
+            yield self._source.stack(parts), None, self._weight(names.down.format(number), hidden, inner), None
 
     def _fused_experts(self, traits: ExpertTraits) -> Iterator[ExpertParts]:
         """The weights of each expert, from tensors [experts, in, out] whose rows of gate and up take turns."""

@@ -1,4 +1,4 @@
-"""Makes a decoder's products in the forms that the settings ask for."""
+"""Which form of product a weight gets."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError, ProductForms, WeightForm
+from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import Linear, Product, usable_forms
 from engine.models.product_choice import choose_forms
 from engine.models.product_times import cache_folder
-from engine.models.quantize import integer_weight, quantise_weight
+from engine.models.quantize import IntegerWeight, quantise_in_groups, quantise_weight
 from engine.models.steady_linear import SteadyLinear
 
 
@@ -31,9 +32,8 @@ AS_IS = Weights()
 class ProductMaker:
     """Makes a decoder's products from weights [out, in] and biases [out]."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, *, integers: bool = False) -> None:
-        """integers: weights may be int8 times a step per channel already. Raises ConfigError for a form that this
-        device does not have."""
+    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ConfigError for a form that this device does not have."""
         if weights.products == "packed" and "packed" not in usable_forms(torch.empty(1, 1, dtype=dtype, device=device)):
             raise ConfigError(
                 f"products packed needs a torch with oneDNN, device cpu, and dtype float32 or bfloat16, not {dtype} on "
@@ -43,17 +43,19 @@ class ProductMaker:
             raise ConfigError(f"{weights.form} weights need device cpu, not {device}: choose as_is")
         if weights.form == "int8":
             check_int8_products()
-        self._form, self._dtype = weights.form, dtype
+        if weights.form == "int4":
+            check_int4_products()
+        self._form, self._dtype, self._device = weights.form, dtype, device
         self._head_form: WeightForm = weights.form if weights.head else "as_is"
-        self.keeps_integers = integers and device.type == "cpu" and _has_int8_products()
+        self._has_int8 = device.type == "cpu" and _has_int8_products()
         self._deterministic = weights.deterministic
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
         self._undecided: list[Linear] = []
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def __call__(self, weight: Tensor | IntegerWeight, bias: Tensor | None = None) -> Product:
         return self._make(weight, bias, self._form)
 
-    def head(self, weight: Tensor) -> Product:
+    def head(self, weight: Tensor | IntegerWeight) -> Product:
         return self._make(weight, None, self._head_form)
 
     def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -65,21 +67,32 @@ class ProductMaker:
         choose_forms(self._undecided, copies_bytes=self._copies_bytes, cache=cache_folder())
         self._undecided.clear()
 
-    def describe(self, integers: bool) -> str:
-        """What becomes of a quantised checkpoint's weights, for the log."""
-        if self.keeps_integers:
+    def describe(self, integers: int | None) -> str:
+        """What becomes of a quantised checkpoint's weights, for the log. integers: their bits, if a product can use
+        them as they are."""
+        if integers == 8 and self._form != "int4" and self._has_int8:
             return "int8 products use them as they are, with activations quantised by their rows"
+        if integers == 4 and self._form == "int4":
+            return "int4 products use them as they are where bfloat16 has their scales; elsewhere they are made anew"
         if self._form == "int8":
             return "they are dequantised and then made int8, with a step per channel"
+        if self._form == "int4":
+            return "they are dequantised and then made int4, with a step per group of channels"
         dtype = str(self._dtype).removeprefix("torch.")
-        why = "this machine has no int8 products" if integers else "this format has no product here"
+        why = "this machine has no int8 products" if integers == 8 else "this format has no product here"
         return f"they are dequantised to {dtype}: {why}"
 
-    def _make(self, weight: Tensor, bias: Tensor | None, form: WeightForm) -> Product:
-        if self.keeps_integers and (exact := integer_weight(weight)):
-            return Int8Linear(*exact, bias)
+    def _make(self, weight: Tensor | IntegerWeight, bias: Tensor | None, form: WeightForm) -> Product:
+        if isinstance(weight, IntegerWeight):
+            if weight.per_row and form != "int4" and self._has_int8:
+                return Int8Linear(weight, bias)
+            if form == "int4" and fits_int4(weight):
+                return Int4Linear(weight, bias)
+            weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
         if form == "int8":
-            return Int8Linear(*quantise_weight(weight), bias)
+            return Int8Linear(quantise_weight(weight), bias)
+        if form == "int4":
+            return Int4Linear(quantise_in_groups(weight), bias)
         return self._make_linear(weight.to(self._dtype), bias)
 
     def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:

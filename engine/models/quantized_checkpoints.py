@@ -1,7 +1,8 @@
 """Checkpoints whose weights are stored quantised: config.json's quantization_config says how.
 
-Every reader gives a weight back as numbers, [out, in]. Formats: compressed-tensors (int8, FP8, packed 4 or 8 bits), FP8
-with scales per tensor, channel or block, GPTQ and AWQ. Which weights are quantised follows from the tensors that are
+Every reader gives a weight [out, in] back: as the integers that are stored, with a step for each channel or for each
+group of input channels, or else as numbers. Formats: compressed-tensors (int8, FP8, packed 4 or 8 bits), FP8 with
+scales per tensor, channel or block, GPTQ, AWQ and MXFP4. Which weights are quantised follows from the tensors that are
 stored beside them, so lists of exceptions need no reading.
 """
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.shards import Read, Shards
+from engine.models.quantize import IntegerWeight, stacked
+from engine.models.shards import Part, Shards, TensorSource
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_FORMATS, PLAIN_FORMATS = ("pack-quantized",), ("int-quantized", "float-quantized", "naive-quantized")
@@ -24,7 +26,19 @@ COMPANIONS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale", "activation_scale"),
 )
-MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")  # of a quantised weight
+MXFP4_PARTS = ("_blocks", "_scales")
+MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", *MXFP4_PARTS)  # of a quantised weight
+E2M1 = [
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+]  # the numbers of MXFP4 by their lowest three bits; the fourth is the sign
+MXFP4_BLOCK, MXFP4_BIAS = 32, 127
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest, within eight columns
 
 
@@ -35,12 +49,14 @@ class Stored(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class StoredFiles:
-    """The tensors of a checkpoint's files. `discard` is told the names of those that need no further reading."""
+Weight = Tensor | IntegerWeight
 
-    def __init__(self, shards: Shards, discard: Callable[[str], None]) -> None:
+
+class StoredFiles:
+    """The tensors of a checkpoint's files."""
+
+    def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self.discard = discard
 
     @property
     def names(self) -> Iterable[str]:
@@ -65,10 +81,10 @@ class Quantisation:
 
     path: Path
     name: str  # for the log
-    weight: Callable[[Stored, str], Tensor | None]  # (tensors, module) → fp32 [out, in]; None: not quantised
-    int8: bool = False  # whether every channel is int8 times one step, which a product can use as it is
+    weight: Callable[[Stored, str], Weight | None]  # (tensors, module) → [out, in]; None: not quantised
+    bits: int | None = None  # of integers that a product can use as they are; None: it gets numbers
 
-    def read(self, stored: Stored, module: str) -> Tensor | None:
+    def read(self, stored: Stored, module: str) -> Weight | None:
         """The module's weight. Raises ConfigError, naming the module, for tensors that do not fit the format."""
         try:
             return self.weight(stored, module)
@@ -76,37 +92,77 @@ class Quantisation:
             raise ConfigError(f"{self.path}: {module} is no {self.name} weight: {error}") from error
 
 
-def dequantised_reader(
-    quantised: Quantisation, stored: StoredFiles, read: Read, dtype: torch.dtype, device: torch.device
-) -> Read:
-    """A function (name, shape) → tensor: quantised weights in `dtype`, all other tensors from `read`."""
-    path = quantised.path
-    if not any(name.endswith(MARKS) for name in stored.names):
-        raise ConfigError(f"{path}: config.json says that weights are {quantised.name}, and none is stored so")
+class QuantisedSource(TensorSource):
+    """A source in whose checkpoint some weights are quantised."""
 
-    def reading(name: str, shape: tuple[int, ...]) -> Tensor:
-        module = name.removesuffix(".weight")
-        weight = quantised.read(stored, module) if module != name else None
+    def __init__(
+        self,
+        quantised: Quantisation,
+        shards: Shards,
+        dtype: torch.dtype,
+        device: torch.device,
+        discard: Callable[[str], None],
+    ) -> None:
+        super().__init__(shards, dtype, device, discard)
+        self._quantised, self._files = quantised, StoredFiles(shards)
+        if not any(name.endswith(MARKS) for name in self._files.names):
+            raise ConfigError(
+                f"{quantised.path}: config.json says that weights are {quantised.name}, and none is stored so"
+            )
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        weight = self._weight(name, shape)
         if weight is None:
-            if stored.holds(name) and (kind := stored.dtype(name)) not in UNQUANTISED:
-                raise ConfigError(f"{path}: {name} is stored as {kind} without the scales of {quantised.name}")
-            return read(name, shape)
-        if tuple(weight.shape) != shape:
-            raise ConfigError(f"{path}: {name} has shape {tuple(weight.shape)}, config.json says {shape}")
-        for part in ("weight", *COMPANIONS):
-            stored.discard(f"{module}.{part}")
-        if stored.holds(f"{module}.bias") and not stored.read(f"{module}.bias").any():  # GPTQ's tools write zeros
-            stored.discard(f"{module}.bias")
-        return weight.to(device=device, dtype=dtype)
+            return super().read(name, shape)
+        numbers = weight.numbers(self._dtype) if isinstance(weight, IntegerWeight) else weight
+        return numbers.to(device=self._device, dtype=self._dtype)
 
-    return reading
+    def stack(self, parts: Sequence[Part]) -> Weight:
+        """Integers, in CPU memory, if all parts are stored as integers with equal groups."""
+        integers = []
+        for part in parts if self._quantised.bits else ():
+            weight = self._weight(part.name, part.shape)
+            if not isinstance(weight, IntegerWeight):
+                break
+            integers.append(weight if part.order is None else weight.take_rows(part.order))
+        if len(integers) == len(parts) and (stack := stacked(integers)) is not None:
+            return stack
+        return super().stack(parts)
+
+    def _fill(self, place: Tensor, part: Part) -> None:
+        rows = self.read(part.name, part.shape)
+        place.copy_(rows if part.order is None else rows[part.order])
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight | None:
+        files, path = self._files, self._quantised.path
+        module = name.removesuffix(".weight")
+        weight = self._quantised.read(files, module)
+        if weight is None:
+            if files.holds(name) and (kind := files.dtype(name)) not in UNQUANTISED:
+                raise ConfigError(f"{path}: {name} is stored as {kind} without the scales of {self._quantised.name}")
+            return None
+        found = tuple((weight.integers if isinstance(weight, IntegerWeight) else weight).shape)
+        if found != shape:
+            raise ConfigError(f"{path}: {name} has shape {found}, config.json says {shape}")
+        for part in (".weight", *(f".{companion}" for companion in COMPANIONS), *MXFP4_PARTS):
+            self._discard(f"{module}{part}")
+        if files.holds(f"{module}.bias") and not files.read(f"{module}.bias").any():  # GPTQ's tools write zeros
+            self._discard(f"{module}.bias")
+        return weight
 
 
 def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | None:
     """Read a quantization_config; None for None. Raises ConfigError for one that is malformed or not supported."""
     if not config:
         return None
-    methods = {"compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    methods = {
+        "compressed-tensors": _compressed,
+        "fp8": _fp8,
+        "fbgemm_fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "mxfp4": _mxfp4,
+    }
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in methods:
         raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}")
@@ -129,14 +185,17 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
     if config.get("transform_config"):  # activations would have to be turned as the weights were
         raise ConfigError(f"{path}: {name} with a transform_config is not supported")
     if layout in PACKED_FORMATS and kinds <= {("int", 4), ("int", 8)}:
-        return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits))
+        four = 4 if kinds == {("int", 4)} else None
+        return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits), four)
     if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
         blocks = [group["block_structure"] for group in groups if group.get("block_structure")]
         int8 = kinds == {("int", 8)} and all(
             group.get("symmetric", True) and group.get("strategy") in ("channel", "tensor") for group in groups
         )
         size = _block_size(blocks[0]) if blocks else None
-        return Quantisation(path, name, lambda stored, module: _scaled_weight(stored, module, size), int8)
+        return Quantisation(
+            path, name, lambda stored, module: _scaled_weight(stored, module, size), 8 if int8 else None
+        )
     raise ConfigError(
         f"{path}: {name} is not supported; supported are pack-quantized int4 and int8, "
         "int-quantized int8 and float-quantized float8"
@@ -161,17 +220,24 @@ def _gptq(path: Path, config: dict[str, Any]) -> Quantisation:
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{path}: GPTQ of {bits} bits in format {form!r} is not supported; 2, 4 and 8 bits are")
     raised = 1 if form == "gptq" else 0  # the first format stores zero points less 1
-    return Quantisation(path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised))
+    four = 4 if bits == 4 else None
+    return Quantisation(
+        path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised), four
+    )
 
 
 def _awq(path: Path, config: dict[str, Any]) -> Quantisation:
     bits, version = int(config.get("bits", config.get("w_bit", 4))), str(config.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise ConfigError(f"{path}: AWQ of {bits} bits in version {version!r} is not supported; 4 bits in gemm are")
-    return Quantisation(path, "AWQ int4", _awq_weight)
+    return Quantisation(path, "AWQ int4", _awq_weight, 4)
 
 
-def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -> Tensor | None:
+def _mxfp4(path: Path, config: dict[str, Any]) -> Quantisation:
+    return Quantisation(path, "MXFP4", _mxfp4_weight)
+
+
+def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -> Weight | None:
     """int8 or FP8 numbers [out, in] with scales: one, [out], [out, 1], or one per block."""
     names = [f"{module}.{part}" for part in ("weight_scale", "weight_scale_inv") if stored.holds(f"{module}.{part}")]
     if not names:
@@ -184,6 +250,8 @@ def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -
     if stored.holds(f"{module}.weight_g_idx"):
         group = _groups(stored, f"{module}.weight_g_idx", columns, scale.shape[1])
         scale, zero, block = scale[:, group], None if zero is None else zero[:, group], None
+    if weight.dtype is torch.int8 and zero is None and (scale.numel() == 1 or scale.shape[:1].numel() == scale.numel()):
+        return IntegerWeight(weight, scale.reshape(-1, 1).expand(rows, 1).contiguous())
     wide = weight.float()
     if zero is not None:
         wide = wide - _spread(zero, rows, columns, block)
@@ -203,7 +271,7 @@ def _spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | Non
     return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
 
 
-def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Tensor | None:
+def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Weight | None:
     """compressed-tensors' weight_packed: numbers + 2^(bits − 1), along a row, from the lowest bits."""
     if not stored.holds(f"{module}.weight_packed"):
         return None
@@ -215,19 +283,18 @@ def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Tensor | Non
             f"weight_packed of shape {tuple(packed.shape)} and scales of {tuple(scale.shape)} for {rows} × {columns}"
         )
     half = 2 ** (fitting[0] - 1)
-    numbers = _unpack(packed, fitting[0]).flatten(1)[:, :columns] - half
-    zero = torch.zeros_like(scale)
+    numbers = _unpack(packed, fitting[0]).flatten(1)[:, :columns]
+    zero = torch.full_like(scale, half)
     if stored.holds(f"{module}.weight_zero_point"):  # packed along the channels
         packed_zero = stored.read(f"{module}.weight_zero_point")
         if packed_zero.dtype is torch.int32:
-            zero = _unpack(packed_zero.t(), fitting[0]).flatten(1)[:, :rows].t().float() - half
+            zero = _unpack(packed_zero.t(), fitting[0]).flatten(1)[:, :rows].t().float()
         else:
-            zero = packed_zero.float()
-    group = _groups(stored, f"{module}.weight_g_idx", columns, scale.shape[1])
-    return (numbers - zero[:, group]) * scale[:, group]
+            zero = packed_zero.float() + half
+    return _grouped(stored, f"{module}.weight_g_idx", numbers, zero, scale, fitting[0])
 
 
-def _gptq_weight(stored: Stored, module: str, bits: int, raised: int) -> Tensor | None:
+def _gptq_weight(stored: Stored, module: str, bits: int, raised: int) -> Weight | None:
     """qweight [in / (32 / bits), out], qzeros [groups, out / (32 / bits)], scales [groups, out], g_idx [in]."""
     if not stored.holds(f"{module}.qweight"):
         return None
@@ -236,11 +303,10 @@ def _gptq_weight(stored: Stored, module: str, bits: int, raised: int) -> Tensor 
     zero = (_unpack(stored.read(f"{module}.qzeros"), bits).flatten(1) + raised) & (2**bits - 1)
     if zero.shape != scale.shape or scale.shape[1] != numbers.shape[0]:
         raise ValueError(f"scales of {tuple(scale.shape)} and zeros of {tuple(zero.shape)} for {tuple(numbers.shape)}")
-    group = _groups(stored, f"{module}.g_idx", numbers.shape[1], scale.shape[0])
-    return (numbers - zero.t()[:, group]) * scale.t()[:, group]
+    return _grouped(stored, f"{module}.g_idx", numbers, zero.t().float(), scale.t(), bits)
 
 
-def _awq_weight(stored: Stored, module: str) -> Tensor | None:
+def _awq_weight(stored: Stored, module: str) -> Weight | None:
     """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]."""
     if not stored.holds(f"{module}.qweight"):
         return None
@@ -248,8 +314,40 @@ def _awq_weight(stored: Stored, module: str) -> Tensor | None:
     scale = stored.read(f"{module}.scales").float()
     if zero.shape != scale.shape or scale.shape[1] != numbers.shape[1]:
         raise ValueError(f"scales of {tuple(scale.shape)} and zeros of {tuple(zero.shape)} for {tuple(numbers.shape)}")
-    group = _groups(stored, f"{module}.g_idx", numbers.shape[0], scale.shape[0])
-    return ((numbers - zero[group]) * scale[group]).t().contiguous()
+    return _grouped(stored, f"{module}.g_idx", numbers.t(), zero.t().float(), scale.t(), 4)
+
+
+def _grouped(stored: Stored, name: str, numbers: Tensor, zero: Tensor, scale: Tensor, bits: int) -> Weight:
+    """(numbers [out, in] − zero [out, groups]) · scale [out, groups]. name: of the columns' groups, if they are stored.
+
+    The integers of equal runs of columns stay integers, less half of their range.
+    """
+    group, half = _groups(stored, name, numbers.shape[1], scale.shape[1]), 2 ** (bits - 1)
+    if not torch.equal(group, _runs(numbers.shape[1], scale.shape[1])):
+        return (numbers - zero[:, group]) * scale[:, group]
+    offsets = (half - zero) * scale
+    integers = (numbers - half).to(torch.int8).contiguous()
+    return IntegerWeight(integers, scale.contiguous(), offsets.contiguous() if offsets.any() else None)
+
+
+def _mxfp4_weight(stored: Stored, module: str) -> Tensor | None:
+    """Experts' weights [experts, in, out], from blocks uint8 [experts, out, in / 32, 16] of 32 numbers in 4 bits, the
+    lower bits first, and scales uint8 [experts, out, in / 32], powers of two less MXFP4_BIAS
+    (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf). bfloat16 has the numbers.
+    """
+    if not stored.holds(f"{module}_blocks"):
+        return None
+    blocks, scales = (stored.read(f"{module}{part}") for part in MXFP4_PARTS)
+    if blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+        raise ValueError(f"blocks are stored as {blocks.dtype} and scales as {scales.dtype} instead of uint8")
+    if blocks.dim() != 4 or blocks.shape[:3] != scales.shape or blocks.shape[3] != MXFP4_BLOCK // 2:
+        raise ValueError(f"blocks of shape {tuple(blocks.shape)} and scales of {tuple(scales.shape)}")
+    table = torch.tensor(E2M1 + [-number for number in E2M1], dtype=torch.bfloat16)
+    numbers = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
+    for expert, (nibbles, powers) in enumerate(zip(blocks, scales, strict=True)):
+        pairs = torch.stack([nibbles & 15, nibbles >> 4], -1)
+        numbers[expert] = torch.ldexp(table[pairs.int()], powers[..., None, None].int() - MXFP4_BIAS)
+    return numbers.flatten(2).transpose(1, 2)
 
 
 def _unpack_awq(packed: Tensor) -> Tensor:
@@ -274,6 +372,10 @@ def _groups(stored: Stored, name: str, columns: int, count: int) -> Tensor:
         if tuple(group.shape) != (columns,) or int(group.min()) < 0 or int(group.max()) >= count:
             raise ValueError(f"{name} does not name one of {count} groups for each of {columns} columns")
         return group
+    return _runs(columns, count)
+
+
+def _runs(columns: int, count: int) -> Tensor:
     if columns % count:
         raise ValueError(f"{columns} columns are not {count} equal groups")
     return torch.arange(columns) // (columns // count)

@@ -11,15 +11,16 @@ PAIR = ["--target=models/demo/target", "--draft=models/demo/draft", "--threads=1
 
 
 @needs_int8
-def test_all_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "COPIED_BYTES", 2**20)
-    weights.main([*PAIR, "--prompts-count=3", "--max-tokens=6", "--turns=1"])
+    weights.main([*PAIR, "--prompts-count=3", "--max-tokens=6", "--turns=1", "--parts", *weights.PARTS[:4]])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     passes = {row["weights"]: row for row in report["passes"]}
     assert passes["int8"]["MB"] == passes["float32"]["MB"] / 4
     assert passes["int8"]["MB"] < passes["int8, head as is"]["MB"]
     assert passes["float32"]["over float32"] == 1
     assert {row["weights"] for row in report["bits"]} == set(passes)
+    assert passes["int4"]["MB"] == passes["int8"]["MB"] / 2
     plain, rounded = (row["bits per token"] for row in report["bits"] if row["weights"] in ("float32", "int8"))
     assert plain != rounded == pytest.approx(plain, rel=0.01)
     assert [(row["T"], row["draft"]) for row in report["acceptance"]] == [
@@ -34,3 +35,11 @@ def test_all_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 def test_too_little_text_is_refused(tmp_path: object) -> None:
     with pytest.raises(SystemExit, match="the prompts must have 137 tokens together"):
         weights.main([*PAIR, "--prompts-count=1"])
+
+
+def test_the_load_is_timed_beside_plain_reading() -> None:
+    """In this process, whose memory other tests have filled: the table has a process for each load."""
+    load = weights.measure_load("models/demo/draft", weights.FORMS[0], threads=None)
+    assert 0 < load.reading_s < load.seconds
+    assert load.weight_bytes > 2**20
+    assert load.peak_bytes >= 0

@@ -148,7 +148,7 @@ def test_weights_that_do_not_fit(
     monkeypatch.setattr(checkpoint_files, "host_memory", lambda: DeviceMemory(2**30, 2**20))
     line = refusal(start(tmp_path, {"target": str(DEMO), "draft": "none"}), capsys)
     assert line.startswith("the weights do not fit: they take 0.0")
-    assert "choose smaller models, a smaller dtype or int8 weights" in line
+    assert "choose smaller models, a smaller dtype or int8 or int4 weights" in line
     monkeypatch.setattr(checkpoint_files, "host_memory", lambda: DeviceMemory(2**40, 2**40))
     checks.check_models(Settings(target=str(DEMO)), "cpu")
 

@@ -320,7 +320,7 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"max_running": 64}, "cannot hold one verification of every sequence"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
         ({"dtype": "int8"}, "'bfloat16'"),
-        ({"target_weights": "int4"}, "'as_is' or 'int8'"),
+        ({"target_weights": "int3"}, "'as_is', 'int8' or 'int4'"),
         ({"draft_weights": "int8", "draft": "none"}, "needs a draft checkpoint"),
         ({"target_weights": "int8", "device": "cuda"}, "needs device cpu"),
         ({"drafter": "eagle"}, "'cascade'"),

@@ -153,7 +153,7 @@ def test_parameters_outside_their_range(field: str, value: object) -> None:
     ("settings", "message"),
     [
         ({"dtype": "int8"}, "'int8' is not one of auto, float64, float32, bfloat16, float16"),
-        ({"target_weights": "int4"}, "target_weights 'int4' is not one of as_is, int8"),
+        ({"target_weights": "int3"}, "target_weights 'int3' is not one of as_is, int8, int4"),
         ({"target_weights": "int8", "device": "cuda"}, "target_weights int8 needs device cpu, not cuda: choose as_is"),
         ({"draft_weights": "int8"}, "draft_weights int8 needs a draft checkpoint"),
         ({"policy": PolicyConfig("fixed", k=17)}, "17 exceeds max_spec_length"),

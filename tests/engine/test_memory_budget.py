@@ -105,6 +105,28 @@ def test_a_fraction_leaves_room_for_weights_and_activations() -> None:
     assert alone.blocks == 77  # 9.7 MiB at 131,072 bytes
 
 
+def test_a_draft_of_a_shorter_context_is_charged_for_its_own() -> None:
+    """2 sequences of 32 positions take 4 of the draft's blocks, and one is to copy into: 5 blocks of 16 KiB. The target
+    has 128 KiB per block."""
+    config, room = configured(memory_fraction=0.5, max_running=2), 80 * 2**10 + 7 * 128 * 2**10
+    got = kv_blocks(config, PAIR, 16, 0, 0, 64, DeviceMemory(2 * room, 2 * room), (64, 32))
+    assert got.model_blocks == (7, 5)
+    assert got.kv_bytes == room
+    less = kv_blocks(config, PAIR, 16, 0, 0, 64, DeviceMemory(2 * room - 2, 2 * room), (64, 32))
+    assert less.model_blocks == (6, 5)
+    few = kv_blocks(
+        configured(memory_fraction=0.5, max_running=8), PAIR, 16, 0, 0, 64, DeviceMemory(2 * room, 2 * room)
+    )
+    assert few.model_blocks == (6, 6)
+    made = layouts(config, PAIR, 0, 0, 64, DeviceMemory(2**50, 2**50), (4_096, 32))
+    assert [(layout.max_len, layout.blocks) for layout in made][1] == (32, 2 * ceil(32 / made[1].block_size) + 1)
+    slotted = replace(config, cache="slotted", memory_fraction=None)
+    needed = 2 * (64 * 8_192 + 32 * 1_024)
+    assert layouts(slotted, PAIR, 0, 0, 64, DeviceMemory(needed, needed), (64, 32)) == [Layout(2, 64), Layout(2, 32)]
+    with pytest.raises(ConfigError, match="slotted KV cache"):
+        layouts(slotted, PAIR, 0, 0, 64, DeviceMemory(needed, needed - 1), (64, 32))
+
+
 def test_a_cpu_gets_what_its_sequences_can_need() -> None:
     """4 sequences of 100 positions take 7 blocks each, and one more is to copy into."""
     got = kv_blocks(configured(max_running=4), PAIR, 16, 0, 0, 100, PLENTY)
@@ -243,7 +265,7 @@ def test_the_arithmetic_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=memory_budget.__name__):
         made = layouts(configured(kv_tokens=1_000), PAIR, 0, 0, 128, PLENTY)
     assert made == [Layout(16, 128, 32, 31)] * 2
-    explained = Budget(32, 31, (8_192, 1_024), "kv_tokens 1,000")
+    explained = Budget(32, 31, (31, 31), (8_192, 1_024), "kv_tokens 1,000")
     assert caplog.messages == [f"the KV cache has {explained}, mapped"]
 
 

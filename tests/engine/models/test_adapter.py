@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "opt": ({**KINDS["opt"], "quantization_config": {"quant_method": "gptq", "bits": 4}}, "with quantised weights"),
     "stablelm": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}},
-        "'stablelm' model with dynamic rotary positions",
+        "'stablelm' model with dynamic rotary positions, which .*: a token would depend on the texts beside it",
     ),
 }
 

@@ -92,8 +92,8 @@ def make_int8(out: int, inner: int, bias: bool) -> tuple[Int8Linear, Tensor, Ten
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(out, inner, generator=generator)
     offset = torch.randn(out, generator=generator) * 10 if bias else None
-    integers, steps = quantise_weight(weight)
-    return Int8Linear(integers, steps, offset), integers, steps, offset
+    rounded = quantise_weight(weight)
+    return Int8Linear(rounded, offset), rounded.integers, rounded.steps[:, 0], offset
 
 
 def activations(rows: int, inner: int) -> Tensor:
@@ -133,7 +133,7 @@ def test_an_int8_product_is_near_the_product(dtype: torch.dtype) -> None:
     """Within half a step of each number: Σ |x| · step(w) / 2 + Σ |w| · step(x) / 2, and the dtype's own rounding."""
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     x = activations(5, 300).to(dtype)
-    y = Int8Linear(*quantise_weight(weight))(x)
+    y = Int8Linear(quantise_weight(weight))(x)
     assert y.dtype is dtype
     exact = x.double() @ weight.double().t()
     weight_steps, row_steps = weight.abs().amax(1).double() / 127, x.double().abs().amax(1, keepdim=True) / 127
@@ -159,7 +159,8 @@ def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
 def test_a_weight_is_rounded_to_the_nearest_step() -> None:
     weight = torch.randn(SLICE_ROWS + 3, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[5] = 0
-    integers, steps = quantise_weight(weight)
+    rounded = quantise_weight(weight)
+    integers, steps = rounded.integers, rounded.steps[:, 0]
     assert (integers.dtype, steps.dtype) == (torch.int8, torch.float32)
     assert torch.equal(integers.abs().amax(1), torch.where(torch.arange(len(weight)) == 5, 0, 127))
     assert ((integers * steps[:, None] - weight.float()).abs() <= 0.501 * steps[:, None]).all()
@@ -177,7 +178,7 @@ from engine.models.quantize import quantise_weight
 import torch
 check_int8_products()
 for rows in (1, 2, 17):
-    Int8Linear(*quantise_weight(torch.randn(192, 512)))(torch.randn(rows, 512))
+    Int8Linear(quantise_weight(torch.randn(192, 512)))(torch.randn(rows, 512))
 """
 
 

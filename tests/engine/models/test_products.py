@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError, EngineConfig, ProductForms
+from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
 from engine.load import _dtype
 from engine.models import products
 from engine.models.decoder import Decoder
+from engine.models.int4_linear import Int4Linear
 from engine.models.int8_linear import Int8Linear
 from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
@@ -15,12 +16,14 @@ from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.runner import Feed, Runner
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
+from tests.engine.models.test_int4_linear import needs_int4
 from tests.engine.models.test_linear import needs_int8, needs_onednn
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 from tests.kv import kv_layout
 
 CPU = torch.device("cpu")
 LENGTH = 64
+FORMS = [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_int4)]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -38,15 +41,16 @@ def logits_of(checkpoint: str, weights: Weights) -> Tensor:
         return Runner(decoder, kv_layout(1, LENGTH), CPU).run([Feed(make_sequence(0, text), LENGTH, outputs=LENGTH)])
 
 
-@needs_int8
 @pytest.mark.parametrize("head", [False, True])
-def test_products_become_int8_and_the_embedding_does_not(checkpoint: str, head: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_products_become_integers_and_the_embedding_does_not(checkpoint: str, form: WeightForm, head: bool) -> None:
+    kind = {"int8": Int8Linear, "int4": Int4Linear}[form]
     source = open_checkpoint(checkpoint)
     plain = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH)
-    decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights("int8", head))
+    decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(form, head))
     for layer in decoder.layers:
-        assert {type(product) for product in (layer.qkv, layer.out, *layer.mlp.products)} == {Int8Linear}
-    assert type(decoder.head) is (Int8Linear if head else Linear)
+        assert {type(product) for product in (layer.qkv, layer.out, *layer.mlp.products)} == {kind}
+    assert type(decoder.head) is (kind if head else Linear)
     assert torch.equal(decoder.embedding, plain.embedding)
 
 
@@ -63,20 +67,22 @@ def test_the_bytes_of_the_weights_are_those_that_are_kept(checkpoint: str) -> No
     assert decoder.weight_bytes == c.num_layers * layer + head + 4 * c.vocab_size * c.hidden_size
 
 
-@needs_int8
 @pytest.mark.parametrize("head", [False, True])
-def test_int8_logits_are_near_those_of_the_weights_as_they_are(checkpoint: str, head: bool) -> None:
-    exact, rounded = logits_of(checkpoint, AS_IS), logits_of(checkpoint, Weights("int8", head))
+@pytest.mark.parametrize("form", FORMS)
+def test_rounded_logits_are_near_those_of_the_weights_as_they_are(
+    checkpoint: str, form: WeightForm, head: bool
+) -> None:
+    exact, rounded = logits_of(checkpoint, AS_IS), logits_of(checkpoint, Weights(form, head))
     error = (rounded - exact).square().mean().sqrt() / exact.std()
-    assert 1e-4 < error < 0.05
+    assert 1e-4 < error < {"int8": 0.05, "int4": 0.4}[form]
 
 
-@needs_int8
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_of_an_int8_pair_is_the_same_for_any_k(pair: Pair, temperature: float) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_the_text_of_a_rounded_pair_is_the_same_for_any_k(pair: Pair, form: WeightForm, temperature: float) -> None:
     """The rest is fp64 here. In fp32 attention depends, in its last bits, on the other rows of the call, and now and
     then such a bit decides to which integer a number is rounded."""
-    forms = {"target_weights": "int8", "draft_weights": "int8"}
+    forms = {"target_weights": form, "draft_weights": form}
     engine = load(pair, **forms, max_running=4, max_spec_length=4, max_step_tokens=40)
     texts, drafted = [], []
     for k in (0, 4):
@@ -132,9 +138,10 @@ def test_a_tied_head_that_stays_plain_is_counted_once(checkpoint: str) -> None:
     assert decoder.weight_bytes == layers + table * (1 if source.shape.tied else 2)
 
 
-def test_int8_weights_need_a_cpu() -> None:
-    with pytest.raises(ConfigError, match="int8 weights need device cpu, not cuda"):
-        ProductMaker(Weights("int8"), torch.bfloat16, torch.device("cuda", 0))
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rounded_weights_need_a_cpu(form: WeightForm) -> None:
+    with pytest.raises(ConfigError, match=f"{form} weights need device cpu, not cuda"):
+        ProductMaker(Weights(form), torch.bfloat16, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.load import plan_memory
 from engine.models.decoder import Decoder
+from engine.models.int4_linear import Int4Linear
 from engine.models.int8_linear import Int8Linear
 from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Feed, Runner
 from tests.engine.driving import make_sequence
+from tests.engine.models import families
+from tests.engine.models.families import CASES, random_checkpoint
+from tests.engine.models.test_int4_linear import needs_int4
 from tests.engine.models.test_linear import needs_int8
 from tests.engine.pairs import VOCAB, Shape, copy_of, edit_json, save_checkpoint
 from tests.kv import kv_layout
@@ -243,6 +249,49 @@ def test_integers_are_used_as_they_are_stored(plain: str, tmp_path: Path, name: 
     assert torch.allclose(down(ones), weight.t(), rtol=1e-5, atol=0)
 
 
+@needs_int8
+def test_steps_are_those_that_are_stored(plain: str, tmp_path: Path) -> None:
+    """Also those of a channel whose integers are small, which larger integers and a smaller step would give too."""
+
+    def small(weight: Tensor) -> tuple[Stored, Tensor]:
+        scale = weight.abs().amax(1, keepdim=True) / torch.arange(1, 1 + len(weight))[:, None].clamp(max=127)
+        integers = (weight / scale).round().to(torch.int8)
+        return {"weight": integers, "weight_scale": scale}, integers * scale
+
+    quantised, _ = save_quantised(plain, tmp_path, INT8, small)
+    tensors, layer = load_file(quantised / "model.safetensors"), decoder_of(quantised).layers[1]
+    names = ("gate_proj", "up_proj")
+    scales = torch.cat([tensors[f"model.layers.1.mlp.{name}.weight_scale"] for name in names])
+    gate_up = layer.mlp.products[0]
+    assert isinstance(gate_up, Int8Linear)
+    assert torch.equal(gate_up.steps, scales[:, 0])
+
+
+def w4a16(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Stored, Tensor]:
+    """Symmetric 4-bit integers with scales of `dtype`, as compressed-tensors packs them."""
+    tensors, _ = pack_quantized(weight)
+    scale = tensors["weight_scale"].to(dtype)
+    spread = scale.float().repeat_interleave(32, 1)[:, : weight.shape[1]]
+    integers = (weight / spread).round().clamp(-8, 7)
+    words = [packed([int(n) + 8 for n in row], 4) for row in integers.tolist()]
+    stored = {"weight_packed": torch.tensor(words, dtype=torch.int32), "weight_scale": scale}
+    return tensors | stored, integers * spread
+
+
+@needs_int4
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_int4_is_kept_if_its_scales_can_be(plain: str, tmp_path: Path, dtype: torch.dtype) -> None:
+    config = compressed("pack-quantized", num_bits=4)
+    quantised, reference = save_quantised(plain, tmp_path, config, lambda weight: w4a16(weight, dtype))
+    layer = decoder_of(quantised, Weights("int4")).layers[0]
+    down = layer.mlp.products[1]
+    numbers = load_file(reference / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(down, Int4Linear)
+    assert isinstance(layer.qkv, Int4Linear)
+    kept = torch.equal(down(torch.eye(numbers.shape[1])), numbers.bfloat16().float().t())
+    assert kept == (dtype is torch.bfloat16)
+
+
 def test_a_decoder_of_other_weights_differs(plain: str, tmp_path: Path) -> None:
     """The negative control: packed in another order, the same tensors stand for other numbers."""
     quantised, reference = save_quantised(plain, tmp_path, AWQ, awq)
@@ -264,6 +313,8 @@ def test_a_decoder_of_other_weights_differs(plain: str, tmp_path: Path) -> None:
     [
         (GPTQ, gptq, "as_is", "GPTQ int4 weights: they are dequantised to float32: this format has no product here"),
         (GPTQ, gptq, "int8", "GPTQ int4 weights: they are dequantised and then made int8"),
+        (GPTQ, gptq, "int4", "GPTQ int4 weights: int4 products use them as they are where bfloat16 has their scales"),
+        (INT8, w8a8, "int4", "int-quantized int8 weights: they are dequantised and then made int4"),
         (INT8, w8a8, "as_is", "int-quantized int8 weights: int8 products use them as they are"),
     ],
 )
@@ -291,7 +342,8 @@ def test_a_checkpoint_of_4_bits_can_be_served_in_int8(plain: str, tmp_path: Path
 
 
 @needs_int8
-@pytest.mark.parametrize("form", ["as_is", "int8"])
+@needs_int4
+@pytest.mark.parametrize("form", ["as_is", "int8", "int4"])
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed int4", "int8", "fp8 in blocks"])
 def test_the_plan_counts_weights_as_they_are_kept(plain: str, tmp_path: Path, name: str, form: WeightForm) -> None:
     """Four bits in a file are 32 in memory if they are dequantised."""
@@ -382,3 +434,71 @@ def test_the_metadata_of_a_real_checkpoint_is_understood(plain: str, tmp_path: P
     path, _ = save_quantised(plain, tmp_path, config, w8a8)
     assert json.loads((path / "config.json").read_text("utf-8"))["quantization_config"] == config
     decoder_of(path)
+
+
+def mxfp4_experts(tensors: Stored, generator: torch.Generator) -> dict[str, Tensor]:
+    """Replace the experts of all layers with random MXFP4 blocks. Returns the numbers, by transformers' converter."""
+    numbers = {}
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inner, out = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, out, inner // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 127, (experts, out, inner // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(a gpt_oss checkpoint whose experts are MXFP4, the same with their numbers)."""
+    directory = tmp_path_factory.mktemp("mxfp4")
+    case = replace(CASES["gpt_oss"], config={**CASES["gpt_oss"].config, "intermediate_size": 64})
+    reference = random_checkpoint(case, directory / "reference")
+    quantised, file = copy_of(reference, directory / "quantised"), "model.safetensors"
+    tensors = load_file(quantised / file)
+    numbers = mxfp4_experts(tensors, torch.Generator().manual_seed(5))
+    save_file({**load_file(f"{reference}/{file}"), **numbers}, f"{reference}/{file}", metadata={"format": "pt"})
+    save_file(tensors, quantised / file)
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    edit_json(
+        quantised / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    )
+    return quantised, reference
+
+
+def test_mxfp4_is_the_numbers_that_transformers_converts_it_to(gpt_oss: tuple[Path, str]) -> None:
+    quantised, reference = gpt_oss
+    text = torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+    with families.reference(reference) as logits:
+        exact = logits([text])[0]
+    assert (logits_of(decoder_of(quantised, dtype=torch.float64)) - exact).abs().max() < 1e-9
+
+
+@needs_int8
+def test_mxfp4_experts_can_be_served_in_int8(gpt_oss: tuple[Path, str]) -> None:
+    quantised, reference = gpt_oss
+    decoder = decoder_of(quantised, Weights("int8"))
+    assert all(isinstance(product, Int8Linear) for product in decoder.layers[0].mlp.products[1:])
+    exact, rounded = logits_of(decoder_of(Path(reference))), logits_of(decoder)
+    assert 1e-4 < (rounded - exact).square().mean().sqrt() / exact.std() < 0.3  # some tokens choose another expert
+
+
+@pytest.mark.parametrize(
+    ("part", "broken", "message"),
+    [
+        ("scales", torch.ones(4, 128, 1), "scales as torch.float32 instead of uint8"),
+        ("scales", torch.ones(4, 128, 2, dtype=torch.uint8), r"scales of \(4, 128, 2\)"),
+        ("scales", None, "is no MXFP4 weight: the checkpoint holds no .*_scales"),
+        ("blocks", torch.ones(4, 64, 1, 16, dtype=torch.uint8), r"is no MXFP4 weight: blocks of shape"),
+    ],
+)
+def test_experts_that_are_no_mxfp4(
+    gpt_oss: tuple[Path, str], tmp_path: Path, part: str, broken: Tensor | None, message: str
+) -> None:
+    path = copy_of(str(gpt_oss[0]), tmp_path / "broken")
+    tensors = load_file(path / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.gate_up_proj_{part}"
+    del tensors[name]
+    save_file(tensors | ({} if broken is None else {name: broken}), path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        decoder_of(path)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import ConfigError
-from engine.models.shards import Shards, tensor_reader
+from engine.models.shards import Shards, TensorSource
 from engine.models.weight_files import INDEX, WEIGHTS
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def _is_open(descriptor: str) -> bool:
 
 
 def test_the_reader_converts_and_checks_shapes(directory: Path) -> None:
-    read = tensor_reader(Shards(directory), torch.float64, CPU)
+    read = TensorSource(Shards(directory), torch.float64, CPU, lambda name: None).read
     assert read("b", (5,)).tolist() == TENSORS["b"].double().tolist()
     with pytest.raises(ConfigError, match=r"a has shape \(2, 3\), config.json says \(3, 2\)"):
         read("a", (3, 2))
