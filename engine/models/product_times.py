@@ -17,10 +17,30 @@ from engine.models.linear import BUCKETS, FORMS, Form
 
 log = logging.getLogger(__name__)
 
+# What a broken file may raise. A number of hundreds of digits overflows, and deep nesting exceeds the recursion limit.
+UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
 
 def cache_folder() -> Path:
-    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set. For a user without a home it cannot
+    exist, so nothing is kept."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # neither HOME nor an entry for the user, as in some containers
+        folder = Path(os.devnull)
+    return folder / "foretoken"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the whole file, or nothing: nobody reads half of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")  # noqa: SIM115
+    try:
+        with file:
+            file.write(text)
+        os.replace(file.name, path)
+    finally:
+        Path(file.name).unlink(missing_ok=True)  # there is none after it was moved
 
 
 class TimesFile:
@@ -48,9 +68,9 @@ class TimesFile:
             if content["about"] != self._about:
                 raise ValueError("it is of another machine")
             return {shape: _checked(times) for shape, times in content["seconds"].items()}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except UNUSABLE as error:
             log.warning("%s cannot be used, so products are measured again: %s", self.path, error)
             return {}
 
@@ -58,10 +78,7 @@ class TimesFile:
         """Replace the file at once, so that nobody reads half of it. A folder that cannot be written is no fault."""
         content = json.dumps({"about": self._about, "seconds": seconds}, indent=1)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
-                file.write(content)
-            os.replace(file.name, self.path)
+            replace_file(self.path, content)
         except OSError as error:
             log.debug("the times of products are not kept: %s", error)
 
