@@ -42,7 +42,7 @@ def test_drafts_that_never_pay_end_in_a_rest() -> None:
     ("fixed", "drafters", "serves"),
     [
         (FIXED, MODEL, True),
-        ({0: None, 1: None, 2: 0, 3: None}, MODEL, True),
+        ({0: None, 1: None, 2: 0, 3: None}, ["model", "model", None, "model"], True),  # a request that wants no drafts
         ({0: None, 1: None, 2: 3, 3: None}, MODEL, False),  # a request that wants drafts
         ({0: None, 1: None, 2: None, 9: None}, MODEL, True),  # one newcomer of four
         ({0: None, 1: None, 8: None, 9: None}, MODEL, False),
