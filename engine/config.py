@@ -51,9 +51,7 @@ class EngineConfig:
     max_prompt_tokens: int = 131_072  # per client's request, each prompt counted once for all n choices
     request_timeout_s: float | None = None  # the longest that a request may take, waiting included; None: no limit
     generation_config: GenerationConfig = "auto"
-    threads: int | None = (
-        None  # intra-op CPU threads; None: as many of most_threads as pay, by measurement at the start
-    )
+    threads: int | None = None  # intra-op CPU threads; None: as many of most_threads as pay, measured at the start
     most_threads: int | None = None  # None: torch's own default, and no measurement
 
     def chunk(self, rows: int) -> int:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from math import isfinite
 from typing import Any
 
@@ -30,7 +30,10 @@ class ProfileFile:
             "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "models": [[repr(r.decoder.config), r.decoder.weight_bytes, repr(r.layout)] for r in runners],
+            # The number of blocks follows the free memory of a start. No round takes longer for it.
+            "models": [
+                [repr(r.decoder.config), r.decoder.weight_bytes, repr(replace(r.layout, blocks=0))] for r in runners
+            ],
             "max_running": max_running,
             "depth": depth,
         }

@@ -42,9 +42,8 @@ class SpecControl:
         self._row = 0  # rounds without drafts in a row, until now
         self._drafted_last = False  # whether the last round that was learned from had drafts
         self._new_row = False  # whether such a row has become long enough to be measured since the last choice
-        self._undrafted: dict[
-            int, int
-        ] = {}  # bucket of the batch → `_observed` after FEW rounds in a row without drafts
+        # Bucket of the batch → `_observed` after FEW rounds in a row without drafts.
+        self._undrafted: dict[int, int] = {}
         # Learned from since the last choice: rounds, their seconds, tokens of prompts in them.
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self.configure(config)

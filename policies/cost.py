@@ -146,9 +146,8 @@ class PassCost:
         self._known: dict[tuple[int, ...], float] = {}  # seconds by batch, drafts, depth and prompts' tokens
         self._longest = max(self._curves, key=lambda curve: float(curve.tokens[-1]))
         self._batches = [curve.batch for curve in self._curves]
-        self.padding = (
-            0.0  # share of the additional seconds of an even pass with the same largest k that an uneven one takes
-        )
+        # Share of the additional seconds of an even pass with the same largest k that an uneven one takes.
+        self.padding = 0.0
         self.padding = self._fit_padding([t for t in rounds if t.drafts < t.batch * t.depth])
 
     def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:

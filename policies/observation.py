@@ -83,9 +83,8 @@ class Observation:
     last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
-    undrafted: (
-        int | None
-    )  # rounds since such a batch last ran without drafts for long enough to be measured; None: never
+    # Rounds since such a batch last ran without drafts for long enough to be measured; None: never.
+    undrafted: int | None
 
     @property
     def free(self) -> Ints:

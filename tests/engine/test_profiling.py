@@ -326,6 +326,12 @@ def test_another_load_has_another_file(pair: Pair, tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
 
 
+def test_another_amount_of_free_memory_has_the_same_file(pair: Pair) -> None:
+    """It differs from start to start, and no round takes longer for it."""
+    engines = [small(pair, cache="paged", block_size=16, kv_tokens=tokens) for tokens in (256, 272)]
+    assert len({ProfileFile(runners(engine), 2, 2).path for engine in engines}) == 1
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
