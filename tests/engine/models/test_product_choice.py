@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.models.linear import BUCKETS, Form, Linear
-from engine.models.product_choice import MIN_SWEEPS, Shape, TimedCall, best_choice, choose_forms, describe
+from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
 from tests.engine.models.test_linear import needs_onednn
 
@@ -30,9 +30,9 @@ class Machine:
     def __init__(self, scripts: Mapping[int, Script], *, busy: Callable[[int], float] = lambda call: 1.0) -> None:
         """scripts: by the width of the output. busy(number of the call): the factor by which others slow it down."""
         self._scripts, self._busy = scripts, busy
-        self.calls: list[tuple[Shape, Form, int]] = []
+        self.calls: list[tuple[ProductShape, Form, int]] = []
 
-    def __call__(self, shape: Shape, form: Form, rows: int, call: Callable[[], object]) -> float:
+    def __call__(self, shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
         self.calls.append((shape, form, rows))
         assert tuple(torch.as_tensor(call()).shape) == (rows, shape.out)
         return self._scripts[shape.out][form][BUCKETS.index(rows)] * self._busy(len(self.calls)) * 1e-6
@@ -64,7 +64,7 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
     for out, weights in ((8, 2), (24, 1)):
         for form in SMALL_LAYERS:
             for rows in BUCKETS:
-                assert machine.calls.count((Shape(out, 16, False), form, rows)) >= 2 * weights * MIN_SWEEPS
+                assert machine.calls.count((ProductShape(out, 16, False), form, rows)) >= 2 * weights * MIN_SWEEPS
 
 
 def test_a_weight_is_kept_in_two_forms_at_most() -> None:
