@@ -89,15 +89,13 @@ def lay_out(weight: Tensor, form: Form) -> Tensor:
 def product_of(form: Form, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product by a weight in this form."""
     if form == "packed":
-        return lambda x: _linear_pointwise(x, weight, bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise.default  # a torch without oneDNN has no such operator
+        return lambda x: product(x, weight, bias, "none", [], "")
     if form == "plain":
         return lambda x: F.linear(x, weight, bias)
     if bias is None:
         return lambda x: torch.mm(x, weight)
     return lambda x: torch.addmm(bias, x, weight)
-
-
-_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
 def num_bytes_of(*kept: Tensor | None) -> int:

@@ -1,9 +1,11 @@
 """Each form of product is the product, bias included."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +51,16 @@ def test_every_form_of_a_product_is_the_product(dtype: torch.dtype, bias: bool) 
             x = torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows)).to(dtype)
             exact = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
             assert (linear(x).double() - exact).abs().max() < TOLERANCE[dtype]
+
+
+def test_a_torch_without_onednn_has_the_other_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators are missing there."""
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    module = runpy.run_path(str(ROOT / "engine/models/linear.py"))
+    weight = torch.randn(4, 3)
+    assert module["usable_forms"](weight) == ("plain", "transposed")
+    assert torch.allclose(module["Linear"](weight)(torch.eye(3)), weight.t())
 
 
 @needs_onednn
