@@ -130,8 +130,8 @@ class Decoder:
                 qkv = _rotate(qkv, rotations[layer.rope])
             queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
             attended = attention(index, queries, kv, layer.scoring)
-            x.add_(_scaled(layer.after_attention(layer.out(attended)), residual))
-            x.add_(_scaled(layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual))
+            _add(x, layer.after_attention(layer.out(attended)), residual)
+            _add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual)
         return x
 
     def _row_rotations(self, table: Tensor, positions: Tensor) -> Tensor:
@@ -158,10 +158,9 @@ class Decoder:
         return logits
 
 
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    """x · factor, rounded as in transformers; may write into x. In 16 bits add_'s alpha rounds some numbers otherwise
-    than others, by their place in the tensor."""
-    return x if factor == 1 else x.mul_(factor)
+def _add(x: Tensor, y: Tensor, factor: float) -> None:
+    """x += y · factor. May write into y. In 16 bits add_'s alpha rounds a number by its place in the tensor."""
+    x.add_(y if factor == 1 else y.mul_(factor))
 
 
 def _rotate(qkv: Tensor, factors: Tensor) -> Tensor:
