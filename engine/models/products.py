@@ -37,8 +37,8 @@ class ProductMaker:
         """Raises ConfigError for a form that this device does not have."""
         if weights.products == "packed" and "packed" not in usable_forms(torch.empty(1, 1, dtype=dtype, device=device)):
             raise ConfigError(
-                f"products packed needs a torch with oneDNN, device cpu, and dtype float32 or bfloat16, not {dtype} on "
-                f"{device}: choose auto"
+                f"products packed needs a torch with oneDNN, device cpu, and dtype float32, or bfloat16 on a CPU with "
+                f"AVX-512, not {dtype} on {device}: choose auto"
             )
         if weights.form != "as_is" and device.type != "cpu":
             raise ConfigError(f"{weights.form} weights need device cpu, not {device}: choose as_is")
