@@ -7,8 +7,6 @@ broken or of another pair is not used.
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from math import isfinite
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.models.product_times import cache_folder, cpu_model
+from engine.models.product_times import cache_folder, cpu_model, replace_file
 from engine.models.runner import Runner
 from policies.observation import Timing
 
@@ -54,12 +52,9 @@ class ProfileFile:
 
     def write(self, timings: Sequence[Timing]) -> None:
         """Replace the file. A folder that cannot be written is no fault."""
-        content = json.dumps({"about": self._about, "timings": [asdict(timing) for timing in timings]})
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
-                file.write(content)
-            os.replace(file.name, self.path)
+            rows = [asdict(timing) for timing in timings]
+            replace_file(self.path, json.dumps({"about": self._about, "timings": rows}))
         except OSError as error:
             log.debug("the profile is not kept: %s", error)
 

@@ -23,7 +23,8 @@ from engine.models.product_times import TimesFile
 log = logging.getLogger(__name__)
 
 BUDGET_S = 0.5  # for the sweeps of one model
-SAMPLE_BYTES = 32 * 2**20  # of a larger model only so many are measured in each form
+SAMPLE_BYTES = 32 * 2**20  # of a larger model or weight only about so many are measured in each form
+CHANNELS = 64  # a part of a weight has a multiple of so many, as kernels compute them in blocks
 MIN_SWEEPS, MAX_SWEEPS = 2, 8
 STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
 MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
@@ -177,6 +178,12 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
     return Measurement(times, second <= STEADY * fastest)
 
 
+def _first_channels(weight: Tensor) -> Tensor:
+    """At most SAMPLE_BYTES of a weight: a head in every form would take seconds, and more memory than the model."""
+    fitting = SAMPLE_BYTES // (weight.shape[1] * weight.itemsize)
+    return weight[: max(CHANNELS, fitting - fitting % CHANNELS)]
+
+
 def _lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
 
@@ -192,8 +199,13 @@ class _Sample:
         drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
         rounds = max(map(len, drawn.values()))
         ordered = [(s, members[i]) for i in range(rounds) for s, members in drawn.items() if i < len(members)]
+        parts = [(shape, _first_channels(product.weight), product.bias) for shape, product in ordered]
         self._products = {
-            form: [(s, product_of(form, lay_out(p.weight, form), p.bias)) for s, p in ordered] for form in self.forms
+            form: [
+                (shape, product_of(form, lay_out(part, form), None if bias is None else bias[: len(part)]))
+                for shape, part, bias in parts
+            ]
+            for form in self.forms
         }
         widths = {shape.inner for shape in groups}
         self._inputs = {

@@ -20,7 +20,23 @@ log = logging.getLogger(__name__)
 
 def cache_folder() -> Path:
     """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    except RuntimeError:  # a user without a home, as in some containers: no file can be kept below this path
+        return Path(os.devnull)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the file at once, so that nobody reads half of it. Raises OSError, and then leaves nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.close()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 class TimesFile:
@@ -48,20 +64,16 @@ class TimesFile:
             if content["about"] != self._about:
                 raise ValueError("it is of another machine")
             return {shape: _checked(times) for shape, times in content["seconds"].items()}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             log.warning("%s cannot be used, so products are measured again: %s", self.path, error)
             return {}
 
     def write(self, seconds: Mapping[str, Mapping[Form, Sequence[float]]]) -> None:
-        """Replace the file at once, so that nobody reads half of it. A folder that cannot be written is no fault."""
-        content = json.dumps({"about": self._about, "seconds": seconds}, indent=1)
+        """Replace the file. A folder that cannot be written is no fault."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
-                file.write(content)
-            os.replace(file.name, self.path)
+            replace_file(self.path, json.dumps({"about": self._about, "seconds": seconds}, indent=1))
         except OSError as error:
             log.debug("the times of products are not kept: %s", error)
 
