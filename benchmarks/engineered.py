@@ -34,7 +34,7 @@ STRETCH = 100  # tokens on the cycle, among which the share of changed followers
 
 
 @dataclass(frozen=True)
-class Shape:
+class PairShape:
     layers: int
     hidden: int
     intermediate: int
@@ -165,7 +165,7 @@ def write_model(directory: Path, config: LlamaConfig, weights: dict[str, torch.T
 
 
 def make_pair(
-    out: Path, target: Shape, draft: Shape, acceptances: list[float], *, seed: int = 0, dtype: str = "float32"
+    out: Path, target: PairShape, draft: PairShape, acceptances: list[float], *, seed: int = 0, dtype: str = "float32"
 ) -> None:
     """Write out/target and one out/draft-A per acceptance A. Raises ValueError for a shape that cannot be built."""
     target_config, draft_config = target.config(dtype), draft.config(dtype)
@@ -204,8 +204,8 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument(f"--{prefix}intermediate", type=positive, default=intermediate)
         p.add_argument(f"--{prefix}kv-heads", type=positive, default=2)
     a = p.parse_args(argv)
-    target = Shape(a.layers, a.hidden, a.intermediate, a.kv_heads, a.vocab, a.max_positions)
-    draft = Shape(a.draft_layers, a.draft_hidden, a.draft_intermediate, a.draft_kv_heads, a.vocab, a.max_positions)
+    target = PairShape(a.layers, a.hidden, a.intermediate, a.kv_heads, a.vocab, a.max_positions)
+    draft = PairShape(a.draft_layers, a.draft_hidden, a.draft_intermediate, a.draft_kv_heads, a.vocab, a.max_positions)
     try:
         make_pair(a.out, target, draft, a.acceptance, seed=a.seed, dtype=a.dtype)
     except ValueError as error:

@@ -61,8 +61,7 @@ class PagedCache:
     ) -> None:
         self.max_len, self.window = max_len, window
         self.block_size, self.num_blocks, self.shares = block_size, num_blocks, prefixes
-        self._slots = Slots(slots)
-        self._pool = BlockPool(num_blocks)
+        self._slots, self._pool = Slots(slots), BlockPool(num_blocks)
         self._index = PrefixIndex(block_size)
         self._held: dict[int, _Held] = {}
         self._tables: list[list[int]] = [[] for _ in range(slots)]
@@ -78,7 +77,7 @@ class PagedCache:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no sequence refers to. Includes cached ones, which are evicted when needed."""
+        """Includes cached ones."""
         return self._pool.available
 
     @property
@@ -88,6 +87,10 @@ class PagedCache:
     @property
     def used(self) -> float:
         return self.used_blocks / self.num_blocks
+
+    @property
+    def empty(self) -> int:
+        return self._pool.free * self.block_size
 
     def allocate(self, handle: int, tokens: Sequence[int] = (), salt: str = "") -> int:
         slot = self._slots.take(handle)
@@ -128,10 +131,8 @@ class PagedCache:
             raise CacheFull(f"sequence {handle} needs {end} positions, but may have at most {self.max_len}")
         missing = max(0, -(-end // self.block_size) - len(held.table))
         copy = self._must_copy(held)
-        if missing + copy > self._pool.available:
-            raise CacheFull(
-                f"sequence {handle} needs {missing + copy} blocks, but {self._pool.available} are available"
-            )
+        if missing + copy > (available := self._pool.available):
+            raise CacheFull(f"sequence {handle} needs {missing + copy} blocks, but {available} are available")
         if copy:
             self._copy(held)
         for _ in range(missing):

@@ -33,6 +33,11 @@ class KVCache(Protocol):
         """Share of the memory that sequences hold, 0 … 1. Memory that only the prefix index keeps does not count."""
         ...
 
+    @property
+    def empty(self) -> int:
+        """Positions whose memory neither a sequence nor the prefix index keeps."""
+        ...
+
     def allocate(self, handle: int, tokens: Sequence[int] = (), salt: str = "") -> int:
         """Give the sequence a slot and the longest prefix of `tokens` that the cache holds under this salt.
 

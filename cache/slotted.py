@@ -30,6 +30,10 @@ class SlottedCache:
     def used(self) -> float:
         return 1 - self.free_slots / self.num_slots
 
+    @property
+    def empty(self) -> int:
+        return self.free_slots * self.max_len
+
     def allocate(self, handle: int, tokens: Sequence[int] = (), salt: str = "") -> int:
         self._slots.take(handle)
         self._lengths[handle] = self._reached[handle] = 0

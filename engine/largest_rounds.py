@@ -1,7 +1,7 @@
 """The rounds that need the most memory, for the activation budget.
 
-They are real rounds over throw-away sequences, through the same code as those of requests: a prompt's last chunk at the
-end of the longest context with log-probabilities of all its tokens, and 1 + max_spec_length rows of every sequence,
+They are real rounds over throw-away sequences, through the same code as those of requests: a prompt's chunk at the end
+of the longest context with log-probabilities after each of its tokens, and 1 + max_spec_length rows of every sequence,
 once with each verifier and with every sampling parameter. Contexts are not computed: their memory holds zeros.
 """
 
@@ -89,14 +89,17 @@ class LargestRounds:
         return 1 + min(self._config.max_spec_length, self._max_len - 2)
 
     def prompt(self, runners: Seq[Runner]) -> Callable[[], object]:
-        """Each model reads the last max_step_tokens tokens of its longest context. The target's all give logits."""
+        """Each model reads max_step_tokens tokens at the end of its longest context but for the last token.
+
+        All rows of the target give logits.
+        """
         plans: list[tuple[Runner, Slice]] = []
         for runner in runners:
             length = runner.cache.max_len
-            chunk = min(self._config.max_step_tokens, length)
+            chunk = min(self._config.max_step_tokens, length - 1)
             sequence = _sequence(0, [0] * length, "match")
-            _hold(runner, sequence, length - chunk)
-            plans.append((runner, Slice(sequence, chunk, 0, emits=True, prompt_rows=chunk - 1)))
+            _hold(runner, sequence, length - 1 - chunk)
+            plans.append((runner, Slice(sequence, chunk, 0, emits=False, prompt_rows=chunk)))
         target, *drafts = plans
 
         def run() -> None:

@@ -89,8 +89,9 @@ def layouts(
 def copies_bytes(
     config: EngineConfig, shapes: Sequence[KVShape], weights_bytes: int, max_len: int, memory: DeviceMemory
 ) -> int:
-    """Bytes that second forms of weights may take: COPIES_SHARE of what the weights and a cache of a set size leave.
+    """Bytes that second forms of weights may take: COPIES_SHARE of what the weights and the cache leave.
 
+    A cache of no set size counts with twice the longest request: without memory_fraction it gets half of the rest.
     `memory` is what is available beside the weights.
     """
     room, token_bytes = memory.available, sum(shape.token_bytes for shape in shapes)
@@ -100,6 +101,8 @@ def copies_bytes(
         room -= config.max_running * max_len * token_bytes
     elif config.kv_tokens is not None:
         room -= config.kv_tokens * token_bytes
+    else:
+        room -= 2 * max_len * token_bytes
     return max(0, int(COPIES_SHARE * room))
 
 

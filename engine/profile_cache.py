@@ -55,9 +55,9 @@ class ProfileFile:
 
     def write(self, timings: Sequence[Timing]) -> None:
         """Replace the file. A folder that cannot be written is no fault."""
-        content = json.dumps({"about": self._about, "timings": [asdict(timing) for timing in timings]})
         try:
-            replace_file(self.path, content)
+            rows = [asdict(timing) for timing in timings]
+            replace_file(self.path, json.dumps({"about": self._about, "timings": rows}))
         except OSError as error:
             log.debug("the profile is not kept: %s", error)
 

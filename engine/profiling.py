@@ -303,10 +303,13 @@ def _all_drafters(drafter: Drafter) -> Seq[Drafter]:
 
 
 def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:
-    """Reserve a slot, and memory for the sequence and its drafts. False if there is not enough."""
+    """Reserve a slot, and memory for the sequence and its drafts. False if prefixes of requests would be evicted."""
+    count = len(runner.tokens(sequence)) + depth
+    if count > runner.cache.empty:
+        return False
     try:
         runner.cache.allocate(sequence.handle, (), SALT)
-        runner.cache.reserve(sequence.handle, len(runner.tokens(sequence)) + depth)
+        runner.cache.reserve(sequence.handle, count)
     except CacheFull:
         return False
     return True

@@ -24,7 +24,7 @@ from benchmarks import common, reference
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.installed import Unavailable, WorkerPool, llama_systems, vllm_systems
 from benchmarks.peers.systems import (
-    Cell,
+    BatchSize,
     Prompts,
     System,
     our_systems,
@@ -67,20 +67,20 @@ def start_peers(args: argparse.Namespace, pool: WorkerPool) -> tuple[ByBatch, Ro
     return systems, skipped
 
 
-def make_cells(args: argparse.Namespace, prompts: Prompts, theirs: ByBatch) -> list[Cell]:
+def make_sizes(args: argparse.Namespace, prompts: Prompts, theirs: ByBatch) -> list[BatchSize]:
     groups = {batch: whole_groups(prompts, batch) for batch in args.concurrency}
-    return [Cell(batch, groups[batch], *our_systems(args, batch), theirs[batch]) for batch in args.concurrency]
+    return [BatchSize(batch, groups[batch], *our_systems(args, batch), theirs[batch]) for batch in args.concurrency]
 
 
-def measure(cells: Sequence[Cell], max_tokens: int, repeats: int) -> None:
+def measure(sizes: Sequence[BatchSize], max_tokens: int, repeats: int) -> None:
     """Time every system after an uncounted turn."""
-    for cell in cells:
-        run_group(cell.systems, cell.groups[0], max_tokens)
-        for system in cell.systems:
+    for size in sizes:
+        run_group(size.systems, size.groups[0], max_tokens)
+        for system in size.systems:
             system.seconds.clear()
     for repeat in range(repeats):
-        for cell in cells:
-            run_repeat(cell, max_tokens, repeat)
+        for size in sizes:
+            run_repeat(size, max_tokens, repeat)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     report["transformers"] = transformers.__version__
     with WorkerPool() as pool:
         theirs, skipped = start_peers(args, pool)
-        cells = make_cells(args, workload.prompts, theirs)
-        measure(cells, args.max_tokens, args.repeats)
+        sizes = make_sizes(args, workload.prompts, theirs)
+        measure(sizes, args.max_tokens, args.repeats)
     exact = cache(partial(reference.load, args.target, "float64", args.device))
-    tables = peers_report.tables(cells, args.max_tokens, exact)
-    report |= {**tables, "skipped": skipped, "text": common.repetition(cells[0].ours[0].outputs)}
+    tables = peers_report.tables(sizes, args.max_tokens, exact)
+    report |= {**tables, "skipped": skipped, "text": common.repetition(sizes[0].ours[0].outputs)}
     common.print_report(report, [rows for rows in (*tables.values(), skipped) if rows], args.json)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers.systems import Prompts, System, Timed, fixed_drafts
+from benchmarks.peers.systems import Prompts, System, TimedOutputs, fixed_drafts
 from benchmarks.peers.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -112,9 +112,9 @@ def llama_systems(args: argparse.Namespace, pool: WorkerPool) -> dict[int, list[
     return systems
 
 
-def ask(worker: Worker, max_tokens: int, k: int, prompts: Prompts) -> Timed:
+def ask(worker: Worker, max_tokens: int, k: int, prompts: Prompts) -> TimedOutputs:
     reply = worker.ask(prompts=[list(prompt) for prompt in prompts], max_tokens=max_tokens, k=k)
-    return Timed(reply["seconds"], reply["tokens"])
+    return TimedOutputs(reply["seconds"], reply["tokens"])
 
 
 def gguf_file(python: Path, checkpoint: Path, kind: str, folder: Path) -> Path:

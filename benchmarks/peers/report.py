@@ -6,31 +6,31 @@ from statistics import median
 from transformers import PreTrainedModel
 
 from benchmarks import common, reference
-from benchmarks.peers.systems import Cell, Prompts, System
+from benchmarks.peers.systems import BatchSize, Prompts, System
 from benchmarks.stats import median_ratio
 
 Rows = list[dict[str, object]]
 
 
-def rate(cell: Cell, system: System, max_tokens: int) -> float:
+def rate(size: BatchSize, system: System, max_tokens: int) -> float:
     """Median over repeats and groups of emitted tokens per second."""
-    return median(cell.batch * max_tokens / s for s in system.seconds)
+    return median(size.batch * max_tokens / s for s in system.seconds)
 
 
-def ratio_rows(cell: Cell, max_tokens: int) -> Rows:
+def ratio_rows(size: BatchSize, max_tokens: int) -> Rows:
     """One row per peer, beside ours with the same k. The row `ours again` and the bounds show the noise."""
-    ours_by_k = {system.spec: system for system in cell.ours}
+    ours_by_k = {system.spec: system for system in size.ours}
     rows: Rows = []
-    for peer in [*cell.theirs, cell.again]:
+    for peer in [*size.theirs, size.again]:
         mine = ours_by_k[peer.spec]
         ratios = [theirs / ours for theirs, ours in zip(peer.seconds, mine.seconds, strict=True)]
         rows.append(
             {
-                "batch": cell.batch,
+                "batch": size.batch,
                 "peer": peer.name,
                 "k": common.spec_name(peer.spec),
-                "their tok/s": rate(cell, peer, max_tokens),
-                "our tok/s": rate(cell, mine, max_tokens),
+                "their tok/s": rate(size, peer, max_tokens),
+                "our tok/s": rate(size, mine, max_tokens),
                 "ours/theirs": median(ratios),
                 "lowest": min(ratios),
                 "highest": max(ratios),
@@ -39,18 +39,18 @@ def ratio_rows(cell: Cell, max_tokens: int) -> Rows:
     return rows
 
 
-def best_rows(cell: Cell, max_tokens: int) -> Rows:
+def best_rows(size: BatchSize, max_tokens: int) -> Rows:
     """Each of our systems over each peer's plain decoding, and over the peer's fastest way."""
     rows: Rows = []
-    for mine in cell.ours:
-        for name in dict.fromkeys(system.peer for system in cell.theirs):
-            systems = [system for system in cell.theirs if system.peer == name]
+    for mine in size.ours:
+        for name in dict.fromkeys(system.peer for system in size.theirs):
+            systems = [system for system in size.theirs if system.peer == name]
             plain, best = systems[0], min(systems, key=lambda system: median(system.seconds))
             rows.append(
                 {
-                    "batch": cell.batch,
+                    "batch": size.batch,
                     "our k": common.spec_name(mine.spec),
-                    "our tok/s": rate(cell, mine, max_tokens),
+                    "our tok/s": rate(size, mine, max_tokens),
                     "peer": name,
                     "over its plain": median_ratio(plain.seconds, mine.seconds),
                     "its best": f"{best.name}, k {common.spec_name(best.spec)}",
@@ -60,15 +60,15 @@ def best_rows(cell: Cell, max_tokens: int) -> Rows:
     return rows
 
 
-def agreement_rows(cell: Cell, exact: Callable[[], PreTrainedModel]) -> Rows:
+def agreement_rows(size: BatchSize, exact: Callable[[], PreTrainedModel]) -> Rows:
     """Per system: the share of prompts with the baseline's text, and the widest fp64 gap at a first difference.
 
     The baseline is transformers' plain generation where it runs, else ours.
     """
-    baseline = next((s for s in cell.theirs if s.name == "transformers plain"), cell.ours[0])
-    prompts: Prompts = [prompt for group in cell.groups for prompt in group]
+    baseline = next((s for s in size.theirs if s.name == "transformers plain"), size.ours[0])
+    prompts: Prompts = [prompt for group in size.groups for prompt in group]
     return [
-        _agreement(cell.batch, system, baseline, prompts, exact) for system in cell.systems if system is not baseline
+        _agreement(size.batch, system, baseline, prompts, exact) for system in size.systems if system is not baseline
     ]
 
 
@@ -87,9 +87,9 @@ def _agreement(
     }
 
 
-def tables(cells: Sequence[Cell], max_tokens: int, exact: Callable[[], PreTrainedModel]) -> dict[str, Rows]:
+def tables(sizes: Sequence[BatchSize], max_tokens: int, exact: Callable[[], PreTrainedModel]) -> dict[str, Rows]:
     return {
-        "results": [row for cell in cells for row in ratio_rows(cell, max_tokens)],
-        "best": [row for cell in cells for row in best_rows(cell, max_tokens)],
-        "agreement": [row for cell in cells for row in agreement_rows(cell, exact)],
+        "results": [row for size in sizes for row in ratio_rows(size, max_tokens)],
+        "best": [row for size in sizes for row in best_rows(size, max_tokens)],
+        "agreement": [row for size in sizes for row in agreement_rows(size, exact)],
     }

@@ -16,7 +16,7 @@ from engine.types import SamplingParams
 Prompts = Sequence[Sequence[int]]
 
 
-class Timed(NamedTuple):
+class TimedOutputs(NamedTuple):
     seconds: float
     outputs: list[list[int]]
 
@@ -27,7 +27,7 @@ class System:
 
     peer: str  # the program: ours, transformers, ...
     spec: Spec
-    run: Callable[[Prompts], Timed]
+    run: Callable[[Prompts], TimedOutputs]
     kind: str = ""  # of speculation, where a program has several
     seconds: list[float] = field(default_factory=list)  # per repeat and group
     outputs: list[list[int]] = field(default_factory=list)  # of the last repeat, in the order of the prompts
@@ -38,7 +38,7 @@ class System:
 
 
 @dataclass
-class Cell:
+class BatchSize:
     """All systems at one batch size. `ours` begins with plain decoding; `again` is the same once more, as a control."""
 
     batch: int
@@ -73,12 +73,12 @@ def run_group(systems: Sequence[System], group: Prompts, max_tokens: int, first:
         system.outputs += timed.outputs
 
 
-def run_repeat(cell: Cell, max_tokens: int, repeat: int) -> None:
+def run_repeat(size: BatchSize, max_tokens: int, repeat: int) -> None:
     """Every group once. The system that begins changes from group to group."""
-    for system in cell.systems:
+    for system in size.systems:
         system.outputs = []
-    for i, group in enumerate(cell.groups):
-        run_group(cell.systems, group, max_tokens, first=repeat * len(cell.groups) + i)
+    for i, group in enumerate(size.groups):
+        run_group(size.systems, group, max_tokens, first=repeat * len(size.groups) + i)
 
 
 def our_systems(args: argparse.Namespace, batch: int) -> tuple[list[System], System]:
@@ -89,11 +89,11 @@ def our_systems(args: argparse.Namespace, batch: int) -> tuple[list[System], Sys
     chooser = Chooser(llm.engine)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
 
-    def run(spec: Spec, prompts: Prompts) -> Timed:
+    def run(spec: Spec, prompts: Prompts) -> TimedOutputs:
         chooser.use(common.spec_name(spec), spec)
         start = time.perf_counter()
         completions = llm.generate(prompts, params, None if spec else 0)
-        return Timed(time.perf_counter() - start, [c.token_ids for c in completions])
+        return TimedOutputs(time.perf_counter() - start, [c.token_ids for c in completions])
 
     systems = [System("ours", spec, partial(run, spec)) for spec in args.spec]
     return systems, System("ours", 0, partial(run, 0), kind="again")
@@ -123,7 +123,7 @@ def _one_by_one(run: reference.Continue, prompts: Prompts) -> list[list[int]]:
     return [run(prompt) for prompt in prompts]
 
 
-def _timed(run: Callable[[Prompts], list[list[int]]], prompts: Prompts) -> Timed:
+def _timed(run: Callable[[Prompts], list[list[int]]], prompts: Prompts) -> TimedOutputs:
     start = time.perf_counter()
     outputs = run(prompts)
-    return Timed(time.perf_counter() - start, outputs)
+    return TimedOutputs(time.perf_counter() - start, outputs)

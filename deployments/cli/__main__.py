@@ -70,7 +70,11 @@ def bench(
 
 def benchmarks() -> dict[str, str]:
     """The benchmarks by name, with the first line of what each says of itself."""
-    sources = {path.stem: path.read_text("utf-8") for path in sorted((ROOT / "benchmarks").glob("*.py"))}
+    folder = ROOT / "benchmarks"
+    files = {path.stem: path for path in folder.glob("*.py")} | {
+        path.parent.name: path for path in folder.glob("*/__main__.py")
+    }
+    sources = {name: files[name].read_text("utf-8") for name in sorted(files)}
     programs = {name: ast.parse(text) for name, text in sources.items() if "__main__" in text}
     return {name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in programs.items()}
 

@@ -130,8 +130,8 @@ class Decoder:
                 qkv = _rotate(qkv, rotations[layer.rope])
             queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
             attended = attention(index, queries, kv, layer.scoring)
-            x.add_(layer.after_attention(layer.out(attended)), alpha=residual)
-            x.add_(layer.after_mlp(layer.mlp(layer.before_mlp(x))), alpha=residual)
+            _add(x, layer.after_attention(layer.out(attended)), residual)
+            _add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual)
         return x
 
     def _row_rotations(self, table: Tensor, positions: Tensor) -> Tensor:
@@ -156,6 +156,11 @@ class Decoder:
         if traits.logit_softcap is not None:
             logits = logits.div_(traits.logit_softcap).tanh_().mul_(traits.logit_softcap)
         return logits
+
+
+def _add(x: Tensor, y: Tensor, factor: float) -> None:
+    """x += y · factor. May write into y. In 16 bits add_'s alpha rounds a number by its place in the tensor."""
+    x.add_(y if factor == 1 else y.mul_(factor))
 
 
 def _rotate(qkv: Tensor, factors: Tensor) -> Tensor:

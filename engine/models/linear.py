@@ -73,10 +73,16 @@ def usable_forms(weight: Tensor) -> tuple[Form, ...]:
     """The forms that this weight can have. The first one is used where no measurement says otherwise."""
     if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
         return ("plain",)
-    # torch.compile's freezing on CPUs needs these operators, so they come with oneDNN. There is none for fp64.
-    if weight.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
-        return FORMS
-    return ("plain", "transposed")
+    return FORMS if _onednn_packs(weight.dtype) else ("plain", "transposed")
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """torch.compile's freezing on CPUs needs these operators, so they come with oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:  # which needs AVX-512 or AVX-NE-CONVERT
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
 
 
 def lay_out(weight: Tensor, form: Form) -> Tensor:
@@ -89,15 +95,13 @@ def lay_out(weight: Tensor, form: Form) -> Tensor:
 def product_of(form: Form, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product by a weight in this form."""
     if form == "packed":
-        return lambda x: _linear_pointwise(x, weight, bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise.default  # a torch without oneDNN has no such operator
+        return lambda x: product(x, weight, bias, "none", [], "")
     if form == "plain":
         return lambda x: F.linear(x, weight, bias)
     if bias is None:
         return lambda x: torch.mm(x, weight)
     return lambda x: torch.addmm(bias, x, weight)
-
-
-_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
 def num_bytes_of(*kept: Tensor | None) -> int:

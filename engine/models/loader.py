@@ -320,7 +320,8 @@ class LayerReader:
         gate_up_bias = self._tensor(self._parts("mlp", ("gate", "up"), rows, "bias")) if t.mlp_bias else None
         down = self._weight("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
         down_bias = self._read("mlp.down_proj.bias", c.hidden_size) if t.mlp_bias else None
-        return GatedMLP(self._make(gate_up, gate_up_bias), self._make(down, down_bias), gating(t.activation))
+        gate = self._make.gating(gating(t.activation))
+        return GatedMLP(self._make(gate_up, gate_up_bias), self._make(down, down_bias), gate)
 
     def _experts(self, traits: ExpertTraits) -> Experts:
         c, names = self._c, traits.names

@@ -23,14 +23,15 @@ from engine.models.product_times import TimesFile
 log = logging.getLogger(__name__)
 
 BUDGET_S = 0.5  # for the sweeps of one model
-SAMPLE_BYTES = 32 * 2**20  # of a larger model only so many are measured in each form
+SAMPLE_BYTES = 32 * 2**20  # of a larger model or weight only about so many are measured in each form
+CHANNELS = 64  # a part of a weight has a multiple of so many, as kernels compute them in blocks
 MIN_SWEEPS, MAX_SWEEPS = 2, 8
 STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
 MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # of each bucket: plain decoding has 1 row, verification of a text 3 to 9
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Products that take the same time."""
 
     out: int
@@ -42,16 +43,16 @@ class Shape(NamedTuple):
 
 
 Times = Mapping[Form, Sequence[float]]  # seconds of one product, for each of BUCKETS
-TimedCall = Callable[[Shape, Form, int, Callable[[], object]], float]  # (shape, form, rows, call) → its seconds
+TimedCall = Callable[[ProductShape, Form, int, Callable[[], object]], float]  # (shape, form, rows, call) → its seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    times: dict[Shape, Times]
+    times: dict[ProductShape, Times]
     steady: bool  # whether the sweeps agree; if not, something else kept the machine busy
 
 
-def clocked(shape: Shape, form: Form, rows: int, call: Callable[[], object]) -> float:
+def clocked(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
     # One thread's processor time leaves out what other processes take. Several threads wait for each other.
     clock = thread_time_ns if torch.get_num_threads() == 1 else perf_counter_ns
     started = clock()
@@ -115,21 +116,21 @@ def describe(choice: Choice) -> str:
     return "".join(parts) + (f"{choice[-1]} beyond" if parts else choice[-1])
 
 
-def _groups(products: Sequence[Linear]) -> dict[Shape, list[Linear]]:
-    groups: dict[Shape, list[Linear]] = {}
+def _groups(products: Sequence[Linear]) -> dict[ProductShape, list[Linear]]:
+    groups: dict[ProductShape, list[Linear]] = {}
     for product in products:
         out, inner = product.weight.shape
-        groups.setdefault(Shape(out, inner, product.bias is not None), []).append(product)
+        groups.setdefault(ProductShape(out, inner, product.bias is not None), []).append(product)
     return groups
 
 
-def _copied_bytes(groups: Mapping[Shape, Sequence[Linear]], choices: Mapping[Shape, Choice]) -> int:
+def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapping[ProductShape, Choice]) -> int:
     return sum((len(set(choices[s])) - 1) * p.weight.nbytes for s, members in groups.items() for p in members)
 
 
 def _known_or_measured(
-    groups: Mapping[Shape, Sequence[Linear]], cache: Path | None, timed: TimedCall
-) -> tuple[dict[Shape, Times], str]:
+    groups: Mapping[ProductShape, Sequence[Linear]], cache: Path | None, timed: TimedCall
+) -> tuple[dict[ProductShape, Times], str]:
     """(times of each shape, where they come from)."""
     model_bytes = sum(product.weight.nbytes for members in groups.values() for product in members)
     dtype = next(iter(groups.values()))[0].weight.dtype
@@ -147,7 +148,7 @@ def _known_or_measured(
 
 
 @torch.inference_mode()
-def measure(groups: Mapping[Shape, Sequence[Linear]], model_bytes: int, timed: TimedCall) -> Measurement:
+def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, timed: TimedCall) -> Measurement:
     """Time every shape in every form at every bucket. A sweep is one pass through the sample for each of them.
 
     The forms take turns. If the sample is the whole model, each pass runs twice and the second one counts: it finds the
@@ -156,7 +157,7 @@ def measure(groups: Mapping[Shape, Sequence[Linear]], model_bytes: int, timed: T
     """
     sample = _Sample(groups, model_bytes)
     sample.warm_up()
-    seconds: dict[tuple[Shape, Form, int], list[float]] = {}
+    seconds: dict[tuple[ProductShape, Form, int], list[float]] = {}
     sweeps: list[float] = []
     deadline = perf_counter() + BUDGET_S
     while len(sweeps) < MIN_SWEEPS or (perf_counter() < deadline and len(sweeps) < MAX_SWEEPS):
@@ -169,12 +170,18 @@ def measure(groups: Mapping[Shape, Sequence[Linear]], model_bytes: int, timed: T
                     seconds.setdefault((shape, form, i), []).append(each)
                     spent += each
         sweeps.append(spent)
-    times: dict[Shape, Times] = {
+    times: dict[ProductShape, Times] = {
         shape: {form: [_lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
         for shape in groups
     }
     fastest, second = sorted(sweeps)[:2]
     return Measurement(times, second <= STEADY * fastest)
+
+
+def _first_channels(weight: Tensor) -> Tensor:
+    """At most SAMPLE_BYTES of a weight: a head in every form would take seconds, and more memory than the model."""
+    fitting = SAMPLE_BYTES // (weight.shape[1] * weight.itemsize)
+    return weight[: max(CHANNELS, fitting - fitting % CHANNELS)]
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
@@ -184,7 +191,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
 class _Sample:
     """Weights of each shape in every form, in the order of a forward."""
 
-    def __init__(self, groups: Mapping[Shape, Sequence[Linear]], model_bytes: int) -> None:
+    def __init__(self, groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int) -> None:
         share = min(1.0, SAMPLE_BYTES / model_bytes)
         self.whole = share == 1
         first = next(iter(groups.values()))[0].weight
@@ -192,15 +199,20 @@ class _Sample:
         drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
         rounds = max(map(len, drawn.values()))
         ordered = [(s, members[i]) for i in range(rounds) for s, members in drawn.items() if i < len(members)]
+        parts = [(shape, _first_channels(product.weight), product.bias) for shape, product in ordered]
         self._products = {
-            form: [(s, product_of(form, lay_out(p.weight, form), p.bias)) for s, p in ordered] for form in self.forms
+            form: [
+                (shape, product_of(form, lay_out(part, form), None if bias is None else bias[: len(part)]))
+                for shape, part, bias in parts
+            ]
+            for form in self.forms
         }
         widths = {shape.inner for shape in groups}
         self._inputs = {
             (width, rows): torch.ones(rows, width, dtype=first.dtype) for width in widths for rows in BUCKETS
         }
 
-    def calls(self, form: Form, rows: int) -> list[tuple[Shape, Callable[[], Tensor]]]:
+    def calls(self, form: Form, rows: int) -> list[tuple[ProductShape, Callable[[], Tensor]]]:
         def call(product: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
             return lambda: product(x)
 

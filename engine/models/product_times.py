@@ -22,25 +22,24 @@ UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overflo
 
 
 def cache_folder() -> Path:
-    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set. For a user without a home it cannot
-    exist, so nothing is kept."""
+    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # neither HOME nor an entry for the user, as in some containers
-        folder = Path(os.devnull)
-    return folder / "foretoken"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    except RuntimeError:  # a user without a home, as in some containers: no file can be kept below this path
+        return Path(os.devnull)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the whole file, or nothing: nobody reads half of it. Raises OSError."""
+    """Write the file at once, so that nobody reads half of it. Raises OSError, and then leaves nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")  # noqa: SIM115
-    try:
-        with file:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        try:
             file.write(text)
-        os.replace(file.name, path)
-    finally:
-        Path(file.name).unlink(missing_ok=True)  # there is none after it was moved
+            file.close()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 class TimesFile:
@@ -75,10 +74,9 @@ class TimesFile:
             return {}
 
     def write(self, seconds: Mapping[str, Mapping[Form, Sequence[float]]]) -> None:
-        """Replace the file at once, so that nobody reads half of it. A folder that cannot be written is no fault."""
-        content = json.dumps({"about": self._about, "seconds": seconds}, indent=1)
+        """Replace the file. A folder that cannot be written is no fault."""
         try:
-            replace_file(self.path, content)
+            replace_file(self.path, json.dumps({"about": self._about, "seconds": seconds}, indent=1))
         except OSError as error:
             log.debug("the times of products are not kept: %s", error)
 

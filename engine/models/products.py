@@ -9,10 +9,11 @@ from engine.config import ConfigError, ProductForms, WeightForm
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import Linear, Product, usable_forms
+from engine.models.mlp import Gating
 from engine.models.product_choice import choose_forms
 from engine.models.product_times import cache_folder
 from engine.models.quantize import IntegerWeight, quantise_in_groups, quantise_weight
-from engine.models.steady_linear import SteadyLinear
+from engine.models.steady_linear import SteadyLinear, steady_gating
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class ProductMaker:
         """Raises ConfigError for a form that this device does not have."""
         if weights.products == "packed" and "packed" not in usable_forms(torch.empty(1, 1, dtype=dtype, device=device)):
             raise ConfigError(
-                f"products packed needs a torch with oneDNN, device cpu, and dtype float32 or bfloat16, not {dtype} on "
-                f"{device}: choose auto"
+                f"products packed needs a torch with oneDNN, device cpu, and dtype float32, or bfloat16 on a CPU with "
+                f"AVX-512, not {dtype} on {device}: choose auto"
             )
         if weights.form != "as_is" and device.type != "cpu":
             raise ConfigError(f"{weights.form} weights need device cpu, not {device}: choose as_is")
@@ -61,6 +62,10 @@ class ProductMaker:
     def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """The product that chooses experts, which is never quantised."""
         return self._make_linear(weight, bias)
+
+    def gating(self, gating: Gating) -> Gating:
+        """How the products' gate and up become one."""
+        return steady_gating(gating) if self._deterministic else gating
 
     def choose_forms(self) -> None:
         """Choose the forms of all products made so far by measurement, if the settings leave them open."""

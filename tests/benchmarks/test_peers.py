@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import installed, report
 from benchmarks.peers.installed import Unavailable, WorkerPool
-from benchmarks.peers.systems import Cell, Prompts, System, Timed, run_group, run_repeat, whole_groups
+from benchmarks.peers.systems import BatchSize, Prompts, System, TimedOutputs, run_group, run_repeat, whole_groups
 from benchmarks.peers.worker import Worker, WorkerError
 from benchmarks.peers.workers import write_gguf
 
@@ -54,9 +54,9 @@ def wait_for_state(pid: int, expected: str) -> None:
 
 def test_a_worker_answers_requests_and_stands_still_between_them(echo: Worker) -> None:
     wait_for_state(echo.first_reply["pid"], "T")
-    assert installed.ask(echo, 2, 4, [[1, 2], [3]]) == Timed(0.5, [[2, 1], [3]])
+    assert installed.ask(echo, 2, 4, [[1, 2], [3]]) == TimedOutputs(0.5, [[2, 1], [3]])
     wait_for_state(echo.first_reply["pid"], "T")
-    assert installed.ask(echo, 2, 4, [[5, 6]]) == Timed(0.5, [[6, 5]])
+    assert installed.ask(echo, 2, 4, [[5, 6]]) == TimedOutputs(0.5, [[6, 5]])
 
 
 def test_a_worker_that_ends_is_an_error_with_its_log(echo: Worker) -> None:
@@ -105,13 +105,13 @@ def test_vllm_is_left_out_where_it_cannot_do_the_work(tmp_path: Path, changes: d
 
 
 def scripted(peer: str, spec: int, seconds: list[float], kind: str = "") -> System:
-    return System(peer, spec, lambda prompts: Timed(1.0, []), kind, list(seconds))
+    return System(peer, spec, lambda prompts: TimedOutputs(1.0, []), kind, list(seconds))
 
 
-def a_cell() -> Cell:
+def a_cell() -> BatchSize:
     ours = [scripted("ours", 0, [1.0, 1.0, 2.0]), scripted("ours", 4, [0.5, 0.5, 0.5])]
     theirs = [scripted("vLLM", 0, [2.0, 2.0, 2.0]), scripted("vLLM", 4, [2.0, 1.0, 1.5])]
-    return Cell(2, [[[1], [2]]], ours, scripted("ours", 0, [1.0, 2.0, 2.0], "again"), theirs)
+    return BatchSize(2, [[[1], [2]]], ours, scripted("ours", 0, [1.0, 2.0, 2.0], "again"), theirs)
 
 
 def test_ratios_pair_equal_k_and_show_the_spread() -> None:
@@ -134,13 +134,13 @@ def test_systems_take_turns_within_a_group() -> None:
     turns: list[tuple[str, int]] = []
 
     def taking_turns(name: str) -> System:
-        def run(prompts: Prompts) -> Timed:
+        def run(prompts: Prompts) -> TimedOutputs:
             turns.append((name, prompts[0][0]))
-            return Timed(1.0, [[7] for _ in prompts])
+            return TimedOutputs(1.0, [[7] for _ in prompts])
 
         return System(name, 0, run)
 
-    cell = Cell(2, whole_groups([[1], [2], [3], [4], [5]], 2), [taking_turns("a")], taking_turns("b"), [])
+    cell = BatchSize(2, whole_groups([[1], [2], [3], [4], [5]], 2), [taking_turns("a")], taking_turns("b"), [])
     run_repeat(cell, 1, repeat=0)
     assert turns == [("a", 1), ("b", 1), ("b", 3), ("a", 3)]
     assert [system.outputs for system in cell.systems] == [[[7]] * 4] * 2
@@ -148,7 +148,7 @@ def test_systems_take_turns_within_a_group() -> None:
 
 
 def test_a_system_that_stops_early_is_refused() -> None:
-    system = System("short", 0, lambda prompts: Timed(1.0, [[1, 2]]))
+    system = System("short", 0, lambda prompts: TimedOutputs(1.0, [[1, 2]]))
     with pytest.raises(RuntimeError, match="emitted 2 tokens, not 3"):
         run_group([system], [[5]], 3)
 

@@ -11,14 +11,19 @@ from torch import Tensor
 from engine.config import ConfigError, EngineConfig
 from engine.load import load_models
 from engine.models import steady_linear
+from engine.models.decoder import _add
+from engine.models.mlp import Gating, gating
+from engine.models.products import ProductMaker, Weights
 from engine.models.runner import Feed, Runner
-from engine.models.steady_linear import RowRange, SteadyLinear
+from engine.models.steady_linear import TRIAL_CHANNELS, RowRange, SteadyLinear
+from engine.models.traits import Activation
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
 from tests.kv import kv_config
 
+CPU = torch.device("cpu")
 ROWS = 45  # of a text
 
 
@@ -77,6 +82,50 @@ def test_without_steady_products_rows_differ(wide: Pair, monkeypatch: pytest.Mon
     assert differing(runner(wide, "float32"))
 
 
+def gate_in_doubt(gating: Gating) -> Tensor | None:
+    """A number [1] whose activation has other bits in a vector than by itself; None: torch has no vectors here."""
+    gates = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)) * 3
+    alone = torch.cat([gating(gate[None], torch.ones(1, 1)) for gate in gates])
+    together = gating(gates, torch.ones(4096, 1))
+    return next(iter(gates[alone != together].split(1)), None)
+
+
+def rows_that_differ(gating: Gating, gate: Tensor) -> bool:
+    """Whether 7 rows on 3 threads, which split a row, have other bits than each of them alone."""
+    both = torch.cat([gate.expand(7, 4865), torch.ones(7, 4865)], 1)
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        alone = [gating(*row.split(4865, 1)) for row in both.split(1)]
+        return not torch.equal(gating(*both.split(4865, 1)), torch.cat(alone))
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_no_row_of_an_activation_is_split_among_threads(activation: Activation) -> None:
+    plain = gating(activation)
+    if (gate := gate_in_doubt(plain)) is None:
+        pytest.skip("this machine computes every number alike")
+    assert rows_that_differ(ProductMaker(Weights(), torch.float32, CPU).gating(plain), gate)
+    assert not rows_that_differ(ProductMaker(Weights(deterministic=True), torch.float32, CPU).gating(plain), gate)
+
+
+def test_a_deterministic_model_splits_no_activation(wide: Pair) -> None:
+    if (gate := gate_in_doubt(gating("silu"))) is None:
+        pytest.skip("this machine computes every number alike")
+    for layer in runner(wide, "float32").decoder.layers:  # type: ignore[attr-defined]
+        assert not rows_that_differ(layer.mlp._gating, gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scaled_residual_does_not_depend_on_its_place(dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = torch.cat([a + b * 0.22 for a, b in zip(x.split(1), y.split(1), strict=True)])
+    _add(x, y, 0.22)
+    assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize("range_", [RowRange(1, 1), RowRange(2, 4), RowRange(4, 4), RowRange(1, 64)])
 def test_a_steady_product_is_the_product_in_calls_of_the_range(
     range_: RowRange, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +168,20 @@ def test_the_trial_sees_kernels_that_add_in_another_order(dtype: torch.dtype, mo
         assert steady_linear.agreeing_rows(8, 50, dtype, False, 1) == RowRange(2, 16)
     finally:
         steady_linear.agreeing_rows.cache_clear()
+
+
+def test_the_trial_of_a_head_draws_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that drew every number of a large head would take more memory than the model."""
+    drawn: list[int] = []
+    ldexp = torch.ldexp
+
+    def counted(mantissas: Tensor, exponents: Tensor) -> Tensor:
+        drawn.append(mantissas.numel())
+        return ldexp(mantissas, exponents)
+
+    monkeypatch.setattr(torch, "ldexp", counted)
+    steady_linear.agreeing_rows(2 * TRIAL_CHANNELS + 5, 40, torch.float32, True, 1)
+    assert drawn == [TRIAL_CHANNELS * 20]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -70,7 +70,7 @@ def test_real_rounds_stay_within_the_budget(measured: tuple[Engine, int], verifi
     requests = [Request(f"{verifier}-{i}", tuple(range(10, 30)), params, k=4, verifier=verifier) for i in range(4)]
     used = largest_step(engine, requests)
     assert used <= budget
-    assert used > 20 * VOCAB * 8, "the logits of 20 rows alone take so much"
+    assert used > 12 * VOCAB * 8, "the logits of four sequences with two drafts each take so much"
 
 
 def test_an_echoed_prompt_stays_within_the_budget(measured: tuple[Engine, int]) -> None:

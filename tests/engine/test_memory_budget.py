@@ -46,9 +46,9 @@ linux = pytest.mark.skipif(sys.platform != "linux" or mmap.PAGESIZE != 4096, rea
 @pytest.mark.parametrize(
     ("settings", "room"),
     [
-        ({}, 80 * MIB),
-        ({"memory_fraction": 0.5}, 50 * MIB - 10 * MIB),
-        ({"memory_fraction": 1.0}, 80 * MIB),
+        ({}, 80 * MIB - 2 * 512 * 9216),
+        ({"memory_fraction": 0.5}, 50 * MIB - 10 * MIB - 2 * 512 * 9216),
+        ({"memory_fraction": 1.0}, 80 * MIB - 2 * 512 * 9216),
         ({"memory_fraction": 0.05}, 0),
         ({"kv_tokens": 1024}, 80 * MIB - 1024 * 9216),
         ({"kv_tokens": 1 << 20}, 0),
@@ -60,6 +60,22 @@ def test_second_forms_get_a_quarter_of_what_weights_and_a_given_cache_leave(
 ) -> None:
     memory = DeviceMemory(100 * MIB, 80 * MIB)
     assert copies_bytes(EngineConfig("target", **settings), PAIR, 10 * MIB, 512, memory) == room // 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_fraction": 1.0}])
+def test_second_forms_leave_the_cache_memory_for_the_longest_request(settings: dict[str, Any]) -> None:
+    """Where one request fits without second forms, it fits beside them."""
+    config = EngineConfig("target", max_running=1, **settings)
+    free = next(free for free in range(9 * MIB, 40 * MIB, MIB // 4) if fits(config, free))
+    assert fits(config, free - copies_bytes(config, PAIR, 0, 1024, DeviceMemory(free, free)))
+
+
+def fits(config: EngineConfig, free: int) -> bool:
+    try:
+        layouts(config, PAIR, 0, 0, 1024, DeviceMemory(free, free))
+    except ConfigError:
+        return False
+    return True
 
 
 def on(device: torch.device, *shapes: KVShape) -> tuple[KVShape, ...]:

@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from cache.paged import PagedCache
 from engine import profiling
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.models.product_times import TimesFile, cache_folder
 from engine.models.runner import Feed, Runner
 from engine.profile_cache import ProfileFile
 from engine.profiling import profile
@@ -388,22 +385,3 @@ def test_an_interrupted_profile_ends_after_the_running_round(pair: Pair, monkeyp
     assert profile(engine.target, engine.drafter, 6, DEPTH, AGES, interrupted=lambda: len(ran) >= 6) == []
     assert len(ran) == 6
     check_nothing_is_left(engine)
-
-
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may run as a user that has neither an entry nor HOME."""
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("uid not found")))
-    times = TimesFile(cache_folder(), torch.float32, 1)
-    times.write({})
-    assert not times.path.exists()
-    assert times.read() == {}
-
-
-def test_a_full_disk_keeps_nothing(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the file nor a part of it."""
-    file = ProfileFile(runners(small(pair)), 2, 2)
-    monkeypatch.setattr("os.replace", Mock(side_effect=OSError("no space left")))
-    file.write([Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)])
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

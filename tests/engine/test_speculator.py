@@ -22,6 +22,7 @@ from policies.held_choice import Decision, Rest
 from policies.observation import Candidate, Drafted, RoundCost, Timing
 from policies.reasons import REASONS, Reason
 from tests.engine.driving import Drive, drive, load, model_drafter
+from tests.engine.fresh import memory
 from tests.engine.pairs import Pair
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
@@ -413,6 +414,25 @@ def test_a_profile_that_is_interrupted_changes_nothing(pair: Pair, monkeypatch: 
     engine.repeat_profile(lambda: False)
     assert len(control.timings) > len(before)
     assert engine.target.cache.used == 0
+
+
+@pytest.mark.usefixtures("full_profile")
+@pytest.mark.parametrize("kind", ["mapped", "gathered"])
+def test_a_repeated_profile_leaves_the_prefixes_of_requests(
+    pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(pair, max_spec_length=2, max_running=4, **memory(kind, 160))
+    prompt = tuple(5 + i % 20 for i in range(80))
+    asked = [Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=4)) for name in "ab"]
+    drive(engine, {0: asked[:1]})
+    before = engine.speculator.control.timings
+    monkeypatch.setattr(CostModel, "misfit", 9.0)
+    monkeypatch.setattr("engine.engine.PROFILE_S", 60.0)
+    engine.repeat_profile(lambda: False)
+    assert engine.speculator.control.timings is not before
+    record = drive(engine, {0: asked[1:]}).received["b"].record
+    assert record is not None
+    assert record.cached_tokens > 60
 
 
 def test_a_profile_that_fails_leaves_the_engine_as_it_was(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

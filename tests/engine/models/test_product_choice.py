@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.models.linear import BUCKETS, Form, Linear
-from engine.models.product_choice import MIN_SWEEPS, Shape, TimedCall, best_choice, choose_forms, describe
-from engine.models.product_times import TimesFile
+from engine.models import product_choice
+from engine.models.linear import BUCKETS, Form, Linear, lay_out
+from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
+from engine.models.product_times import TimesFile, cache_folder
 from tests.engine.models.test_linear import needs_onednn
 
 Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket
@@ -30,9 +32,9 @@ class Machine:
     def __init__(self, scripts: Mapping[int, Script], *, busy: Callable[[int], float] = lambda call: 1.0) -> None:
         """scripts: by the width of the output. busy(number of the call): the factor by which others slow it down."""
         self._scripts, self._busy = scripts, busy
-        self.calls: list[tuple[Shape, Form, int]] = []
+        self.calls: list[tuple[ProductShape, Form, int]] = []
 
-    def __call__(self, shape: Shape, form: Form, rows: int, call: Callable[[], object]) -> float:
+    def __call__(self, shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
         self.calls.append((shape, form, rows))
         assert tuple(torch.as_tensor(call()).shape) == (rows, shape.out)
         return self._scripts[shape.out][form][BUCKETS.index(rows)] * self._busy(len(self.calls)) * 1e-6
@@ -64,7 +66,27 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
     for out, weights in ((8, 2), (24, 1)):
         for form in SMALL_LAYERS:
             for rows in BUCKETS:
-                assert machine.calls.count((Shape(out, 16, False), form, rows)) >= 2 * weights * MIN_SWEEPS
+                assert machine.calls.count((ProductShape(out, 16, False), form, rows)) >= 2 * weights * MIN_SWEEPS
+
+
+def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_choice, "SAMPLE_BYTES", 200 * 16 * 4)
+    laid_out: list[int] = []
+
+    def counted(weight: Tensor, form: Form) -> Tensor:
+        laid_out.append(len(weight))
+        return lay_out(weight, form)
+
+    def timed(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
+        assert torch.equal(torch.as_tensor(call()), torch.full((rows, min(shape.out, 192)), 17.0))
+        return LARGE_LAYERS[form][BUCKETS.index(rows)]
+
+    monkeypatch.setattr(product_choice, "lay_out", counted)
+    made = [Linear(torch.ones(width, 16), torch.ones(width), ["plain"]) for width in (3000, 24)]
+    choose_forms(made, timed=timed)
+    assert set(laid_out) == {192, 24}
+    assert chosen(made) == ["transposed to 1 row, packed beyond"] * 2
+    assert made[0](torch.ones(1, 16)).shape == (1, 3000)
 
 
 def test_a_weight_is_kept_in_two_forms_at_most() -> None:
@@ -157,6 +179,28 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("", "utf-8")
     assert choose(occupied / "below", Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}))
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    for _ in range(2):
+        machine = Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS})
+        assert choose(cache_folder(), machine)
+        assert machine.calls
+    assert not caplog.records
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: str, target: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    assert choose(tmp_path, Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_times_of_a_busy_machine_are_used_but_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
