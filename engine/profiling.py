@@ -62,7 +62,7 @@ def profile(
     without the host's work around them. No other sequence may hold memory during this.
 
     A profile of all shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts if
-    they agree with it. kept: whether to look for it.
+    they agree with it. kept: whether to look for it, as a start does.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
@@ -102,7 +102,8 @@ def profile(
         return []
     log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(measured), wanted, perf_counter() - began)
     timings = list(measured.values())
-    if len(measured) == wanted > 1:
+    # A later profile has no memory but what requests leave: it replaces none of more shapes.
+    if len(measured) == wanted > 1 and (kept or wanted >= len(file.read())):
         file.write(timings)
     return timings
 

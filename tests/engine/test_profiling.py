@@ -385,3 +385,14 @@ def test_an_interrupted_profile_ends_after_the_running_round(pair: Pair, monkeyp
     assert profile(engine.target, engine.drafter, 6, DEPTH, AGES, interrupted=lambda: len(ran) >= 6) == []
     assert len(ran) == 6
     check_nothing_is_left(engine)
+
+
+def test_a_profile_of_fewer_shapes_is_not_kept_in_place_of_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefixes of requests left memory for one sequence when rounds were measured again."""
+    engine, reserve = small(pair), profiling._reserve
+    scripted({}, monkeypatch)
+    first = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k))
+        assert 1 < len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) < len(first)
+    assert ProfileFile(runners(engine), 6, DEPTH).read() == first
