@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.models.product_times import cache_folder, cpu_model, replace_file
+from engine.models.product_times import UNUSABLE, cache_folder, cpu_model, replace_file
 from engine.models.runner import Runner
 from policies.observation import Timing
 
@@ -46,7 +46,7 @@ class ProfileFile:
             return [_timing(row) for row in content["timings"]]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except UNUSABLE as error:
             log.warning("%s cannot be used, so rounds are measured again: %s", self.path, error)
             return []
 

@@ -77,20 +77,19 @@ def profile(
     def over() -> bool:
         return perf_counter() > began + budget_s or interrupted()
 
-    def measure(shapes: Seq[RoundShape] | None = None) -> tuple[dict[RoundShape, Timing], int]:
-        """(timings by shape, number of shapes). None: all shapes."""
+    def measure(*, few: bool = False) -> tuple[dict[RoundShape, Timing], int]:
+        """(timings by shape, number of shapes). few: of those that confirm a profile."""
         try:
-            bench.fill(max_running, depth, over, None if shapes is None else max(len(shape.ks) for shape in shapes))
-            wanted = _shapes(bench, bool(models)) if shapes is None else shapes
-            return _measure(bench, wanted, over), len(wanted)
+            bench.fill(max_running, depth, over, max(CHECKED_BATCHES) if few else max_running)
+            shapes = _checked_shapes(bench) if few else _shapes(bench, bool(models))
+            return _measure(bench, shapes, over, interrupted), len(shapes)
         finally:
             bench.clear(drafter)
 
     with torch.inference_mode():
         known = file.read() if kept and budget_s > 0 else []
         if known:
-            shapes = [RoundShape((min(k, depth),) * b) for b in CHECKED_BATCHES if b <= max_running for k in CHECKED_KS]
-            measured, _ = measure(list(dict.fromkeys(shapes)))
+            measured, _ = measure(few=True)
             if agrees(list(measured.values()), known):
                 spent_s = perf_counter() - began
                 log.info(
@@ -161,9 +160,9 @@ class ProfileBench:
         self.sequences: list[Sequence] = []
         self.depth = 0  # drafts per sequence that there is memory for
 
-    def fill(self, count: int, depth: int, over: Over, most: int | None = None) -> None:
-        """Make and read up to `count` sequences, as far as there is memory for `depth` drafts after each, and time.
-        most: only the first of them."""
+    def fill(self, count: int, depth: int, over: Over, most: int) -> None:
+        """Make and read the first `most` of `count` sequences, as far as there is memory for `depth` drafts after each,
+        and time."""
         runners = [self._target, *self._drafts]
         translations = [runner.translation for runner in self._drafts if runner.translation is not None]
         limits = [n for runner in runners for n in (runner.cache.max_len, runner.cache.window) if n is not None]
@@ -174,7 +173,7 @@ class ProfileBench:
         self.depth = min(depth, max_len - length)
         draw = random.Random(0)
         ids = sorted(translations[0].shared) if translations else range(self._target.vocab_size)
-        for i in range(count if most is None else most):
+        for i in range(min(count, most)):
             count_i = max(2, length - i * LENGTH_STEP % 64 * length // 96)  # a third of the length to all of it
             tokens = [draw.choice(ids) for _ in range(count_i)]
             drafter = "model" if self._drafts else None
@@ -245,12 +244,14 @@ class ConstantDrafter:
         pass
 
 
-def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over) -> dict[RoundShape, Timing]:
+def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over, interrupted: Over) -> dict[RoundShape, Timing]:
     samples: dict[RoundShape, Samples] = {}
     for shape in list(shapes) * SWEEPS:
         if samples and over():
             break
-        outcomes = [bench.run(shape) for _ in range(RUNS)]
+        outcomes: list[Outcome] = []
+        while len(outcomes) < RUNS and not interrupted():  # a waiting request waits for one round at most
+            outcomes.append(bench.run(shape))
         complete = [o for o in outcomes if not o.draft.failed and o.draft.ks == shape.ks]
         for outcome in complete[1:] or complete:
             draft = outcome.draft
@@ -263,6 +264,12 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over) -> dict[R
 def _shapes(bench: ProfileBench, has_draft_model: bool) -> list[RoundShape]:
     batches = _batch_sizes(len(bench.sequences))
     return [shape for batch in batches for shape in _round_shapes(batch, bench.depth, has_draft_model)]
+
+
+def _checked_shapes(bench: ProfileBench) -> list[RoundShape]:
+    batches = [batch for batch in CHECKED_BATCHES if batch <= len(bench.sequences)]
+    ks = sorted({min(k, bench.depth) for k in CHECKED_KS})
+    return [RoundShape((k,) * batch) for batch in batches for k in ks]
 
 
 def _batch_sizes(count: int) -> Iterator[int]:

@@ -113,11 +113,13 @@ class Estimator:
             result[of_source] = beliefs @ self._survival
         return result
 
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = (), rounds: int = 1) -> None:
+    def observe(
+        self, outcomes: Sequence[Drafted], idle: Iterable[int] | Mapping[int, int] = (), rounds: int = 1
+    ) -> None:
         """Learn from one or more rounds at once.
 
-        idle: handles of sequences that decoded without drafts, one entry per round. Report every round, also one
-        without any draft: what is known ages in rounds.
+        idle: handles of sequences that decoded without drafts, one entry per round, or handle → its number of such
+        rounds. Report every round, also one without any draft: what is known ages in rounds.
         """
         seen: defaultdict[str, dict[int, tuple[float, float, int]]] = defaultdict(dict)
         for outcome in outcomes:
@@ -125,7 +127,8 @@ class Estimator:
                 accepted, rejected = _evidence(outcome, self.depth)
                 before = seen[outcome.source].get(outcome.handle, (0.0, 0.0, 0))
                 seen[outcome.source][outcome.handle] = (before[0] + accepted, before[1] + rejected, before[2] + 1)
-        took_part = Counter([*(outcome.handle for outcome in outcomes), *idle])
+        took_part = Counter(outcome.handle for outcome in outcomes)
+        took_part.update(idle)
         for source in seen.keys() | self._populations.keys():
             population = self._populations[source]
             if source in seen:

@@ -111,7 +111,7 @@ class SpecControl:
         """A round has ended. idle: sequences for which nothing was drafted in it."""
         self._timings.append(timing)
         self._observed += 1
-        self._row = 0 if timing.drafts or timing.prefill else self._row + 1
+        self._row = 0 if timing.drafts else self._row + 1  # prompts do not end it: some loads never pause
         if self._row > FEW:
             self._new_row |= self._row == FEW + 1
             self._undrafted[bucket(timing.batch)] = self._observed
@@ -136,7 +136,7 @@ class SpecControl:
         """What a rest has run counts as rounds without drafts."""
         rest, self.rest = self.rest, None
         if rest is not None and rest.rounds:
-            self.estimator.observe((), rest.handles * rest.rounds, rest.rounds)
+            self.estimator.observe((), dict.fromkeys(rest.handles, rest.rounds), rest.rounds)
             self._rounds += rest.rounds
             self._spent_s += rest.spent_s
 

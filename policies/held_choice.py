@@ -48,15 +48,15 @@ class Rest:
     def serves(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> bool:
         """Whether the next round belongs to it, and takes that round from it.
 
-        fixed: handle → k that the sequence's request asks for. A crowd of newcomers ends the rest, and so does a batch
-        of less than half the size.
+        fixed: handle → k that the sequence's request asks for; drafters: each one's, None if nothing is drafted for it.
+        A crowd of newcomers ends the rest, and so does a batch of less than half the size.
         """
         if self.rounds_left <= 0 or any(fixed.values()):
             return False
         if self.drafters:
             newcomers = len(fixed.keys() - self.handles)
             crowd = newcomers * PER_NEWCOMER > len(fixed) or len(fixed) * 2 < len(self.handles)
-            if crowd or not self.drafters.issuperset(drafters):
+            if crowd or not self.drafters.issuperset(name for name in drafters if name is not None):
                 return False
         self.rounds_left -= 1
         return True

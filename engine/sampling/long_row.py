@@ -59,7 +59,8 @@ class LongRow:
         )
         start = min(int(start), len(sample) - FEWEST_SAMPLED)
         if (len(sample) - start) * SAMPLE_STRIDE <= MOST_CANDIDATES:
-            return self._keep_few(float(sample[start]), total, top_p, floor)
+            smallest = max(float(sample[start]), torch.finfo(self._masses.dtype).tiny)  # not 0, which most may have
+            return self._keep_few(smallest, total, top_p, floor)
         spread = isqrt(len(sample))  # two to three standard deviations of a position in the middle, more at the ends
         low = float(sample[middle - spread]) if middle >= spread else -1.0
         high = float(sample[middle + spread]) if middle + spread < len(sample) else inf

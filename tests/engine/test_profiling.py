@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from cache.paged import PagedCache
 from engine import profiling
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
+from engine.models.product_times import TimesFile, cache_folder
 from engine.models.runner import Feed, Runner
 from engine.profile_cache import ProfileFile
 from engine.profiling import profile
@@ -333,6 +336,8 @@ def test_another_load_has_another_file(pair: Pair, tmp_path: Path) -> None:
         lambda text: text.replace('"score_s": ', '"score_s": -', 1),
         lambda text: text.replace('"rest_s": 0.0', '"rest_s": NaN', 1),
         lambda text: text.replace('"read"', '"reed"', 1),
+        lambda text: text.replace('"batch": 1', '"batch": 1' + "0" * 400, 1),
+        lambda text: "[" * 100_000,
     ],
 )
 def test_a_broken_file_is_refused(pair: Pair, spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,3 +355,49 @@ def test_a_cache_that_cannot_be_written_is_no_fault(pair: Pair, monkeypatch: pyt
     file = ProfileFile(runners(small(pair)), 2, 2)
     file.write([Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)])
     assert file.read() == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_model_len": 4},  # no four drafts fit
+        {"cache": "paged", "block_size": 16, "kv_tokens": 112},  # no four sequences fit
+    ],
+)
+def test_a_kept_profile_is_confirmed_by_rounds_that_fit(
+    pair: Pair, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small(pair, **config)
+    ran = scripted({}, monkeypatch)
+    first = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert max(t.drafts for t in first) < 16
+    assert profile(engine.target, engine.drafter, 6, DEPTH, AGES) == first
+    assert ran
+    check_nothing_is_left(engine)
+
+
+def test_an_interrupted_profile_ends_after_the_running_round(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small(pair)
+    ran = scripted({}, monkeypatch)
+    assert profile(engine.target, engine.drafter, 6, DEPTH, AGES, interrupted=lambda: len(ran) >= 6) == []
+    assert len(ran) == 6
+    check_nothing_is_left(engine)
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user that has neither an entry nor HOME."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("uid not found")))
+    times = TimesFile(cache_folder(), torch.float32, 1)
+    times.write({})
+    assert not times.path.exists()
+    assert times.read() == {}
+
+
+def test_a_full_disk_keeps_nothing(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the file nor a part of it."""
+    file = ProfileFile(runners(small(pair)), 2, 2)
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError("no space left")))
+    file.write([Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,5 +1,6 @@
 """Rounds without drafts: the policy rests in some, and measures others to check its prices."""
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_drafts_that_never_pay_end_in_a_rest() -> None:
     ("fixed", "drafters", "serves"),
     [
         (FIXED, MODEL, True),
-        ({0: None, 1: None, 2: 0, 3: None}, MODEL, True),
+        ({0: None, 1: None, 2: 0, 3: None}, ["model", "model", None, "model"], True),  # a request that wants no drafts
         ({0: None, 1: None, 2: 3, 3: None}, MODEL, False),  # a request that wants drafts
         ({0: None, 1: None, 2: None, 9: None}, MODEL, True),  # one newcomer of four
         ({0: None, 1: None, 8: None, 9: None}, MODEL, False),
@@ -100,6 +101,21 @@ def test_a_rest_counts_as_rounds_without_drafts() -> None:
     assert beliefs[0] == pytest.approx(beliefs[1])
 
 
+@pytest.mark.parametrize("name", ["off", "goodput"])
+def test_a_rest_of_days_ends_at_once(name: str) -> None:
+    """Its end takes no memory for each of its rounds."""
+    policy = control(name, probe_share=0.0)
+    play(policy, [False] * 4, 60)
+    while policy.rest is None:
+        play(policy, [False] * 4, 1)
+    policy.rest.rounds = 10**6
+    tracemalloc.start()
+    policy.configure(policy.config)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**6
+
+
 def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
     policy = control("off")
     for handle in range(1000):
@@ -125,19 +141,21 @@ def test_drafts_that_hardly_gain_are_compared_with_real_rounds(
     assert drafts or (choice.reasons, choice.holds) == (("probe",), HOLDS)
 
 
-def served(policy: SpecControl, plain_s: float, draft_s: float, rounds: int) -> list[int]:
+def served(policy: SpecControl, plain_s: float, draft_s: float, rounds: int, prompts_every: int = 0) -> list[int]:
     """The ks of rounds of one sequence, half of whose drafts are accepted. A round with k drafts takes
-    plain_s + k · draft_s seconds."""
+    plain_s + k · draft_s seconds. prompts_every: rounds from one that also reads 20 tokens of prompts to the next."""
     random, ks = np.random.default_rng(0), []
-    for _ in range(rounds):
+    for n in range(rounds):
+        prefill = 20 if prompts_every and n % prompts_every == 0 else 0
         if policy.rest is not None and policy.rest.serves({0: None}, ["model"]):
             policy.rest.rounds += 1
             policy.rest.spent_s += plain_s
             ks.append(0)
             continue
-        k = policy.plan([candidate()]).ks[0]
+        k = policy.plan([candidate()], prefill).ks[0]
         accepted = min(k, int(random.geometric(0.5)) - 1)
-        timing = Timing(1, k, k, 0, k, k, k * 1e-4, plain_s + k * (draft_s - 1e-4), 0.0)
+        score_s = plain_s + prefill * 5e-5 + k * (draft_s - 1e-4)
+        timing = Timing(1, k, k, prefill, k, k, k * 1e-4, score_s, 0.0)
         policy.observe(timing, [Drafted(0, "model", k, accepted)] if k else [], [] if k else [0])
         ks.append(k)
     return ks
@@ -157,6 +175,15 @@ def test_a_profile_that_made_plain_rounds_look_dear_is_found_out(
     policy = SpecControl(PolicyConfig(), DEPTH, disturbed)
     ks = served(policy, plain_s=0.8e-3, draft_s=7e-4, rounds=200)
     assert (sum(k > 0 for k in ks[100:]) < 10) == left_alone
+
+
+@pytest.mark.parametrize("prompts_every", [1, 4])
+def test_prompts_in_the_rounds_do_not_hide_what_plain_rounds_take(prompts_every: int) -> None:
+    """If these rounds did not count as a comparison, all rounds would be spent on one."""
+    profiled = [Timing(1, k, k, 0, k, k, 1e-4 * k, 1e-3 + 1e-4 * k, 0.0) for k in (0, 1, 2, 4, 8)]
+    policy = SpecControl(PolicyConfig(), DEPTH, profiled)
+    ks = served(policy, plain_s=1e-3, draft_s=3e-4, rounds=600, prompts_every=prompts_every)
+    assert sum(k == 0 for k in ks) <= 2 * HOLDS
 
 
 @pytest.mark.parametrize(("policy_s", "drafts"), [(0.0, True), (3e-3, False)])

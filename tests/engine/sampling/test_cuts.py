@@ -205,6 +205,23 @@ def test_most_rows_are_cut_by_masses_in_fp32(spread: float) -> None:
     assert most_are_cut(spread) >= 14
 
 
+@pytest.mark.parametrize("temperature", [0.01, 0.8])
+def test_of_a_cold_row_few_tokens_are_sorted(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masses of most vanish, and so do those of most of the sample."""
+    lowest, sorted_tokens = long_row.LongRow._lowest, list[int]()
+
+    def watched(row: long_row.LongRow, values: long_row.Numbers, *args: Any) -> Any:
+        sorted_tokens.append(len(values))
+        return lowest(row, values, *args)
+
+    monkeypatch.setattr(long_row.LongRow, "_lowest", watched)
+    logits = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0)) * 5
+    chosen = Filters.make([SamplingParams(top_p=0.9, temperature=temperature)] * 20, 20_000, CPU)
+    assert torch.equal(truncated(logits, chosen), logits.masked_fill(removed(logits, chosen), -inf))
+    assert len(sorted_tokens) == 20
+    assert max(sorted_tokens) < 5000
+
+
 @pytest.mark.usefixtures("each_way")
 def test_either_way_shows_if_it_trusts_its_sum_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decided_by_rounding_in_fp32() == 0
