@@ -22,24 +22,27 @@ UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overflo
 
 
 def cache_folder() -> Path:
-    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set."""
+    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set.
+
+    For a user without a home it cannot exist, so nothing is kept.
+    """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
-    except RuntimeError:  # a user without a home, as in some containers: no file can be kept below this path
-        return Path(os.devnull)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # neither HOME nor an entry for the user, as in some containers
+        folder = Path(os.devnull)
+    return folder / "foretoken"
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file at once, so that nobody reads half of it. Raises OSError, and then leaves nothing behind."""
+    """Write the whole file, or nothing: nobody reads half of it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        try:
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")  # noqa: SIM115
+    try:
+        with file:
             file.write(text)
-            file.close()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+        os.replace(file.name, path)
+    finally:
+        Path(file.name).unlink(missing_ok=True)  # there is none after it was moved
 
 
 class TimesFile:

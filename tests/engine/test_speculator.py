@@ -421,7 +421,7 @@ def test_a_profile_that_is_interrupted_changes_nothing(pair: Pair, monkeypatch: 
 def test_a_repeated_profile_leaves_the_prefixes_of_requests(
     pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(pair, max_spec_length=2, max_running=4, **memory(kind, 160))
+    engine = load(pair, max_spec_length=2, max_running=4, **memory(kind, 112))
     prompt = tuple(5 + i % 20 for i in range(80))
     asked = [Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=4)) for name in "ab"]
     drive(engine, {0: asked[:1]})
