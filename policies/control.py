@@ -110,10 +110,11 @@ class SpecControl:
         """A round has ended. idle: sequences for which nothing was drafted in it."""
         self._timings.append(timing)
         self._observed += 1
-        self._row = 0 if timing.drafts else self._row + 1  # prompts do not end it: some loads never pause
-        if self._row > FEW:
-            self._new_row |= self._row == FEW + 1
-            self._undrafted[bucket(timing.batch)] = self._observed
+        if timing.batch:  # a round that only reads prompts shows nothing
+            self._row = 0 if timing.drafts else self._row + 1  # prompts do not end it: some loads never pause
+            if self._row > FEW:
+                self._new_row |= self._row == FEW + 1
+                self._undrafted[bucket(timing.batch)] = self._observed
         self._drafted += drafted
         self._idle += idle
         if self._held is not None:
