@@ -92,8 +92,6 @@ def test_curl_without_a_json_content_type_streams_several_tokens_per_event(serve
     assert reply.json()["usage"]["completion_tokens"] <= 8
 
 
-# httpx leaves sockets open that are cancelled while they connect: the client's leak, and the point of the test.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_reply_of_more_than_four_megabytes_arrives_whole(served: Served) -> None:
     """The proxy asks replicas by gRPC, whose own limit is 4 MiB per message."""
     token = "\u010a" + 40 * "\u0120"  # a line end and 40 spaces, as the vocabulary writes them
@@ -103,6 +101,8 @@ def test_a_reply_of_more_than_four_megabytes_arrives_whole(served: Served) -> No
     assert reply.json() == {"prompt": ("\n" + 40 * " ") * len(tokens)}
 
 
+# httpx leaves sockets open that are cancelled while they connect: the client's leak, and the point of the test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_hundreds_of_requests_with_cancels_and_disconnects_leak_nothing(served: Served) -> None:
     """Every request that is read to its end gets exactly one finish; the rest vanish without a trace."""
     rng = random.Random(0)
