@@ -77,7 +77,7 @@ class PagedCache:
 
     @property
     def free_blocks(self) -> int:
-        """Includes cached ones."""
+        """Blocks that no sequence refers to, cached ones included."""
         return self._pool.available
 
     @property

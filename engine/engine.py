@@ -303,11 +303,11 @@ class Engine:
         except Exception:
             log.exception("rounds cannot be measured again; the costs of the start stay")
             return
-        if timings:
+        if not timings:
+            self._repeats -= 1
+        elif len(timings) >= len(control.timings):  # memory or time may have sufficed for fewer
             log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
             control.begin(timings)
-        else:
-            self._repeats -= 1
 
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""
