@@ -119,11 +119,12 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
 
 
 def _make_feeds(plan: Plan, draft: Draft) -> list[Feed]:
-    ks = iter(draft.ks)
+    drafted = enumerate(draft.ks)
     feeds = []
     for s in plan.slices:
-        k = next(ks) if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0, prompt_rows=s.prompt_rows))
+        i, k = next(drafted) if s.emits else (-1, 0)
+        outputs = k + 1 if s.emits else 0
+        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, draft.trees.get(i)))
     return feeds
 
 
