@@ -53,7 +53,8 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
     sampler = Sampler(sequences, planned_ks, target.vocab_size, target.device)
-    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices))
+    shapes = tuple(s.shape for s in slices) if any(s.sequence.tree for s in slices) else ()
+    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes)
     started = perf_counter_ns()
 
     draft = _propose(drafter, batch, planned_ks)

@@ -54,6 +54,17 @@ def path(parents: Parents, node: int) -> list[int]:
     return found[::-1]
 
 
+def count_nodes(widths: Seq[int], most: int) -> int:
+    """The nodes of `branching(widths)`, or some number above `most` if they are more."""
+    nodes, level = 0, 1
+    for width in widths:
+        level *= width
+        nodes += level
+        if nodes > most:
+            break
+    return nodes
+
+
 def branching(widths: Seq[int]) -> Parents:
     """The tree in which every node of depth d has widths[d] children, depth first: first children come right behind
     their parents."""

@@ -167,6 +167,7 @@ class Request:
     )
     max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
     group: str = ""  # the same for all choices of one client's request, which share one group's part; "": alone
+    tree: tuple[int, ...] | None = None  # children of each draft of depth 0, 1, … in every round; None: chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,8 @@ class RoundRecord(NamedTuple):
     draft_us: int = 0  # as in StepStats, like the next two
     score_us: int = 0
     step_us: int = 0
+    tree: tuple[int, ...] = ()  # the drafts' parents, −1 for the committed text; (): a chain
+    path: tuple[int, ...] = ()  # the accepted drafts of a tree
 
     @property
     def overhead_us(self) -> int:
