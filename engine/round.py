@@ -11,6 +11,7 @@ from time import perf_counter_ns
 
 from torch import Tensor
 
+from engine import trees
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
@@ -45,6 +46,14 @@ class Outcome:
     draft_us: int
     score_us: int
     target_forward_us: int
+
+    def decided_drafts(self, i: int) -> tuple[int, ...]:
+        """The i-th sequence's drafts: all of a chain; of a tree those on the accepted path and those rejected behind
+        it."""
+        drafts = self.verdict.drafts[i]
+        if i not in self.draft.trees:
+            return tuple(drafts)
+        return tuple(drafts[node] for node in trees.decided(self.draft.trees[i], self.verdict.paths[i]))
 
 
 def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:

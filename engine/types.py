@@ -10,6 +10,7 @@ from math import isfinite
 from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
+from engine.trees import depths
 from policies.reasons import REASONS as REASONS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -199,6 +200,11 @@ class RoundRecord(NamedTuple):
     path: tuple[int, ...] = ()  # the accepted drafts of a tree
 
     @property
+    def depth(self) -> int:
+        """Positions that had a draft."""
+        return max(depths(self.tree)) if self.tree else self.drafted
+
+    @property
     def overhead_us(self) -> int:
         """The step's time without proposing and the target's pass."""
         return self.step_us - self.draft_us - self.score_us
@@ -301,7 +307,7 @@ class Output:
     record: RequestRecord | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, if the request wants them
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
-    drafts: tuple[int, ...] = ()  # ids that were proposed in this round
+    drafts: tuple[int, ...] = ()  # ids proposed in this round; of a tree, only those on the accepted path and behind it
     accepted: int = 0  # how many of the first drafts were accepted, before a stop cut the text
 
 

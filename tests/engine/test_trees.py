@@ -47,3 +47,13 @@ def test_counting_ends_above_the_limit() -> None:
 def test_a_parent_comes_before_its_children(parents: trees.Parents) -> None:
     with pytest.raises(ValueError, match="are allowed"):
         trees.check(parents)
+
+
+def test_the_trunk_and_what_a_path_decides() -> None:
+    shape = trees.branching([2, 2])
+    assert trees.trunk(shape) == [0, 1]
+    assert trees.trunk((ROOT, ROOT, 1, 0, 3)) == [0, 3, 4]
+    assert trees.trunk(()) == []
+    assert trees.decided(shape, [3]) == [3, 4, 5]
+    assert trees.decided(shape, [3, 4]) == [3, 4]
+    assert trees.decided(shape, []) == [0, 3]
