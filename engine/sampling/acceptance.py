@@ -178,10 +178,10 @@ def _scaled_and_gap(logp: Tensor, logq: Tensor, log_scale: Tensor) -> tuple[Tens
 
 
 def log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:
-    """log p/q [N, K] at the drafts, given both laws [N, K, vocab] of each; −inf for an illegal draft, to which q gives
-    no probability."""
-    p = logp.gather(2, drafts[..., None])[..., 0]
-    q = logq.gather(2, drafts[..., None])[..., 0]
+    """log p/q […] at the drafts […], given both laws […, vocab] of each; −inf for an illegal draft, to which q gives no
+    probability."""
+    p = logp.gather(-1, drafts[..., None])[..., 0]
+    q = logq.gather(-1, drafts[..., None])[..., 0]
     return (p - q).masked_fill(q == -torch.inf, -torch.inf)
 
 

@@ -90,8 +90,8 @@ def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, table: TreeTable, leni
         if rank:
             p = acceptance.law_after(p, logq[n, before], scales).log_softmax(-1)
             remaining[n, rows] = p
-        q, token = logq[n, node], drafts[n, node, None]
-        ratios = acceptance.log_ratios(p, q, token)[:, 0]
+        q = logq[n, node]
+        ratios = acceptance.log_ratios(p, q, drafts[n, node])
         chances[n, node] = (ratios + scales[:, 0]).clamp(max=0).exp().double()
         overlaps[n, node] = acceptance.shared_mass(p + scales, q)
     return TreeLaw(chances, overlaps, remaining, log_scales)
