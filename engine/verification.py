@@ -211,7 +211,8 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
     if draft.tokens is None:
         accepted, tokens, finite = torch.stack(columns).tolist()
         non_finite = [not row_finite for row_finite in finite]
-        return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens))
+        paths: dict[int, list[int]] = {i: [] for i in draft.trees}
+        return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens), paths)
     depth = max(draft.ks)
     overlaps = [] if verdict.overlaps is None else [verdict.overlaps]
     rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, :depth], *overlaps], 1).tolist()  # the round's one copy
