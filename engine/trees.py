@@ -54,6 +54,15 @@ def path(parents: Parents, node: int) -> list[int]:
     return found[::-1]
 
 
+def tried(parents: Parents, accepted: Seq[int]) -> list[int]:
+    """The nodes that a verifier has tried, in its order, if it has accepted the path `accepted`."""
+    parent, found = ROOT, []
+    for node in (*accepted, None):
+        found += [n for n, p in enumerate(parents) if p == parent and (node is None or n <= node)]
+        parent = ROOT if node is None else node
+    return found
+
+
 def trunk(parents: Parents) -> list[int]:
     """The path of first children, from the root's on."""
     found: list[int] = []
