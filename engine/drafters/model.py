@@ -123,8 +123,8 @@ class ModelDrafter:
             steps, read = steps + 1, read + len(columns.active)
 
     def _shapes(self, batch: DraftBatch, ks: list[int]) -> dict[int, Parents]:
-        """Index of a sequence → the tree that it gets, cut to its k nodes. With a translation there are none: ks becomes
-        the number of first children."""
+        """Index of a sequence → the tree that it gets, cut to its k nodes. With a translation there are none: ks
+        becomes the number of first children."""
         wanted = {i: shape[: ks[i]] for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
         if self._shared is not None:
             for i, shape in wanted.items():

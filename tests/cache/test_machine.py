@@ -183,6 +183,11 @@ class RestoresNothing(PagedCache):
         pass
 
 
+class CallsEverythingWritable(PagedCache):
+    def writable(self, handle: int, start: int) -> bool:
+        return True
+
+
 class ReservesHalf(PagedCache):
     """Takes the available blocks before it notices that there are too few."""
 
@@ -212,6 +217,7 @@ FAULTS = [
     GivesAwayWhatWasQuarantined,
     GivesAwayWhatWasDiscarded,
     RestoresNothing,
+    CallsEverythingWritable,
     ReservesHalf,
 ]
 

@@ -21,6 +21,7 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.fresh import memory
 from tests.engine.models.families import InFP64, reference
+from tests.engine.models.forest import Forest, Part
 from tests.engine.models.reader import LENGTH, SLOTS, Reader
 from tests.engine.pairs import VOCAB, Pair, edit_json, save_tokenizer
 
@@ -111,6 +112,14 @@ def test_logits_are_those_of_transformers_however_tokens_are_fed(
     while reader.runner.cache.length(1) + 6 <= LENGTH:  # five drafts, of which three are taken back
         reader.feed({1: 1}, {1: 5})
         reader.runner.cache.truncate_to(1, reader.runner.cache.length(1) - 3)
+
+
+def test_trees_of_drafts_are_read_like_their_paths(made: tuple[str, Tensor], texts: list[list[int]]) -> None:
+    model = load_model(open_checkpoint(made[0]), dtype=torch.float64, device=CPU, max_len=LENGTH)
+    forest = Forest(model, "gathered", [texts[0][:20], texts[1][:11], texts[2][:30]])
+    parts = [Part(0, 20, texts[3][:8], (-1, 0, 1, 2, 1, 4, -1, 6)), Part(1, 11, texts[3][:4]), Part(2, 30)]
+    forest.feed(parts)
+    forest.accept(parts, [5, 2, -1])
 
 
 def test_experts_are_those_of_transformers(texts: list[list[int]], tmp_path: Path) -> None:
