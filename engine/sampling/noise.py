@@ -30,7 +30,7 @@ TARGET_STREAM = 0  # the target's own sample, under `match`
 DRAFT_STREAM = 1
 COIN_STREAM = 2  # whether a draft is accepted
 RESIDUAL_STREAM = 3  # the recovered or bonus token
-SIBLING_COIN_STREAMS = 4  # and more: whether a draft with siblings before it is accepted, a stream for each rank
+SIBLING_STREAMS = 4  # and up: two streams for each rank of siblings behind the first, a draft's and a coin's
 
 DENSE_NOISE_LIMIT = 16_384  # tokens; for a larger vocabulary the noise is made in blocks, and most of it never
 
@@ -49,9 +49,9 @@ def stream_key(key: int, stream: int, start: int | None = None) -> int:
     return signed(key if start is None else mix_int(key + GOLDEN * (start + 1)))
 
 
-def sibling_coin_stream(rank: int) -> int:
-    """The stream of the coins of drafts that have `rank` siblings before them."""
-    return SIBLING_COIN_STREAMS + rank - 1 if rank else COIN_STREAM
+def sibling_stream(stream: int, rank: int) -> int:
+    """The stream in place of DRAFT_STREAM or COIN_STREAM for drafts that have `rank` siblings before them."""
+    return SIBLING_STREAMS + 2 * (rank - 1) + (stream == COIN_STREAM) if rank else stream
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

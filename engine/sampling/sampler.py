@@ -40,7 +40,7 @@ from engine.sampling.noise import (
     TARGET_STREAM,
     GumbelRace,
     argmax,
-    sibling_coin_stream,
+    sibling_stream,
     stream_key,
     uniforms,
 )
@@ -193,13 +193,14 @@ class Sampler:
         """The log of the law [R, vocab] of these rows' tokens, in fp32 or fp64. Their temperature must be positive."""
         return apply_temperature(scores, self._temperatures(rows)).log_softmax(-1)
 
-    def propose(self, laws: Tensor, rows: Seq[int]) -> Tensor:
-        """Draft token ids [R], drawn from these rows' log-laws [R, vocab] (stream 1)."""
-        return self._draft_race(rows, laws).run(laws, range(len(rows)))
+    def propose(self, laws: Tensor, rows: Seq[int], rank: int = 0) -> Tensor:
+        """Draft token ids [R], drawn from these rows' log-laws [R, vocab] (stream 1). Draws of other ranks for the same
+        rows are independent."""
+        return self._draft_race(rows, laws, rank).run(laws, range(len(rows)))
 
-    def _draft_race(self, rows: Seq[int], laws: Tensor) -> GumbelRace:
+    def _draft_race(self, rows: Seq[int], laws: Tensor, rank: int = 0) -> GumbelRace:
         indices, ahead = zip(*(self._rows[row] for row in rows), strict=True)
-        return self._race_in(DRAFT_STREAM, indices, self._index(ahead), laws.shape[1])
+        return self._race_in(sibling_stream(DRAFT_STREAM, rank), indices, self._index(ahead), laws.shape[1])
 
     def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor]:
         """(siblings [R, width], number of different ones [R]): the best tokens of the race in which sample() draws the
@@ -251,7 +252,7 @@ class Sampler:
         keys, positions = [], []
         for i, parents in zip(indices, trees, strict=True):
             sequence, rest = self._sequences[i], [0] * (width - len(parents))
-            streams = [sibling_coin_stream(rank) for rank in ranks(parents)]
+            streams = [sibling_stream(COIN_STREAM, rank) for rank in ranks(parents)]
             by_stream = {stream: _key(sequence, stream, True) for stream in set(streams)}
             keys.append([*(by_stream[stream] for stream in streams), *rest])
             positions.append([*(len(sequence.tokens) + depth - 1 for depth in depths(parents)), *rest])

@@ -57,18 +57,16 @@ every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 
 
 @every_law
-@every_kind
-def test_one_round_emits_p(kind: str, children: str) -> None:
-    """All shapes of up to three nodes in one ragged batch; NaN wherever a sequence has no draft."""
-    assert worst_of_trees(list(starts_over(SMALL, kind, children))) < EXACT
+def test_one_round_emits_p(children: str) -> None:
+    """All shapes of up to three nodes and all kinds of laws in one ragged batch; NaN wherever there is no draft."""
+    assert worst_of_trees([start for kind in KINDS for start in starts_over(SMALL, kind, children)]) < EXACT
 
 
 @every_law
 def test_larger_trees_emit_p(children: str) -> None:
     """Six nodes: four siblings in two orders, two siblings on each of two levels, two chains, a chain beside leaves."""
     shapes = [(-1, -1, 1, 1, -1, -1), (-1, 0, 0, -1, 3, 3), (-1, -1, 0, 1, 2, 3), (-1, 0, 1, -1, -1, 1)]
-    for kind in ("zeros in both", "random"):
-        assert worst_of_trees(list(starts_over(shapes, kind, children))) < EXACT
+    assert worst_of_trees(list(starts_over(shapes, "zeros in both", children))) < EXACT
 
 
 @pytest.mark.proofs
@@ -154,7 +152,7 @@ def accepted_first(start: TreeStart) -> float:
 def test_certain_children_are_accepted_with_the_sum_of_their_probabilities(kind: str) -> None:
     """As if the target drew its token and went down where a child has it: no law accepts more of a fixed set."""
     for p, q in pairs(kind, 4, depth=2):
-        for width in (1, 2, 3):
+        for width in (1, 2):
             start = TreeStart(p, (ROOT,) * width, likeliest(q))
             best = q[0][0].argsort(descending=True, stable=True)[:width]
             assert accepted_first(start) == pytest.approx(p[0][0, best].exp().sum().item(), abs=EXACT)
@@ -177,10 +175,9 @@ def test_more_siblings_are_accepted_more_often(kind: str) -> None:
 
 
 @every_law
-@some_kinds
-def test_overlaps_are_the_chances_of_the_siblings_that_are_tried(kind: str, children: str) -> None:
+def test_overlaps_are_the_chances_of_the_siblings_that_are_tried(children: str) -> None:
     """Summed over the drafts of a node: Σ min(P_r, q_r), given the siblings before it and their rejection."""
-    for start in starts_over([(ROOT, ROOT, ROOT)] * 4, kind, children, depth=2):
+    for start in (next(starts_over([(ROOT, ROOT, ROOT)], kind, children, depth=2)) for kind in KINDS):
         batch = drafts_of([start])
         table = TreeTable.of(batch.shapes, CPU)
         law = tree_acceptance.rejection(batch.logp, batch.logq, batch.drafts, table, batch.leniences)
@@ -197,12 +194,11 @@ def test_overlaps_are_the_chances_of_the_siblings_that_are_tried(kind: str, chil
 
 
 @every_law
-@some_kinds
-def test_lenience_accepts_more_and_stays_below_its_bound(kind: str, children: str) -> None:
+def test_lenience_accepts_more_and_stays_below_its_bound(children: str) -> None:
     """Every token is at most 1/l times as likely as under p, whatever came before it."""
-    shapes = [(ROOT, ROOT), (ROOT, 0, ROOT, 0), (ROOT, ROOT, ROOT), (ROOT, 0, 1)]
+    shapes = [(ROOT, ROOT), (ROOT, 0, ROOT, 0), (ROOT, ROOT, ROOT)]
     for lenience in (0.5, 0.25):
-        exact = list(starts_over(shapes, kind, children))
+        exact = [start for kind in KINDS for start in starts_over(shapes, kind, children)]
         starts = [replace(start, lenience=lenience) for start in exact]
         emitted, plain = tree_emissions(starts), tree_emissions(exact)
         assert (emitted[0].sum(1) <= plain[0].sum(1) + EXACT).all()
@@ -342,9 +338,10 @@ def drawn_twice(q: Tree) -> ChildLaw:
 def test_a_sibling_whose_law_is_not_conditioned_on_those_before_it_shows(
     drawn: Callable[[Tree], ChildLaw], shape: Parents
 ) -> None:
-    for p, q in pairs("random", 3):
-        assert worst_of_trees([TreeStart(p, shape, drawn(q))]) < EXACT
-        assert worst_of_trees([TreeStart(p, shape, drawn(q), claimed=with_replacement(q))]) > 1e-3
+    starts = [TreeStart(p, shape, drawn(q)) for p, q in pairs("random", 3)]
+    claims = [TreeStart(p, shape, drawn(q), claimed=with_replacement(q)) for p, q in pairs("random", 3)]
+    assert worst_of_trees(starts) < EXACT
+    assert worst_of_trees(claims) > 1e-3
 
 
 def test_the_sum_over_texts_is_one() -> None:
