@@ -45,6 +45,12 @@ class DraftBatch:
     sequences: tuple[Sequence, ...]
     sampler: Sampler
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
+    # Whether sequence i may get a tree of up to ks[i] nodes in place of a chain; (): none may.
+    branches: tuple[bool, ...] = ()
+
+    def may_branch(self, i: int) -> bool:
+        """Whether sequence i may get a tree. `block` decides on chains only."""
+        return bool(self.branches) and self.branches[i] and self.sequences[i].verifier != "block"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,8 @@ def _merge_tensors(drafts: Seq[Draft], count: int) -> Draft:
     ks = tuple(owner.ks[i] for i, owner in enumerate(owners))
     logq, logq_rows = _merge_laws(drafts, max(ks))
     proposers = tuple(owner.proposers[i] if owner.proposers else None for i, owner in enumerate(owners))
-    return Draft(ks, _merge_tokens(drafts, owners, max(ks)), logq, logq_rows, proposers)
+    trees = {i: parents for d in drafts for i, parents in d.trees.items() if d.ks[i]}
+    return Draft(ks, _merge_tokens(drafts, owners, max(ks)), logq, logq_rows, proposers, trees=trees)
 
 
 def _merge_tokens(drafts: Seq[Draft], owners: Seq[Draft], depth: int) -> Tensor:
