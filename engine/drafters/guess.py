@@ -120,6 +120,10 @@ class GuessDrafter(Generic[G]):
         leaked = self._states.keys() - live
         assert not leaked, f"guessers are held for sequences that are gone: {sorted(leaked)}"
 
+    def guess_in_pause(self, sequence: Sequence, k: int) -> list[int]:
+        """At most k tokens that are worth a round of a pause."""
+        return []
+
     def knows(self, sequence: Sequence) -> bool:
         """Whether a guesser is held for the sequence."""
         return sequence.handle in self._states
@@ -142,7 +146,7 @@ class GuessDrafter(Generic[G]):
         state = self._state(sequence)
         if state.pause_left:
             state.pause_left -= 1
-            return []
+            return self.guess_in_pause(sequence, k)
         return self.catch_up(sequence).guess(k)
 
     def _state(self, sequence: Sequence) -> _GuesserState[G]:

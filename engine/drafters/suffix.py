@@ -34,17 +34,28 @@ class Suffix(Guesser):
     def __init__(self, find_shared: Callable[[], IndexedText | None]) -> None:
         self._text = IndexedText()
         self._find_shared = find_shared
+        self._guessed_from = 0  # length of the latest guess's match
 
     def push(self, token: int) -> None:
         self._text.push(token)
 
     def guess(self, k: int) -> list[int]:
-        places, length = self._match()
-        return follow((places, ()), partial(self._following, DEPTH_FACTOR * length), k)
+        return self._guess(k, 0)
+
+    def guess_from_longer(self, k: int) -> list[int]:
+        """Guess if the match is longer than that of the latest guess."""
+        return self._guess(k, self._guessed_from + 1)
 
     def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
         places, length = self._match()
         return grow((places, ()), partial(self._following, DEPTH_FACTOR * length), nodes)
+
+    def _guess(self, k: int, min_match: int) -> list[int]:
+        places, length = self._match()
+        if length < min_match:
+            return []
+        self._guessed_from = length
+        return follow((places, ()), partial(self._following, DEPTH_FACTOR * length), k)
 
     def _match(self) -> tuple[list[Place], int]:
         """The places behind the occurrences of the longest match, and its length in tokens."""
@@ -98,6 +109,8 @@ class SuffixDrafter(GuessDrafter[Suffix]):
     """Keeps the outputs of the sequences that it guessed for, when they end, and shows them to later sequences of the
     same salt.
 
+    In a pause, which a wrong guess began, a longer match than that guess had is tried.
+
     A sequence under `rejection` or `block` sees its own text only. With outputs of others, its seeded text would depend
     on what was served before, and a request that repeats a seed would meet drafts that depend on its own coins.
     """
@@ -111,6 +124,9 @@ class SuffixDrafter(GuessDrafter[Suffix]):
         if sequence.state is State.FINISHED and self.knows(sequence):
             self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])
         super().forget(sequence)
+
+    def guess_in_pause(self, sequence: Sequence, k: int) -> list[int]:
+        return self.catch_up(sequence).guess_from_longer(k)
 
     def audit(self, live: Set[int]) -> None:
         super().audit(live)

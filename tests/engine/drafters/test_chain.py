@@ -93,7 +93,7 @@ def make_sequences(*drafters: DrafterName | None) -> tuple[Sequence, ...]:
 
 
 def make_fakes(**scripts: Mapping[int, int]) -> dict[DrafterName, Fake]:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
     return {n: Fake(i, scripts.get(n, {}), lawful=n == "model") for i, n in enumerate(names)}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from engine.drafters.guess import MAX_PAUSE, GuessDrafter
+from engine.drafters.guess import MAX_PAUSE, GuessDrafter, Guesser
 from engine.sequence import Sequence
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
 from tests.engine.driving import make_sequence
@@ -14,7 +14,7 @@ from tests.engine.driving import make_sequence
 CPU = torch.device("cpu")
 
 
-class Echo:
+class Echo(Guesser):
     """Guesses the latest tokens, in order; remembers all it was fed."""
 
     def __init__(self, most: int = 99) -> None:
