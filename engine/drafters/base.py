@@ -47,6 +47,11 @@ class DraftBatch:
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
     shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
 
+    def may_branch(self, i: int) -> bool:
+        """Whether sequence i may get a tree. A drafter that guesses chooses its shape itself, of up to ks[i] nodes.
+        `block` decides about chains only."""
+        return bool(self.shapes) and self.shapes[i] is not None and self.sequences[i].verifier != "block"
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

@@ -13,6 +13,7 @@ import torch
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
+from engine.trees import Parents, chain, is_chain
 
 MAX_PAUSE = 32  # rounds without a guess after guesses that were rejected
 
@@ -27,6 +28,12 @@ class Guesser(Protocol):
     def guess(self, k: int) -> list[int]:
         """At most k tokens that may come next, possibly none. The same until the next push."""
         ...
+
+    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
+        """At most `nodes` tokens that may come next, and their parents; none where `guess` has none. A guesser that
+        knows one continuation only keeps this chain."""
+        tokens = self.guess(nodes)
+        return tokens, chain(len(tokens))
 
 
 G = TypeVar("G", bound=Guesser)
@@ -81,13 +88,21 @@ class GuessDrafter(Generic[G]):
         return Offer(sequence.drafter, min(k, len(state.offer)), 0)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        guesses = [self._take_guess(s, k) if k else [] for s, k in zip(batch.sequences, ks, strict=True)]
+        guesses, trees = list[list[int]](), dict[int, Parents]()
+        for i, (sequence, k) in enumerate(zip(batch.sequences, ks, strict=True)):
+            guess = self._take_guess(sequence, k) if k else []
+            if guess and batch.may_branch(i):
+                guess, parents = self.catch_up(sequence).guess_tree(k)
+                if not is_chain(parents):
+                    trees[i] = parents
+            guesses.append(guess)
         self._unobserved, self._drafted = batch, [i for i, guess in enumerate(guesses) if guess]
         if not self._drafted:
             return Draft.none(len(guesses))
         depth = max(map(len, guesses))
         rows = [guess + [0] * (depth - len(guess)) for guess in guesses]
-        return Draft(tuple(map(len, guesses)), torch.tensor(rows, dtype=torch.int64, device=self._device))
+        tokens = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        return Draft(tuple(map(len, guesses)), tokens, trees=trees)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         unobserved, self._unobserved = self._unobserved, None
@@ -104,6 +119,14 @@ class GuessDrafter(Generic[G]):
     def audit(self, live: Set[int]) -> None:
         leaked = self._states.keys() - live
         assert not leaked, f"guessers are held for sequences that are gone: {sorted(leaked)}"
+
+    def guess_in_pause(self, sequence: Sequence, k: int) -> list[int]:
+        """At most k tokens that are worth a round of a pause."""
+        return []
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether a guesser is held for the sequence."""
+        return sequence.handle in self._states
 
     def catch_up(self, sequence: Sequence) -> G:
         """Push the committed tokens that the sequence's guesser has not seen; returns the guesser."""
@@ -123,7 +146,7 @@ class GuessDrafter(Generic[G]):
         state = self._state(sequence)
         if state.pause_left:
             state.pause_left -= 1
-            return []
+            return self.guess_in_pause(sequence, k)
         return self.catch_up(sequence).guess(k)
 
     def _state(self, sequence: Sequence) -> _GuesserState[G]:

@@ -9,7 +9,7 @@ import pytest
 from engine import trees
 from engine.drafters.model_trees import FedTree
 from engine.engine import Engine
-from engine.types import InvalidRequest, Request, SamplingParams
+from engine.types import InvalidRequest, Request, SamplingParams, Verifier
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
@@ -43,10 +43,6 @@ def test_the_text_is_what_it_is_without_a_tree(pair: Pair, changes: dict[str, ob
     for tree in SHAPES:
         run = drive(engine, requests(tree, **changes))
         assert run.tokens == plain.tokens
-        for name, told in run.received.items():
-            before = plain.received[name].record
-            assert told.record is not None
-            assert before is not None
         accepted += run.accepted
     assert accepted
 
@@ -63,7 +59,7 @@ def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 12) -> Drive:
         prompt = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 5, 17, 40, 60))))
         tree = rng.choice((None, *SHAPES))
         request = Request(f"r{i}", prompt, params, tree=tree, k=rng.choice((0, 3)) if tree is None else None)
-        verifier = rng.choice(("match", "rejection")) if tree else rng.choice(("match", "rejection", "block"))
+        verifier: Verifier = rng.choice(("match", "rejection") if tree else ("match", "rejection", "block"))
         arrivals.setdefault(rng.randint(0, 12), []).append(replace(request, verifier=verifier))
         if rng.random() < 0.3:
             cancels.setdefault(rng.randint(3, 20), []).append(f"r{i}")
