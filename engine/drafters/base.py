@@ -45,6 +45,7 @@ class DraftBatch:
     sequences: tuple[Sequence, ...]
     sampler: Sampler
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
+    shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
 
 
 @dataclass(frozen=True, slots=True)
