@@ -64,6 +64,13 @@ def tried(parents: Parents, accepted: Seq[int]) -> list[int]:
     return found
 
 
+@lru_cache(maxsize=4096)
+def seen_pairs(parents: Parents, window: int | None = None) -> tuple[tuple[int, int], ...]:
+    """(node, node that it sees) for each node: itself and its ancestors. A window shows the last `window` of them."""
+    paths = [path(parents, node) for node in range(len(parents))]
+    return tuple((node, seen) for node, nodes in enumerate(paths) for seen in nodes[-(window or len(nodes)) :])
+
+
 def trunk(parents: Parents) -> list[int]:
     """The path of first children, from the root's on."""
     found: list[int] = []
@@ -88,13 +95,6 @@ def count_nodes(widths: Seq[int], most: int) -> int:
         if nodes > most:
             break
     return nodes
-
-
-@lru_cache(maxsize=4096)
-def seen_pairs(parents: Parents, window: int | None = None) -> tuple[tuple[int, int], ...]:
-    """(node, node that it sees) for each node: itself and its ancestors. A window shows the last `window` of them."""
-    paths = [path(parents, node) for node in range(len(parents))]
-    return tuple((node, seen) for node, nodes in enumerate(paths) for seen in nodes[-(window or len(nodes)) :])
 
 
 def branching(widths: Seq[int]) -> Parents:

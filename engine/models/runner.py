@@ -30,7 +30,9 @@ class Feed:
     drafts: int = 0
     outputs: int = 1  # rows of logits, counted from the end of the feed
     prompt_rows: int = 0  # rows of states from its beginning, for the log-probabilities of the prompt's next tokens
-    parents: Parents | None = None  # the shape of the drafts, which lie in the slot one behind the other; None: a chain
+    # The shape of the tree whose last nodes are the drafts; None: they are a chain. The tree's other nodes lie in the
+    # slot already, and then nothing is committed.
+    parents: Parents | None = None
 
 
 class Runner:

@@ -231,11 +231,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.distrusted.discard(place)
         self.cache.extend(handle, count)
         path = data.draw(st.sampled_from([[], *paths]), label="accepted")
-        assert self.cache.writable(handle, len(text)), "what others can read would be written"
+        assert not count or self.cache.writable(handle, len(text)), "what others can read would be written"
         self.memory |= {places[i]: self.memory[places[node]] for i, node in enumerate(path)}
         text += [tokens[node] for node in path]
         self.cache.truncate_to(handle, len(text))
         self.reserved[handle] = len(text)
+        if not text:
+            self.closed.discard(handle)
         if commit:
             self.publish(handle, len(text), [])
 

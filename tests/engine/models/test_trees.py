@@ -94,6 +94,22 @@ def test_every_memory(name: str, kind: str, decoders: Decoders) -> None:
     run_rounds(Forest(decoders[f"{name}, short"], kind, make_texts()))
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("name", VARIED)
+def test_a_tree_that_is_fed_level_by_level(name: str, kind: str, decoders: Decoders) -> None:
+    """As a draft model draws it. One tree has fewer levels than the other."""
+    forest = Forest(decoders[f"{name}, short"], kind, make_texts())
+    forest.feed([Part(0, 29), Part(1, 14), Part(2, 30)])
+    high: Parents = (ROOT, ROOT, 0, 0, 1, 3, 4, 6)
+    low: Parents = (ROOT, ROOT, ROOT, 2, 2, 0)
+    drafts, trees = draw_drafts(8), []
+    for end, low_end, fed, low_fed in ((2, 3, 0, 0), (5, 6, 2, 3), (7, 6, 5, 6), (8, 6, 7, 6)):
+        trees = [Part(0, 0, drafts[:end], high[:end], fed), Part(1, 0, drafts[:low_end], low[:low_end], low_fed)]
+        forest.feed([*(part for part in trees if part.fed < len(part.drafts)), Part(3, 2)])
+    assert trees[0].parents == high
+    forest.accept(trees, [7, 4])
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> Parents:
     count = draw(st.integers(1, NODES))
@@ -111,9 +127,11 @@ def draw_part(data: st.DataObject, forest: Forest, handle: int) -> Part | None:
     return Part(handle, left, drafts, parents)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("name", VARIED)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "mapped"), ("mistral", "gathered"), ("mistral", "mapped"), ("gemma2", "slotted"), ("gpt_oss", "mapped")],
+)
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_trees_beside_anything(name: str, kind: str, decoders: Decoders, data: st.DataObject) -> None:
     explore(decoders[f"{name}, short"], kind, data)
@@ -178,7 +196,7 @@ def test_nodes_that_earlier_passes_fed_are_not_fed_again(window: int | None, fed
     results = []
     for pieces in ([base + len(parents)], [base, fed, len(parents) - fed]):
         layout = Layout(2, 16)
-        runner = Runner(SimpleNamespace(config=_Config(), dtype=torch.float64), layout, CPU)  # type: ignore[arg-type]
+        runner = Runner(SimpleNamespace(config=_Config(), dtype=torch.float64), layout, CPU)
         outputs, start = [], 0
         for count in pieces:
             end = start + count
