@@ -299,8 +299,21 @@ def test_rejection_emits_the_exact_law_in_more_texts(setting: str, models: Seq[T
     assert p_value(setting, shape, 12_000, models, seed=1) > REFUSED
 
 
-def reuse_the_coin(monkeypatch: pytest.MonkeyPatch) -> None:
+def p_value_of_two_siblings() -> float:
+    """Of the first tokens that 1,500 sequences emit from one law. Most first siblings are the same token."""
+    p, q = (torch.tensor(law, dtype=torch.float64) for law in ((0.4, 0.3, 0.3), (0.8, 0.19, 0.01)))
+    sequences = sequences_of(1500, SamplingParams(), "rejection")
+    sampler, every = Sampler(sequences, [2] * 1500, 3, CPU), dict.fromkeys(range(1500), (ROOT, ROOT))
+    siblings, laws, _ = sampler.propose_top(q.log().expand(1500, -1), sampler.offsets, 2)
+    draft = Draft((2,) * 1500, siblings, laws, {i: i for i in every}, trees=every)
+    verdict = verify(DraftBatch(tuple(sequences), sampler), draft, p.log().expand(4500, -1))
+    return g_test(Counter(emitted[0] for emitted in verdict.emitted), dict(enumerate(p.tolist())))
+
+
+def test_a_coin_that_siblings_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert p_value_of_two_siblings() > REFUSED
     monkeypatch.setattr(sampler_module, "sibling_stream", lambda stream, rank: stream)
+    assert p_value_of_two_siblings() < REFUSED
 
 
 def forget_the_siblings_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +345,6 @@ def descend_from_a_rejected_node(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "setting", "shape", "length"),
     [
-        (reuse_the_coin, "plain", (ROOT,) * 3, 1),
         (forget_the_siblings_before, "plain", WIDE, 1),
         (see_a_sibling, "frequency", WIDE, LENGTH),
         (descend_from_a_rejected_node, "plain", WIDE, LENGTH),
