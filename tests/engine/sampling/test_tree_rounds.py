@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engine import trees
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import sampler as sampler_module
 from engine.sampling import tree_acceptance
-from engine.sampling.noise import gumbel_noise, sequence_key
+from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
@@ -94,6 +95,20 @@ def test_rows_that_see_the_drafts_before_them_show(monkeypatch: pytest.MonkeyPat
     """Control: a sibling in place of the path."""
     monkeypatch.setattr(Sampler, "_seen", lambda self, row: range(self._rows[row][1]))
     assert sum(rows_apart(seed) for seed in range(6)) > 5
+
+
+def test_noise_that_was_made_for_drafting_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A race per level of the trees is made once for drafting and verification, one row for each position."""
+    made = []
+
+    class Watched(GumbelRace):
+        def __init__(self, keys: Tensor, *rest: Any) -> None:
+            made.append(len(keys))
+            super().__init__(keys, *rest)
+
+    monkeypatch.setattr(sampler_module, "GumbelRace", Watched)
+    play(sequences_of(3, SamplingParams(), "match"), WIDE, 1)
+    assert made == [3 * 3]
 
 
 def test_coins_are_the_chains_and_differ_between_siblings() -> None:
