@@ -37,14 +37,17 @@ class Exclusions:
         seen = torch.tensor([NOTHING] * (self.width - len(tail)) + list(tail), device=logits.device)
         if drafts is not None:
             seen = torch.cat([seen, drafts])
-        places = [[*range(self.width), *(self.width + column for column in row)][-self.width :] for row in columns]
+        places = [
+            [*range(self.width), *(self.width + column for column in seen_by_row)][-self.width :]
+            for seen_by_row in columns
+        ]
         ends = seen[torch.tensor(places, device=logits.device)]  # [rows, width]: the last tokens that each row sees
         matches = (self._starts == ANY) | (self._starts == ends[:, None])
         excluded = matches.all(-1) & (self._lasts < vocab)  # [rows, words]
         rows = torch.arange(len(columns), device=logits.device)[:, None].expand_as(excluded)
-        columns = self._lasts.clamp(max=vocab - 1).expand_as(excluded)
+        lasts = self._lasts.clamp(max=vocab - 1).expand_as(excluded)
         penalty = torch.zeros(excluded.shape, dtype=logits.dtype, device=logits.device)
-        return logits.index_put((rows, columns), penalty.masked_fill_(excluded, -torch.inf), accumulate=True)
+        return logits.index_put((rows, lasts), penalty.masked_fill_(excluded, -torch.inf), accumulate=True)
 
     @staticmethod
     def _mask(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:

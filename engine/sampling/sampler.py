@@ -66,6 +66,7 @@ class Sampler:
             (i, j) for i, k in enumerate(ks) for j in range(k + 1)
         ]  # (sequence, number of drafts that the row sees)
         self._paths: dict[int, list[int]] = {}  # row of a tree's node → columns of the drafts that it sees
+        self._latest: tuple[Mapping[int, Parents], Sampler] | None = None  # trees, and the sampler for them
         self._params = params = [sequences[i].params for i, _ in self._rows]
         noisy = [row for row, (i, _) in enumerate(self._rows) if params[row].temperature and sequences[i].coupled]
         self._noisy = dict.fromkeys(noisy)  # in order
@@ -86,8 +87,11 @@ class Sampler:
     def on_trees(self, trees: Mapping[int, Parents]) -> "Sampler":
         """The same round's sampler, with the same noise, for drafts that are trees. Other sequences keep their chains.
 
-        trees: index of a sequence → the shape of its draft, of at most its k nodes.
+        trees: index of a sequence → the shape of its draft, of at most its k nodes. The verification gets the sampler
+        of a drafter that asked for the same trees, with the noise that it has made.
         """
+        if self._latest is not None and self._latest[0] == trees:
+            return self._latest[1]
         other = copy(self)
         other._rows, other._paths = list(self._rows), {}
         for i, parents in trees.items():
@@ -98,6 +102,7 @@ class Sampler:
         if self._race is None:
             places = dict.fromkeys(other._rows[row] for row in self._noisy)
             other._race_row = {place: n for n, place in enumerate(places)}
+        self._latest = dict(trees), other
         return other
 
     def _bans(self) -> dict[int, tuple[int, ...]]:

@@ -45,9 +45,10 @@ class TreeTable:
             rest = [NONE] * (size - len(parents))
             rows.append([*(parent + 1 for parent in parents), *rest, 0, *depths(parents), *rest, *last])
         table = torch.tensor(rows, dtype=torch.int64, device=device)
+        parent_rows, row_depths, last_children = table.split([size, size + 1, size + 1], 1)
         found = tuple(torch.tensor(nodes, dtype=torch.int64, device=device).t() for nodes in by_rank)
         height = max(max(depths(parents), default=0) for parents in trees)
-        return cls(*table.split([size, size + 1, size + 1], 1), by_rank=found, height=height)
+        return cls(parent_rows, row_depths, last_children, found, height)
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,8 +372,10 @@ def test_negative_control_penalties_that_do_not_see_the_drafts(
 def test_negative_control_bad_words_that_do_not_see_the_drafts(
     engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def blind(self: Exclusions, logits: Tensor, tail: Seq[int], drafts: Tensor | None, ahead: Seq[int]) -> Tensor:
-        return apply(self, logits, tail, None, [0] * len(ahead))
+    def blind(
+        self: Exclusions, logits: Tensor, tail: Seq[int], drafts: Tensor | None, columns: Seq[Seq[int]]
+    ) -> Tensor:
+        return apply(self, logits, tail, None, [()] * len(columns))
 
     apply = Exclusions.apply
     monkeypatch.setattr(Exclusions, "apply", blind)

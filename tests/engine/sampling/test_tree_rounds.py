@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engine import trees
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import sampler as sampler_module
 from engine.sampling import tree_acceptance
-from engine.sampling.noise import gumbel_noise, sequence_key
+from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
@@ -94,6 +95,20 @@ def test_rows_that_see_the_drafts_before_them_show(monkeypatch: pytest.MonkeyPat
     """Control: a sibling in place of the path."""
     monkeypatch.setattr(Sampler, "_seen", lambda self, row: range(self._rows[row][1]))
     assert sum(rows_apart(seed) for seed in range(6)) > 5
+
+
+def test_noise_that_was_made_for_drafting_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A race per level of the trees is made once for drafting and verification, one row for each position."""
+    made = []
+
+    class Watched(GumbelRace):
+        def __init__(self, keys: Tensor, *rest: Any) -> None:
+            made.append(len(keys))
+            super().__init__(keys, *rest)
+
+    monkeypatch.setattr(sampler_module, "GumbelRace", Watched)
+    play(sequences_of(3, SamplingParams(), "match"), WIDE, 1)
+    assert made == [3 * 3]
 
 
 def test_coins_are_the_chains_and_differ_between_siblings() -> None:
@@ -299,8 +314,21 @@ def test_rejection_emits_the_exact_law_in_more_texts(setting: str, models: Seq[T
     assert p_value(setting, shape, 12_000, models, seed=1) > REFUSED
 
 
-def reuse_the_coin(monkeypatch: pytest.MonkeyPatch) -> None:
+def p_value_of_two_siblings() -> float:
+    """Of the first tokens that 1,500 sequences emit from one law. Most first siblings are the same token."""
+    p, q = (torch.tensor(law, dtype=torch.float64) for law in ((0.4, 0.3, 0.3), (0.8, 0.19, 0.01)))
+    sequences = sequences_of(1500, SamplingParams(), "rejection")
+    sampler, every = Sampler(sequences, [2] * 1500, 3, CPU), dict.fromkeys(range(1500), (ROOT, ROOT))
+    siblings, laws, _ = sampler.propose_top(q.log().expand(1500, -1), sampler.offsets, 2)
+    draft = Draft((2,) * 1500, siblings, laws, {i: i for i in every}, trees=every)
+    verdict = verify(DraftBatch(tuple(sequences), sampler), draft, p.log().expand(4500, -1))
+    return g_test(Counter(emitted[0] for emitted in verdict.emitted), dict(enumerate(p.tolist())))
+
+
+def test_a_coin_that_siblings_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert p_value_of_two_siblings() > REFUSED
     monkeypatch.setattr(sampler_module, "sibling_stream", lambda stream, rank: stream)
+    assert p_value_of_two_siblings() < REFUSED
 
 
 def forget_the_siblings_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +360,6 @@ def descend_from_a_rejected_node(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "setting", "shape", "length"),
     [
-        (reuse_the_coin, "plain", (ROOT,) * 3, 1),
         (forget_the_siblings_before, "plain", WIDE, 1),
         (see_a_sibling, "frequency", WIDE, LENGTH),
         (descend_from_a_rejected_node, "plain", WIDE, LENGTH),
