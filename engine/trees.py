@@ -54,6 +54,32 @@ def path(parents: Parents, node: int) -> list[int]:
     return found[::-1]
 
 
+def trunk(parents: Parents) -> list[int]:
+    """The path of first children, from the root's on."""
+    found: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (found[-1] if found else ROOT):
+            found.append(node)
+    return found
+
+
+def decided(parents: Parents, accepted: Seq[int]) -> list[int]:
+    """The accepted nodes of a path from the root, then the nodes that were rejected for the position behind them."""
+    end = accepted[-1] if accepted else ROOT
+    return [*accepted, *(node for node, parent in enumerate(parents) if parent == end)]
+
+
+def count_nodes(widths: Seq[int], most: int) -> int:
+    """The nodes of `branching(widths)`, or some number above `most` if they are more."""
+    nodes, level = 0, 1
+    for width in widths:
+        level *= width
+        nodes += level
+        if nodes > most:
+            break
+    return nodes
+
+
 def branching(widths: Seq[int]) -> Parents:
     """The tree in which every node of depth d has widths[d] children, depth first: first children come right behind
     their parents."""

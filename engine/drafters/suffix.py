@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.drafters.branching import follow, grow
+from engine.drafters.branching import draw_tree, follow
 from engine.drafters.finished_outputs import FinishedOutputs
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.drafters.indexed_text import END, IndexedText
@@ -46,9 +46,9 @@ class Suffix(Guesser):
         """Guess if the match is longer than that of the latest guess."""
         return self._guess(k, self._guessed_from + 1)
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
         places, length = self._match()
-        return grow((places, ()), partial(self._following, DEPTH_FACTOR * length), nodes)
+        return draw_tree((places, ()), partial(self._following, DEPTH_FACTOR * length), nodes, shape)
 
     def _guess(self, k: int, min_match: int) -> list[int]:
         places, length = self._match()

@@ -92,8 +92,8 @@ def test_tokens_before_the_lookback_are_not_fed() -> None:
 class Pronged(Echo):
     """Knows every latest token as a continuation, if it may branch."""
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
-        tokens = self.guess(nodes)
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        tokens = self.guess(nodes if shape is None else shape.count(ROOT))
         return tokens, (ROOT,) * len(tokens)
 
 
@@ -109,10 +109,21 @@ def test_trees_where_they_are_allowed() -> None:
     assert rows(draft) == [[1, 2, 3], [1, 2, 3], [3], [1, 2, 3], []]
 
 
+def test_trees_of_a_wanted_shape() -> None:
+    drafter = GuessDrafter(lambda _: Pronged(), CPU)
+    sequences = [make_sequence(i, [1, 2, 3]) for i in range(3)]
+    batch = replace(make_batch(*sequences), shapes=((ROOT, 0, ROOT), None, (ROOT, 0, 0)))
+    draft = drafter.propose(batch, [3, 3, 3])
+    assert draft.trees == {0: (ROOT, ROOT)}
+    assert rows(draft) == [[2, 3], [1, 2, 3], [3]]
+
+
 def test_a_guesser_that_knows_no_branches_makes_a_chain() -> None:
-    drafter, _ = echoes()
-    draft = drafter.propose(replace(make_batch(make_sequence(0, [1, 2])), branches=(True,)), [2])
-    assert (rows(draft), draft.trees) == ([[1, 2]], {})
+    """As long as that of the wanted shape's first children."""
+    for wanted in ({"branches": (True,)}, {"shapes": ((ROOT, ROOT, 1, 0),)}):
+        drafter, _ = echoes()
+        draft = drafter.propose(replace(make_batch(make_sequence(0, [1, 2, 3])), **wanted), [4])
+        assert (rows(draft), draft.trees) == ([[1, 2, 3] if "branches" in wanted else [2, 3]], {})
 
 
 def test_a_pause_and_an_offer_hold_for_trees_too() -> None:
