@@ -94,6 +94,8 @@ class Lookup(Guesser):
 
     def _match_length(self, end: int) -> int:
         """How many tokens before `end` equal those before the end of the text, up to MAX_MATCH."""
+        if end >= MAX_MATCH and self._tokens[end - MAX_MATCH : end] == self._tokens[-MAX_MATCH:]:
+            return MAX_MATCH  # the usual case of a long copy, without a loop
         length, limit = self._min_match, min(MAX_MATCH, end)
         while length < limit and self._tokens[end - 1 - length] == self._tokens[-1 - length]:
             length += 1

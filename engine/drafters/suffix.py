@@ -66,11 +66,9 @@ class Suffix(Guesser):
                 continue
             tokens = text.tokens
             for index in text.occurrences(own):
-                # A match of `best` tokens must agree here. Near the text's beginning the index wraps around; a match
-                # that passes by chance is then found to be shorter.
-                if best and tokens[index - best] != own[-best]:
-                    continue
-                length, limit = 1, min(MAX_MATCH, index, len(own))
+                if best and (index < best or tokens[index - best : index] != own[-best:]):
+                    continue  # the match is shorter
+                length, limit = best or 1, min(MAX_MATCH, index, len(own))
                 while length < limit and tokens[index - 1 - length] == own[-1 - length]:
                     length += 1
                 if length > best:
@@ -84,7 +82,7 @@ class Suffix(Guesser):
         depth, own = len(path), self._text.tokens
         if depth == max_depth:
             return []
-        groups: dict[int, list[Place]] = {}
+        groups: dict[int, list[Place]] = {}  # by next token
         for place in places:
             tokens, index = place[0], place[1] + depth
             # Only the request's own text does not end in END.
@@ -121,9 +119,11 @@ class SuffixDrafter(GuessDrafter[Suffix]):
 
     def forget(self, sequence: Sequence) -> None:
         """Keep the output if the sequence has ended; one that lost its memory will end later."""
-        if sequence.state is State.FINISHED and self.knows(sequence):
-            self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])
-        super().forget(sequence)
+        try:
+            if sequence.state is State.FINISHED and self.knows(sequence):
+                self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])
+        finally:
+            super().forget(sequence)
 
     def guess_in_pause(self, sequence: Sequence, k: int) -> list[int]:
         return self.catch_up(sequence).guess_from_longer(k)

@@ -116,6 +116,7 @@ def test_a_match_is_counted_up_to_32_tokens() -> None:
         ([5, 1, 8, 1, 8, 1, 9, 4, 1], (), [8, 1, 9, 9], (-1, 0, 1, -1)),  # 8 twice, 9 once
         ([5, 1, 8], ([4, 8, 2], [4, 8, 3]), [3, 2], (-1, -1)),  # the later output first
         ([5, 1, 8], ([4, 8], [4, 8]), [], ()),  # an output ends there
+        ([7] * 12, ([7], [7, 8]), [7] * 4, (-1, 0, 1, 2)),  # outputs that are shorter than the match
         ([1, 2], (), [], ()),
         ([], ([1],), [], ()),
     ],
