@@ -85,6 +85,8 @@ class GuessDrafter(Generic[G]):
         state = self._state(sequence)
         if state.offered_at != len(sequence.tokens):
             state.offer, state.offered_at = self._guess(sequence, k), len(sequence.tokens)
+        if state.offer and sequence.tree is not None:
+            return Offer(sequence.drafter, k, 0)  # a tree may have more nodes than a chain
         return Offer(sequence.drafter, min(k, len(state.offer)), 0)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:

@@ -57,8 +57,8 @@ class Lookup(Guesser):
     def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
         """The continuations of several occurrences. The better the occurrence, as in `guess`, the larger is the share
         of its continuation: twice that of the next distinct one."""
-        sources = sorted(self._candidates(), key=self._match_length, reverse=True)[:MAX_SOURCES]
-        return draw_tree((sources, ()), self._following, nodes, shape)
+        root: Node = (sorted(self._candidates(), key=self._match_length, reverse=True)[:MAX_SOURCES], ())
+        return draw_tree(root, self._following, nodes, shape)
 
     def _following(self, node: Node) -> list[tuple[int, float, Node]]:
         sources, path = node

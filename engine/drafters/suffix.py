@@ -47,17 +47,17 @@ class Suffix(Guesser):
         return self._guess(k, self._guessed_from + 1)
 
     def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
-        places, length = self._match()
-        return draw_tree((places, ()), partial(self._following, DEPTH_FACTOR * length), nodes, shape)
+        root, length = self._match()
+        return draw_tree(root, partial(self._following, DEPTH_FACTOR * length), nodes, shape)
 
     def _guess(self, k: int, min_match: int) -> list[int]:
-        places, length = self._match()
+        root, length = self._match()
         if length < min_match:
             return []
         self._guessed_from = length
-        return follow((places, ()), partial(self._following, DEPTH_FACTOR * length), k)
+        return follow(root, partial(self._following, DEPTH_FACTOR * length), k)
 
-    def _match(self) -> tuple[list[Place], int]:
+    def _match(self) -> tuple[Node, int]:
         """The places behind the occurrences of the longest match, and its length in tokens."""
         own, best = self._text.tokens, 0
         places: list[Place] = []
@@ -75,7 +75,7 @@ class Suffix(Guesser):
                     best, places = length, []
                 if length == best:
                     places.append((tokens, index))
-        return places, best
+        return (places, ()), best
 
     def _following(self, max_depth: int, node: Node) -> list[tuple[int, float, Node]]:
         places, path = node

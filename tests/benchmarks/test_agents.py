@@ -9,7 +9,7 @@ import torch
 from benchmarks import agents
 from engine.load import make_drafters
 from engine.models.tokenizer import Tokenizer
-from engine.trees import ROOT
+from engine.trees import ROOT, Parents
 
 TOKENIZER = "models/demo/target"
 
@@ -35,9 +35,7 @@ def test_the_load_depends_on_the_seed_alone() -> None:
         ([2, 1], (ROOT, 0), [1, 2, 3], 0),
     ],
 )
-def test_what_a_greedy_target_accepts(
-    tokens: list[int], parents: agents.Parents, output: list[int], accepted: int
-) -> None:
+def test_what_a_greedy_target_accepts(tokens: list[int], parents: Parents, output: list[int], accepted: int) -> None:
     assert agents.accepted_path(tokens, parents, output) == accepted
 
 

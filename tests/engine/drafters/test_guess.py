@@ -118,6 +118,13 @@ def test_trees_of_a_wanted_shape() -> None:
     assert rows(draft) == [[2, 3], [1, 2, 3], [3]]
 
 
+def test_an_offer_for_a_wanted_tree_is_not_cut_to_a_chain() -> None:
+    drafter = GuessDrafter(lambda _: Echo(most=1), CPU)
+    chained, branched, silent = make_sequence(0, [1, 2]), make_sequence(1, [1, 2]), make_sequence(2, [])
+    branched.tree = silent.tree = (ROOT, ROOT, ROOT)
+    assert [drafter.offer(s, 3).max_k for s in (chained, branched, silent)] == [1, 3, 0]
+
+
 def test_a_guesser_that_knows_no_branches_makes_a_chain() -> None:
     """As long as that of the wanted shape's first children."""
     for wanted in ({"branches": (True,)}, {"shapes": ((ROOT, ROOT, 1, 0),)}):
