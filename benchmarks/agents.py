@@ -224,7 +224,7 @@ def _play_round(
     started = perf_counter_ns()
     k = min(rows, sequence.remaining - 1)
     k = drafter.offer(sequence, k).max_k and k
-    batch = DraftBatch((sequence,), NO_SAMPLER, shapes=((ROOT,) if drafting.tree else None,))
+    batch = DraftBatch((sequence,), NO_SAMPLER, branches=(drafting.tree,))
     draft = drafter.propose(batch, [k])
     played.drafter_ns += perf_counter_ns() - started
     tokens = [] if draft.tokens is None else draft.tokens[0, : draft.ks[0]].tolist()

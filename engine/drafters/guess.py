@@ -13,7 +13,7 @@ import torch
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
-from engine.trees import Parents, chain, is_chain
+from engine.trees import Parents, chain, is_chain, trunk
 
 MAX_PAUSE = 32  # rounds without a guess after guesses that were rejected
 
@@ -29,10 +29,10 @@ class Guesser(Protocol):
         """At most k tokens that may come next, possibly none. The same until the next push."""
         ...
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
-        """At most `nodes` tokens that may come next, and their parents; none where `guess` has none. A guesser that
-        knows one continuation only keeps this chain."""
-        tokens = self.guess(nodes)
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        """At most `nodes` tokens that may come next, and their parents, in a tree of this shape or of any. A guesser
+        that knows one continuation only keeps this chain."""
+        tokens = self.guess(nodes if shape is None else len(trunk(shape)))
         return tokens, chain(len(tokens))
 
 
@@ -85,14 +85,16 @@ class GuessDrafter(Generic[G]):
         state = self._state(sequence)
         if state.offered_at != len(sequence.tokens):
             state.offer, state.offered_at = self._guess(sequence, k), len(sequence.tokens)
+        if state.offer and sequence.tree is not None:
+            return Offer(sequence.drafter, k, 0)  # a tree may have more nodes than a chain
         return Offer(sequence.drafter, min(k, len(state.offer)), 0)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         guesses, trees = list[list[int]](), dict[int, Parents]()
         for i, (sequence, k) in enumerate(zip(batch.sequences, ks, strict=True)):
             guess = self._take_guess(sequence, k) if k else []
-            if guess and batch.may_branch(i):
-                guess, parents = self.catch_up(sequence).guess_tree(k)
+            if guess and batch.wants_tree(i):
+                guess, parents = self.catch_up(sequence).guess_tree(k, batch.shape(i))
                 if not is_chain(parents):
                     trees[i] = parents
             guesses.append(guess)

@@ -5,7 +5,7 @@ After prompt lookup decoding (Saxena 2023), over prompt and output alike, with t
 
 import torch
 
-from engine.drafters.branching import grow
+from engine.drafters.branching import draw_tree
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.trees import Parents
 
@@ -54,11 +54,11 @@ class Lookup(Guesser):
         period = len(self._tokens) - source
         return (self._tokens[source : source + k] * (k // period + 1))[:k]
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
         """The continuations of several occurrences. The better the occurrence, as in `guess`, the larger is the share
         of its continuation: twice that of the next distinct one."""
-        sources = sorted(self._candidates(), key=self._match_length, reverse=True)[:MAX_SOURCES]
-        return grow((sources, ()), self._following, nodes)
+        root: Node = (sorted(self._candidates(), key=self._match_length, reverse=True)[:MAX_SOURCES], ())
+        return draw_tree(root, self._following, nodes, shape)
 
     def _following(self, node: Node) -> list[tuple[int, float, Node]]:
         sources, path = node
@@ -94,6 +94,8 @@ class Lookup(Guesser):
 
     def _match_length(self, end: int) -> int:
         """How many tokens before `end` equal those before the end of the text, up to MAX_MATCH."""
+        if end >= MAX_MATCH and self._tokens[end - MAX_MATCH : end] == self._tokens[-MAX_MATCH:]:
+            return MAX_MATCH  # the usual case of a long copy, without a loop
         length, limit = self._min_match, min(MAX_MATCH, end)
         while length < limit and self._tokens[end - 1 - length] == self._tokens[-1 - length]:
             length += 1

@@ -5,7 +5,7 @@ from itertools import islice
 
 import torch
 
-from engine.drafters.branching import grow
+from engine.drafters.branching import draw_tree
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.trees import Parents
 
@@ -61,9 +61,9 @@ class NGrams(Guesser):
             context = _extended(context, token)
         return guess
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
         """The same with the less frequent continuations, at most MAX_DRAFT deep. Shares are relative counts."""
-        return grow((self._context, 0), self._following, nodes)
+        return draw_tree((self._context, 0), self._following, nodes, shape)
 
     def _following(self, node: Node) -> list[tuple[int, float, Node]]:
         context, depth = node

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.drafters.branching import follow, grow
+from engine.drafters.branching import draw_tree, follow
 from engine.drafters.finished_outputs import FinishedOutputs
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.drafters.indexed_text import END, IndexedText
@@ -46,18 +46,18 @@ class Suffix(Guesser):
         """Guess if the match is longer than that of the latest guess."""
         return self._guess(k, self._guessed_from + 1)
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
-        places, length = self._match()
-        return grow((places, ()), partial(self._following, DEPTH_FACTOR * length), nodes)
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        root, length = self._match()
+        return draw_tree(root, partial(self._following, DEPTH_FACTOR * length), nodes, shape)
 
     def _guess(self, k: int, min_match: int) -> list[int]:
-        places, length = self._match()
+        root, length = self._match()
         if length < min_match:
             return []
         self._guessed_from = length
-        return follow((places, ()), partial(self._following, DEPTH_FACTOR * length), k)
+        return follow(root, partial(self._following, DEPTH_FACTOR * length), k)
 
-    def _match(self) -> tuple[list[Place], int]:
+    def _match(self) -> tuple[Node, int]:
         """The places behind the occurrences of the longest match, and its length in tokens."""
         own, best = self._text.tokens, 0
         places: list[Place] = []
@@ -66,25 +66,23 @@ class Suffix(Guesser):
                 continue
             tokens = text.tokens
             for index in text.occurrences(own):
-                # A match of `best` tokens must agree here. Near the text's beginning the index wraps around; a match
-                # that passes by chance is then found to be shorter.
-                if best and tokens[index - best] != own[-best]:
-                    continue
-                length, limit = 1, min(MAX_MATCH, index, len(own))
+                if best and (index < best or tokens[index - best : index] != own[-best:]):
+                    continue  # the match is shorter
+                length, limit = best or 1, min(MAX_MATCH, index, len(own))
                 while length < limit and tokens[index - 1 - length] == own[-1 - length]:
                     length += 1
                 if length > best:
                     best, places = length, []
                 if length == best:
                     places.append((tokens, index))
-        return places, best
+        return (places, ()), best
 
     def _following(self, max_depth: int, node: Node) -> list[tuple[int, float, Node]]:
         places, path = node
         depth, own = len(path), self._text.tokens
         if depth == max_depth:
             return []
-        groups: dict[int, list[Place]] = {}
+        groups: dict[int, list[Place]] = {}  # by next token
         for place in places:
             tokens, index = place[0], place[1] + depth
             # Only the request's own text does not end in END.
@@ -121,9 +119,11 @@ class SuffixDrafter(GuessDrafter[Suffix]):
 
     def forget(self, sequence: Sequence) -> None:
         """Keep the output if the sequence has ended; one that lost its memory will end later."""
-        if sequence.state is State.FINISHED and self.knows(sequence):
-            self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])
-        super().forget(sequence)
+        try:
+            if sequence.state is State.FINISHED and self.knows(sequence):
+                self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])
+        finally:
+            super().forget(sequence)
 
     def guess_in_pause(self, sequence: Sequence, k: int) -> list[int]:
         return self.catch_up(sequence).guess_from_longer(k)

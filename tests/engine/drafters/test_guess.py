@@ -92,12 +92,9 @@ def test_tokens_before_the_lookback_are_not_fed() -> None:
 class Pronged(Echo):
     """Knows every latest token as a continuation, if it may branch."""
 
-    def guess_tree(self, nodes: int) -> tuple[list[int], Parents]:
-        tokens = self.guess(nodes)
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        tokens = self.guess(nodes if shape is None else shape.count(ROOT))
         return tokens, (ROOT,) * len(tokens)
-
-
-ANY = (ROOT,)  # a guesser makes a tree of its own where some tree is wanted
 
 
 def test_trees_where_they_are_allowed() -> None:
@@ -105,17 +102,35 @@ def test_trees_where_they_are_allowed() -> None:
     drafter = GuessDrafter(lambda _: Pronged(), CPU)
     sequences = [make_sequence(i, [1, 2, 3]) for i in range(5)]
     sequences[3].verifier = "block"
-    batch = replace(make_batch(*sequences), shapes=(ANY, None, ANY, ANY, ANY))
+    batch = replace(make_batch(*sequences), branches=(True, False, True, True, True))
     draft = drafter.propose(batch, [3, 3, 1, 3, 0])
     check_draft(draft, [3, 3, 1, 3, 0], CPU)
     assert draft.trees == {0: (ROOT,) * 3}
     assert rows(draft) == [[1, 2, 3], [1, 2, 3], [3], [1, 2, 3], []]
 
 
+def test_trees_of_a_wanted_shape() -> None:
+    drafter = GuessDrafter(lambda _: Pronged(), CPU)
+    sequences = [make_sequence(i, [1, 2, 3]) for i in range(3)]
+    batch = replace(make_batch(*sequences), shapes=((ROOT, 0, ROOT), None, (ROOT, 0, 0)))
+    draft = drafter.propose(batch, [3, 3, 3])
+    assert draft.trees == {0: (ROOT, ROOT)}
+    assert rows(draft) == [[2, 3], [1, 2, 3], [3]]
+
+
+def test_an_offer_for_a_wanted_tree_is_not_cut_to_a_chain() -> None:
+    drafter = GuessDrafter(lambda _: Echo(most=1), CPU)
+    chained, branched, silent = make_sequence(0, [1, 2]), make_sequence(1, [1, 2]), make_sequence(2, [])
+    branched.tree = silent.tree = (ROOT, ROOT, ROOT)
+    assert [drafter.offer(s, 3).max_k for s in (chained, branched, silent)] == [1, 3, 0]
+
+
 def test_a_guesser_that_knows_no_branches_makes_a_chain() -> None:
-    drafter, _ = echoes()
-    draft = drafter.propose(replace(make_batch(make_sequence(0, [1, 2])), shapes=(ANY,)), [2])
-    assert (rows(draft), draft.trees) == ([[1, 2]], {})
+    """As long as that of the wanted shape's first children."""
+    for wanted in ({"branches": (True,)}, {"shapes": ((ROOT, ROOT, 1, 0),)}):
+        drafter, _ = echoes()
+        draft = drafter.propose(replace(make_batch(make_sequence(0, [1, 2, 3])), **wanted), [4])
+        assert (rows(draft), draft.trees) == ([[1, 2, 3] if "branches" in wanted else [2, 3]], {})
 
 
 def test_a_pause_and_an_offer_hold_for_trees_too() -> None:
@@ -130,7 +145,7 @@ def test_a_pause_and_an_offer_hold_for_trees_too() -> None:
     told = []
     for _ in range(5):
         offer = drafter.offer(sequence, 2)
-        batch = replace(make_batch(sequence), shapes=(ANY,))
+        batch = replace(make_batch(sequence), branches=(True,))
         draft = drafter.propose(batch, [2])
         assert draft.ks == (offer.max_k,)
         drafter.observe(batch, make_verdict(0))

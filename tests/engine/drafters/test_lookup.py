@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import trees
 from engine.drafters import lookup as lookup_module
 from engine.drafters.lookup import Lookup, lookup_drafter
-from tests.engine.drafters.grown import Path, all_values, check_grown
+from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
 
@@ -73,13 +74,15 @@ def branch_shares(tokens: list[int], path: Path, sources: int = 16) -> list[tupl
 def test_a_tree_has_the_best_continuations(monkeypatch: pytest.MonkeyPatch, sources: int) -> None:
     monkeypatch.setattr(lookup_module, "MAX_SOURCES", sources)
 
-    @given(st.lists(st.integers(0, 1), max_size=30), st.integers(1, 8))
-    @settings(deadline=None, derandomize=True, max_examples=100)
-    def check(tokens: list[int], size: int) -> None:
+    @given(st.lists(st.integers(0, 1), max_size=30), st.integers(1, 8), shapes())
+    @settings(deadline=None, derandomize=True, max_examples=60)
+    def check(tokens: list[int], size: int, shape: trees.Parents) -> None:
         values = all_values(lambda path: branch_shares(tokens, path, sources) if len(path) < size else [])
         tree = pushed(tokens).guess_tree(size)
         check_grown(tree, size, values)
         assert tree[0][:1] == pushed(tokens).guess(1)
+        filled = pushed(tokens).guess_tree(len(shape), shape)
+        check_filled(filled, shape, lambda path: branch_shares(tokens, path, sources))
 
     check()
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import trees
 from engine.drafters.ngram import NGrams, ngram_drafter
-from tests.engine.drafters.grown import Path, all_values, check_grown
+from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
 
@@ -67,13 +68,16 @@ def test_the_counts_are_those_of_the_window(tokens: list[int], window: int) -> N
     assert all(held.values())  # no context is kept without a continuation
 
 
-@given(TEXTS, WINDOWS, st.integers(1, 12))
+@given(TEXTS, WINDOWS, st.integers(1, 12), shapes())
 @settings(deadline=None, derandomize=True, max_examples=100)
-def test_a_tree_has_the_most_frequent_continuations(tokens: list[int], window: int, size: int) -> None:
+def test_a_tree_has_the_most_frequent_continuations(
+    tokens: list[int], window: int, size: int, shape: trees.Parents
+) -> None:
     ngrams = pushed(tokens, window)
     tree = ngrams.guess_tree(size)
     check_grown(tree, size, all_values(lambda path: branch_shares(tokens, window, path)))
     assert tree[0][:1] == ngrams.guess(1)
+    check_filled(ngrams.guess_tree(len(shape), shape), shape, lambda path: branch_shares(tokens, window, path))
 
 
 @given(TEXTS, WINDOWS, st.integers(0, 6))

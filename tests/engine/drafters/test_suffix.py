@@ -15,7 +15,7 @@ from engine.drafters.indexed_text import IndexedText
 from engine.drafters.suffix import Suffix, SuffixDrafter
 from engine.sequence import Sequence
 from engine.types import Verifier
-from tests.engine.drafters.grown import Path, all_values, check_grown
+from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import make_batch, make_verdict, play, rows
 from tests.engine.driving import make_sequence
 
@@ -87,15 +87,16 @@ class SlowSearch:
 def test_guesses_are_those_of_a_search_of_the_whole_text(monkeypatch: pytest.MonkeyPatch, candidates: int) -> None:
     monkeypatch.setattr(indexed_text, "CANDIDATES", candidates)
 
-    @given(TEXT, OUTPUTS, st.integers(0, 12))
-    @settings(deadline=None, derandomize=True, max_examples=300)
-    def check(own: list[int], outputs: list[list[int]], size: int) -> None:
+    @given(TEXT, OUTPUTS, st.integers(0, 12), shapes())
+    @settings(deadline=None, derandomize=True, max_examples=150)
+    def check(own: list[int], outputs: list[list[int]], size: int, shape: trees.Parents) -> None:
         guesser, search = suffix(own, outputs), SlowSearch(own, outputs, candidates)
         assert guesser.guess(size) == search.chain(size)
         tree = guesser.guess_tree(size)
         check_grown(tree, size, all_values(search.children))
         assert max(trees.depths(tree[1]), default=0) <= 4 * search.length
         assert bool(tree[0]) == bool(guesser.guess(size))
+        check_filled(guesser.guess_tree(len(shape), shape), shape, search.children)
         assert guesser.guess_tree(size) == tree  # guessing changes nothing
 
     check()
@@ -112,9 +113,10 @@ def test_a_match_is_counted_up_to_32_tokens() -> None:
     [
         ([1, 2, 3, 9, 1, 2, 3], (), [9, 1, 2, 3], (-1, 0, 1, 2)),
         ([7, 7, 7], (), [7] * 4, (-1, 0, 1, 2)),  # the copy goes on with the draft
-        ([5, 1, 8, 1, 8, 1, 9, 4, 1], (), [8, 1, 9, 9], (-1, 0, -1, 1)),  # 8 twice, 9 once
+        ([5, 1, 8, 1, 8, 1, 9, 4, 1], (), [8, 1, 9, 9], (-1, 0, 1, -1)),  # 8 twice, 9 once
         ([5, 1, 8], ([4, 8, 2], [4, 8, 3]), [3, 2], (-1, -1)),  # the later output first
         ([5, 1, 8], ([4, 8], [4, 8]), [], ()),  # an output ends there
+        ([7] * 12, ([7], [7, 8]), [7] * 4, (-1, 0, 1, 2)),  # outputs that are shorter than the match
         ([1, 2], (), [], ()),
         ([], ([1],), [], ()),
     ],
