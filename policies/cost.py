@@ -3,9 +3,6 @@
 Rounds teach ratios of measured to profiled seconds, so that rounds which were never tried keep the profile's shape.
 Without a profile, a forward of the draft model is taken to cost a tenth of the target's pass over one token, and every
 further token of that pass a fiftieth, until rounds show otherwise.
-
-Sources: medians over buckets, and an isotonic fit over tokens by pooling adjacent violators (Barlow et al. 1972,
-Statistical Inference under Order Restrictions, section 1.2).
 """
 
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import FEW, WINDOW, Corrections, HostWork, isotonic
+from policies.corrections import FEW, WINDOW, Corrections, HostWork
 from policies.draft_cost import TOKEN_SHARE, DraftCost
 from policies.observation import UNREAD, Floats, RoundCost, Timing
 
@@ -32,7 +29,7 @@ class CostModel:
         """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
-        self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
+        self._score, self._draft = Corrections(), Corrections()
         self._host = HostWork()
         self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
         self._rounds = 0  # learned from
@@ -57,7 +54,7 @@ class CostModel:
 
     def refresh(self) -> None:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
-        for learned in (self._score, self._mixed, self._draft, self._host):
+        for learned in (self._score, self._draft, self._host):
             learned.refresh()
         self._known.clear()
 
@@ -90,24 +87,23 @@ class CostModel:
         drafts = np.arange(1 + batch * self._depth, dtype=np.float64)
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
-        learned = self._mixed if prefill and self._mixed.samples else self._score
         keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
-        visited = [known for key in keys if (known := learned.known(key)) is not None]
+        visited = [known for key in keys if (known := self._score.known(key)) is not None]
         if not visited:
-            return profiled * learned.factor(keys[0])
-        # The factors at the visited numbers of tokens must not make a longer pass shorter. Between these numbers the
-        # factor is interpolated, so that the profile keeps its shape, steps included.
-        factors, places, rounds = np.array(visited).T
-        marks = np.clip(2**places, tokens[0], tokens[-1])
-        at_marks = np.interp(marks, tokens, profiled)
-        fitted = isotonic(at_marks * factors, rounds) / at_marks
-        return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted))
+            return profiled * self._score.factor(keys[0])
+        # Between the visited numbers of tokens the factor is interpolated, so that the profile keeps its shape, steps
+        # included. The factors must not make a longer pass shorter.
+        factors, places = np.array(visited).T
+        return np.maximum.accumulate(profiled * np.interp(tokens, 2**places, factors))
 
     def _correct(self, timing: Timing) -> None:
+        """Prompts' tokens cost less than drafts, so a round with prompts teaches nothing about the target's pass."""
         batch = bucket(timing.batch)
-        tokens = timing.batch + timing.drafts + timing.prefill
-        learned = self._mixed if timing.prefill else self._score
-        learned.observe((batch, bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
+        if not timing.prefill:
+            tokens = timing.batch + timing.drafts
+            self._score.observe(
+                (batch, bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens)
+            )
         if timing.forwards and timing.read <= UNREAD * timing.drafts:  # otherwise it shows how the model reads a prompt
             model, step, token = self._draft_cost.cost(timing.batch)
             predicted = model + timing.forwards * step + timing.read * token
