@@ -37,6 +37,8 @@ SWITCH = 0.02  # chance per round that a sequence's text turns into another samp
 
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0 ** np.arange(-7.0, 3.51, 0.5)  # hazards: acceptance from 0.997 to 0.008
 
+REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
+
 
 def _base_law() -> Floats:
     octaves = np.log2(LEVELS / -np.log(BASE_RATE))
@@ -65,7 +67,7 @@ class Population:
         if not outcomes:
             return
         accepted, rejected, rounds = np.array(list(outcomes.values())).T
-        likelihood = np.outer(rejected, np.log(-np.expm1(-LEVELS))) - np.outer(accepted, LEVELS)
+        likelihood = np.outer(rejected, REJECTED) - np.outer(accepted, LEVELS)
         beliefs = self.believed(outcomes) * np.exp(likelihood - likelihood.max(1, keepdims=True))
         beliefs /= beliefs.sum(1, keepdims=True)
         self.beliefs.update(zip(outcomes, beliefs, strict=True))

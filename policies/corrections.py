@@ -47,21 +47,18 @@ class Corrections:
 
     def __init__(self) -> None:
         self._ratios = Medians()  # logarithms of measured over profiled seconds
-        self._places = Medians()
-        self._recent = Medians()  # ratios of all kinds together
+        self._recent = Medians()  # the same, of all kinds together
 
-    def observe(self, key: Key, realised: float, profiled: float, place: float) -> None:
-        """place: where the round lies within its kind, in any unit."""
+    def observe(self, key: Key, realised: float, profiled: float) -> None:
         if realised > 0 and profiled > 0:
             ratio = log(realised / profiled)
             self._ratios.add(key, ratio)
-            self._places.add(key, place)
             self._recent.add((), ratio)
 
     def refresh(self) -> None:
         """Use what was observed from here on."""
-        for medians in (self._ratios, self._places, self._recent):
-            medians.refresh()
+        self._ratios.refresh()
+        self._recent.refresh()
 
     def values(self) -> list[float]:
         """Logarithms of the factors of all kinds that are known."""
@@ -70,10 +67,9 @@ class Corrections:
     def factor(self, key: Key) -> float:
         return exp(self._ratios.known.get(key, self._recent.known.get((), 0.0)))
 
-    def known(self, key: Key) -> tuple[float, float] | None:
-        """(factor, place) of a kind; None before a refresh has followed its first FEW rounds."""
-        ratio = self._ratios.known.get(key)
-        return None if ratio is None else (exp(ratio), self._places.known[key])
+    def known(self, key: Key) -> bool:
+        """Whether a refresh has followed the first FEW rounds of a kind."""
+        return key in self._ratios.known
 
 
 class HostWork:

@@ -88,26 +88,25 @@ class CostModel:
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
-        visited = [known for key in keys if (known := self._score.known(key)) is not None]
+        visited = [key for key in keys if self._score.known(key)]
         if not visited:
             return profiled * self._score.factor(keys[0])
         # Between the visited numbers of tokens the factor is interpolated, so that the profile keeps its shape, steps
         # included. The factors must not make a longer pass shorter.
-        factors, places = np.array(visited).T
-        return np.maximum.accumulate(profiled * np.interp(tokens, 2**places, factors))
+        places = [2.0 ** (n / 2) for _, n in visited]
+        factors = np.interp(tokens, places, [self._score.factor(key) for key in visited])
+        return np.maximum.accumulate(profiled * factors)
 
     def _correct(self, timing: Timing) -> None:
         """Prompts' tokens cost less than drafts, so a round with prompts teaches nothing about the target's pass."""
         batch = bucket(timing.batch)
         if not timing.prefill:
-            tokens = timing.batch + timing.drafts
-            self._score.observe(
-                (batch, bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens)
-            )
+            key = batch, bucket(timing.batch + timing.drafts)
+            self._score.observe(key, timing.score_s, self._pass_cost.round_seconds(timing))
         if timing.forwards and timing.read <= UNREAD * timing.drafts:  # otherwise it shows how the model reads a prompt
             model, step, token = self._draft_cost.cost(timing.batch)
             predicted = model + timing.forwards * step + timing.read * token
-            self._draft.observe((batch,), timing.draft_s, float(predicted), log2(timing.batch))
+            self._draft.observe((batch,), timing.draft_s, float(predicted))
 
 
 class Curve(NamedTuple):

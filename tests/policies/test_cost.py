@@ -260,7 +260,7 @@ def test_a_few_rounds_count_and_fewer_do_not(rounds: int, known: bool) -> None:
     host, factors = corrections.HostWork(), corrections.Corrections()
     for _ in range(rounds):
         host.observe(Machine().round((0,) * 4))
-        factors.observe((4, 0), realised=3e-3, profiled=2e-3, place=4.0)
+        factors.observe((4, 0), realised=3e-3, profiled=2e-3)
     host.refresh()
     factors.refresh()
     assert (host.seconds(4)[0] > 0) == known
