@@ -68,6 +68,11 @@ class SpecControl:
             return 0
         return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
 
+    def keeps_choice(self, handles: Sequence[int], drafters: Sequence[str | None]) -> bool:
+        """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""
+        held = self._held
+        return held is not None and held.suits(handles) and held.drafters.issuperset(filter(None, drafters))
+
     def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
         """k for each candidate of a round whose pass reads about `prefill` tokens of prompts as well."""
         if not candidates:
@@ -92,7 +97,8 @@ class SpecControl:
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
         more = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
-        self._held = HeldChoice(decision, places, more, choice.newcomer_k)
+        drafters = frozenset(c.source for c in candidates if c.source is not None and c.gap)
+        self._held = HeldChoice(decision, places, more, choice.newcomer_k, drafters)
         if choice.rests and not choice.ks.any():
             self.rest = self._new_rest(decision, candidates, choice.rests)
         return decision

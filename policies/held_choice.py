@@ -74,6 +74,7 @@ class HeldChoice:
     places: dict[int, int]  # handle → place in the decision
     rounds_left: int  # rounds that it may still be used for
     newcomer_k: int  # k of sequences that join
+    drafters: frozenset[str] = frozenset()  # drafters of a model for these sequences: they have no guesses
     same: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts in the rounds that it was used for, while `same`
     expected: float = 0.0  # the same, as predicted
@@ -89,10 +90,13 @@ class HeldChoice:
 
         It may not while a candidate's drafter has its own guess, because the length of that guess changes every round.
         """
-        if self.rounds_left <= 0 or any(candidate.guessed for candidate in candidates):
-            return False
-        newcomers = sum(candidate.handle not in self.places for candidate in candidates)
-        return newcomers * PER_NEWCOMER <= len(candidates)
+        guessed = any(candidate.guessed for candidate in candidates)
+        return not guessed and self.suits([candidate.handle for candidate in candidates])
+
+    def suits(self, handles: Sequence[int]) -> bool:
+        """Whether it may be used for one more round of these sequences, if none has a guess."""
+        newcomers = sum(handle not in self.places for handle in handles)
+        return self.rounds_left > 0 and newcomers * PER_NEWCOMER <= len(handles)
 
     def reuse(self, candidates: Sequence[Candidate], depth: int) -> Decision:
         """The decision for those candidates, within their present limits. depth: the policy's maximum."""
