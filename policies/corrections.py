@@ -11,7 +11,7 @@ from policies.observation import Timing
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
 FEW = 4  # rounds from which on their median is used
-STALE = 1024  # rounds of other kinds after which a kind is forgotten: the machine may have changed in the meantime
+STALE = 1024  # rounds of other kinds after which a kind is forgotten, and after which a few rounds go without drafts
 
 Key = tuple[int, ...]
 

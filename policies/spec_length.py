@@ -11,6 +11,7 @@ from sys import maxsize
 import numpy as np
 
 from policies.config import PolicyConfig, PolicyName
+from policies.corrections import STALE
 from policies.observation import Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
 from policies.planner import evaluate, lone_ks, plan, seconds
 from policies.reasons import Reason
@@ -19,7 +20,6 @@ Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
-PLAIN_EVERY = 1024  # rounds of a batch that drafts, until some without drafts show again whether drafts pay
 PROBE_DRAFTS = 4  # drafts of a probe: several outcomes for one reading of the gap
 
 
@@ -81,8 +81,7 @@ class Optimal:
 
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         by_model = observation.gaps > 0
-        drafting = by_model & ((observation.fixed > 0) | (observation.fixed < 0) & (observation.limits > 0))
-        ratio = _draft_ratio(observation.cost, int(drafting.sum()))
+        ratio = _draft_ratio(observation.cost, int((by_model & (observation.limits > 0)).sum()))
         ks = _within(observation, _theorem(observation, np.where(by_model, ratio, 0.0)))
         lone = _theorem(observation, np.where(by_model, _draft_ratio(observation.alone, 1), 0.0))
         return Choice(ks, _reasons(observation, ks, lone)), budget
@@ -148,11 +147,11 @@ class Goodput:
 
     def _in_doubt(self, observation: Observation, ks: Ints) -> bool:
         """Whether rounds without drafts are to be measured: they are due, and cost a quarter of the share at most."""
-        measured = observation.undrafted is not None and observation.undrafted < PLAIN_EVERY
+        measured = observation.undrafted is not None and observation.undrafted < STALE
         if measured or (observation.fixed > 0).any():
             return False
         gain = evaluate(observation, ks).goodput / evaluate(observation, np.zeros_like(ks)).goodput
-        return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * PLAIN_EVERY
+        return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * STALE
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""

@@ -8,9 +8,10 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import SpecControl
+from policies.corrections import STALE
 from policies.held_choice import PER_NEWCOMER, Rest
 from policies.observation import Drafted, Timing
-from policies.spec_length import HOLDS, PLAIN_EVERY, PROBE_EVERY, Goodput
+from policies.spec_length import HOLDS, PROBE_EVERY, Goodput
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
 from tests.policies.test_spec_length import choose
@@ -128,8 +129,8 @@ def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
     ("alpha", "undrafted", "share", "drafts"),
     [
         (0.5, None, 0.01, False),  # they gain a little, and plain rounds were never measured
-        (0.5, PLAIN_EVERY, 0.01, False),
-        (0.5, PLAIN_EVERY - 1, 0.01, True),
+        (0.5, STALE, 0.01, False),
+        (0.5, STALE - 1, 0.01, True),
         (0.5, None, 0.0, True),
         (0.99, None, 0.01, True),  # they gain too much for that
     ],
