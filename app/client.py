@@ -29,11 +29,13 @@ class ModelCard:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's, for fields left out
     reasoning_tags: tuple[str, str] | None = None  # around the model's reasoning in a chat; None: not told apart
     has_chat_template: bool = False  # the checkpoint's or the operator's; else chats are written as transcripts
+    trees: bool = True  # whether a request may ask for trees of drafts
 
     @property
     def capabilities(self) -> Capabilities:
         """The part of the card that `resolve` needs."""
-        return Capabilities(self.drafters, self.drafter, self.verifier, self.max_spec_length, self.policy != "off")
+        policy_drafts = self.policy != "off"
+        return Capabilities(self.drafters, self.drafter, self.verifier, self.max_spec_length, policy_drafts, self.trees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class LocalClient:
             sampling_defaults=engine.sampling_defaults,
             reasoning_tags=chat.reasoning_tags,
             has_chat_template=chat.template is not None or "default" in engine.tokenizer.chat_templates,
+            trees=can.trees,
         )
         self._tokenizer = engine.tokenizer
         template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)

@@ -191,7 +191,7 @@ class Engine:
             committed.text,
             logprobs=outcome.logprobs[i][: len(committed.tokens)],
             prompt_logprobs=prompt_logprobs,
-            drafts=tuple(verdict.drafts[i]),
+            drafts=outcome.decided_drafts(i),
             accepted=verdict.accepted[i],
         )
         if committed.finish_reason is None:

@@ -51,6 +51,7 @@ class Intake:
             verifier=self._config.verifier,
             max_spec_length=self.max_spec_length,
             policy_drafts=self.policy.drafts,
+            trees=not self._config.deterministic,
         )
 
     def check(self, *requests: Request) -> None:
@@ -122,6 +123,7 @@ class Intake:
             predicted=bool(request.prediction_ids),
             lenience=request.lenience,
             temperature=request.params.temperature,
+            tree=request.tree,
         )
         return resolve(fields, self.capabilities)
 
@@ -171,6 +173,7 @@ class Intake:
             max_k=request.max_k,
             prediction=request.prediction_ids,
             lenience=request.lenience,
+            tree=plan.tree,
             cache_salt=request.cache_salt,
             group=request.group or request.id,
             deadline=None if within is None else record.arrived + within,

@@ -45,6 +45,8 @@ class Ledger:
             began_us=self._began_ns // 1000 - round(1e6 * record.arrived),
             draft_us=outcome.draft_us,
             score_us=outcome.score_us,
+            tree=outcome.draft.trees.get(i, ()),
+            path=tuple(outcome.verdict.paths.get(i, ())),
         )
         self._noted.append((record, noted))
 
@@ -57,7 +59,7 @@ class Ledger:
     def settle(self) -> tuple[int, tuple[RoundRecord, ...]]:
         """End the step: add the noted rounds to their records. Returns (microseconds of the step, its rounds)."""
         (noted, self._noted), step_us = (self._noted, []), self.spent_us
-        parts = tuple(RoundRecord(*part[:-1], step_us) for _, part in noted)  # step_us is their last field
+        parts = tuple(RoundRecord(*part[:-3], step_us, *part[-2:]) for _, part in noted)  # quicker than _replace
         for (record, _), part in zip(noted, parts, strict=True):
             record.add(part)
         return step_us, parts

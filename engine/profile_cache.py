@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from engine.models.product_times import UNUSABLE, cache_folder, cpu_model, replace_file
+from engine.kept_files import UNUSABLE, cache_folder, replace_file
+from engine.models.product_times import cpu_model
 from engine.models.runner import Runner
 from policies.observation import Timing
 

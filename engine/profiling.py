@@ -61,8 +61,8 @@ def profile(
     """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
     without the host's work around them. No other sequence may hold memory during this.
 
-    A profile of all shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts if
-    they agree with it. kept: whether to look for it, as a start does.
+    The profile of most shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts
+    if they agree with it. kept: whether to look for it, as a start does.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
@@ -102,8 +102,8 @@ def profile(
         return []
     log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(measured), wanted, perf_counter() - began)
     timings = list(measured.values())
-    # A later profile has no memory but what requests leave: it replaces none of more shapes.
-    if len(measured) == wanted > 1 and (kept or wanted >= len(file.read())):
+    # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
+    if len(measured) > 1 and (kept or len(measured) >= len(file.read())):
         file.write(timings)
     return timings
 

@@ -11,6 +11,7 @@ from time import perf_counter_ns
 
 from torch import Tensor
 
+from engine import trees
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
@@ -46,6 +47,14 @@ class Outcome:
     score_us: int
     target_forward_us: int
 
+    def decided_drafts(self, i: int) -> tuple[int, ...]:
+        """The i-th sequence's drafts: all of a chain; of a tree those on the accepted path and those rejected behind
+        it."""
+        drafts = self.verdict.drafts[i]
+        if i not in self.draft.trees:
+            return tuple(drafts)
+        return tuple(drafts[node] for node in trees.decided(self.draft.trees[i], self.verdict.paths[i]))
+
 
 def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     """Run one speculative round (Leviathan et al. 2023, Algorithm 1), each sequence with its request's verifier."""
@@ -53,7 +62,8 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
     sampler = Sampler(sequences, planned_ks, target.vocab_size, target.device)
-    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices))
+    shapes = tuple(s.shape for s in slices) if any(s.sequence.tree for s in slices) else ()
+    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes)
     started = perf_counter_ns()
 
     draft = _propose(drafter, batch, planned_ks)
@@ -119,11 +129,12 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
 
 
 def _make_feeds(plan: Plan, draft: Draft) -> list[Feed]:
-    ks = iter(draft.ks)
+    drafted = enumerate(draft.ks)
     feeds = []
     for s in plan.slices:
-        k = next(ks) if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs=k + 1 if s.emits else 0, prompt_rows=s.prompt_rows))
+        i, k = next(drafted) if s.emits else (-1, 0)
+        outputs = k + 1 if s.emits else 0
+        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, draft.trees.get(i)))
     return feeds
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 from cache.protocol import CacheFull
 from engine.models.runner import Runner
 from engine.sequence import Sequence, State
+from engine.trees import Parents
 from policies.held_choice import Decision
 from policies.reasons import Reason
 
@@ -32,6 +33,12 @@ class Slice:
     reason: Reason | None = None  # why k is no larger; None: the policy did not choose k
     alpha: float = 0.0  # estimated chance that the first draft is accepted
     confidence: float = 0.0  # joint confidence below which the draft model stops; 0: it does not stop
+
+    @property
+    def shape(self) -> Parents | None:
+        """The tree of drafts that is wanted, cut to k nodes; None: a chain."""
+        tree = self.sequence.tree
+        return None if tree is None else tree[: self.k]
 
 
 @dataclass(frozen=True, slots=True)

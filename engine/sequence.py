@@ -7,6 +7,7 @@ from engine.detokenize import TextStream
 from engine.drafters.translation import DraftText
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.penalties import History
+from engine.trees import Parents
 from engine.types import (
     DrafterName,
     FinishReason,
@@ -50,6 +51,7 @@ class Sequence:
     max_k: int | None = None  # the largest k that the policy may choose; None: the engine's limit
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact
+    tree: Parents | None = None  # the shape of its drafts, if its request fixes it; None: chains
     cache_salt: str = ""  # prefixes are shared between sequences of the same salt only
     group: str = ""  # all choices of one client's request; the scheduler treats groups alike
     deadline: float | None = None  # monotonic seconds after which it ends with an error

@@ -3,12 +3,14 @@
 Standard library only: the HTTP edge imports this module.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.trees import Parents, branching, count_nodes
 from engine.types import VERIFIERS, DrafterName, InvalidRequest, Verifier
 
 DEFAULT_SPEC_LENGTH = 5  # drafts per round for a request that names a drafter where the policy never drafts
 FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the drafters that read the client's guess
+FOR_TREES: tuple[Verifier, ...] = ("match", "rejection")  # the verifiers that decide about trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class SpeculationFields:
     lenience: float | None = None
     temperature: float = 1.0
     auto: bool = False  # the policy chooses k even where it never drafts
+    tree: tuple[int, ...] | None = None  # children of each node of depth 0, 1, …; None: chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Capabilities:
     verifier: Verifier  # for requests that do not say
     max_spec_length: int  # the largest k; 0 without a drafter
     policy_drafts: bool  # whether the policy ever drafts for requests that do not fix their k
+    trees: bool = True  # whether a round may check a tree of drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Speculation:
     k_max: int  # the most that it may get
     drafter: DrafterName | None  # None: it gets no drafts
     verifier: Verifier
+    tree: Parents | None = None  # the shape of its drafts, k nodes; None: a chain
 
 
 def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = False) -> Speculation:
@@ -52,16 +57,45 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
     Raises InvalidRequest, with the field's name in the client's vocabulary, for what this server cannot do. strict:
     also refuses a field that would have no effect, as the HTTP API promises.
     """
+    tree = None if fields.tree is None else _tree(fields, fields.tree, can)
+    if tree is not None:
+        fields = replace(fields, k=len(tree))
     _check_k(fields, can)
     if strict:
         _check_effect(fields, can)
-    plan = _plan(fields, can)
+    plan = replace(_plan(fields, can), tree=tree)
     _check_names(fields, plan, can)
+    if tree is not None and plan.verifier not in FOR_TREES:
+        raise InvalidRequest(
+            f"a tree needs verifier {' or '.join(map(repr, FOR_TREES))}; this request's is {plan.verifier!r}",
+            "speculation.tree",
+        )
     if fields.predicted:
         _check_prediction(fields, plan, can)
     if fields.lenience is not None:
         _check_lenience(fields.lenience, plan, fields.temperature)
     return plan
+
+
+def _tree(fields: SpeculationFields, widths: tuple[int, ...], can: Capabilities) -> Parents:
+    """The shape with so many children for each node, by depth. Raises InvalidRequest."""
+    name = "speculation.tree"
+    if not widths or any(width < 1 for width in widths):
+        raise InvalidRequest(f"{name} {list(widths)} must name at least one child for each depth, as [3, 2, 1]", name)
+    if not can.trees:
+        raise InvalidRequest(f"{name} is not possible on this server, whose results are deterministic", name)
+    if fields.k is not None or fields.max_k is not None or fields.auto:
+        raise InvalidRequest(f"{name} fixes the drafts of a round: leave out k, max_k and the modes auto and off", name)
+    if fields.drafter == "prediction":
+        raise InvalidRequest(f"{name} needs a drafter with several guesses; 'prediction' has one", name)
+    if fields.lenience is not None:
+        raise InvalidRequest("lossy does not work with trees", "lossy")
+    nodes = count_nodes(widths, can.max_spec_length)
+    if nodes > can.max_spec_length:
+        raise InvalidRequest(
+            f"{name} {list(widths)} has more drafts than this server's maximum, {can.max_spec_length}", name
+        )
+    return branching(widths)
 
 
 def _plan(fields: SpeculationFields, can: Capabilities) -> Speculation:

@@ -4,7 +4,8 @@ from collections.abc import Sequence as Seq
 from time import perf_counter_ns
 
 from cache.protocol import KVCache
-from engine.drafters.base import NO_OFFER, Drafter, Offer
+from engine import trees
+from engine.drafters.base import NO_OFFER, Draft, Drafter, Offer
 from engine.round import Outcome
 from engine.scheduler import Slice
 from engine.sequence import Sequence
@@ -56,7 +57,7 @@ class Speculator:
         timing = Timing(
             batch=len(outcome.slices),
             drafts=sum(drafts.ks),
-            depth=max(drafts.ks, default=0),
+            depth=max((_depth(drafts, i) for i in range(len(drafts.ks))), default=0),
             prefill=prefill,
             forwards=drafts.steps,
             read=drafts.read,
@@ -117,5 +118,13 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
         return None
     if not draft.ks[i]:
         return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None
-    source = sequence.drafter if draft.proposers is None else draft.proposers[i]
-    return Drafted(sequence.handle, source or sequence.drafter, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
+    source = (sequence.drafter if draft.proposers is None else draft.proposers[i]) or sequence.drafter
+    if i in draft.trees:  # the chain of first children was accepted as far as the path follows it
+        trunk = trees.trunk(draft.trees[i])
+        followed = sum(node == other for node, other in zip(trunk, verdict.paths[i], strict=False))
+        return Drafted(sequence.handle, source, len(trunk), followed)
+    return Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
+
+
+def _depth(draft: Draft, i: int) -> int:
+    return max(trees.depths(draft.trees[i])) if i in draft.trees else draft.ks[i]

@@ -10,6 +10,7 @@ from math import isfinite
 from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
+from engine.trees import depths
 from policies.reasons import REASONS as REASONS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -167,6 +168,7 @@ class Request:
     )
     max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
     group: str = ""  # the same for all choices of one client's request, which share one group's part; "": alone
+    tree: tuple[int, ...] | None = None  # children of each draft of depth 0, 1, … in every round; None: chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,13 @@ class RoundRecord(NamedTuple):
     draft_us: int = 0  # as in StepStats, like the next two
     score_us: int = 0
     step_us: int = 0
+    tree: tuple[int, ...] = ()  # the drafts' parents, −1 for the committed text; (): a chain
+    path: tuple[int, ...] = ()  # the accepted drafts of a tree
+
+    @property
+    def depth(self) -> int:
+        """Positions that had a draft."""
+        return max(depths(self.tree)) if self.tree else self.drafted
 
     @property
     def overhead_us(self) -> int:
@@ -298,7 +307,7 @@ class Output:
     record: RequestRecord | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, if the request wants them
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
-    drafts: tuple[int, ...] = ()  # ids that were proposed in this round
+    drafts: tuple[int, ...] = ()  # ids proposed in this round; of a tree, only those on the accepted path and behind it
     accepted: int = 0  # how many of the first drafts were accepted, before a stop cut the text
 
 

@@ -45,10 +45,13 @@ class Rounds:
         self.rolled_back = make.count("specdec_rolled_back_tokens_total", "Drafts not accepted", "drafter")
         self.emitted = make.count("specdec_emitted_tokens_total", "Tokens that reached a client", "drafter")
         self.drafted_at = make.count(
-            "specdec_drafted_tokens_per_pos_total", "Rounds with at least so many drafts", "position"
+            "specdec_drafted_tokens_per_pos_total", "Rounds with a draft at this position", "position"
         )
         self.accepted_at = make.count(
             "specdec_accepted_tokens_per_pos_total", "Rounds in which at least so many were accepted", "position"
+        )
+        self.accepted_rank = make.count(
+            "specdec_tree_accepted_tokens_total", "Accepted drafts of trees by rank among siblings", "position", "rank"
         )
         self.decisions = make.count(
             "specdec_policy_decisions_total", "Rounds by why their sequence got so many drafts", "policy", "reason"

@@ -12,6 +12,7 @@ from app.metrics.families import ReplicaMetrics, Requests, Rounds, StepMetrics
 from app.metrics.instruments import Count, Exporter, Level, Maker, Spread
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
+from engine.trees import ranks
 from engine.types import DRAFTERS, REASONS, FinishReason, RequestRecord, RoundRecord, StepStats, acceptance_of
 
 OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected")
@@ -160,8 +161,13 @@ class Meter:
                 rounds.drafted.add(count * drafted, drafter)
                 rounds.accepted.add(count * accepted, drafter)
                 rounds.rolled_back.add(count * (drafted - accepted), drafter)
-        _add_at(rounds.drafted_at, [part.drafted for part in parts])
+        _add_at(rounds.drafted_at, [part.depth for part in parts])
         _add_at(rounds.accepted_at, [part.accepted for part in parts])
+        for part in parts:
+            if part.tree:
+                tree_ranks = ranks(part.tree)
+                for position, node in enumerate(part.path, start=1):
+                    rounds.accepted_rank.add(1, str(position), str(tree_ranks[node] + 1))
         policy = self._client.stats().policy
         for code, count in Counter(part.reason for part in parts).items():
             if code >= 0:

@@ -196,11 +196,16 @@ def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
         return {"choices": [{"index": index} | _steps([record]) for index, record in enumerate(records)]}
     (record,) = records
     verified = [part for part in record.rounds if part.drafted]
-    return {
+    steps: dict[str, Any] = {
         "per_step_accepted": [part.accepted for part in verified],
         "per_step_drafted": [part.drafted for part in verified],
         "rounds": public_columns(raw_columns(record.rounds)),
     }
+    if any(part.tree for part in record.rounds):
+        steps["trees"] = [
+            {"parents": list(part.tree), "accepted": list(part.path)} if part.tree else None for part in record.rounds
+        ]
+    return steps
 
 
 def _lengths(records: Sequence[RequestRecord]) -> list[int]:

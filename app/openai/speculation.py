@@ -15,8 +15,10 @@ class SpeculationOptions(Strict):
     """How to draft, and what to report about it. The server decides what a request leaves out.
 
     mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k is fixed; "off": no drafts.
-    Without a mode, k means "fixed", and without k the policy chooses. steps: the reply's metrics list every round
-    (replies.py). tokens: its choices list the origin of every token (origins.py). Both work in every mode.
+    Without a mode, k means "fixed", and without k the policy chooses.
+    tree: the children of each draft by depth; [3, 2] drafts three next tokens and two after each of them.
+    steps: the reply's metrics list every round (replies.py). tokens: its choices list the origin of every token
+    (origins.py). Both work in every mode.
     """
 
     mode: Literal["auto", "off", "fixed"] | None = None
@@ -24,6 +26,7 @@ class SpeculationOptions(Strict):
     max_k: Annotated[int, Field(ge=1)] | None = None
     drafter: DrafterName | None = None
     verifier: Verifier | None = None
+    tree: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
     steps: bool = False
     tokens: bool = False
 
@@ -51,6 +54,7 @@ class Drafting:
     verifier: Verifier | None = None
     prediction: str | None = None
     lenience: float | None = None
+    tree: tuple[int, ...] | None = None  # children of each draft, by depth; None: chains
 
 
 def settle(
@@ -69,6 +73,7 @@ def settle(
         options.verifier,
         None if prediction is None else prediction.content,
         None if lossy is None else lossy.lenience,
+        None if options.tree is None else tuple(options.tree),
     )
     fields = SpeculationFields(
         k=drafting.k,
@@ -79,6 +84,7 @@ def settle(
         lenience=drafting.lenience,
         temperature=temperature,
         auto=options.mode == "auto",
+        tree=drafting.tree,
     )
     resolve(fields, card.capabilities, strict=True)
     return drafting
@@ -92,6 +98,6 @@ def _k(options: SpeculationOptions) -> int | None:
         return 0
     if options.mode == "auto" and options.k is not None:
         raise InvalidRequest("with mode 'auto' the policy chooses k: max_k can bound it", "speculation.k")
-    if options.mode == "fixed" and options.k is None:
-        raise InvalidRequest("mode 'fixed' needs k", "speculation.k")
+    if options.mode == "fixed" and options.k is None and options.tree is None:
+        raise InvalidRequest("mode 'fixed' needs k or tree", "speculation.k")
     return options.k

@@ -45,12 +45,19 @@ class Usage(TypedDict):
     completion_tokens_details: NotRequired[PredictionTokens]
 
 
+@closed
+class TreeOfDrafts(TypedDict):
+    parents: list[int]  # by draft; −1: the committed text
+    accepted: list[int]  # drafts on the accepted path
+
+
 class Steps(TypedDict):
     """The rounds of one choice, if speculation.steps asked for them."""
 
     per_step_accepted: NotRequired[list[int]]
     per_step_drafted: NotRequired[list[int]]
     rounds: NotRequired[dict[str, list[Any]]]
+    trees: NotRequired[list[TreeOfDrafts | None]]  # by round; null: a chain
 
 
 @closed

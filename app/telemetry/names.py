@@ -134,6 +134,8 @@ ROUND_DRAFTER = "specdec.drafter.name"
 ROUND_REASON = "specdec.policy.reason"
 ROUND_ALPHA = "specdec.alpha.estimate"
 ROUND_BATCH = "specdec.batch.size"
+ROUND_TREE = "specdec.round.tree.parents"  # by draft, −1 for the committed text; absent for a chain
+ROUND_PATH = "specdec.round.tree.accepted"  # the accepted drafts of a tree
 
 # Attributes of an engine step's span. A round's span has STEP_INDEX too.
 STEP_INDEX = "specdec.step.index"

@@ -8,7 +8,7 @@ MAX_LENGTH = 2_048  # characters; Tempo cuts longer attributes
 MAX_ROWS = 26  # rounds with a row; the last LAST_ROWS rounds always have one
 LAST_ROWS = 8
 MAX_DRAWN = 16  # drafts that a row draws
-HEADING = "round   k accepted tokens     ms drafter    reason     drafts: + accepted, x rejected"
+HEADING = "round   k accepted tokens     ms drafter    reason     drafts: + accepted, x rejected, / next branch"
 
 
 def rounds_table(rounds: Sequence[RoundRecord]) -> str:
@@ -29,8 +29,16 @@ def _line(index: int, part: RoundRecord) -> str:
     drafter = DRAFTERS[part.proposer] if part.proposer >= 0 else "-"
     reason = REASONS[part.reason] if part.reason >= 0 else "-"
     numbers = f"{index:5} {k:>3} {_share(part.accepted, part.drafted):>8} {part.emitted:6} {part.step_us / 1000:6.1f}"
-    drawing = "+" * part.accepted + "x" * (part.drafted - part.accepted)
-    return f"{numbers} {drafter:10} {reason:10} {drawing[:MAX_DRAWN]}".rstrip()
+    return f"{numbers} {drafter:10} {reason:10} {_drawing(part)[:MAX_DRAWN]}".rstrip()
+
+
+def _drawing(part: RoundRecord) -> str:
+    """One sign per draft. A draft of a tree whose parent is not the draft before it begins a branch."""
+    if not part.tree:
+        return "+" * part.accepted + "x" * (part.drafted - part.accepted)
+    signs = ("+" if node in part.path else "x" for node in range(part.drafted))
+    branches = ("/" if 0 < node != parent + 1 else "" for node, parent in enumerate(part.tree))
+    return "".join(branch + sign for branch, sign in zip(branches, signs, strict=True))
 
 
 def _sum(rounds: Sequence[RoundRecord]) -> str:

@@ -155,6 +155,9 @@ def _round_piece(i: int, part: RoundRecord, arrived: float) -> Piece:
         attributes[name.ROUND_REASON] = REASONS[part.reason]
     if part.proposer >= 0:
         attributes[name.ROUND_DRAFTER] = DRAFTERS[part.proposer]
+    if part.tree:
+        attributes[name.ROUND_TREE] = part.tree
+        attributes[name.ROUND_PATH] = part.path
     began = arrived + part.began_us / 1e6
     return Piece(name.ROUND, began, began + part.step_us / 1e6, attributes)
 

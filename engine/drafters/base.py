@@ -12,6 +12,8 @@ from torch import Tensor
 from engine.sampling.acceptance import Verdict
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
+from engine.trees import Parents
+from engine.trees import check as check_tree
 from engine.types import DrafterName
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class DraftBatch:
     sequences: tuple[Sequence, ...]
     sampler: Sampler
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
+    shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,9 @@ class Draft:
     read: int = 0  # tokens that these forwards fed
     forward_us: int = 0  # time of these forwards
     failed: bool = False  # the drafter raised while proposing (then nothing is proposed) or while observing
+    # Index in the batch → the shape of its draft, ks[i] parents. A sequence that is not in here has a chain. A node's
+    # row of logq is the law that it was drawn from, given its siblings before it.
+    trees: Mapping[int, Parents] = field(default_factory=dict)
 
     @classmethod
     def none(cls, count: int, *, failed: bool = False) -> "Draft":
@@ -106,7 +112,16 @@ def check_draft(draft: Draft, max_ks: Seq[int], device: torch.device) -> None:
         raise ValueError(f"the drafter proposed {draft.ks} tokens in a table of shape {tuple(tokens.shape)}")
     if tokens.dtype is not torch.int64 or tokens.device.type != device.type:
         raise ValueError(f"the drafter's ids must be int64 on {device}, not {tokens.dtype} on {tokens.device}")
+    _check_trees(draft)
     _check_laws(draft, device)
+
+
+def _check_trees(draft: Draft) -> None:
+    """Raise ValueError unless each tree has one parent for each draft of its sequence."""
+    for i, parents in draft.trees.items():
+        if not 0 <= i < len(draft.ks) or len(parents) != draft.ks[i]:
+            raise ValueError(f"the drafter's tree {parents} of sequence {i} does not fit its drafts {draft.ks}")
+        check_tree(parents)
 
 
 def _check_laws(draft: Draft, device: torch.device) -> None:

@@ -1,10 +1,16 @@
 """A checkpoint's config.json, as far as it is checked without torch and transformers."""
 
+import hashlib
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError
+from engine.kept_files import UNUSABLE, cache_folder, replace_file
+
+log = logging.getLogger(__name__)
 
 # Families that engine/models/families.py describes; that module needs torch.
 MODEL_TYPES = (
@@ -33,3 +39,38 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     if native and (missing := [name for name in REQUIRED if given.get(name) is None]):
         raise ConfigError(f"{directory}: config.json lacks {', '.join(missing)}")
     return given
+
+
+def converted_config(
+    directory: Path, given: dict[str, Any], version: str, convert: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """config.json, read as `given`, with the defaults and conversions of this version of transformers.
+
+    `convert` imports transformers' classes, which takes two seconds, so its result is kept in a file. A config.json
+    that refers to other files is converted each time.
+    """
+    if "configuration_files" in given:
+        return convert()
+    key = hashlib.sha256(json.dumps([version, given]).encode()).hexdigest()
+    path = cache_folder() / f"config-{key[:16]}.json"
+    config = _kept_config(path, key)
+    if config is None:
+        config = json.loads(json.dumps(convert()))  # as a later start reads it
+        try:
+            replace_file(path, json.dumps({"key": key, "config": config}))
+        except OSError as error:
+            log.debug("the converted config.json of %s is not kept: %s", directory, error)
+    return config
+
+
+def _kept_config(path: Path, key: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["key"] != key or not isinstance(content["config"], dict):
+            raise ValueError("it is of another config.json")
+        return dict(content["config"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UNUSABLE as error:
+        log.warning("%s cannot be used, so config.json is converted again: %s", path, error)
+        return None

@@ -6,17 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ConfigError
 from engine.models.attention import Scoring
-from engine.models.config_file import MODEL_TYPES, read_config_file
+from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
 from engine.models.families import read_config
 from engine.models.mlp import Experts, GatedMLP, gating
@@ -27,6 +26,9 @@ from engine.models.quantized_checkpoints import QuantisedSource, quantisation
 from engine.models.rope import RopeSize, rotation_table, uses_long_factors
 from engine.models.shards import Part, Shards, TensorSource
 from engine.models.traits import ExpertTraits
+
+if TYPE_CHECKING:  # transformers' configuration classes take two seconds to import
+    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class Checkpoint:
 def open_checkpoint(directory: str) -> Checkpoint:
     """Read and check config.json. Raises ConfigError if it is malformed or needs what the decoder does not have."""
     path = Path(directory)
-    kind = read_config_file(path)["model_type"]
+    given = read_config_file(path)
+    kind = given["model_type"]
     if kind not in CONFIG_MAPPING:
         known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
         raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
@@ -58,7 +61,7 @@ def open_checkpoint(directory: str) -> Checkpoint:
 
         config = _transformers_config(path)
         return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
-    raw = _transformers_config(path).to_dict()
+    raw = converted_config(path, given, version, lambda: _transformers_config(path).to_dict())
     quantisation(path, raw.get("quantization_config"))
     try:
         return Checkpoint(path, read_config(kind, raw.get("text_config") or raw), raw)
@@ -66,7 +69,9 @@ def open_checkpoint(directory: str) -> Checkpoint:
         raise ConfigError(f"{path}: config.json: {error}") from None
 
 
-def _transformers_config(path: Path) -> PreTrainedConfig:
+def _transformers_config(path: Path) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many classes here, KeyError among others

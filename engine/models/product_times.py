@@ -3,9 +3,7 @@
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -13,36 +11,10 @@ from typing import Any
 
 import torch
 
+from engine.kept_files import UNUSABLE, replace_file
 from engine.models.linear import BUCKETS, FORMS, Form
 
 log = logging.getLogger(__name__)
-
-# What a broken file may raise. A number of hundreds of digits overflows, and deep nesting exceeds the recursion limit.
-UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-
-
-def cache_folder() -> Path:
-    """foretoken's folder below XDG_CACHE_HOME, which is ~/.cache unless it is set.
-
-    For a user without a home it cannot exist, so nothing is kept.
-    """
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # neither HOME nor an entry for the user, as in some containers
-        folder = Path(os.devnull)
-    return folder / "foretoken"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write the whole file, or nothing: nobody reads half of it. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")  # noqa: SIM115
-    try:
-        with file:
-            file.write(text)
-        os.replace(file.name, path)
-    finally:
-        Path(file.name).unlink(missing_ok=True)  # there is none after it was moved
 
 
 class TimesFile:

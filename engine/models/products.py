@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError, ProductForms, WeightForm
+from engine.kept_files import cache_folder
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import Linear, Product, usable_forms
 from engine.models.mlp import Gating
 from engine.models.product_choice import choose_forms
-from engine.models.product_times import cache_folder
 from engine.models.quantize import IntegerWeight, quantise_in_groups, quantise_weight
 from engine.models.steady_linear import SteadyLinear, steady_gating
 

@@ -15,6 +15,7 @@ from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, index_tensor, plan_attention
 from engine.models.decoder import DecoderConfig, LanguageModel
 from engine.sequence import Sequence
+from engine.trees import Parents
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Feed:
     drafts: int = 0
     outputs: int = 1  # rows of logits, counted from the end of the feed
     prompt_rows: int = 0  # rows of states from its beginning, for the log-probabilities of the prompt's next tokens
+    parents: Parents | None = None  # the shape of the drafts; None: a chain
 
 
 class Runner:

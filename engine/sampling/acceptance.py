@@ -9,8 +9,9 @@ one-hot for a deterministic drafter, −inf everywhere for a draft whose id is i
 parameters. drafts [N, K]: ids within the vocabulary. Entries beyond a sequence's k are ignored.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class Verdict:
     overlaps: list[tuple[float, ...]]
     num_illegal: int  # sequences whose draft holds an id outside the vocabulary
     drafts: list[list[int]]  # proposed ids
+    # Index of a sequence whose draft is a tree → the nodes that were accepted, from the root's child on. The drafts of
+    # other sequences are chains, of which the first `accepted` were.
+    paths: Mapping[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ COUNTERS = {
     "specdec_emitted_tokens_total": ("drafter",),
     "specdec_drafted_tokens_per_pos_total": ("position",),
     "specdec_accepted_tokens_per_pos_total": ("position",),
+    "specdec_tree_accepted_tokens_total": ("position", "rank"),
     "specdec_policy_decisions_total": ("policy", "reason"),
     "specdec_steps_total": (),
     "specdec_step_seconds_total": (),
@@ -142,6 +143,15 @@ def test_every_family_and_no_other_with_its_labels(told: Told) -> None:
     labelled = {kind: {name: ("model_name", *keys) for name, keys in of.items()} for kind, of in FAMILIES.items()}
     assert made == labelled
     assert all(instrument.default == {"model_name": "demo"} for instrument in Instrument.made.values())
+
+
+def test_a_tree_counts_at_its_depths_and_by_rank(told: Told) -> None:
+    part = RoundRecord(6, 0, 500, 6, 2, 3, 0, tree=(-1, 0, 0, -1, 3, 3), path=(3, 4))
+    play(Meter(FakeEngineClient(), RayMetrics("demo")), [replace(STEPS[0], parts=(part,))])
+    assert told["specdec_drafted_tokens_total"] == {"model": 6}
+    assert told["specdec_drafted_tokens_per_pos_total"] == {"1": 1, "2": 1}
+    assert told["specdec_accepted_tokens_per_pos_total"] == {"1": 1, "2": 1}
+    assert told["specdec_tree_accepted_tokens_total"] == {"1 2": 1, "2 1": 1}
 
 
 def test_what_rounds_add(told: Told) -> None:
@@ -275,7 +285,8 @@ def test_series_that_can_be_foreseen_begin_at_nothing_and_leave_no_trace(told: T
     """Ray's counters refuse 0. Without a first sample, Prometheus' `increase` misses the first growth."""
     meter = Meter(FakeEngineClient(), RayMetrics("demo"), dropped=DroppedSpans())
     empty = {name for name in COUNTERS if not Instrument.made[name].told}
-    assert empty == {f"specdec_{name}_total" for name in ("decode_seconds", "decode_tokens", "plain_seconds")}
+    unforeseen = ("decode_seconds", "decode_tokens", "plain_seconds", "tree_accepted_tokens")
+    assert empty == {f"specdec_{name}_total" for name in unforeseen}
     assert all(told.total(name) == 0 for name in COUNTERS)
     assert len(Instrument.made["specdec_requests_total"].told) == len(OUTCOMES)
     play(meter, STEPS)

@@ -396,3 +396,16 @@ def test_a_profile_of_fewer_shapes_is_not_kept_in_place_of_more(pair: Pair, monk
         patch.setattr(profiling, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k))
         assert 1 < len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) < len(first)
     assert ProfileFile(runners(engine), 6, DEPTH).read() == first
+
+
+def test_what_a_slow_start_could_measure_is_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small(pair)
+    whole = len(profile(engine.target, engine.drafter, 6, DEPTH, AGES))
+    ProfileFile(runners(engine), 6, DEPTH).path.unlink()
+    ran = scripted({}, monkeypatch)
+    monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))  # a second for each round
+    first = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
+    assert 1 < len(first) < whole
+    rounds = len(ran)
+    assert profile(engine.target, engine.drafter, 6, DEPTH, 40.0) == first
+    assert len(ran) - rounds < rounds

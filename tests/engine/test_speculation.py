@@ -58,6 +58,11 @@ def wishes() -> Iterator[tuple[SpeculationOptions, Prediction | None, Lossy | No
                 None if lossy is None else Lossy(lenience=lossy),
                 temperature,
             )
+    trees: tuple[Any, ...] = ([1], [2, 1], [16], [17], [3, 2, 1], [10**9] * 9)
+    for tree, mode, k, drafter, verifier in product(trees, modes, (None, 2), drafters, (*verifiers, "block")):
+        options = {"mode": mode, "k": k, "tree": tree, "drafter": drafter, "verifier": verifier}
+        for lossy in (None, 0.5):
+            yield SpeculationOptions(**options), None, None if lossy is None else Lossy(lenience=lossy), 1.0
 
 
 def request(drafting: Drafting, temperature: float) -> Request:
@@ -71,6 +76,7 @@ def request(drafting: Drafting, temperature: float) -> Request:
         verifier=drafting.verifier,
         prediction_ids=(5,) if drafting.prediction is not None else (),
         lenience=drafting.lenience,
+        tree=drafting.tree,
     )
 
 

@@ -27,6 +27,35 @@ def settled(fields: dict[str, Any], **card: Any) -> Drafting:
     return parse(json.dumps(PROMPT | fields).encode(), replace(CARD, **card)).drafting
 
 
+def test_a_tree_of_drafts_is_taken_as_it_is() -> None:
+    assert settled({"speculation": {"tree": [3, 1, 1]}}, max_spec_length=9).tree == (3, 1, 1)
+    assert settled({"speculation": {"tree": [2], "mode": "fixed", "verifier": "rejection"}}).tree == (2,)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message", "param"),
+    [
+        ({"tree": [3, 3, 3]}, "more drafts than this server's maximum, 16", "speculation.tree"),
+        ({"tree": [2], "k": 2}, "leave out k", "speculation.tree"),
+        ({"tree": [2], "max_k": 2}, "leave out k", "speculation.tree"),
+        ({"tree": [2], "mode": "auto"}, "leave out k", "speculation.tree"),
+        ({"tree": [2], "mode": "off"}, "leave out k", "speculation.tree"),
+        ({"tree": [2], "verifier": "block"}, "'match' or 'rejection'", "speculation.tree"),
+        ({"tree": []}, "at least 1 item", "speculation.tree"),
+        ({"tree": [0]}, "greater than or equal to 1", "speculation.tree.0"),
+        ({"tree": 2}, "list", "speculation.tree"),
+    ],
+)
+def test_a_tree_that_cannot_be_is_refused(speculation: dict[str, Any], message: str, param: str) -> None:
+    error = refused({"speculation": speculation}, max_spec_length=16)
+    assert message in str(error)
+    assert error.param == param
+
+
+def test_a_server_with_deterministic_results_has_no_trees() -> None:
+    assert "deterministic" in str(refused({"speculation": {"tree": [2]}}, trees=False))
+
+
 def refused(fields: dict[str, Any], **card: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         settled(fields, **card)

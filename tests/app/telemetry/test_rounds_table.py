@@ -73,3 +73,8 @@ def test_a_request_of_several_choices_shows_the_first(level: Any) -> None:
     call(traced.app, PROMPT | {"n": 3})
     said = traced.attributes()["specdec.rounds.table"]
     assert said == rounds_table([round_of(7, *facts) for facts in ROUNDS])
+
+
+def test_the_branches_of_a_tree_are_told_apart() -> None:
+    part = RoundRecord(6, 0, 500, 6, 1, 2, 0, tree=(-1, 0, 0, -1, 3, 3), path=(3,))
+    assert rounds_table([part]).splitlines()[1].endswith(" xx/x/+x/x")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kept_files import cache_folder
 from engine.models import product_choice
 from engine.models.linear import BUCKETS, Form, Linear, lay_out
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
-from engine.models.product_times import TimesFile, cache_folder
+from engine.models.product_times import TimesFile
 from tests.engine.models.test_linear import needs_onednn
 
 Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket

@@ -1,0 +1,96 @@
+"""The shape of a draft tree: several guesses for the same position, checked in one pass.
+
+A shape is the tuple of its nodes' parents. Node v is the draft at index v of its sequence. Its parent is a node before
+it, or ROOT: the sequence's last committed token. A chain is the tree in which node v's parent is node v − 1. Siblings
+are ordered: a verifier tries the one with the lowest index first.
+"""
+
+from collections.abc import Sequence as Seq
+
+ROOT = -1
+
+Parents = tuple[int, ...]
+
+
+def chain(length: int) -> Parents:
+    return tuple(range(ROOT, length - 1))
+
+
+def is_chain(parents: Parents) -> bool:
+    return parents == chain(len(parents))
+
+
+def check(parents: Parents) -> None:
+    """Raise ValueError unless each node's parent is the root or a node before it."""
+    for node, parent in enumerate(parents):
+        if not ROOT <= parent < node:
+            raise ValueError(f"node {node} of a draft tree has the parent {parent}: {ROOT} to {node - 1} are allowed")
+
+
+def depths(parents: Parents) -> list[int]:
+    """Per node the number of drafts on its path, itself included: 1 for a child of the root."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(1 if parent == ROOT else found[parent] + 1)
+    return found
+
+
+def ranks(parents: Parents) -> list[int]:
+    """Per node the number of siblings before it."""
+    siblings: dict[int, int] = {}
+    found = []
+    for parent in parents:
+        found.append(siblings.get(parent, 0))
+        siblings[parent] = found[-1] + 1
+    return found
+
+
+def path(parents: Parents, node: int) -> list[int]:
+    """The nodes from the root's child down to `node`, itself included; empty for ROOT."""
+    found = []
+    while node != ROOT:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]
+
+
+def trunk(parents: Parents) -> list[int]:
+    """The path of first children, from the root's on."""
+    found: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (found[-1] if found else ROOT):
+            found.append(node)
+    return found
+
+
+def decided(parents: Parents, accepted: Seq[int]) -> list[int]:
+    """The accepted nodes of a path from the root, then the nodes that were rejected for the position behind them."""
+    end = accepted[-1] if accepted else ROOT
+    return [*accepted, *(node for node, parent in enumerate(parents) if parent == end)]
+
+
+def count_nodes(widths: Seq[int], most: int) -> int:
+    """The nodes of `branching(widths)`, or some number above `most` if they are more."""
+    nodes, level = 0, 1
+    for width in widths:
+        level *= width
+        nodes += level
+        if nodes > most:
+            break
+    return nodes
+
+
+def branching(widths: Seq[int]) -> Parents:
+    """The tree in which every node of depth d has widths[d] children, depth first: first children come right behind
+    their parents."""
+    parents: list[int] = []
+
+    def grow(parent: int, depth: int) -> None:
+        if depth == len(widths):
+            return
+        for _ in range(widths[depth]):
+            parents.append(parent)
+            grow(len(parents) - 1, depth + 1)
+
+    grow(ROOT, 0)
+    return tuple(parents)
