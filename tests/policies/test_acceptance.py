@@ -218,24 +218,17 @@ def test_counts_that_never_fade_neither_abandon_in_time_nor_find_again() -> None
     assert closed_loop(estimator, 4)[BREAKS + 20 : BREAKS + 120].mean() > 0.5
 
 
-def test_rounds_without_drafts_do_not_make_hopeful_but_ready_to_be_convinced() -> None:
+def test_rounds_without_drafts_do_not_make_hopeful() -> None:
     def broken() -> Estimator:
         estimator = Estimator(DEPTH)
         for _ in range(200):
             estimator.observe([drafted(handle, 4, 0) for handle in range(8)])
         return estimator
 
-    def after_probes(estimator: Estimator) -> float:
-        for handle in (100, 101, 102):
-            estimator.observe([drafted(handle, 4, 3)])
-        return first(estimator, 200)
-
     fresh, waited = broken(), broken()
     for _ in range(500):
         waited.observe([], idle=range(8))
     assert first(waited, 200) <= first(fresh, 200) + 0.01 < 0.1
-    assert after_probes(fresh) < 0.15
-    assert after_probes(waited) > 0.2
 
 
 def test_one_success_convinces_nobody_however_old_the_rest_is() -> None:
@@ -383,7 +376,7 @@ def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> N
         rounds = [[o._replace(accepted=min(4, o.accepted)) for o in outcomes] for outcomes in rounds]
         for outcomes in rounds:
             single.observe(outcomes, [7])
-        several.observe([o for outcomes in rounds for o in outcomes], [7] * 4, rounds=4)
+        several.observe([o for outcomes in rounds for o in outcomes], [7] * 4)
         asked = [candidate(handle) for handle in (0, 1, 2, 7, 9)]
         differences = np.abs(single.survival(asked) - several.survival(asked))
         assert differences.mean() < 0.03
