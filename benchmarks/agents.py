@@ -148,7 +148,7 @@ def make_load(tokenizer: Tokenizer, sessions: int, seed: int) -> list[Work]:
     return load
 
 
-class Drafting(NamedTuple):
+class GuessVariant(NamedTuple):
     """One way to draft, and whether it may branch."""
 
     name: str
@@ -158,14 +158,14 @@ class Drafting(NamedTuple):
 
 
 DRAFTINGS = (
-    Drafting("lookup", "lookup", False),
-    Drafting("lookup, tree", "lookup", True),
-    Drafting("ngram", "ngram", False),
-    Drafting("ngram, tree", "ngram", True),
-    Drafting("suffix, own text", "suffix", False, shared=False),
-    Drafting("suffix, own text, tree", "suffix", True, shared=False),
-    Drafting("suffix", "suffix", False),
-    Drafting("suffix, tree", "suffix", True),
+    GuessVariant("lookup", "lookup", False),
+    GuessVariant("lookup, tree", "lookup", True),
+    GuessVariant("ngram", "ngram", False),
+    GuessVariant("ngram, tree", "ngram", True),
+    GuessVariant("suffix, own text", "suffix", False, shared=False),
+    GuessVariant("suffix, own text, tree", "suffix", True, shared=False),
+    GuessVariant("suffix", "suffix", False),
+    GuessVariant("suffix, tree", "suffix", True),
 )
 
 
@@ -201,7 +201,7 @@ def accepted_path(tokens: Seq[int], parents: Parents, output: Seq[int]) -> int:
     return accepted
 
 
-def play(load: Seq[Work], drafter: ChainedDrafter, drafting: Drafting, rows: int) -> Played:
+def play(load: Seq[Work], drafter: ChainedDrafter, drafting: GuessVariant, rows: int) -> Played:
     """Run every request to its end, one after the other."""
     played = Played()
     for handle, work in enumerate(load):
@@ -218,7 +218,7 @@ def play(load: Seq[Work], drafter: ChainedDrafter, drafting: Drafting, rows: int
 
 
 def _play_round(
-    played: Played, work: Work, sequence: Sequence, drafter: ChainedDrafter, drafting: Drafting, rows: int
+    played: Played, work: Work, sequence: Sequence, drafter: ChainedDrafter, drafting: GuessVariant, rows: int
 ) -> None:
     output = work.output[sequence.num_output :]
     started = perf_counter_ns()

@@ -10,7 +10,7 @@ from benchmarks import prompts
 
 @pytest.fixture(scope="session", autouse=True)
 def _held_out_sources_are_read_once() -> Iterator[None]:
-    read, found = prompts._held_out_sources, dict[str, list[tuple[str, str]]]()
+    read, found = prompts.held_out_sources, dict[str, list[tuple[str, str]]]()
 
     def once() -> Iterator[tuple[str, str]]:
         root = sysconfig.get_paths()["stdlib"]
@@ -19,5 +19,5 @@ def _held_out_sources_are_read_once() -> Iterator[None]:
         return iter(found[root])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "_held_out_sources", once)
+        patch.setattr(prompts, "held_out_sources", once)
         yield
