@@ -150,7 +150,9 @@ def _logprobs(
     first = 0
     for i, (sequence, k, emitted) in enumerate(zip(batch.sequences, draft.ks, verdict.emitted, strict=True)):
         if sequence.params.logprobs is not None:
-            requests[i] = LogprobRequest(range(first, first + len(emitted)), emitted, sequence.params.logprobs)
+            path = verdict.paths.get(i, range(len(emitted) - 1))  # the root's row gives the path's first token
+            rows = [first, *(first + 1 + node for node in path)]
+            requests[i] = LogprobRequest(rows, emitted, sequence.params.logprobs)
         first += k + 1
     results = compute_logprobs(LogitRows.of(logits), list(requests.values())) if requests else []
     for i, result in zip(requests, results, strict=True):

@@ -170,7 +170,7 @@ def gathered(_: Layout, cache: PagedCache, shape: KVShape) -> Storage:
 
 def run_machine(layout: Layout, make: Callable[..., Storage], **how: Any) -> None:
     machine = type("Driven", (Machine,), {"layout": layout, "make": staticmethod(make)})
-    chosen = settings(**{"max_examples": 40, "stateful_step_count": 30, "deadline": None, "database": None} | how)
+    chosen = settings(**{"max_examples": 15, "stateful_step_count": 30, "deadline": None, "database": None} | how)
     run_state_machine_as_test(machine, settings=chosen)
 
 
