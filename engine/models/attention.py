@@ -326,7 +326,8 @@ def _make_group(
         gather, scatter = _padded(members, slots, queries, positions.device)
         # Padding queries, and those of idle slots between the spans, see some key: a softmax over none would be NaN.
         by_query = [x.new_full((slots * queries,), first_position).index_copy_(0, scatter, x) for x in by_query]
-    positions, last_visible = (by_query[n].view(slots, queries) for n in (0, -1))
+    positions = by_query[0].view(slots, queries)
+    last_visible = by_query[1].view(slots, queries) if trees else positions
     mask = None
     if masked or queries > 1 or trees or any(s.end < keys for s in members) or gather is not None:
         mask = _additive_mask(last_visible, keys, group_size, dtype)
