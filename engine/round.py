@@ -105,7 +105,9 @@ def _propose(drafter: Drafter, batch: DraftBatch, planned_ks: Seq[int]) -> Draft
 
 
 def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner) -> None:
-    """Drop the rejected drafts from the target's cache."""
+    """Drop the rejected drafts from the target's cache. The accepted ones of a tree move together before."""
+    paths = [(i, path) for i, path in verdict.paths.items() if not verdict.non_finite[i]]
+    target.keep_paths((batch.sequences[i], len(batch.sequences[i].tokens), path) for i, path in paths)
     for sequence, accepted, non_finite in zip(batch.sequences, verdict.accepted, verdict.non_finite, strict=True):
         # A sequence with non-finite scores keeps all its memory until the engine clears it: others could get a part.
         if not non_finite:
