@@ -225,7 +225,9 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
         accepted=list(map(len, accepted_tokens)),
         emitted=[[*tokens, row[1]] for row, tokens in zip(rows, accepted_tokens, strict=True)],
         non_finite=[not row[2] for row in rows],
-        overlaps=_overlaps([row[3 + depth :] for row in rows], draft, accepted_tokens, paths),
+        overlaps=_overlaps([row[3 + depth :] for row in rows], draft, accepted_tokens, paths)
+        if overlaps
+        else [()] * len(rows),
         num_illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
         drafts=drafts,
         paths=paths,
@@ -236,10 +238,11 @@ def _overlaps(
     rows: Seq[Seq[int]], draft: Draft, accepted: Seq[Seq[int]], paths: Mapping[int, Seq[int]]
 ) -> list[tuple[float, ...]]:
     """Overlaps of the drafts that were tried, from rows with an entry per draft; () for a sequence without any."""
-    found = []
-    for i, (row, k) in enumerate(zip(rows, draft.ks, strict=True)):
-        chosen = (
-            [row[v] for v in tried(draft.trees[i], paths[i])] if i in paths and row else row[: len(accepted[i]) + 1]
-        )
-        found.append(tuple(value / OVERLAP_SCALE for value in chosen[:k] if value >= 0))
-    return found
+    pairs = zip(accepted, draft.ks, strict=True)
+    columns: list[Seq[int]] = [range(min(len(tokens) + 1, k)) for tokens, k in pairs]
+    for i, nodes in paths.items():
+        columns[i] = tried(draft.trees[i], nodes)
+    return [
+        tuple(row[column] / OVERLAP_SCALE for column in chosen if row[column] >= 0)
+        for row, chosen in zip(rows, columns, strict=True)
+    ]

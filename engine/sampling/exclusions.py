@@ -38,10 +38,13 @@ class Exclusions:
         if drafts is not None:
             seen = torch.cat([seen, drafts])
         places = [
-            [*range(self.width), *(self.width + column for column in seen_by_row)][-self.width :]
-            for seen_by_row in columns
+            place
+            for row in columns
+            for place in (*range(len(row), self.width), *(self.width + column for column in row[-self.width :]))
         ]
-        ends = seen[torch.tensor(places, device=logits.device)]  # [rows, width]: the last tokens that each row sees
+        ends = seen[torch.tensor(places, device=logits.device)].view(
+            -1, self.width
+        )  # the last tokens that each row sees
         matches = (self._starts == ANY) | (self._starts == ends[:, None])
         excluded = matches.all(-1) & (self._lasts < vocab)  # [rows, words]
         rows = torch.arange(len(columns), device=logits.device)[:, None].expand_as(excluded)
