@@ -148,7 +148,7 @@ def make_load(tokenizer: Tokenizer, sessions: int, seed: int) -> list[Work]:
     return load
 
 
-class AgentVariant(NamedTuple):
+class GuessVariant(NamedTuple):
     """One way to draft, and whether it may branch."""
 
     name: str
@@ -157,15 +157,15 @@ class AgentVariant(NamedTuple):
     shared: bool = True  # whether outputs that have ended are kept
 
 
-VARIANTS = (
-    AgentVariant("lookup", "lookup", False),
-    AgentVariant("lookup, tree", "lookup", True),
-    AgentVariant("ngram", "ngram", False),
-    AgentVariant("ngram, tree", "ngram", True),
-    AgentVariant("suffix, own text", "suffix", False, shared=False),
-    AgentVariant("suffix, own text, tree", "suffix", True, shared=False),
-    AgentVariant("suffix", "suffix", False),
-    AgentVariant("suffix, tree", "suffix", True),
+DRAFTINGS = (
+    GuessVariant("lookup", "lookup", False),
+    GuessVariant("lookup, tree", "lookup", True),
+    GuessVariant("ngram", "ngram", False),
+    GuessVariant("ngram, tree", "ngram", True),
+    GuessVariant("suffix, own text", "suffix", False, shared=False),
+    GuessVariant("suffix, own text, tree", "suffix", True, shared=False),
+    GuessVariant("suffix", "suffix", False),
+    GuessVariant("suffix, tree", "suffix", True),
 )
 
 
@@ -201,15 +201,15 @@ def accepted_path(tokens: Seq[int], parents: Parents, output: Seq[int]) -> int:
     return accepted
 
 
-def play(load: Seq[Work], drafter: ChainedDrafter, variant: AgentVariant, rows: int) -> Played:
+def play(load: Seq[Work], drafter: ChainedDrafter, drafting: GuessVariant, rows: int) -> Played:
     """Run every request to its end, one after the other."""
     played = Played()
     for handle, work in enumerate(load):
         params = SamplingParams(temperature=0, max_tokens=len(work.output))
-        sequence = scratch_sequence(f"agent-{handle}", handle, list(work.prompt), params, drafter=variant.drafter)
+        sequence = scratch_sequence(f"agent-{handle}", handle, list(work.prompt), params, drafter=drafting.drafter)
         sequence.start()
         while sequence.remaining:
-            _play_round(played, work, sequence, drafter, variant, rows)
+            _play_round(played, work, sequence, drafter, drafting, rows)
         started = perf_counter_ns()
         sequence.finish("length")
         drafter.forget(sequence)
@@ -218,13 +218,13 @@ def play(load: Seq[Work], drafter: ChainedDrafter, variant: AgentVariant, rows: 
 
 
 def _play_round(
-    played: Played, work: Work, sequence: Sequence, drafter: ChainedDrafter, variant: AgentVariant, rows: int
+    played: Played, work: Work, sequence: Sequence, drafter: ChainedDrafter, drafting: GuessVariant, rows: int
 ) -> None:
     output = work.output[sequence.num_output :]
     started = perf_counter_ns()
     k = min(rows, sequence.remaining - 1)
     k = drafter.offer(sequence, k).max_k and k
-    batch = DraftBatch((sequence,), NO_SAMPLER, branches=(variant.tree,))
+    batch = DraftBatch((sequence,), NO_SAMPLER, branches=(drafting.tree,))
     draft = drafter.propose(batch, [k])
     played.drafter_ns += perf_counter_ns() - started
     tokens = [] if draft.tokens is None else draft.tokens[0, : draft.ks[0]].tolist()
@@ -257,9 +257,9 @@ def main(argv: Seq[str] | None = None) -> None:
     }
     machine = describe_machine("cpu")
     results = []
-    for variant in VARIANTS:
-        drafter = make_drafters(None, torch.device("cpu"), args.suffix_tokens if variant.shared else 0)
-        results.append(play(load, drafter, variant, args.rows).row(variant.name))
+    for drafting in DRAFTINGS:
+        drafter = make_drafters(None, torch.device("cpu"), args.suffix_tokens if drafting.shared else 0)
+        results.append(play(load, drafter, drafting, args.rows).row(drafting.name))
     print("machine  ", machine)
     print("workload ", workload)
     print("\n" + table(results))

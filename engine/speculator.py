@@ -5,7 +5,7 @@ from time import perf_counter_ns
 
 from cache.protocol import KVCache
 from engine import trees
-from engine.drafters.base import NO_OFFER, Draft, Drafter
+from engine.drafters.base import NO_OFFER, Draft, Drafter, Offer
 from engine.round import Outcome
 from engine.scheduler import Slice
 from engine.sequence import Sequence
@@ -38,7 +38,9 @@ class Speculator:
                 return rest.decide(fixed)
         self._resting = False
         started = perf_counter_ns()
-        decision = self.control.plan([self._candidate(s) for s in decoding], prefill)
+        most, handles = self.control.most, [s.handle for s in decoding]
+        certain = self.control.keeps_choice(handles, [s.drafter for s in decoding])
+        decision = self.control.plan([self._candidate(s, most, certain) for s in decoding], prefill)
         self._spent_ns += perf_counter_ns() - started
         return decision
 
@@ -63,9 +65,13 @@ class Speculator:
             score_s=outcome.score_us / 1e6,
             rest_s=0.0 if drafts.failed else max(0, rest_us) / 1e6,  # after a failure it holds the pass that was lost
         )
-        drafted = [one for i, part in enumerate(outcome.slices) if (one := _drafted(part, i, outcome))]
-        with_drafts = {one.handle for one in drafted}
-        idle = [part.sequence.handle for part in outcome.slices if part.sequence.handle not in with_drafts]
+        drafted, idle = list[Drafted](), list[int]()
+        for i, part in enumerate(outcome.slices):
+            one = _drafted(part, i, outcome)
+            if one is None:
+                idle.append(part.sequence.handle)
+            else:
+                drafted.append(one)
         self.control.observe(timing, drafted, idle)
         self._drafted = timing.drafts > 0
         self._spent_ns += perf_counter_ns() - started
@@ -82,10 +88,14 @@ class Speculator:
             self._drafted = False
         return spent // 1000
 
-    def _candidate(self, sequence: Sequence) -> Candidate:
+    def _candidate(self, sequence: Sequence, most: int, certain: bool) -> Candidate:
+        """most: drafts that the policy may give. certain: the choice is kept, and its drafters always have drafts, so
+        they are not asked: `propose` gives what there is memory for."""
         left = max(0, sequence.remaining - 1)
-        wanted = min(left, self.control.most if sequence.k is None else sequence.k)
-        offer = self._drafter.offer(sequence, wanted) if wanted and sequence.drafter else NO_OFFER
+        wanted = min(left, most if sequence.k is None else sequence.k)
+        offer = NO_OFFER
+        if wanted and sequence.drafter:
+            offer = Offer(sequence.drafter, wanted, 1) if certain else self._drafter.offer(sequence, wanted)
         return Candidate(
             handle=sequence.handle,
             fixed=sequence.k,

@@ -10,14 +10,13 @@ population's distribution, because text changes: the filter of a hidden Markov m
 sequences is learned from their beliefs (empirical Bayes). A sequence starts with its distribution, and returns to it
 without drafts.
 
-Discounted counts of successes and failures are simpler, but they lose where requests differ: acceptance has a heavy
-tail (most requests are alike, some repeat themselves for long), so a small surprise is noise, and a large one must be
-believed at once. The chance of a further draft also rises with the drafts that were accepted, because these are
-evidence on h: the survival Σ_h belief(h)·exp(−h·j) contains this.
+Discounted counts of successes and failures are simpler, but acceptance has a heavy tail (most requests are alike, some
+repeat themselves for long): a small surprise is noise, and a large one must be believed at once. The chance of a
+further draft also rises with those accepted before it: the survival Σ_h belief(h)·exp(−h·j) contains this.
 
-The constants were chosen by the log-likelihood of recorded rounds of the demo pair (greedy and at temperature 0.8) on
-other prompts than those of tests/policies/data; the optima are flat. The weights were chosen by how soon a drafter that
-fails and is repaired is dropped and found again.
+The constants were chosen by the log-likelihood of recorded rounds of the demo pair on other prompts than those of
+tests/policies/data; the optima are flat. The weights were chosen by how soon a drafter that fails and is repaired is
+dropped and found again.
 """
 
 from collections import Counter, defaultdict
@@ -32,11 +31,13 @@ BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
 BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
 BASE_TAIL = 0.2  # share of requests that may have any hazard
 DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
-BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first, and the weight that ageing leaves
+BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first
 MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0 ** np.arange(-7.0, 3.51, 0.5)  # hazards: acceptance from 0.997 to 0.008
+
+REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
 
 
 def _base_law() -> Floats:
@@ -66,16 +67,12 @@ class Population:
         if not outcomes:
             return
         accepted, rejected, rounds = np.array(list(outcomes.values())).T
-        likelihood = np.outer(rejected, np.log(-np.expm1(-LEVELS))) - np.outer(accepted, LEVELS)
+        likelihood = np.outer(rejected, REJECTED) - np.outer(accepted, LEVELS)
         beliefs = self.believed(outcomes) * np.exp(likelihood - likelihood.max(1, keepdims=True))
         beliefs /= beliefs.sum(1, keepdims=True)
         self.beliefs.update(zip(outcomes, beliefs, strict=True))
         evidence = rounds @ beliefs
         self._evidence = self._evidence * exp(-evidence.sum() / MOST_WEIGHT) + evidence
-
-    def age(self, rounds: int) -> None:
-        """Take weight off the evidence after rounds without drafts. Its mean stays."""
-        self._evidence = self._evidence * max((1 - SWITCH) ** rounds, min(1.0, BASE_WEIGHT / self._evidence.sum()))
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""
@@ -113,13 +110,11 @@ class Estimator:
             result[of_source] = beliefs @ self._survival
         return result
 
-    def observe(
-        self, outcomes: Sequence[Drafted], idle: Iterable[int] | Mapping[int, int] = (), rounds: int = 1
-    ) -> None:
+    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] | Mapping[int, int] = ()) -> None:
         """Learn from one or more rounds at once.
 
         idle: handles of sequences that decoded without drafts, one entry per round, or handle → its number of such
-        rounds. Report every round, also one without any draft: what is known ages in rounds.
+        rounds.
         """
         seen: defaultdict[str, dict[int, tuple[float, float, int]]] = defaultdict(dict)
         for outcome in outcomes:
@@ -130,12 +125,8 @@ class Estimator:
         took_part = Counter(outcome.handle for outcome in outcomes)
         took_part.update(idle)
         for source in seen.keys() | self._populations.keys():
-            population = self._populations[source]
-            if source in seen:
-                population.learn(seen[source])
-            else:
-                population.age(rounds)
-            population.settle(took_part)
+            self._populations[source].learn(seen[source])
+            self._populations[source].settle(took_part)
 
     def forget(self, handle: int) -> None:
         """The sequence is over. An unknown handle is ignored."""

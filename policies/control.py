@@ -10,7 +10,7 @@ from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.corrections import FEW, WINDOW
 from policies.cost import CostModel, bucket
-from policies.held_choice import Decision, HeldChoice, Limits, Rest
+from policies.held_choice import Decision, HeldChoice, Rest
 from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
@@ -68,18 +68,23 @@ class SpecControl:
             return 0
         return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
 
+    def keeps_choice(self, handles: Sequence[int], drafters: Sequence[str | None]) -> bool:
+        """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""
+        held = self._held
+        return held is not None and held.suits(handles) and held.drafters.issuperset(filter(None, drafters))
+
     def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
         """k for each candidate of a round whose pass reads about `prefill` tokens of prompts as well."""
         if not candidates:
             return Decision([], [], [], 0.0, 0.0, 0.0)
         if self._held is not None and self._held.serves(candidates):
-            return self._held.reuse(candidates, self._limits(candidates))
+            return self._held.reuse(candidates, self.most)
         self._end_rest()
         self._learn()
         if self._new_row:
             self.cost.refresh()
             self._new_row = False
-        observation, prompts_s = self._observation(candidates, prefill)
+        observation = self._observation(candidates)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._budget = self._policy(observation, self._budget)
         decision = Decision(
@@ -87,24 +92,23 @@ class SpecControl:
             list(choice.reasons),
             observation.survival[:, 0].tolist(),
             choice.confidence,
-            prompts_s + seconds(observation, choice.ks, amortised=False),
+            self._prompts_s(len(candidates), prefill) + seconds(observation, choice.ks, amortised=False),
             expected_tokens(observation, choice.ks),
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
         more = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
-        self._held = HeldChoice(decision, places, more, choice.newcomer_k)
+        drafters = frozenset(c.source for c in candidates if c.source is not None and c.gap)
+        self._held = HeldChoice(decision, places, more, choice.newcomer_k, drafters)
         if choice.rests and not choice.ks.any():
             self.rest = self._new_rest(decision, candidates, choice.rests)
         return decision
 
     def _new_rest(self, decision: Decision, candidates: Sequence[Candidate], rounds: int) -> Rest | None:
         """None if a drafter without a model, which may have a guess in any round, drafts for one of the candidates."""
-        if self.most and any(c.fixed is None and c.source is not None and not c.gap for c in candidates):
+        drafters = frozenset(c.source for c in candidates if c.source is not None and self.most)
+        if self.most and (not drafters or any(candidate.guessed for candidate in candidates)):
             return None
-        drafters = frozenset(c.source for c in candidates if c.source is not None)
-        if self.most and not drafters:
-            return None
-        return Rest(decision, [c.handle for c in candidates], drafters if self.most else frozenset(), rounds)
+        return Rest(decision, [candidate.handle for candidate in candidates], drafters, rounds)
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """A round has ended. idle: sequences for which nothing was drafted in it."""
@@ -136,7 +140,7 @@ class SpecControl:
         """What a rest has run counts as rounds without drafts."""
         rest, self.rest = self.rest, None
         if rest is not None and rest.rounds:
-            self.estimator.observe((), dict.fromkeys(rest.handles, rest.rounds), rest.rounds)
+            self.estimator.observe((), dict.fromkeys(rest.handles, rest.rounds))
             self._rounds += rest.rounds
             self._spent_s += rest.spent_s
 
@@ -145,7 +149,7 @@ class SpecControl:
         timings, drafted, idle, gone = self._timings, self._drafted, self._idle, self._gone
         self._timings, self._drafted, self._idle, self._gone = [], [], [], []
         if timings:
-            self.estimator.observe(drafted, idle, len(timings))
+            self.estimator.observe(drafted, idle)
         for timing in timings:
             # A choice is made for rounds in a row. The first round without drafts after drafts finds less in the
             # processor's caches than the next ones, and so does a probe. The profile leaves them out as well.
@@ -161,46 +165,41 @@ class SpecControl:
         self._prefill += sum(t.prefill for t in timings)
         self._spent_s += sum(t.draft_s + t.score_s + t.rest_s for t in timings)
 
-    def _observation(self, candidates: Sequence[Candidate], prefill: int) -> tuple[Observation, float]:
-        """(what the policy sees, seconds that reading prompts adds to the round).
+    def _observation(self, candidates: Sequence[Candidate]) -> Observation:
+        """What the policy sees.
 
         A choice is used for rounds with and without prompts. Therefore drafts are priced beside as many tokens of
-        prompts as a round had in the mean since the last choice.
+        prompts as a round had in the mean since the last choice. The prompts' own seconds are left out, because prompts
+        are read whatever is drafted beside them: they would make the round look slow and drafts in it cheap.
         """
-        cost, _ = self._beside(len(candidates), round(self._prefill / max(1, self._rounds)))
-        _, prompts_s = self._beside(len(candidates), prefill)
-        limits = self._limits(candidates)
-        gaps = np.array([c.gap for c in candidates])
-        left = np.array([c.left for c in candidates])
-        observation = Observation(
+        batch, prefill = len(candidates), round(self._prefill / max(1, self._rounds))
+        cost = self._with_policy(self.cost.round_cost(batch, prefill))
+        if prefill:
+            cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
+        most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
+        return Observation(
             handles=tuple(c.handle for c in candidates),
-            fixed=np.array(limits.fixed),
-            limits=np.array(limits.most),
-            bounds=tuple(limits.bounds),
+            fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
+            limits=np.array(most),
+            bounds=bounds,
             survival=self.estimator.survival(candidates),
-            gaps=gaps,
-            horizon=np.maximum(left // 2, 1),  # a round emits some two tokens
+            gaps=np.array([c.gap for c in candidates]),
+            horizon=np.array([max(c.left // 2, 1) for c in candidates]),  # a round emits some two tokens
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             held=self._held.planned if self._held is not None else {},
             last=self._last,
             rounds=self._rounds,
             round_s=self._spent_s / max(1, self._rounds),
-            undrafted=self._rounds_since_undrafted(len(candidates)),
+            undrafted=self._rounds_since_undrafted(batch),
         )
-        return observation, prompts_s
 
-    def _beside(self, batch: int, prefill: int) -> tuple[RoundCost, float]:
-        """(cost of rounds with `prefill` tokens of prompts, less the prompts' own seconds; these seconds).
-
-        Prompts are read whatever is drafted beside them. Counted in, they would make the round look slow and drafts
-        in it cheap.
-        """
-        cost = self._with_policy(self.cost.round_cost(batch, prefill))
+    def _prompts_s(self, batch: int, prefill: int) -> float:
+        """Seconds by which `prefill` tokens of prompts lengthen a round."""
         if not prefill:
-            return cost, 0.0
-        prompts_s = max(0.0, float(cost.verify_s[0] - self.cost.round_cost(batch, 0).verify_s[0]))
-        return replace(cost, verify_s=cost.verify_s - prompts_s), prompts_s
+            return 0.0
+        with_prompts, without = (float(self.cost.round_cost(batch, n).verify_s[0]) for n in (prefill, 0))
+        return max(0.0, with_prompts - without)
 
     def _rounds_since_undrafted(self, batch: int) -> int | None:
         """As Observation.undrafted. The first rounds of a service are taken to cost what the profile says."""
@@ -211,21 +210,3 @@ class SpecControl:
         """Choosing k and learning from drafts takes time, too. A rest takes none."""
         policy_s = sum(self._policy_s) / max(1, len(self._policy_s))
         return replace(cost, drafting_s=cost.drafting_s + policy_s)
-
-    def _limits(self, candidates: Sequence[Candidate]) -> Limits:
-        """A fixed k may exceed the policy's maximum, and is asked for whatever the drafter offers."""
-        depth = self.most
-        limits = Limits([], [], [])
-        for c in candidates:
-            if c.fixed is not None:
-                most = min(c.fixed, c.left, c.room)
-                limits.bounds.append("user" if most == c.fixed else "cap" if most == c.left else "cache")
-                limits.fixed.append(most)
-            else:
-                cap = min(depth, c.left, c.offered) if c.source is not None else 0
-                user = cap if c.max_k is None else c.max_k
-                most = min(cap, user, c.room)
-                limits.bounds.append("cache" if most < min(cap, user) else "cap" if most == cap else "user")
-                limits.fixed.append(-1)
-            limits.most.append(most)
-        return limits

@@ -3,9 +3,6 @@
 Rounds teach ratios of measured to profiled seconds, so that rounds which were never tried keep the profile's shape.
 Without a profile, a forward of the draft model is taken to cost a tenth of the target's pass over one token, and every
 further token of that pass a fiftieth, until rounds show otherwise.
-
-Sources: medians over buckets, and an isotonic fit over tokens by pooling adjacent violators (Barlow et al. 1972,
-Statistical Inference under Order Restrictions, section 1.2).
 """
 
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import FEW, WINDOW, Corrections, HostWork, isotonic
+from policies.corrections import FEW, WINDOW, Corrections, HostWork
 from policies.draft_cost import TOKEN_SHARE, DraftCost
 from policies.observation import UNREAD, Floats, RoundCost, Timing
 
@@ -32,7 +29,7 @@ class CostModel:
         """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
-        self._score, self._mixed, self._draft = Corrections(), Corrections(), Corrections()
+        self._score, self._draft = Corrections(), Corrections()
         self._host = HostWork()
         self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
         self._rounds = 0  # learned from
@@ -57,7 +54,7 @@ class CostModel:
 
     def refresh(self) -> None:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
-        for learned in (self._score, self._mixed, self._draft, self._host):
+        for learned in (self._score, self._draft, self._host):
             learned.refresh()
         self._known.clear()
 
@@ -90,47 +87,37 @@ class CostModel:
         drafts = np.arange(1 + batch * self._depth, dtype=np.float64)
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
-        learned = self._mixed if prefill and self._mixed.samples else self._score
         keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
-        visited = [known for key in keys if (known := learned.known(key)) is not None]
+        visited = [key for key in keys if self._score.known(key)]
         if not visited:
-            return profiled * learned.factor(keys[0])
-        # The factors at the visited numbers of tokens must not make a longer pass shorter. Between these numbers the
-        # factor is interpolated, so that the profile keeps its shape, steps included.
-        factors, places, rounds = np.array(visited).T
-        marks = np.clip(2**places, tokens[0], tokens[-1])
-        at_marks = np.interp(marks, tokens, profiled)
-        fitted = isotonic(at_marks * factors, rounds) / at_marks
-        return np.maximum.accumulate(profiled * np.interp(tokens, marks, fitted))
+            return profiled * self._score.factor(keys[0])
+        # Between the visited numbers of tokens the factor is interpolated, so that the profile keeps its shape, steps
+        # included. The factors must not make a longer pass shorter.
+        places = [2.0 ** (n / 2) for _, n in visited]
+        factors = np.interp(tokens, places, [self._score.factor(key) for key in visited])
+        return np.maximum.accumulate(profiled * factors)
 
     def _correct(self, timing: Timing) -> None:
+        """Prompts' tokens cost less than drafts, so a round with prompts teaches nothing about the target's pass."""
         batch = bucket(timing.batch)
-        tokens = timing.batch + timing.drafts + timing.prefill
-        learned = self._mixed if timing.prefill else self._score
-        learned.observe((batch, bucket(tokens)), timing.score_s, self._pass_cost.round_seconds(timing), log2(tokens))
+        if not timing.prefill:
+            key = batch, bucket(timing.batch + timing.drafts)
+            self._score.observe(key, timing.score_s, self._pass_cost.round_seconds(timing))
         if timing.forwards and timing.read <= UNREAD * timing.drafts:  # otherwise it shows how the model reads a prompt
             model, step, token = self._draft_cost.cost(timing.batch)
             predicted = model + timing.forwards * step + timing.read * token
-            self._draft.observe((batch,), timing.draft_s, float(predicted), log2(timing.batch))
+            self._draft.observe((batch,), timing.draft_s, float(predicted))
 
 
 class Curve(NamedTuple):
-    """The target's even passes over one batch."""
+    """The target's even passes over one batch, and beyond the measured ones as far as any pass may go."""
 
     batch: int
     tokens: Floats  # [P] ascending
     seconds: Floats  # [P] non-decreasing
 
-    @property
-    def slope(self) -> float:
-        """Seconds per token beyond the last."""
-        if len(self.tokens) < 2:
-            return float(TOKEN_SHARE * self.seconds[0] / max(1, self.batch))
-        return float((self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2]))
-
     def at(self, tokens: Floats) -> Floats:
-        beyond = np.maximum(tokens - self.tokens[-1], 0.0)
-        return np.interp(tokens, self.tokens, self.seconds) + beyond * self.slope
+        return np.interp(tokens, self.tokens, self.seconds)
 
 
 class PassCost:
@@ -143,43 +130,35 @@ class PassCost:
     def __init__(self, timings: Sequence[Timing]) -> None:
         rounds = [t for t in timings if t.batch and not t.prefill and t.score_s > 0]
         self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
-        self._known: dict[tuple[int, ...], float] = {}  # seconds by batch, drafts, depth and prompts' tokens
-        self._longest = max(self._curves, key=lambda curve: float(curve.tokens[-1]))
+        self._known: dict[tuple[int, ...], float] = {}  # seconds by batch, drafts and depth
         self._batches = [curve.batch for curve in self._curves]
         # Share of the additional seconds of an even pass with the same largest k that an uneven one takes.
         self.padding = 0.0
         self.padding = self._fit_padding([t for t in rounds if t.drafts < t.batch * t.depth])
 
     def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:
-        """Seconds of even passes. drafts: ascending; the result has its shape."""
+        """Seconds of even passes, in the shape of `drafts`."""
         above = int(np.searchsorted(self._batches, batch))
         if above in (0, len(self._curves)) and batch not in self._batches:
-            return self._follow(self._curves[min(above, len(self._curves) - 1)], drafts + (batch + prefill))
+            return self._curves[min(above, len(self._curves) - 1)].at(drafts + (batch + prefill))
         high = self._curves[above]
         depth = 1 + drafts / batch
-        at_high = self._follow(high, high.batch * depth + prefill)
+        at_high = high.at(high.batch * depth + prefill)
         if high.batch == batch:
             return at_high
         low = self._curves[above - 1]
         share = (batch - low.batch) / (high.batch - low.batch)
-        return (1 - share) * self._follow(low, low.batch * depth + prefill) + share * at_high
+        return (1 - share) * low.at(low.batch * depth + prefill) + share * at_high
 
     def round_seconds(self, timing: Timing) -> float:
-        """Seconds of the pass of a round like this one."""
-        key = timing.batch, timing.drafts, timing.depth, timing.prefill
+        """Seconds of the pass of a round like this one, which reads no prompts."""
+        key = timing.batch, timing.drafts, timing.depth
         if key not in self._known:
             if len(self._known) >= WINDOW**2:
                 self._known.clear()
-            own, deepest = self.seconds(timing.batch, _bounds(timing), timing.prefill)
+            own, deepest = self.seconds(timing.batch, _bounds(timing))
             self._known[key] = float((1 - self.padding) * own + self.padding * deepest)
         return self._known[key]
-
-    def _follow(self, curve: Curve, tokens: Floats) -> Floats:
-        last = curve.tokens[-1:]
-        if tokens[-1] <= last[0]:
-            return np.interp(tokens, curve.tokens, curve.seconds)
-        beyond = self._longest.at(np.maximum(tokens, last)) - self._longest.at(last)
-        return np.interp(tokens, curve.tokens, curve.seconds) + beyond
 
     def _fit_padding(self, ragged: Sequence[Timing]) -> float:
         """The median over uneven rounds of where each lies between its two bounds, weighted by their distance."""
@@ -211,7 +190,21 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
         own = np.unique(tokens[batches == batch])
         least = [seconds[(batches >= batch) & (tokens >= n)].min() for n in own]
         curves.append(Curve(int(batch), own, np.array(least)))
-    return curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
+    curves = curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
+    longest = max(curves, key=lambda curve: float(curve.tokens[-1]))
+    slope = TOKEN_SHARE * longest.seconds[0] / longest.batch
+    if len(longest.tokens) > 1:
+        slope = np.diff(longest.seconds)[-1] / np.diff(longest.tokens)[-1]
+    tokens = np.append(longest.tokens, longest.tokens[-1] + 1e6)
+    longest = Curve(longest.batch, tokens, np.append(longest.seconds, longest.seconds[-1] + 1e6 * slope))
+    return [_continued(curve, longest) for curve in curves]
+
+
+def _continued(curve: Curve, longest: Curve) -> Curve:
+    """A curve that goes on in parallel to the one of the longest passes."""
+    beyond = longest.tokens > curve.tokens[-1]
+    more = curve.seconds[-1] + longest.seconds[beyond] - longest.at(curve.tokens[-1:])
+    return Curve(curve.batch, np.append(curve.tokens, longest.tokens[beyond]), np.append(curve.seconds, more))
 
 
 def bucket(count: float, per_octave: int = 2) -> int:

@@ -5,7 +5,6 @@ Choosing anew takes a few percent of a round with few sequences, and so does lea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from policies.observation import Candidate
 from policies.reasons import Reason
@@ -24,14 +23,6 @@ class Decision:
     confidence: float  # see Choice
     seconds: float  # of the whole step; 0 if other sequences run than those that it was predicted for
     tokens: float  # that the candidates emit together; 0 in the same case
-
-
-class Limits(NamedTuple):
-    """Limits of a round's candidates, in their order."""
-
-    fixed: list[int]  # k that a request fixed, within its limit; −1 if the policy chooses
-    most: list[int]  # drafts that each may get
-    bounds: list[Reason]  # reason of a k at its limit: user, cap or cache
 
 
 @dataclass(slots=True)
@@ -65,15 +56,14 @@ class Rest:
         """No drafts for these sequences."""
         if list(fixed) == self.handles:
             return self.decision
-        places = {handle: place for place, handle in enumerate(self.handles)}
-        reasons, alphas = list[Reason](), list[float]()
-        for handle, k in fixed.items():
-            place = places.get(handle)
-            known = place is not None and (self.decision.reasons[place], self.decision.alphas[place])
-            reason, alpha = known or ("policy" if k is None else "user", 0.0)
-            reasons.append(reason)
-            alphas.append(alpha)
-        return Decision([0] * len(fixed), reasons, alphas, 0.0, 0.0, 0.0)
+        reasons = dict(zip(self.handles, self.decision.reasons, strict=True))
+        alphas = dict(zip(self.handles, self.decision.alphas, strict=True))
+        return Decision(
+            [0] * len(fixed),
+            [reasons.get(handle, "policy" if k is None else "user") for handle, k in fixed.items()],
+            [alphas.get(handle, 0.0) for handle in fixed],
+            *(0.0, 0.0, 0.0),
+        )
 
 
 @dataclass(slots=True)
@@ -84,6 +74,7 @@ class HeldChoice:
     places: dict[int, int]  # handle → place in the decision
     rounds_left: int  # rounds that it may still be used for
     newcomer_k: int  # k of sequences that join
+    drafters: frozenset[str] = frozenset()  # drafters of a model for these sequences: they have no guesses
     same: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts in the rounds that it was used for, while `same`
     expected: float = 0.0  # the same, as predicted
@@ -99,29 +90,35 @@ class HeldChoice:
 
         It may not while a candidate's drafter has its own guess, because the length of that guess changes every round.
         """
-        newcomers = sum(candidate.handle not in self.places for candidate in candidates)
-        guesses = any(candidate.guessed for candidate in candidates)
-        return self.rounds_left > 0 and not guesses and newcomers * PER_NEWCOMER <= len(candidates)
+        guessed = any(candidate.guessed for candidate in candidates)
+        return not guessed and self.suits([candidate.handle for candidate in candidates])
 
-    def reuse(self, candidates: Sequence[Candidate], limits: Limits) -> Decision:
-        """The decision for those candidates, within their present limits."""
+    def suits(self, handles: Sequence[int]) -> bool:
+        """Whether it may be used for one more round of these sequences, if none has a guess."""
+        newcomers = sum(handle not in self.places for handle in handles)
+        return self.rounds_left > 0 and newcomers * PER_NEWCOMER <= len(handles)
+
+    def reuse(self, candidates: Sequence[Candidate], depth: int) -> Decision:
+        """The decision for those candidates, within their present limits. depth: the policy's maximum."""
         self.rounds_left -= 1
-        mean_alpha = sum(self.decision.alphas) / len(self.decision.alphas)
+        chosen, found = self.decision, 0
+        newcomer: tuple[int, Reason, float] = self.newcomer_k, "policy", sum(chosen.alphas) / len(chosen.alphas)
         ks, reasons, alphas = list[int](), list[Reason](), list[float]()
-        for n, candidate in enumerate(candidates):
+        for candidate in candidates:
             place = self.places.get(candidate.handle)
-            reason: Reason = "policy"
-            k, alpha = self.newcomer_k, mean_alpha
+            k, reason, alpha = newcomer
             if place is not None:
-                k, reason, alpha = self.decision.ks[place], self.decision.reasons[place], self.decision.alphas[place]
-            fixed = limits.fixed[n] >= 0
-            k = limits.fixed[n] if fixed else k
-            ks.append(min(k, limits.most[n]))
-            reasons.append(limits.bounds[n] if fixed or k > limits.most[n] else reason)
+                found += 1
+                k, reason, alpha = chosen.ks[place], chosen.reasons[place], chosen.alphas[place]
+            most, bound = candidate.limit(depth)
+            if candidate.fixed is not None or k > most:
+                k, reason = most, bound
+            ks.append(k)
+            reasons.append(reason)
             alphas.append(alpha)
-        self.same = self.places.keys() == {candidate.handle for candidate in candidates}
-        seconds, tokens = (self.decision.seconds, self.decision.tokens) if self.same else (0.0, 0.0)
-        return Decision(ks, reasons, alphas, self.decision.confidence, seconds, tokens)
+        self.same = found == len(candidates) == len(self.places)
+        seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
+        return Decision(ks, reasons, alphas, chosen.confidence, seconds, tokens)
 
     def observe(self, accepted: int) -> None:
         """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""

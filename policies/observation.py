@@ -37,6 +37,17 @@ class Candidate(NamedTuple):
         """Whether a drafter without a model offers a guess, and the policy chooses how much of it to take."""
         return self.source is not None and not self.gap and self.fixed is None
 
+    def limit(self, depth: int) -> tuple[int, Reason]:
+        """(most drafts that it may get, what prevents more). depth: the policy's maximum, which a fixed k may exceed;
+        a fixed k is asked for whatever the drafter offers."""
+        if self.fixed is not None:
+            most = min(self.fixed, self.left, self.room)
+            return most, "user" if most == self.fixed else "cap" if most == self.left else "cache"
+        cap = min(depth, self.left, self.offered) if self.source is not None else 0
+        user = cap if self.max_k is None else self.max_k
+        most = min(cap, user, self.room)
+        return most, "cache" if most < min(cap, user) else "cap" if most == cap else "user"
+
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
@@ -56,7 +67,7 @@ class RoundCost:
     padding_s: Floats  # [≥ 1 + K] additional time of the pass if the largest k is D: attention may be computed as if
     # every k were D; non-decreasing, 0 at 0
 
-    def seconds(self, drafts: int, depth: int, forwards: int, read: int) -> float:
+    def seconds(self, drafts: int, depth: int, forwards: int, read: float) -> float:
         """Arguments: n, D, the draft model's forwards, and m."""
         total = self.base_s + float(self.verify_s[drafts] + self.padding_s[depth])
         if drafts:

@@ -1,14 +1,13 @@
 """The k of each sequence with which a round emits the most tokens per second, over all its sequences.
 
 A round's goodput is its expected tokens divided by its predicted seconds. The j-th draft of a sequence is worth the
-chance that it and all before it are accepted. This chance only falls with j. So for any number of drafts n and any
-largest k, the n drafts with the best chances are the best choice, and those of one sequence are its first ones. The
-planner evaluates every n under every largest k. This is exact where all drafts cost the same, whatever a pass costs as
-a function of n: the draft model makes all of them and has read every sequence, or no model makes any.
+chance that it and all before it are accepted, which only falls with j. So for any number of drafts n and any largest k,
+the n drafts with the best chances are the best choice, and those of one sequence are its first ones. The planner
+evaluates every n under every largest k. This is exact where all drafts cost the same, whatever a pass costs as a
+function of n: the draft model makes all of them and has read every sequence, or no model makes any.
 
 Elsewhere drafts are ranked by their worth less the worth of their seconds at the goodput without drafts (one step of
-Dinkelbach 1967, On nonlinear fractional programming). This is an approximation. The plan that it proposes is compared
-with the plan without drafts by the exact objective. Standard library and numpy only.
+Dinkelbach 1967, On nonlinear fractional programming), which is an approximation. Standard library and numpy only.
 """
 
 from functools import lru_cache
@@ -19,7 +18,6 @@ import numpy as np
 from policies.observation import UNREAD, Floats, Ints, Observation
 
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
-MOST_ENTRIES = 1 << 15  # drafts × pairs of depths to evaluate, some 3 ms: beyond, not every pair is tried
 
 
 class Allocation(NamedTuple):
@@ -31,15 +29,13 @@ class Allocation(NamedTuple):
 
 
 class PossibleDrafts(NamedTuple):
-    """The drafts that the policy may ask for, N of them."""
+    """The drafts that the policy may ask for, N of them, the most valuable first."""
 
     sequence: Ints  # [N] its place in the round
     position: Ints  # [N] 0 for the first draft of a sequence
     by_model: Ints  # [N] 1 if the draft model makes it, else 0
     chance: Floats  # [N] that it and all drafts before it are accepted
-    read_s: (
-        Floats  # [N] seconds that the draft model reads for it; a sequence's first draft includes its gap, amortised
-    )
+    read_s: Floats  # [N] seconds that the draft model reads for it; a first draft includes its gap, amortised
 
 
 def expected_tokens(observation: Observation, ks: Ints) -> float:
@@ -50,12 +46,14 @@ def expected_tokens(observation: Observation, ks: Ints) -> float:
 
 def seconds(observation: Observation, ks: Ints, amortised: bool = True) -> float:
     """Seconds of the round. amortised: a gap costs its share of the rounds over which reading it pays off."""
-    cost = observation.cost
-    read = (ks > 0) & (observation.gaps > 0)
-    behind = _behind(observation)[read] if amortised else observation.gaps[read] - 1
-    modelled = ks[read]
-    round_s = cost.seconds(int(ks.sum()), int(ks.max(initial=0)), int(modelled.max(initial=0)), int(modelled.sum()))
-    return round_s + float(behind.sum()) * cost.token_s
+    drafts, deepest, forwards, read = 0, 0, 0, 0.0
+    columns = ks.tolist(), observation.gaps.tolist(), observation.horizon.tolist()
+    for k, gap, horizon in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
+        if k:
+            drafts, deepest = drafts + k, max(deepest, k)
+            if gap:
+                forwards, read = max(forwards, k), read + k + (max(gap - UNREAD, 0) / horizon if amortised else gap - 1)
+    return observation.cost.seconds(drafts, deepest, forwards, read)
 
 
 def _behind(observation: Observation) -> Floats:
@@ -72,15 +70,10 @@ def evaluate(observation: Observation, ks: Ints) -> Allocation:
 def plan(observation: Observation) -> Allocation:
     """The best ks within the limits; among equals those with the fewest drafts. Every round must cost some time."""
     nothing = evaluate(observation, np.maximum(observation.fixed, 0))
-    drafts = _possible_drafts(observation)
+    drafts = _ranked_drafts(observation, nothing.goodput)
     if not drafts.sequence.size:
         return nothing
-    alike = bool((drafts.read_s == drafts.read_s[0]).all())
-    order = np.argsort(-(drafts.chance if alike else _worth(drafts, nothing.goodput)), kind="stable")
-    ranked = PossibleDrafts._make(column[order] for column in drafts)
-    others, model = (int(drafts.position[drafts.by_model == kind].max(initial=-1)) + 1 for kind in (0, 1))
-    depths = _depths(others, model, (others + 1) * (model + 1) * drafts.sequence.size <= MOST_ENTRIES)
-    best = evaluate(observation, _best_first(observation, nothing, ranked, depths))
+    best = evaluate(observation, _best_first(observation, nothing, drafts))
     return best if best.goodput > nothing.goodput * (1 + TIE) else nothing
 
 
@@ -95,51 +88,40 @@ def lone_ks(observation: Observation) -> Ints:
     return np.where(k <= observation.limits[:, None], goodput, 0.0).argmax(1)
 
 
-def _possible_drafts(observation: Observation) -> PossibleDrafts:
-    free = observation.free
-    place, position = np.nonzero(np.arange(observation.survival.shape[1]) < observation.limits[free][:, None])
-    sequence = free[place]
-    by_model = (observation.gaps[sequence] > 0).astype(np.int64)
-    tokens = 1 + np.where(position == 0, _behind(observation)[sequence], 0.0)
-    read_s = by_model * tokens * observation.cost.token_s
-    return PossibleDrafts(sequence, position, by_model, observation.survival[sequence, position], read_s)
+def _ranked_drafts(observation: Observation, goodput: float) -> PossibleDrafts:
+    """Drafts by their tokens less those that their seconds would bring otherwise, which never rise in a sequence.
 
-
-def _worth(drafts: PossibleDrafts, goodput: float) -> Floats:
-    """[N] tokens of a draft less the tokens that its seconds would bring otherwise, non-increasing in a sequence.
-
-    Where it rises at first, the first drafts up to the best mean count as that mean. So the first draft, which pays
-    for the gap, does not hide the cheap ones behind it.
+    A gap counts in equal parts for all drafts of its sequence, so that the first one does not hide the cheap ones
+    behind it.
     """
-    net = drafts.chance - goodput * drafts.read_s
-    grid = np.full((int(drafts.sequence.max()) + 1, int(drafts.position.max()) + 1), -np.inf)
-    grid[drafts.sequence, drafts.position] = net
-    place = np.arange(grid.shape[1])
-    mean = np.cumsum(grid, axis=1) / (place + 1)
-    pooled = place <= mean.argmax(1)[:, None]
-    return np.where(pooled, mean.max(1, keepdims=True), grid)[drafts.sequence, drafts.position]
+    limits = np.where(observation.fixed < 0, observation.limits, 0)
+    sequence, position = np.nonzero(np.arange(observation.survival.shape[1]) < limits[:, None])
+    chance = observation.survival[sequence, position]
+    modelled, behind = observation.gaps > 0, _behind(observation)
+    token_s = observation.cost.token_s
+    part_s = token_s * modelled * (1 + behind / np.maximum(limits, 1))
+    order = np.argsort(goodput * part_s[sequence] - chance, kind="stable")
+    sequence, position = sequence[order], position[order]
+    by_model = modelled[sequence]
+    read_s = token_s * by_model * (1 + (position == 0) * behind[sequence])
+    return PossibleDrafts(sequence, position, by_model.astype(np.int64), chance[order], read_s)
 
 
 @lru_cache(maxsize=1024)
-def _depths(others: int, model: int, every: bool) -> Ints:
-    """[P, 2] largest k to try, of drafts without a model and of the draft model's.
-
-    every: all pairs. Otherwise the same for both, and each of the draft model's beside the largest without a model.
-    """
-    if every:
-        pairs = {(other, own) for other in range(others + 1) for own in range(model + 1)}
-    else:
-        pairs = {(min(k, others), min(k, model)) for k in range(max(others, model) + 1)}
-        pairs |= {(others, own) for own in range(model + 1)}
-    return np.array(sorted(pairs - {(0, 0)}))
+def _depths(others: int, model: int) -> Ints:
+    """[P, 2] largest k to try, of drafts without a model and of the draft model's. Drafts without a model cost nothing
+    for their depth up to the draft model's."""
+    pairs = [(other, own) for own in range(model + 1) for other in range(min(own, others), others + 1)]
+    return np.array(pairs[1:])  # without (0, 0)
 
 
-def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleDrafts, depths: Ints) -> Ints:
-    """[B] the best ks among those that take, for some row of `depths` [P, 2], the first n drafts no deeper than it.
+def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleDrafts) -> Ints:
+    """[B] the best ks among those that take, for some pair of largest ks, the first n drafts no deeper than it.
 
     nothing: the plan without any of the drafts. The seconds of a row are those of a plan as deep as the row allows. A
     plan that is less deep has its true seconds in another row.
     """
+    depths = _depths(*(int(((drafts.position + 1) * (drafts.by_model == kind)).max()) for kind in (0, 1)))
     included = drafts.position < depths[:, drafts.by_model]  # [P, N]
     count = included.cumsum(1)
     round_s = observation.cost.verify_s[int(nothing.ks.sum()) + count] + (included * drafts.read_s).cumsum(1)

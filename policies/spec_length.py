@@ -11,6 +11,7 @@ from sys import maxsize
 import numpy as np
 
 from policies.config import PolicyConfig, PolicyName
+from policies.corrections import STALE
 from policies.observation import Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
 from policies.planner import evaluate, lone_ks, plan, seconds
 from policies.reasons import Reason
@@ -19,14 +20,13 @@ Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
-PLAIN_EVERY = 1024  # rounds of a batch that drafts, until some without drafts show again whether drafts pay
 PROBE_DRAFTS = 4  # drafts of a probe: several outcomes for one reading of the gap
 
 
 def make_policy(config: PolicyConfig) -> Policy:
     """The policy that a configuration describes. Each may follow any other one."""
     policies: dict[PolicyName, Policy] = {
-        "off": Off(),
+        "off": Fixed(0),
         "fixed": Fixed(config.k),
         "heuristic": Heuristic(config.k),
         "optimal": Optimal(),
@@ -37,27 +37,17 @@ def make_policy(config: PolicyConfig) -> Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
-    """No drafts."""
-
-    def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        ks = _within(observation, np.zeros_like(observation.limits))
-        reasons = tuple(
-            bound if fixed >= 0 else "policy"
-            for fixed, bound in zip(observation.fixed.tolist(), observation.bounds, strict=True)
-        )
-        return Choice(ks, reasons, holds=HOLDS, rests=maxsize), budget
-
-
-@dataclass(frozen=True, slots=True)
 class Fixed:
-    """The same k for every sequence."""
+    """The same k for every sequence. With none, no policy is asked until a request wants drafts."""
 
     k: int
 
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         ks = _within(observation, np.full_like(observation.limits, self.k))
-        return Choice(ks, _reasons(observation, ks), holds=HOLDS, newcomer_k=self.k), budget
+        reasons = _reasons(observation, ks)
+        if not self.k:
+            reasons = _for_free(observation, "policy", reasons)
+        return Choice(ks, reasons, holds=HOLDS, newcomer_k=self.k, rests=0 if self.k else maxsize), budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +81,7 @@ class Optimal:
 
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         by_model = observation.gaps > 0
-        drafting = by_model & ((observation.fixed > 0) | (observation.fixed < 0) & (observation.limits > 0))
-        ratio = _draft_ratio(observation.cost, int(drafting.sum()))
+        ratio = _draft_ratio(observation.cost, int((by_model & (observation.limits > 0)).sum()))
         ks = _within(observation, _theorem(observation, np.where(by_model, ratio, 0.0)))
         lone = _theorem(observation, np.where(by_model, _draft_ratio(observation.alone, 1), 0.0))
         return Choice(ks, _reasons(observation, ks, lone)), budget
@@ -117,12 +106,12 @@ class Goodput:
     Estimates are noisy, and a sequence that is left out and taken in again has a gap to read. What predictions leave
     out is in favour of no drafts.
 
-    A plan without any draft teaches nothing, and the drafts may be better by now. Therefore the share `probe_share` of
-    all time is saved up, and spent on a few drafts for one sequence as soon as it covers them and their reading. While
-    such plans follow each other, the engine rests: it asks for no choice before the next probe may be due.
+    A plan without drafts shows nothing of what drafts would bring by now. So the share `probe_share` of all time is
+    saved up, and spent on a few drafts for one sequence as soon as it covers them and their reading. Between these
+    probes the engine rests: it asks for no choice.
 
-    A plan with drafts teaches nothing of rounds without them. So where drafts do not gain much, a few rounds now and
-    then have none: what they take decides, and not what the profile says.
+    A plan with drafts shows nothing of what rounds without drafts take by now. So where drafts do not gain much, a few
+    rounds now and then have none.
     """
 
     hysteresis: float
@@ -133,12 +122,9 @@ class Goodput:
         free = observation.free
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
         drafting = bool(ks[free].any())
-        resumed = drafting and budget.rounds > 0
         budget = self._saved(observation, budget, drafting)
         if drafting and self._in_doubt(observation, ks):
-            why = tuple(
-                "probe" if fixed < 0 else reason for fixed, reason in zip(observation.fixed, reasons, strict=True)
-            )
+            why = _for_free(observation, "probe", reasons)
             return Choice(np.maximum(observation.fixed, 0), why, holds=HOLDS), budget
         if free.size and budget.rounds >= PROBE_EVERY:
             place = free[observation.gaps[free].argmin()]
@@ -149,9 +135,8 @@ class Goodput:
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
         newcomer_k = int(np.median(ks[free])) if free.size else 0
-        halved = 0 < sum(observation.held.values()) >= 2 * int(ks.sum())  # a drafter that fails is left alone sooner
         rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
-        return Choice(ks, reasons, holds=1 if halved or resumed else HOLDS, newcomer_k=newcomer_k, rests=rests), budget
+        return Choice(ks, reasons, holds=HOLDS, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Ints:
         best, last = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0))
@@ -162,11 +147,11 @@ class Goodput:
 
     def _in_doubt(self, observation: Observation, ks: Ints) -> bool:
         """Whether rounds without drafts are to be measured: they are due, and cost a quarter of the share at most."""
-        measured = observation.undrafted is not None and observation.undrafted < PLAIN_EVERY
+        measured = observation.undrafted is not None and observation.undrafted < STALE
         if measured or (observation.fixed > 0).any():
             return False
         gain = evaluate(observation, ks).goodput / evaluate(observation, np.zeros_like(ks)).goodput
-        return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * PLAIN_EVERY
+        return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * STALE
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
@@ -197,18 +182,19 @@ def _within(observation: Observation, wanted: Ints) -> Ints:
     return np.where(observation.fixed >= 0, observation.fixed, np.minimum(wanted, observation.limits))
 
 
+def _for_free(observation: Observation, reason: Reason, others: tuple[Reason, ...]) -> tuple[Reason, ...]:
+    """One reason for all sequences but those whose request fixed k."""
+    return tuple(reason if k < 0 else other for k, other in zip(observation.fixed.tolist(), others, strict=True))
+
+
 def _reasons(observation: Observation, ks: Ints, lone: Ints | None = None) -> tuple[Reason, ...]:
     """[B] why each k is what it is.
 
     lone: k that each sequence would get in a round of its own; None: the policy ignores what drafts cost. A fixed k is
     a limit by itself, and its bound says what prevents more.
     """
-    short: list[Reason]
-    if lone is None:
-        short = ["policy"] * len(ks)
-    else:
-        short = ["load" if more else "acceptance" for more in (lone > ks).tolist()]
+    names: tuple[Reason, Reason] = ("policy", "policy") if lone is None else ("acceptance", "load")
     at_limit = ((ks >= observation.limits) | (observation.fixed >= 0)).tolist()
-    return tuple(
-        bound if limited else reason for limited, bound, reason in zip(at_limit, observation.bounds, short, strict=True)
-    )
+    more = (np.zeros_like(ks) if lone is None else lone > ks).tolist()
+    columns = zip(at_limit, observation.bounds, more, strict=True)
+    return tuple(bound if limited else names[longer] for limited, bound, longer in columns)

@@ -29,14 +29,21 @@ class Clairvoyant(SpecControl):
         self.cost = _TrueCost(world, depth)
 
     def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
-        observation, prompts_s = self._observation(candidates, prefill)
+        observation = self._observation(candidates)
         if prefill:
-            usual = plan(self._observation(candidates, 0)[0])
+            usual = plan(observation)
             observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
-        best_s = seconds(observation, best.ks, amortised=False)
-        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best_s + prompts_s, best.tokens)
+        best_s = seconds(observation, best.ks, amortised=False) + self._prompts_s(len(candidates), prefill)
+        return Decision(
+            best.ks.tolist(),
+            ["policy"] * len(alphas),
+            alphas,
+            0.0,
+            best_s + self._prompts_s(len(alphas), prefill),
+            best.tokens,
+        )
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """Nothing is left to learn."""

@@ -43,7 +43,7 @@ def test_repeated_requests_are_drafted_from_each_other() -> None:
     work = agents.Work("tool", [5, 6], [*range(100, 140)])
     for shared, rounds in ((True, 8), (False, 80)):
         drafter = make_drafters(None, torch.device("cpu"), 1000 if shared else 0)
-        played = agents.play([work, work], drafter, agents.AgentVariant("suffix", "suffix", tree=True), rows=16)
+        played = agents.play([work, work], drafter, agents.GuessVariant("suffix", "suffix", tree=True), rows=16)
         assert played.emitted == {"tool": 80}
         assert played.accepted == 80 - played.rounds.total()
         assert played.rounds.total() == pytest.approx(rounds if not shared else 40 + rounds, abs=4)
@@ -53,6 +53,6 @@ def test_repeated_requests_are_drafted_from_each_other() -> None:
 def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     agents.main(["--sessions=1", "--rows=4"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["drafter"] for row in report["results"]] == [variant.name for variant in agents.VARIANTS]
+    assert [row["drafter"] for row in report["results"]] == [drafting.name for drafting in agents.DRAFTINGS]
     assert all(1 <= row["tok/round"] <= 5 and row["drafts/round"] <= 4 for row in report["results"])
     assert report["workload"]["requests"] == 6

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.drafters.base import Offer
 from engine.engine import MOST_REPEATS, Engine
 from engine.models.decoder import Decoder
 from engine.models.runner import Feed
+from engine.sequence import Sequence
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig
 from policies.cost import CostModel
@@ -339,7 +341,7 @@ def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pyt
     assert sum(k > 0 for k in planned[30:]) <= 5
 
 
-@pytest.mark.parametrize(("name", "asked"), [("off", False), ("goodput", False), ("fixed", True)])
+@pytest.mark.parametrize(("name", "asked"), [("off", False), ("fixed", False), ("goodput", False), ("heuristic", True)])
 def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `off`, and while a rest of goodput lasts. The text is the same."""
     prompts = [Request(str(n), (5 + n, 6), replace(PARAMS, max_tokens=24)) for n in range(2)]
@@ -360,13 +362,35 @@ def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypa
     run = drive(engine, prompts, after_step=lambda: calls.clear() if engine.steps == 2 else None)
     assert run.tokens == plain
     assert len(calls) <= 8 if name == "goodput" else (len(calls) > 20) == asked
-    if name == "off":
+    if name in ("off", "fixed"):
         assert not calls
         assert all(step.policy_us == 0 for step in run.steps[2:])
     if name == "goodput":
         assert control.rest is not None
         assert control.rest.rounds == 200 - control.rest.rounds_left >= 20
         assert control.rest.spent_s > 0
+
+
+@pytest.mark.parametrize(("drafter", "always"), [("model", False), ("lookup", True)])
+def test_a_kept_choice_asks_no_draft_model(
+    pair: Pair, drafter: str, always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model always has drafts. What look-up has differs from round to round."""
+    request = Request("r", (5, 6, 7) * 4, replace(PARAMS, temperature=0.0), drafter=drafter)  # type: ignore[arg-type]
+    plain = drive(load(pair), [replace(request, k=0)]).tokens
+    engine = load(pair, policy=PolicyConfig("fixed", k=3))
+    asked, offer = list[int](), engine.drafter.offer
+
+    def counted(sequence: Sequence, k: int) -> Offer:
+        asked.append(k)
+        return offer(sequence, k)
+
+    monkeypatch.setattr(engine.drafter, "offer", counted)
+    run = drive(engine, [request])
+    assert run.tokens == plain
+    rounds = len(records(run)[0].column("k"))
+    assert (len(asked) >= rounds - 2) == always
+    assert len(asked) <= 1 + rounds // 4 or always
 
 
 @pytest.mark.usefixtures("full_profile")

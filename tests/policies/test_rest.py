@@ -8,9 +8,10 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import SpecControl
+from policies.corrections import STALE
 from policies.held_choice import PER_NEWCOMER, Rest
 from policies.observation import Drafted, Timing
-from policies.spec_length import HOLDS, PLAIN_EVERY, PROBE_EVERY, Goodput
+from policies.spec_length import HOLDS, PROBE_EVERY, Goodput
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
 from tests.policies.test_spec_length import choose
@@ -23,7 +24,8 @@ def rested(count: int = 4) -> Rest:
     """The rest of a policy whose drafts have been rejected for long."""
     policy = control(probe_share=0.0)
     play(policy, [False] * count, 60)
-    assert policy.rest is not None
+    while policy.rest is None:
+        play(policy, [False] * count, 1)
     return policy.rest
 
 
@@ -95,7 +97,7 @@ def test_a_rest_counts_as_rounds_without_drafts() -> None:
         if resting:
             rest.rounds = 20
         else:
-            policy.estimator.observe([], [0] * 20, 20)
+            policy.estimator.observe([], [0] * 20)
         policy.configure(policy.config)
         beliefs.append(policy.plan([candidate(0)]).alphas[0])
     assert beliefs[0] == pytest.approx(beliefs[1])
@@ -127,8 +129,8 @@ def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
     ("alpha", "undrafted", "share", "drafts"),
     [
         (0.5, None, 0.01, False),  # they gain a little, and plain rounds were never measured
-        (0.5, PLAIN_EVERY, 0.01, False),
-        (0.5, PLAIN_EVERY - 1, 0.01, True),
+        (0.5, STALE, 0.01, False),
+        (0.5, STALE - 1, 0.01, True),
         (0.5, None, 0.0, True),
         (0.99, None, 0.01, True),  # they gain too much for that
     ],

@@ -19,6 +19,7 @@ from engine.sequence import Sequence
 from engine.types import DRAFTERS, DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 VOCAB = 5
@@ -112,7 +113,7 @@ SCRIPTS = st.dictionaries(st.integers(0, 5), st.integers(0, 4))
     st.sets(st.integers(0, 4)),
     st.tuples(*[st.integers(0, 2)] * 5),
 )
-@settings(deadline=None, derandomize=True, max_examples=600)
+@settings(examples(200), derandomize=True)
 def test_every_mix_of_chains_offers_and_laws(
     asked: list[tuple[DrafterName | None, int]],
     scripts: tuple[Mapping[int, int], ...],

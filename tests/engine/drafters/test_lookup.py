@@ -13,6 +13,7 @@ from engine.drafters.lookup import Lookup, lookup_drafter
 from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 
 def pushed(tokens: list[int], min_match: int = 3) -> Lookup:
@@ -49,7 +50,7 @@ def test_a_guess_keeps_the_promise(monkeypatch: pytest.MonkeyPatch, candidates: 
     monkeypatch.setattr(lookup_module, "MAX_MATCH", max_match)
 
     @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 6), st.integers(1, 3))
-    @settings(deadline=None, derandomize=True, max_examples=200)
+    @settings(examples(80), derandomize=True)
     def check(tokens: list[int], k: int, min_match: int) -> None:
         lookup = pushed(tokens, min_match)
         expected = reference(tokens, k, min_match, candidates, max_match)

@@ -12,6 +12,7 @@ from engine.drafters.ngram import NGrams, ngram_drafter
 from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 ORDERS = (4, 3, 2)
 TEXTS = st.lists(st.integers(0, 3), max_size=80) | st.lists(st.integers(0, 2), min_size=15, max_size=60)
@@ -60,7 +61,7 @@ def reference(tokens: list[int], window: int, k: int) -> list[int]:
 
 
 @given(TEXTS, WINDOWS)
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_the_counts_are_those_of_the_window(tokens: list[int], window: int) -> None:
     held = pushed(tokens, window)._counts
     counts = {(*context, token): n for context, following in held.items() for token, n in following.items()}
@@ -81,7 +82,7 @@ def test_a_tree_has_the_most_frequent_continuations(
 
 
 @given(TEXTS, WINDOWS, st.integers(0, 6))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_a_guess_follows_the_rule(tokens: list[int], window: int, k: int) -> None:
     ngrams = pushed(tokens, window)
     assert ngrams.guess(k) == reference(tokens, window, k)
@@ -89,7 +90,7 @@ def test_a_guess_follows_the_rule(tokens: list[int], window: int, k: int) -> Non
 
 
 @given(TEXTS, TEXTS, WINDOWS, st.integers(1, 6))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_what_lies_beyond_the_window_makes_no_difference(
     first: list[int], second: list[int], window: int, k: int
 ) -> None:
