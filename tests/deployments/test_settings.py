@@ -105,6 +105,7 @@ def test_what_the_cache_may_take_reaches_the_engine() -> None:
         {
             "block_size": "32",
             "kv_tokens": "4096",
+            "suffix_tokens": "0",
             "prefix_cache": "false",
             "max_demand": "2.5",
             "max_prompt_tokens": "9000",
@@ -114,6 +115,7 @@ def test_what_the_cache_may_take_reaches_the_engine() -> None:
     assert (config.cache, config.block_size, config.kv_tokens, config.memory_fraction) == ("paged", 32, 4096, None)
     assert (config.prefix_cache, config.max_demand, config.request_timeout_s) == (False, 2.5, 60.0)
     assert config.max_prompt_tokens == 9000
+    assert (config.suffix_tokens, Settings().freeze("cpu").suffix_tokens) == (0, 65_536)
     assert Settings().freeze("cpu").max_prompt_tokens == 131_072
     assert Settings.model_validate({"memory_fraction": "0.5"}).freeze("cpu").memory_fraction == 0.5
     assert Settings.model_validate({"cache": "slotted"}).freeze("cpu").cache == "slotted"

@@ -437,6 +437,7 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
         ({"policy": PolicyConfig("heuristic", k=17)}, "policy heuristic with k 17 exceeds max_spec_length"),
         ({"policy": PolicyConfig(max_k=17)}, "max_k 17 exceeds max_spec_length, which is 16"),
         ({"policy": PolicyConfig("fixed", k=1), "max_spec_length": 0}, "policy fixed with k 1 exceeds"),
+        ({"suffix_tokens": -1}, "suffix_tokens must not be negative, not -1"),
         ({"max_spec_length": -1}, "max_spec_length must not be negative, not -1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from engine.drafters.finished_outputs import FinishedOutputs
 from engine.drafters.indexed_text import IndexedText
 from engine.drafters.suffix import Suffix, SuffixDrafter
 from engine.sequence import Sequence
-from engine.types import Verifier
+from engine.types import Request, SamplingParams, Verifier
 from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import make_batch, make_verdict, play, rows
-from tests.engine.driving import make_sequence
+from tests.engine.driving import drive, load, make_sequence
+from tests.engine.pairs import Pair
 
 CPU = torch.device("cpu")
 TEXT = st.lists(st.integers(0, 2), max_size=30)
@@ -269,3 +271,16 @@ def test_only_a_longer_match_than_the_wrong_one_is_tried_in_a_pause() -> None:
         assert rows(drafter.propose(batch, [1])) == [offered]
         drafter.observe(batch, make_verdict(0))
         sequence.tokens.append(token)
+
+
+@pytest.mark.parametrize(("bound", "salt", "helped"), [(1000, "a", True), (0, "a", False), (1000, "b", False)])
+def test_an_engine_drafts_from_earlier_outputs(pair: Pair, bound: int, salt: str, helped: bool) -> None:
+    engine = load(pair, suffix_tokens=bound)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    first = Request("first", (3, 1, 4, 1, 5), params, k=4, drafter="suffix", cache_salt="a")
+    runs = [drive(engine, [request]) for request in (first, replace(first, id="second", cache_salt=salt))]
+    assert runs[0].tokens["first"] == runs[1].tokens["second"]
+    records = [run.received[name].record for run, name in zip(runs, ("first", "second"), strict=True)]
+    accepted = [sum(record.column("accepted")) for record in records if record is not None]
+    assert (accepted[1] >= accepted[0] + 8) == helped
+    engine.drafter.audit(set())
