@@ -17,6 +17,8 @@ POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
 export RAY_USAGE_STATS_ENABLED = 0
 export PYTHONPATH = $(CURDIR)
+# Empty, so that compiled modules are kept: otherwise each process of a test compiles them again.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test proofs check format bench clean test-external test-clients
@@ -48,7 +50,7 @@ test: $(READY)
 test-external: $(READY)
 	scripts/setup_external.sh
 	scripts/setup_clients.sh $(CLIENTS)
-	$(BIN)/python -m pytest -q -rs -m external tests/external $(ARGS)
+	$(PYTEST) -n 2 -rs -m external tests/external $(ARGS)
 
 # All clients. guidellm is slow to install and to start.
 test-clients: $(READY)
@@ -56,9 +58,10 @@ test-clients: $(READY)
 	$(BIN)/python -m pytest -q -rs -m external tests/external/clients $(ARGS)
 
 # What `test` leaves out: long searches, the law of every combination of settings, drafters and verifiers (about an hour
-# on one core), and all of the engine's tests over the other kinds of KV memory.
+# on one core), ten times as many examples of Hypothesis, and all of the engine's tests over the other kinds of KV memory.
 proofs: $(READY)
 	$(PYTEST) -m proofs $(ARGS)
+	$(PYTEST) -m hypothesis --hypothesis-profile=proofs $(ARGS)
 	$(PYTEST) --kv slotted tests/engine $(ARGS)
 	$(PYTEST) --kv gathered tests/engine --ignore tests/engine/law $(ARGS)
 

@@ -24,7 +24,7 @@ def builtin_prompts(tokenizer: PromptTokenizer, count: int) -> list[list[int]]:
 
     Deterministic for one Python version and tokenizer. Raises ValueError when the library's sources are not installed.
     """
-    sources = dict(_held_out_sources())
+    sources = dict(held_out_sources())
     if not sources:
         raise ValueError("no source file of the standard library was found: pass --prompts FILE")
     order = sorted(sources, key=_digest)
@@ -55,7 +55,7 @@ def _slice(tokenizer: PromptTokenizer, text: str, draw: int) -> list[int]:
     return tokenizer.encode(window)[: SHORTEST + draw // len(lines) % (LONGEST - SHORTEST + 1)]
 
 
-def _held_out_sources() -> Iterator[tuple[str, str]]:
+def held_out_sources() -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()

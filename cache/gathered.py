@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.paged import HIDDEN, PagedCache
-from cache.storage import Blocks, KVShape, KVView
+from cache.storage import Blocks, KVShape, KVView, move_rows
 
 
 class GatheredStorage(Blocks):
@@ -23,6 +23,9 @@ class GatheredStorage(Blocks):
 
     def run(self, first: int, count: int) -> Sequence[Tensor]:
         return self._all_rows.narrow(1, first, count).unbind(0)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        move_rows(self._all_rows, sources, targets)
 
     def prepare(self, handles: Sequence[int]) -> None:
         self.copy_shared_blocks()

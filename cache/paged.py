@@ -146,6 +146,9 @@ class PagedCache:
             raise ValueError(f"cannot extend sequence {handle} to {length}: {held.reserved} positions are reserved")
         held.length = length
 
+    def writable(self, handle: int, start: int) -> bool:
+        return not any(map(self._exposed, self._held[handle].table[start // self.block_size :]))
+
     def truncate_to(self, handle: int, length: int) -> None:
         held = self._held[handle]
         if not 0 <= length <= held.length:
@@ -156,9 +159,7 @@ class PagedCache:
                 f"{held.hidden * self.block_size}"
             )
         held.length = held.reserved = length
-        blocks = -(-length // self.block_size)
-        if blocks < len(held.table):
-            self._drop(held, blocks, rolled_back=True)
+        self._drop(held, -(-length // self.block_size), rolled_back=True)
         if length < held.indexed:
             self._back_to_indexed(held)
         if not length and self.shares:
@@ -261,10 +262,9 @@ class PagedCache:
 
     def _must_copy(self, held: _Held) -> bool:
         """Whether other sequences can read or find the block of the next position."""
-        entry, used = divmod(held.length, self.block_size)
-        if not used:
-            return False
-        block = held.table[entry]
+        return held.length % self.block_size > 0 and self._exposed(held.table[held.length // self.block_size])
+
+    def _exposed(self, block: int) -> bool:
         return self._pool.counts[block] > 1 or block in self._index.nodes
 
     def _copy(self, held: _Held) -> None:

@@ -67,6 +67,10 @@ class KVCache(Protocol):
         """Make the next `count` positions valid. Raises ValueError if they were not reserved."""
         ...
 
+    def writable(self, handle: int, start: int) -> bool:
+        """Whether no other sequence reads or finds the positions from `start` on. `reserve` makes the next ones so."""
+        ...
+
     def truncate_to(self, handle: int, length: int) -> None:
         """Forget positions from `length` on (rollback) and free the memory that only they used. No data moves.
 

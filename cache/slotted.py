@@ -67,6 +67,9 @@ class SlottedCache:
             raise ValueError(f"cannot extend sequence {handle} to {length}: its slot has {self.max_len} positions")
         self._lengths[handle] = length
 
+    def writable(self, handle: int, start: int) -> bool:
+        return True  # no other sequence can read a slot
+
     def truncate_to(self, handle: int, length: int) -> None:
         if not 0 <= length <= self._lengths[handle]:
             raise ValueError(f"cannot truncate sequence {handle} to {length} positions: it has {self._lengths[handle]}")

@@ -61,6 +61,10 @@ class Storage(Protocol):
         """Per layer [count, 2·kv_heads, head_dim]: the rows from number `first` on. What is written there is stored."""
         ...
 
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the rows of these numbers to the rows `targets`, in all layers. A row may be both source and target."""
+        ...
+
     def prepare(self, handles: Sequence[int]) -> None:
         """Bring the memory of these sequences in line with the cache's bookkeeping.
 
@@ -118,6 +122,9 @@ class Contiguous:
 
     def run(self, first: int, count: int) -> Sequence[Tensor]:
         return self._all_rows.narrow(1, first, count).unbind(0)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        move_rows(self._all_rows, sources, targets)
 
     def row_numbers(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)
@@ -207,6 +214,12 @@ class Blocks:
         blocks[table == HIDDEN] = 0
         rows = blocks.flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
         return rows[: self._kv_heads], rows[self._kv_heads :]
+
+
+def move_rows(memory: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """memory [layers, rows, …]: as Storage.move. All sources are read before any target is written."""
+    read, write = torch.tensor([sources, targets], device=memory.device).unbind(0)
+    memory.index_copy_(1, write, memory.index_select(1, read))
 
 
 def _all_finite(pieces: Iterable[Tensor]) -> bool:

@@ -200,6 +200,8 @@ class Settings(BaseModel):
     """share of the device's memory for weights, activations and caches; none: the engine chooses"""
     prefix_cache: bool = True
     """whether requests share the memory of what their prompts have in common"""
+    suffix_tokens: Count = 65_536
+    """tokens of finished outputs from which drafter suffix guesses for later requests of the same API key; 0: none"""
     max_demand: Number = 8.0
     """admitted requests may need so many times the tokens that the cache holds"""
     generation_config: GenerationConfig = "auto"
@@ -303,6 +305,7 @@ class Settings(BaseModel):
             kv_tokens=self.kv_tokens,
             memory_fraction=self.memory_fraction,
             prefix_cache=self.prefix_cache,
+            suffix_tokens=self.suffix_tokens,
             max_demand=self.max_demand,
             max_prompt_tokens=self.max_prompt_tokens,
             generation_config=self.generation_config,

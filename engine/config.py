@@ -47,6 +47,7 @@ class EngineConfig:
     kv_tokens: int | None = None  # positions in each model's cache; None: see memory_budget.py
     memory_fraction: float | None = None  # share of the device's memory for weights, activations and both caches
     prefix_cache: bool = True  # whether requests share the KV of a common prefix of their prompts
+    suffix_tokens: int = 65_536  # finished outputs that drafter `suffix` keeps, all tenants' together; some 20 MB
     max_demand: float = 8.0  # admitted requests may need so many times the tokens that the cache holds
     max_prompt_tokens: int = 131_072  # per client's request, each prompt counted once for all n choices
     request_timeout_s: float | None = None  # the longest that a request may take, waiting included; None: no limit
@@ -99,8 +100,9 @@ class EngineConfig:
         for name in ("max_running", "max_step_tokens", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_waiting < 0:
-            raise ConfigError(f"max_waiting must not be negative, not {self.max_waiting}")
+        for name in ("max_waiting", "suffix_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.max_step_tokens < self.max_running * (1 + self.max_spec_length):
             raise ConfigError(
                 f"max_step_tokens {self.max_step_tokens} cannot hold one verification of every sequence: "

@@ -20,6 +20,7 @@ from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
+from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
@@ -86,7 +87,9 @@ def load_models(config: EngineConfig) -> LoadedModels:
     target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_drafter)
     model = make_drafter(target, drafts[0]) if drafts else None
     defaults = opened.sampling_defaults
-    return LoadedModels(target, make_drafters(model, device), opened.tokenizer, opened.eos_ids, defaults)
+    return LoadedModels(
+        target, make_drafters(model, device, config.suffix_tokens), opened.tokenizer, opened.eos_ids, defaults
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +145,18 @@ def _model_drafter(
     return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk), translation)
 
 
-def make_drafters(model: ModelDrafter | None, device: torch.device) -> ChainedDrafter:
-    """Every drafter by its name. In `cascade` the draft model is asked only where no other drafter has an offer."""
+def make_drafters(model: ModelDrafter | None, device: torch.device, suffix_tokens: int) -> ChainedDrafter:
+    """Every drafter by its name. In `cascade` the draft model is asked only where no other drafter has an offer.
+
+    suffix_tokens: the most tokens of finished outputs that `suffix` keeps.
+    """
     lookup, prediction = lookup_drafter(device), PredictionDrafter(device)
     chains: dict[DrafterName, Chain] = {
         "ngram": (("ngram", ngram_drafter(device)),),
         "lookup": (("lookup", lookup),),
         "prediction": (("prediction", prediction),),
         "cascade": (("prediction", prediction), ("lookup", lookup)),
+        "suffix": (("suffix", SuffixDrafter(device, suffix_tokens)),),
     }
     if model is not None:
         chains["model"] = (("model", model),)

@@ -105,7 +105,9 @@ def _propose(drafter: Drafter, batch: DraftBatch, planned_ks: Seq[int]) -> Draft
 
 
 def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner) -> None:
-    """Drop the rejected drafts from the target's cache."""
+    """Drop the rejected drafts from the target's cache. The accepted ones of a tree move together before."""
+    paths = [(i, path) for i, path in verdict.paths.items() if not verdict.non_finite[i]]
+    target.keep_paths((batch.sequences[i], len(batch.sequences[i].tokens), path) for i, path in paths)
     for sequence, accepted, non_finite in zip(batch.sequences, verdict.accepted, verdict.non_finite, strict=True):
         # A sequence with non-finite scores keeps all its memory until the engine clears it: others could get a part.
         if not non_finite:
@@ -148,7 +150,9 @@ def _logprobs(
     first = 0
     for i, (sequence, k, emitted) in enumerate(zip(batch.sequences, draft.ks, verdict.emitted, strict=True)):
         if sequence.params.logprobs is not None:
-            requests[i] = LogprobRequest(range(first, first + len(emitted)), emitted, sequence.params.logprobs)
+            path = verdict.paths.get(i, range(len(emitted) - 1))  # the root's row gives the path's first token
+            rows = [first, *(first + 1 + node for node in path)]
+            requests[i] = LogprobRequest(rows, emitted, sequence.params.logprobs)
         first += k + 1
     results = compute_logprobs(LogitRows.of(logits), list(requests.values())) if requests else []
     for i, result in zip(requests, results, strict=True):

@@ -6,6 +6,7 @@ are ordered: a verifier tries the one with the lowest index first.
 """
 
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 
 ROOT = -1
 
@@ -52,6 +53,22 @@ def path(parents: Parents, node: int) -> list[int]:
         found.append(node)
         node = parents[node]
     return found[::-1]
+
+
+def tried(parents: Parents, accepted: Seq[int]) -> list[int]:
+    """The nodes that a verifier has tried, in its order, if it has accepted the path `accepted`."""
+    parent, found = ROOT, []
+    for node in (*accepted, None):
+        found += [n for n, p in enumerate(parents) if p == parent and (node is None or n <= node)]
+        parent = ROOT if node is None else node
+    return found
+
+
+@lru_cache(maxsize=4096)
+def seen_pairs(parents: Parents, window: int | None = None) -> tuple[tuple[int, int], ...]:
+    """(node, node that it sees) for each node: itself and its ancestors. A window shows the last `window` of them."""
+    paths = [path(parents, node) for node in range(len(parents))]
+    return tuple((node, seen) for node, nodes in enumerate(paths) for seen in nodes[-(window or len(nodes)) :])
 
 
 def trunk(parents: Parents) -> list[int]:

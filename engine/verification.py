@@ -1,23 +1,34 @@
 """From the target's logits to a verdict: each sequence by its own verifier, all in one device-to-host copy (R8)."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.sampling import acceptance
+from engine.sampling import acceptance, tree_acceptance
 from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
+from engine.sampling.sampler import Sampler
+from engine.sampling.tree_acceptance import TreeTable
+from engine.trees import Parents, chain, is_chain, path, tried
 from engine.types import Verifier
 
 
 def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
-    """Decide which drafts of a round are kept. logits [Σ (k + 1), vocab] are the target's, sequence-major.
+    """Decide which drafts of a round are kept. logits [Σ (k + 1), vocab] are the target's, sequence-major: of the last
+    committed token, then of each draft.
 
-    Here and below, `indices` [n] are the sequences of the batch that share a verifier.
+    Raises ValueError for a tree of several branches under block verification. Here and below, `indices` [n] are the
+    sequences of the batch that share a verifier.
     """
+    if draft.trees:
+        _check_verifiers(batch, draft.trees)
+        batch = replace(batch, sampler=batch.sampler.on_trees(draft.trees))
     verdict: DeviceVerdict | None = None
     for name, indices in _by_verifier(batch).items():
         if name == "match":
@@ -44,9 +55,13 @@ def _by_verifier(batch: DraftBatch) -> dict[Verifier, list[int]]:
 def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -> DeviceVerdict:
     logits, rows, ks = _select_rows(batch, draft, logits, indices)
     drawn, finite = batch.sampler.draw(logits, rows, draft.tokens)
-    if draft.tokens is None or len(indices) == len(batch.sequences):
-        return acceptance.match(drawn, finite, draft.tokens, ks)
-    return acceptance.match(drawn, finite, draft.tokens[list(indices)], ks)
+    tokens = draft.tokens
+    if tokens is not None and len(indices) < len(batch.sequences):
+        tokens = tokens[list(indices)]
+    shapes = _shapes(draft, indices)
+    if tokens is None or not shapes:
+        return acceptance.match(drawn, finite, tokens, ks)
+    return tree_acceptance.match(drawn, finite, tokens, TreeTable.of(shapes, logits.device), ks)
 
 
 def _reject_or_block(
@@ -56,27 +71,81 @@ def _reject_or_block(
     sampler, depth = batch.sampler, max(ks)
     laws = sampler.laws(sampler.scores(logits, rows, draft.tokens), rows)
     if draft.tokens is None or not depth:
-        weights, accepted = laws, torch.zeros(len(indices), dtype=torch.int64, device=logits.device)
-        overlaps = None
+        nothing = torch.zeros(len(indices), dtype=torch.int64, device=logits.device)
+        decided = Decided(nothing, nothing, laws, None)
     else:
         drafts = draft.tokens[list(indices), :depth]
         logp = acceptance.padded(laws, ks)
         logq = draft_laws(draft, indices, drafts, logp)
         legal = drafts.clamp(0, logits.shape[-1] - 1)
-        coins = sampler.coins(indices, depth)
+        shapes = _shapes(draft, indices)
         if verifier == "block":
-            decided, overlaps = acceptance.block(logp, logq, legal, ks), acceptance.overlaps(logp, logq)
-            accepted = acceptance.last_success(decided.chances, coins)
+            decided = _block(sampler, indices, logp, logq, legal, ks)
+        elif shapes:
+            decided = _reject_trees(batch, indices, logp, logq, legal, shapes)
         else:
-            values = [batch.sequences[i].lenience or 1.0 for i in indices]
-            lenience = torch.tensor(values, dtype=torch.float64, device=logits.device)
-            decided = acceptance.rejection(logp, logq, legal, ks, lenience)
-            overlaps = acceptance.overlaps(logp, logq, lenience)
-            accepted = acceptance.first_failure(decided.chances, coins)
-        weights = acceptance.emitted_law(logp, logq, decided.log_scales, accepted, ks)
+            decided = _reject(batch, indices, logp, logq, legal, ks)
     # A NaN in an earlier row makes these weights NaN too: rejection stops at that row, block multiplies it on.
-    finite = weights.amax(1).abs() < torch.inf
-    return DeviceVerdict(accepted, sampler.emit(weights, indices, accepted), finite, overlaps)
+    finite = decided.weights.amax(1).abs() < torch.inf
+    emitted = sampler.emit(decided.weights, indices, decided.accepted)
+    return DeviceVerdict(decided.last_rows, emitted, finite, decided.overlaps)
+
+
+class Decided(NamedTuple):
+    """What the coins decided for N sequences."""
+
+    last_rows: Tensor  # [N] see DeviceVerdict
+    accepted: Tensor  # [N] number of accepted drafts
+    weights: Tensor  # [N, vocab] log-weights of the recovered or bonus token
+    overlaps: Tensor | None  # [N, K]
+
+
+def _reject(batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Decided:
+    lenience = _lenience(batch, indices)
+    law = acceptance.rejection(logp, logq, drafts, ks, lenience)
+    accepted = acceptance.first_failure(law.chances, batch.sampler.coins(indices, max(ks)))
+    weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, ks)
+    return Decided(accepted, accepted, weights, acceptance.overlaps(logp, logq, lenience))
+
+
+def _block(sampler: Sampler, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Decided:
+    law = acceptance.block(logp, logq, drafts, ks)
+    accepted = acceptance.last_success(law.chances, sampler.coins(indices, max(ks)))
+    weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, ks)
+    return Decided(accepted, accepted, weights, acceptance.overlaps(logp, logq))
+
+
+def _reject_trees(
+    batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, shapes: Seq[Parents]
+) -> Decided:
+    table, lenience = TreeTable.of(shapes, logp.device), _lenience(batch, indices)
+    law = tree_acceptance.rejection(logp, logq, drafts, table, lenience)
+    coins = batch.sampler.tree_coins(indices, shapes)
+    last_rows = tree_acceptance.walk(coins < law.chances, table)[:, -1]
+    weights = tree_acceptance.emitted_law(law, logq, table, last_rows)
+    return Decided(last_rows, table.depths.gather(1, last_rows[:, None])[:, 0], weights, law.overlaps)
+
+
+def _lenience(batch: DraftBatch, indices: Seq[int]) -> Tensor:
+    values = [batch.sequences[i].lenience or 1.0 for i in indices]
+    return torch.tensor(values, dtype=torch.float64, device=batch.sampler.device)
+
+
+def _shapes(draft: Draft, indices: Seq[int]) -> list[Parents]:
+    """The shapes of these sequences' drafts; [] if all of them are chains."""
+    if not any(i in draft.trees for i in indices):
+        return []
+    return [draft.trees.get(i, chain(draft.ks[i])) for i in indices]
+
+
+def _check_verifiers(batch: DraftBatch, trees: Mapping[int, Parents]) -> None:
+    for i, parents in trees.items():
+        sequence = batch.sequences[i]
+        if sequence.verifier == "block" and not sequence.coupled and not is_chain(parents):
+            raise ValueError(
+                f"block verification decides about chains only; the draft of request {sequence.request_id} is a tree "
+                f"with the parents {parents}: draft a chain, or use the verifier match or rejection"
+            )
 
 
 def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
@@ -121,9 +190,9 @@ def _blank(ks: Seq[int], device: torch.device) -> DeviceVerdict:
 
 def _merge(whole: DeviceVerdict, decided: DeviceVerdict, indices: Seq[int]) -> DeviceVerdict:
     """The whole batch's verdict with what was decided for these sequences."""
-    rows = torch.tensor(indices, device=whole.accepted.device)
+    rows = torch.tensor(indices, device=whole.last_rows.device)
     return DeviceVerdict(
-        whole.accepted.index_copy(0, rows, decided.accepted),
+        whole.last_rows.index_copy(0, rows, decided.last_rows),
         whole.tokens.index_copy(0, rows, decided.tokens),
         whole.finite.index_copy(0, rows, decided.finite),
         _merge_overlaps(whole.overlaps, decided.overlaps, rows),
@@ -138,28 +207,39 @@ def _merge_overlaps(whole: Tensor | None, decided: Tensor | None, rows: Tensor) 
 
 def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdict:
     """The verdict as Python lists, in one copy together with the drafts."""
-    columns = [verdict.accepted, verdict.tokens, verdict.finite]
+    columns = [verdict.last_rows, verdict.tokens, verdict.finite]
     if draft.tokens is None:
         accepted, tokens, finite = torch.stack(columns).tolist()
         non_finite = [not row_finite for row_finite in finite]
-        return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens))
+        paths: dict[int, list[int]] = {i: [] for i in draft.trees}
+        return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens), paths)
     depth = max(draft.ks)
     overlaps = [] if verdict.overlaps is None else [verdict.overlaps]
     rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, :depth], *overlaps], 1).tolist()  # the round's one copy
     drafts = [row[3 : 3 + k] for row, k in zip(rows, draft.ks, strict=True)]
+    paths = {i: path(parents, rows[i][0] - 1) for i, parents in draft.trees.items()}
+    accepted_tokens = [tokens[: row[0]] for row, tokens in zip(rows, drafts, strict=True)]
+    for i, nodes in paths.items():
+        accepted_tokens[i] = [drafts[i][node] for node in nodes]
     return Verdict(
-        accepted=[row[0] for row in rows],
-        emitted=[[*tokens[: row[0]], row[1]] for row, tokens in zip(rows, drafts, strict=True)],
+        accepted=list(map(len, accepted_tokens)),
+        emitted=[[*tokens, row[1]] for row, tokens in zip(rows, accepted_tokens, strict=True)],
         non_finite=[not row[2] for row in rows],
-        overlaps=_overlaps(rows, 3 + depth, draft.ks) if overlaps else [()] * len(rows),
+        overlaps=_overlaps([row[3 + depth :] for row in rows], draft, accepted_tokens, paths),
         num_illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
         drafts=drafts,
+        paths=paths,
     )
 
 
-def _overlaps(rows: Seq[Seq[int]], first: int, ks: Seq[int]) -> list[tuple[float, ...]]:
-    """Overlaps of the reached drafts, from column `first` of the rows on; () for a sequence without any."""
-    return [
-        tuple(value / OVERLAP_SCALE for value in row[first : first + min(row[0] + 1, k)] if value >= 0)
-        for row, k in zip(rows, ks, strict=True)
-    ]
+def _overlaps(
+    rows: Seq[Seq[int]], draft: Draft, accepted: Seq[Seq[int]], paths: Mapping[int, Seq[int]]
+) -> list[tuple[float, ...]]:
+    """Overlaps of the drafts that were tried, from rows with an entry per draft; () for a sequence without any."""
+    found = []
+    for i, (row, k) in enumerate(zip(rows, draft.ks, strict=True)):
+        chosen = (
+            [row[v] for v in tried(draft.trees[i], paths[i])] if i in paths and row else row[: len(accepted[i]) + 1]
+        )
+        found.append(tuple(value / OVERLAP_SCALE for value in chosen[:k] if value >= 0))
+    return found

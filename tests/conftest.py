@@ -15,18 +15,16 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from engine import engine
+from tests.examples import register_profiles
 from tests.kv import KINDS, use
 from tests.workers import RAY_GROUP, worker_group
 from tests.workers import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
 from tests.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 torch.set_num_threads(1)
-# A busy machine is no fault of what is tested.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+register_profiles()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-RAY_GROUP = "tests/serving/"
+RAY_TESTS = ("tests/serving/", "tests/external/test_prometheus.py", "tests/external/clients/")
+RAY_GROUP = RAY_TESTS[0]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -25,7 +26,7 @@ def worker_group(nodeid: str) -> str:
     would take the cores from the other workers.
     """
     module = nodeid.partition("::")[0]
-    return RAY_GROUP if module.startswith(RAY_GROUP) else module
+    return RAY_GROUP if module.startswith(RAY_TESTS) else module
 
 
 @pytest.hookimpl(optionalhook=True)

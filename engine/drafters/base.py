@@ -46,6 +46,15 @@ class DraftBatch:
     sampler: Sampler
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
     shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
+    branches: tuple[bool, ...] = ()  # whether sequence i may get any tree of up to ks[i] nodes; (): none may
+
+    def wants_tree(self, i: int) -> bool:
+        """Whether sequence i gets a tree of its shape in `shapes`, or any tree. `block` decides on chains only."""
+        wanted = self.shape(i) is not None or (bool(self.branches) and self.branches[i])
+        return wanted and self.sequences[i].verifier != "block"
+
+    def shape(self, i: int) -> Parents | None:
+        return self.shapes[i] if self.shapes else None
 
 
 @dataclass(frozen=True, slots=True)

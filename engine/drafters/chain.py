@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from engine.drafters.base import (
     NO_OFFER,
@@ -20,6 +18,7 @@ from engine.drafters.base import (
     check_draft,
     try_forget,
 )
+from engine.drafters.merging import merge_drafts
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
 from engine.types import DrafterName
@@ -72,7 +71,7 @@ class ChainedDrafter:
             draft = self._propose_by(stage, batch, stage_ks)
             drafts.append(draft)
             open_ks = [0 if proposed else k for k, proposed in zip(open_ks, draft.ks, strict=True)]
-        return drafts[0] if len(drafts) == 1 else _merge_drafts(drafts, len(ks))
+        return drafts[0] if len(drafts) == 1 else merge_drafts(drafts, len(ks))
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         """Raises DrafterFault if a drafter raised. By then it has forgotten the round's sequences, and all others have
@@ -131,57 +130,3 @@ def _stages(chains: Mapping[DrafterName, Chain]) -> tuple[Stage, ...]:
             order.add(id(drafter), *predecessors)
             predecessors = [id(drafter)]
     return tuple(Stage(drafters[key], names[key]) for key in order.static_order())
-
-
-def _merge_drafts(drafts: Seq[Draft], count: int) -> Draft:
-    """One draft from several, of which at most one has tokens for any one sequence. Empty drafts add their steps, fed
-    tokens, time and failure. If only one draft has tokens, its tensors are used without a copy."""
-    with_tokens = [d for d in drafts if any(d.ks)]
-    if not with_tokens:
-        merged = Draft.none(count)
-    elif len(with_tokens) == 1:
-        merged = with_tokens[0]
-    else:
-        merged = _merge_tensors(with_tokens, count)
-    return replace(
-        merged,
-        steps=sum(d.steps for d in drafts),
-        read=sum(d.read for d in drafts),
-        forward_us=sum(d.forward_us for d in drafts),
-        failed=any(d.failed for d in drafts),
-    )
-
-
-def _merge_tensors(drafts: Seq[Draft], count: int) -> Draft:
-    owners = [next((d for d in drafts if d.ks[i]), drafts[0]) for i in range(count)]
-    ks = tuple(owner.ks[i] for i, owner in enumerate(owners))
-    logq, logq_rows = _merge_laws(drafts, max(ks))
-    proposers = tuple(owner.proposers[i] if owner.proposers else None for i, owner in enumerate(owners))
-    return Draft(ks, _merge_tokens(drafts, owners, max(ks)), logq, logq_rows, proposers)
-
-
-def _merge_tokens(drafts: Seq[Draft], owners: Seq[Draft], depth: int) -> Tensor:
-    """[B, depth]: row i comes from the tokens of owners[i]."""
-    tables = torch.cat([_resize(d.tokens, depth, 0) for d in drafts if d.tokens is not None])
-    start = {id(d): n * len(owners) for n, d in enumerate(drafts)}
-    rows = [start[id(owner)] + i for i, owner in enumerate(owners)]
-    return tables.index_select(0, torch.tensor(rows, device=tables.device))
-
-
-def _merge_laws(drafts: Seq[Draft], depth: int) -> tuple[Tensor | None, dict[int, int]]:
-    """(logq [n, depth, vocab], logq_rows) of all drafts together."""
-    laws: list[Tensor] = []
-    rows: dict[int, int] = {}
-    first = 0
-    for draft in drafts:
-        if draft.logq is not None:
-            laws.append(_resize(draft.logq.transpose(1, 2), depth, -torch.inf).transpose(1, 2))
-            rows |= {i: first + row for i, row in draft.logq_rows.items() if draft.ks[i]}
-            first += len(draft.logq)
-    return (laws[0] if len(laws) == 1 else torch.cat(laws) if laws else None), rows
-
-
-def _resize(values: Tensor, depth: int, fill: float) -> Tensor:
-    """Cut or fill up the last dimension to `depth` entries."""
-    missing = depth - values.shape[-1]
-    return F.pad(values, (0, missing), value=fill) if missing > 0 else values[..., :depth]

@@ -13,6 +13,7 @@ import torch
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
+from engine.trees import Parents, chain, is_chain, trunk
 
 MAX_PAUSE = 32  # rounds without a guess after guesses that were rejected
 
@@ -27,6 +28,12 @@ class Guesser(Protocol):
     def guess(self, k: int) -> list[int]:
         """At most k tokens that may come next, possibly none. The same until the next push."""
         ...
+
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        """At most `nodes` tokens that may come next, and their parents, in a tree of this shape or of any. A guesser
+        that knows one continuation only keeps this chain."""
+        tokens = self.guess(nodes if shape is None else len(trunk(shape)))
+        return tokens, chain(len(tokens))
 
 
 G = TypeVar("G", bound=Guesser)
@@ -78,16 +85,26 @@ class GuessDrafter(Generic[G]):
         state = self._state(sequence)
         if state.offered_at != len(sequence.tokens):
             state.offer, state.offered_at = self._guess(sequence, k), len(sequence.tokens)
+        if state.offer and sequence.tree is not None:
+            return Offer(sequence.drafter, k, 0)  # a tree may have more nodes than a chain
         return Offer(sequence.drafter, min(k, len(state.offer)), 0)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        guesses = [self._take_guess(s, k) if k else [] for s, k in zip(batch.sequences, ks, strict=True)]
+        guesses, trees = list[list[int]](), dict[int, Parents]()
+        for i, (sequence, k) in enumerate(zip(batch.sequences, ks, strict=True)):
+            guess = self._take_guess(sequence, k) if k else []
+            if guess and batch.wants_tree(i):
+                guess, parents = self.catch_up(sequence).guess_tree(k, batch.shape(i))
+                if not is_chain(parents):
+                    trees[i] = parents
+            guesses.append(guess)
         self._unobserved, self._drafted = batch, [i for i, guess in enumerate(guesses) if guess]
         if not self._drafted:
             return Draft.none(len(guesses))
         depth = max(map(len, guesses))
         rows = [guess + [0] * (depth - len(guess)) for guess in guesses]
-        return Draft(tuple(map(len, guesses)), torch.tensor(rows, dtype=torch.int64, device=self._device))
+        tokens = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        return Draft(tuple(map(len, guesses)), tokens, trees=trees)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         unobserved, self._unobserved = self._unobserved, None
@@ -104,6 +121,14 @@ class GuessDrafter(Generic[G]):
     def audit(self, live: Set[int]) -> None:
         leaked = self._states.keys() - live
         assert not leaked, f"guessers are held for sequences that are gone: {sorted(leaked)}"
+
+    def guess_in_pause(self, sequence: Sequence, k: int) -> list[int]:
+        """At most k tokens that are worth a round of a pause."""
+        return []
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether a guesser is held for the sequence."""
+        return sequence.handle in self._states
 
     def catch_up(self, sequence: Sequence) -> G:
         """Push the committed tokens that the sequence's guesser has not seen; returns the guesser."""
@@ -123,7 +148,7 @@ class GuessDrafter(Generic[G]):
         state = self._state(sequence)
         if state.pause_left:
             state.pause_left -= 1
-            return []
+            return self.guess_in_pause(sequence, k)
         return self.catch_up(sequence).guess(k)
 
     def _state(self, sequence: Sequence) -> _GuesserState[G]:

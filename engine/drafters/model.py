@@ -10,12 +10,15 @@ from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
+from engine.drafters.merging import merge_drafts
+from engine.drafters.model_trees import FedTree, TreeDraft
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
 from engine.models.attention import index_tensor
 from engine.models.runner import Feed, Runner
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
+from engine.trees import Parents, trunk
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,9 @@ class ModelDrafter:
 
     A model with another tokenizer has a `translation`. It drafts shared tokens only. Its gap, memory and context are
     counted in its own tokens.
+
+    Trees: the model draws the shape that the batch wants of a sequence, level by level (model_trees.py). A model with
+    another tokenizer draws the chain of its first children.
 
     A draft ends at the end of the model's own context, which may be shorter than the target's. A sequence that has
     passed it gets no more drafts, and its memory is freed.
@@ -56,6 +62,7 @@ class ModelDrafter:
         self._max_catch_up = max_catch_up
         self._chunk = chunk
         self._drafted: set[int] = set()  # handles of the sequences that the latest proposal has drafts for
+        self._fed_trees: dict[int, FedTree] = {}  # by handle: what the model has read of the latest proposal's trees
         self._given_up: set[int] = set()  # handles of the sequences whose draft was not finite
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
@@ -79,10 +86,20 @@ class ModelDrafter:
         before = self.runner.forward_ns
         ks = [self._reserve(s, k) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         ks, pieces = self._catch_up(batch.sequences, ks)
+        shapes = self._shapes(batch, ks)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
+        active.sort(key=lambda i: i in shapes)
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
         first = self.runner.run(feeds) if feeds else None
-        draft = Draft.none(len(ks)) if first is None or not active else self._draw(batch, ks, active, first)
+        chains = [i for i in active if i not in shapes]
+        drafts = []
+        if first is not None and chains:
+            limits = [0 if i in shapes else k for i, k in enumerate(ks)]
+            drafts.append(self._draw(batch, limits, chains, first[: len(chains)]))
+        self._fed_trees = {}
+        if first is not None and shapes:
+            drafts.append(self._draw_trees(batch, {i: shapes[i] for i in active if i in shapes}, first[len(chains) :]))
+        draft = merge_drafts(drafts, len(ks))
         self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
         return replace(
             draft,
@@ -105,10 +122,26 @@ class ModelDrafter:
             logits = self.runner.step([batch.sequences[i] for i in columns.active], fed)
             steps, read = steps + 1, read + len(columns.active)
 
+    def _shapes(self, batch: DraftBatch, ks: list[int]) -> dict[int, Parents]:
+        """Index of a sequence → the tree that it gets, cut to its k nodes. With a translation there are none: ks
+        becomes the number of first children."""
+        wanted = {i: shape[: ks[i]] for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
+        if self._shared is not None:
+            for i, shape in wanted.items():
+                ks[i] = len(trunk(shape))
+            return {}
+        return wanted
+
+    def _draw_trees(self, batch: DraftBatch, shapes: dict[int, Parents], logits: Tensor) -> Draft:
+        trees = TreeDraft(batch, shapes, self._vocab, self.runner.device)
+        self._fed_trees = {batch.sequences[i].handle: fed for i, fed in trees.fed.items()}
+        return trees.draw(self.runner, logits)
+
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
-        cache, drafted = self.runner.cache, self._drafted
-        self._drafted = set()
-        for sequence, emitted, drafts in zip(batch.sequences, verdict.emitted, verdict.drafts, strict=True):
+        cache, drafted, fed_trees = self.runner.cache, self._drafted, self._fed_trees
+        self._drafted, self._fed_trees = set(), {}
+        for i, sequence in enumerate(batch.sequences):
+            emitted, drafts = verdict.emitted[i], verdict.drafts[i]
             has_draft = sequence.handle in drafted and drafts
             if has_draft and NO_TOKEN in drafts:
                 self._give_up(sequence)
@@ -117,7 +150,13 @@ class ModelDrafter:
             if self._left(sequence) <= 0:
                 self.runner.release(sequence)
             elif cache.holds(sequence.handle):
-                kept = len(self.runner.tokens(sequence)) + self._num_fed(emitted[:-1])
+                length = len(self.runner.tokens(sequence))
+                if fed := fed_trees.get(sequence.handle):
+                    places = fed.kept(verdict.paths.get(i, ()))
+                    self.runner.keep_paths([(sequence, length, places)])
+                    kept = length + len(places)
+                else:
+                    kept = length + self._num_fed(emitted[:-1])
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
 
     def forget(self, sequence: Sequence) -> None:

@@ -5,18 +5,23 @@ from itertools import islice
 
 import torch
 
-from engine.drafters.guess import GuessDrafter
+from engine.drafters.branching import draw_tree
+from engine.drafters.guess import GuessDrafter, Guesser
+from engine.trees import Parents
 
 ORDERS = (4, 3, 2)  # order n: n − 1 tokens of context; the longest context with a continuation decides
 WINDOW = 512  # latest tokens that are counted
 MAX_DRAFT = 4  # tokens; guesses that build on guesses are soon wrong
 
 
+Node = tuple[tuple[int, ...], int]  # the last tokens, depth
+
+
 def ngram_drafter(device: torch.device) -> GuessDrafter["NGrams"]:
     return GuessDrafter(lambda _: NGrams(), device, lookback=WINDOW)
 
 
-class NGrams:
+class NGrams(Guesser):
     """Counts the n-grams within the last `window` tokens: at most 3 · window counts, whatever the text.
 
     Raises ValueError for a window that is shorter than the longest n-gram.
@@ -56,11 +61,30 @@ class NGrams:
             context = _extended(context, token)
         return guess
 
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        """The same with the less frequent continuations, at most MAX_DRAFT deep. Shares are relative counts."""
+        return draw_tree((self._context, 0), self._following, nodes, shape)
+
+    def _following(self, node: Node) -> list[tuple[int, float, Node]]:
+        context, depth = node
+        counts = self._continuations(context)
+        if depth == MAX_DRAFT or counts is None:
+            return []
+        total = sum(counts.values())
+        best_first = list(reversed(counts))  # among equals the one seen last
+        best_first.sort(key=counts.__getitem__, reverse=True)
+        return [(token, counts[token] / total, (_extended(context, token), depth + 1)) for token in best_first]
+
     def _next(self, context: tuple[int, ...]) -> int | None:
+        counts = self._continuations(context)
+        return None if counts is None else max(reversed(counts), key=counts.__getitem__)
+
+    def _continuations(self, context: tuple[int, ...]) -> dict[int, int] | None:
+        """The counts behind the longest context that has any."""
         for order in ORDERS:
             counts = self._counts.get(context[1 - order :])
             if counts:
-                return max(reversed(counts), key=counts.__getitem__)
+                return counts
         return None
 
     def _evict(self) -> None:

@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 import torch
 
-from engine.drafters.guess import GuessDrafter
+from engine.drafters.guess import GuessDrafter, Guesser
 from engine.sequence import Sequence
 
 MIN_MATCH = 2  # last tokens of the output that must occur in the prediction to go on from there
@@ -12,7 +12,7 @@ MAX_MATCH = 8  # tokens; matches as long as this count as equally long
 CANDIDATES = 32  # occurrences that are compared on either side of the last known position
 
 
-class PredictionFollower:
+class PredictionFollower(Guesser):
     """A position in the prediction that moves along with the output.
 
     At the first token that differs, it assumes that the output skipped one predicted token, if that fits; otherwise

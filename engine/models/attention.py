@@ -5,6 +5,10 @@ neighbouring slots are computed by one batched call over a view of those slots, 
 such a group is padded, never a matrix product. The storage decides whether K and V are copied for it.
 
 A layer with a sliding window reads the last keys of that view only; the mask hides what lies before a query's window.
+
+A draft tree lies behind its sequence's committed tokens, one node after the other. Siblings have the same position, so
+a key's place in the slot is not its position there. The mask is made as if a node saw the committed tokens only; then
+the keys of its path are shown to it.
 """
 
 from array import array
@@ -17,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache.storage import Storage
+from engine.trees import Parents, depths, is_chain, seen_pairs
 
 GROUP_WASTE = 3  # a group may compute at most this many times the attention scores that its spans need
 SPAN_OVERHEAD = 1500  # attention scores that cost about as much as one more call
@@ -26,16 +31,40 @@ EXPLICIT_SCORES = 1 << 22  # scores of one head that are held at once where torc
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` consecutive tokens of one sequence, at positions start … end − 1 of its slot."""
+    """`count` consecutive tokens of one sequence, at places start … end − 1 of its slot.
+
+    The nodes of a tree have the last places, in the order of their numbers, from `base` on. The first nodes may have
+    been fed by earlier passes. A node of depth d has position base + d − 1. Any other token's position is its place.
+    """
 
     slot: int
     start: int
     count: int
     end: int
+    parents: Parents | None = None  # the shape of the tree; None: there is none, or it is a chain
 
     @classmethod
-    def at(cls, slot: int, start: int, count: int) -> "Span":
-        return cls(slot, start, count, start + count)
+    def at(cls, slot: int, start: int, count: int, parents: Parents | None = None) -> "Span":
+        return cls(slot, start, count, start + count, None if parents is None or is_chain(parents) else parents)
+
+    @property
+    def base(self) -> int:
+        """The place of the tree's first node."""
+        return self.end - len(self.parents or ())
+
+    def positions(self) -> Sequence[int]:
+        if self.parents is None:
+            return range(self.start, self.end)
+        base = self.base
+        nodes = [base + depth - 1 for depth in depths(self.parents)]
+        return [*range(self.start, base), *nodes[max(0, self.start - base) :]]
+
+    def last_visible(self) -> Sequence[int]:
+        """Each query sees all places up to this one, and a node its path as well."""
+        if self.parents is None:
+            return range(self.start, self.end)
+        committed = range(self.start, self.base)
+        return [*committed, *[self.base - 1] * (self.count - len(committed))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +89,10 @@ class Group:
     queries: int  # queries per slot, padding included
     keys: int  # keys per slot, padding included
     mask: Tensor | None  # additive [slots, 1, queries·group, keys], for no window; None: every query sees every key
-    last_visible: Tensor  # [slots, queries] int64: each query's own key
+    last_visible: Tensor  # [slots, queries] int64: the last of the keys that each query sees, paths in trees aside
+    positions: Tensor  # [slots, queries] int64
     first_position: int  # the smallest position of a query
+    trees: tuple[tuple[int, Span], ...]  # (padded index of the span's first query, span) of each span with a tree
     rows: slice  # the group's rows of the packed input
     gather: Tensor | None  # [slots·queries] packed row of each padded query; None: rows are already in that order
     scatter: Tensor | None  # [rows] padded index of each packed row
@@ -99,22 +130,29 @@ def plan_attention(
 
     separate_to: compute each query by itself; no sequence has more positions than that. None: together.
     """
-    index: list[int] = []  # positions, then cache rows: one transfer for both
+    trees = any(s.parents is not None for s in spans)
+    index: list[int] = []  # positions, then cache rows, then, with trees, the last visible keys: one transfer for all
     for s in spans:
-        index += range(s.start, s.end)
+        index += s.positions()
+    count = len(index)
     for s in spans:
         index += storage.row_numbers(s.slot, s.start, s.end)
-    positions, cache_rows = index_tensor(index, device).view(2, -1).unbind(0)
-    rows_used = index[len(index) // 2 :]
+    rows_used = index[count:]
+    if trees:
+        for s in spans:
+            index += s.last_visible()
+    positions, cache_rows, *visible = index_tensor(index, device).view(2 + trees, -1).unbind(0)
     in_order = len(spans) == 1 and rows_used == list(range(rows_used[0], rows_used[0] + len(rows_used)))
     groups, row = [], 0
     for members in _grouped(spans):
         rows = slice(row, row + sum(s.count for s in members))
         queries = positions if len(members) == len(spans) else positions[rows]
+        last_visible = visible[0][rows] if trees else queries
         end = max(s.end for s in members)
         keys = end if separate_to is None else max(end, min(separate_to, -(-end // KEY_BLOCK) * KEY_BLOCK))
         masked = separate_to is not None  # a call without a mask would take another kernel
-        groups.append(_make_group(members, keys, rows, queries, num_heads // num_kv_heads, dtype, masked))
+        group_size = num_heads // num_kv_heads
+        groups.append(_make_group(members, keys, rows, queries, last_visible, group_size, dtype, masked))
         row = rows.stop
     first_row = rows_used[0] if in_order else None
     return AttentionPlan(positions, cache_rows, first_row, tuple(groups), separate_to is not None)
@@ -272,22 +310,30 @@ def _make_group(
     keys: int,
     rows: slice,
     positions: Tensor,
+    last_visible: Tensor,
     group_size: int,
     dtype: torch.dtype,
     masked: bool,
 ) -> Group:
-    """positions [rows]: the positions of the group's queries. A query sees the keys up to its own position."""
+    """positions and last_visible [rows] are those of the group's queries: one tensor if no span has a tree."""
     first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
     queries = max(s.count for s in members)
+    first_position = min(s.start if s.parents is None else min(s.positions()) for s in members)
+    trees = tuple(((s.slot - first) * queries, s) for s in members if s.parents is not None)
+    gather = scatter = None
+    by_query = [positions, last_visible] if trees else [positions]
     if positions.shape[0] < slots * queries:
-        last_visible, gather, scatter = _padded(members, slots, queries, positions.device)
-    else:
-        last_visible, gather, scatter = positions.view(slots, queries), None, None
+        gather, scatter = _padded(members, slots, queries, positions.device)
+        # Padding queries, and those of idle slots between the spans, see some key: a softmax over none would be NaN.
+        by_query = [x.new_full((slots * queries,), first_position).index_copy_(0, scatter, x) for x in by_query]
+    positions, last_visible = (by_query[n].view(slots, queries) for n in (0, -1))
     mask = None
-    if masked or queries > 1 or any(s.end < keys for s in members) or gather is not None:
+    if masked or queries > 1 or trees or any(s.end < keys for s in members) or gather is not None:
         mask = _additive_mask(last_visible, keys, group_size, dtype)
-    first_position = min(s.start for s in members)
-    return Group(first, slots, queries, keys, mask, last_visible, first_position, rows, gather, scatter)
+        _show_paths(mask, trees, group_size)
+    return Group(
+        first, slots, queries, keys, mask, last_visible, positions, first_position, trees, rows, gather, scatter
+    )
 
 
 def _slide(group: Group, window: int, group_size: int, dtype: torch.dtype) -> tuple[int, Tensor | None]:
@@ -295,36 +341,59 @@ def _slide(group: Group, window: int, group_size: int, dtype: torch.dtype) -> tu
     first = max(0, group.first_position - window + 1)
     if group.mask is None:  # all queries are at one position
         return first, None
-    # Padding queries, whose own key is 0, see the first key that is read.
-    last_visible = group.last_visible.clamp(min=first) - first
-    return first, _additive_mask(last_visible, group.keys - first, group_size, dtype, window)
+    last_visible, positions = group.last_visible - first, group.positions - first if group.trees else None
+    mask = _additive_mask(last_visible, group.keys - first, group_size, dtype, window, positions)
+    _show_paths(mask, group.trees, group_size, first, window)
+    return first, mask
 
 
-def _padded(members: Sequence[Span], slots: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(last visible key [slots, queries], gather, scatter) of a group that needs padding.
-
-    Padding queries, and those of idle slots between the spans, see key 0: a softmax over no key would be NaN.
-    """
-    visible, gather, packed = [0] * (slots * queries), [0] * (slots * queries), 0
+def _padded(members: Sequence[Span], slots: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(gather, scatter) of a group that needs padding."""
+    gather, packed = [0] * (slots * queries), 0
     scatter: list[int] = []
     for span in members:
         first = (span.slot - members[0].slot) * queries
-        visible[first : first + span.count] = range(span.start, span.end)
         gather[first : first + span.count] = range(packed, packed + span.count)
         scatter.extend(range(first, first + span.count))
         packed += span.count
-    last_visible = index_tensor(visible, device).view(slots, queries)
-    return last_visible, index_tensor(gather, device), index_tensor(scatter, device)
+    return index_tensor(gather, device), index_tensor(scatter, device)
 
 
 def _additive_mask(
-    last_visible: Tensor, keys: int, group_size: int, dtype: torch.dtype, window: int | None = None
+    last_visible: Tensor,
+    keys: int,
+    group_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """last_visible [slots, queries] → [slots, 1, queries·group_size, keys]: 0 for the last `window` keys up to that
-    one, −inf elsewhere."""
+    """last_visible [slots, queries] → [slots, 1, queries·group_size, keys]: 0 for the keys up to that one, −inf
+    elsewhere. With a window: 0 only for the last `window` keys before each query's own, which is included.
+
+    positions [slots, queries] of the queries; None: a query's own key is the last visible one.
+    """
     numbers = torch.arange(keys, device=last_visible.device)
     last = last_visible.repeat_interleave(group_size, 1)[..., None]
     hidden = numbers > last
     if window is not None:
-        hidden |= numbers <= last - window
+        own = last if positions is None else positions.repeat_interleave(group_size, 1)[..., None]
+        hidden |= numbers <= own - window
     return torch.zeros(hidden.shape, dtype=dtype, device=last_visible.device).masked_fill_(hidden, -torch.inf)[:, None]
+
+
+def _show_paths(
+    mask: Tensor, trees: Sequence[tuple[int, Span]], group_size: int, first: int = 0, window: int | None = None
+) -> None:
+    """Let each node of the trees see its path, within the window. mask [slots, 1, queries·group_size, keys from `first`
+    on]."""
+    queries: list[int] = []
+    keys: list[int] = []
+    for row, span in trees:
+        assert span.parents is not None
+        fed = max(0, span.start - span.base)  # nodes that earlier passes have fed
+        pairs = [pair for pair in seen_pairs(span.parents, window) if pair[0] >= fed]
+        queries += [row + span.base - span.start + node for node, _ in pairs]
+        keys += [span.base - first + seen for _, seen in pairs]
+    if queries:
+        index = index_tensor(queries + keys, mask.device).view(2, -1)
+        mask.view(-1, group_size, mask.shape[-1])[index[0], :, index[1]] = 0

@@ -1,6 +1,7 @@
 """One model with its KV cache: feed the uncached tokens, get logits for the rows that are asked for (R1, R2)."""
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -29,7 +30,9 @@ class Feed:
     drafts: int = 0
     outputs: int = 1  # rows of logits, counted from the end of the feed
     prompt_rows: int = 0  # rows of states from its beginning, for the log-probabilities of the prompt's next tokens
-    parents: Parents | None = None  # the shape of the drafts; None: a chain
+    # The shape of the tree whose last nodes are the drafts; None: they are a chain. The tree's other nodes lie in the
+    # slot already, and then nothing is committed.
+    parents: Parents | None = None
 
 
 class Runner:
@@ -44,7 +47,8 @@ class Runner:
         self, decoder: LanguageModel, layout: Layout, device: torch.device, *, deterministic: bool = False
     ) -> None:
         """deterministic: a row's result does not depend on the other rows of a pass, if the decoder's products keep
-        to that."""
+        to that. It does not hold for a node of a tree: attention adds in another order where keys of other branches lie
+        between the keys that the node sees."""
         self.decoder = decoder
         self._separate_to = layout.max_len if deterministic else None
         self.device = device
@@ -172,7 +176,7 @@ class Runner:
                 self.cache.allocate(handle)
             start, count = self.cache.length(handle), feed.committed + feed.drafts
             self.cache.reserve(handle, count)
-            spans.append(Span.at(self.cache.slot(handle), start, count))
+            spans.append(Span.at(self.cache.slot(handle), start, count, feed.parents))
             prompt_rows += range(len(ids), len(ids) + feed.prompt_rows)
             ids += self.tokens(feed.sequence)[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
@@ -189,6 +193,29 @@ class Runner:
             self.cache.extend(feed.sequence.handle, span.count)
         self._prompt_states = states[index_tensor(prompt_rows, self.device)] if prompt_rows else None
         return logits
+
+    def keep_paths(self, paths: Iterable[tuple[Sequence, int, Seq[int]]]) -> None:
+        """Move the keys and values of accepted nodes to where those of a chain lie. All sequences and layers share one
+        gather and one write.
+
+        A path is (sequence, base, nodes from the root's child on). Node v lies at place base + v of its slot, and the
+        i-th node of the path moves to place base + i. The caller then truncates the sequence behind the path. Raises
+        ValueError, before anything moves, if another sequence could read a place that would be written.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        for sequence, base, nodes in paths:
+            in_place = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
+            if in_place == len(nodes):
+                continue
+            if not self.cache.writable(sequence.handle, base + in_place):
+                raise ValueError(f"others can read the drafts of request {sequence.request_id}: they must not move")
+            slot = self.cache.slot(sequence.handle)
+            rows = list(self.storage.row_numbers(slot, base, base + nodes[-1] + 1))
+            sources += [rows[node] for node in nodes[in_place:]]
+            targets += rows[in_place : len(nodes)]
+        if sources:
+            self.storage.move(sources, targets)
 
     def prompt_logits(self, rows: Tensor) -> Tensor:
         """Logits [n, vocab] of rows [n] among the prompt rows of the latest pass."""

@@ -28,7 +28,8 @@ class Verdict:
     accepted: list[int]
     emitted: list[list[int]]  # accepted drafts, then the recovered or bonus token
     non_finite: list[bool]  # the emitted tokens come from scores that are not finite: the sequence cannot go on
-    # Σ min(p, q) at the reached drafts: those accepted and the first rejected one. () without drafts and under match.
+    # Σ min(p, q) at the drafts that were tried: those accepted and the first rejected one. In a tree, all that
+    # trees.tried names, and p is what their rejected siblings left of it. () without drafts and under match.
     overlaps: list[tuple[float, ...]]
     num_illegal: int  # sequences whose draft holds an id outside the vocabulary
     drafts: list[list[int]]  # proposed ids
@@ -41,7 +42,9 @@ class Verdict:
 class DeviceVerdict:
     """A round's decisions on the device, [N] each."""
 
-    accepted: Tensor  # int64
+    # int64: the row of its sequence that gives the recovered or bonus token. 0: no draft was accepted. After a chain it
+    # is the number of accepted drafts; in a tree, one more than the last accepted node.
+    last_rows: Tensor
     tokens: Tensor  # int64: the recovered or bonus token
     finite: Tensor  # bool: whether the emitted tokens were drawn from finite scores
     overlaps: Tensor | None = None  # [N, ≤ K] int64: see `overlaps`; −1: no draft
@@ -83,7 +86,7 @@ def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience
     l = 1 the emitted tokens follow p exactly.
     """
     log_scales = -lenience.to(logp.dtype).log()[:, None].expand(-1, logp.shape[1])
-    chances = (_log_ratios(logp, logq, drafts) + log_scales[:, 1:]).clamp(max=0).exp()
+    chances = (log_ratios(logp[:, :-1], logq, drafts) + log_scales[:, 1:]).clamp(max=0).exp()
     return AcceptanceLaw(_within(chances, ks), log_scales)
 
 
@@ -92,7 +95,7 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
 
     The emitted tokens follow p. In expectation it accepts at least as many drafts as `rejection`.
     """
-    ratios = _log_ratios(logp, logq, drafts)
+    ratios = log_ratios(logp[:, :-1], logq, drafts)
     scales = [torch.zeros_like(ratios[:, 0])]
     for ratio in ratios.unbind(1):
         # log of min(p₁…pᵢ / q₁…qᵢ, 1), step by step; it stays at −inf, even where the next ratio is NaN.
@@ -118,7 +121,12 @@ def overlaps(logp: Tensor, logq: Tensor, lenience: Tensor | None = None) -> Tens
     (Leviathan et al. 2023, Theorem 3.5). Block verification accepts at least as many drafts in expectation.
     """
     scaled = logp[:, :-1] if lenience is None else logp[:, :-1] - lenience.to(logp.dtype).log()[:, None, None]
-    shares = elementwise.exp(torch.minimum(scaled, logq)).sum(-1).nan_to_num(0.0).clamp(0, 1)
+    return shared_mass(scaled, logq)
+
+
+def shared_mass(logp: Tensor, logq: Tensor) -> Tensor:
+    """Σ min(p, q) over the last dimension, int64, in millionths; 0 where that is NaN."""
+    shares = elementwise.exp(torch.minimum(logp, logq)).sum(-1).nan_to_num(0.0).clamp(0, 1)
     return (shares * OVERLAP_SCALE).round().long()
 
 
@@ -134,15 +142,20 @@ def last_success(chances: Tensor, coins: Tensor) -> Tensor:
 
 
 def emitted_law(logp: Tensor, logq: Tensor, log_scales: Tensor, accepted: Tensor, ks: Seq[int]) -> Tensor:
-    """Log-weights [N, vocab] of the token after `accepted` [N] drafts: the residual, or p itself after all k.
-
-    If the residual has no mass, p equals q up to rounding, and only rounding made the rejection possible: p is used.
-    """
+    """Log-weights [N, vocab] of the token after `accepted` [N] drafts: the residual, or p itself after all k."""
     rows = torch.arange(len(accepted), device=logp.device)
     p = logp[rows, accepted]
     complete = accepted == torch.tensor(ks, device=logp.device)
     q = logq[rows, accepted.clamp(max=logq.shape[1] - 1)].masked_fill(complete[:, None], -torch.inf)
-    weights = log_residual(p, q, log_scales[rows, accepted].masked_fill(complete, 0)[:, None])
+    return law_after(p, q, log_scales[rows, accepted].masked_fill(complete, 0)[:, None])
+
+
+def law_after(p: Tensor, q: Tensor, log_scale: Tensor) -> Tensor:
+    """Log-weights [N, vocab] of the token after the rejection of a draft: the residual of log-laws p and q.
+
+    If the residual has no mass, p equals q up to rounding, and only rounding made the rejection possible: p is used.
+    """
+    weights = log_residual(p, q, log_scale)
     return torch.where((weights == -torch.inf).all(1, keepdim=True), p, weights)
 
 
@@ -164,10 +177,11 @@ def _scaled_and_gap(logp: Tensor, logq: Tensor, log_scale: Tensor) -> tuple[Tens
     return scaled, (logq - scaled).masked_fill(scaled == -torch.inf, 0.0).clamp(max=0)
 
 
-def _log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:
-    """log p/q [N, K] at the drafts; −inf for an illegal draft, to which q gives no probability."""
-    p = logp[:, :-1].gather(2, drafts[..., None])[..., 0]
-    q = logq.gather(2, drafts[..., None])[..., 0]
+def log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:
+    """log p/q […] at the drafts […], given both laws […, vocab] of each; −inf for an illegal draft, to which q gives no
+    probability."""
+    p = logp.gather(-1, drafts[..., None])[..., 0]
+    q = logq.gather(-1, drafts[..., None])[..., 0]
     return (p - q).masked_fill(q == -torch.inf, -torch.inf)
 
 

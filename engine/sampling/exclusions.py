@@ -23,11 +23,11 @@ class Exclusions:
         self._lasts = torch.tensor([word[-1] for word in words], dtype=torch.int64, device=device)
         self._always = self._mask(params, vocab_size, device)  # [vocab], 0 or −inf; None: no token is always excluded
 
-    def apply(self, logits: Tensor, tail: Seq[int], drafts: Tensor | None, ahead: Seq[int]) -> Tensor:
-        """Logits [rows, vocab'], with −inf for what row r excludes behind the output and the first ahead[r] drafts.
+    def apply(self, logits: Tensor, tail: Seq[int], drafts: Tensor | None, columns: Seq[Seq[int]]) -> Tensor:
+        """Logits [rows, vocab'], with −inf for what row r excludes behind the output and the drafts in columns[r].
 
-        tail: the last `width` tokens of the output, fewer for a shorter one. drafts [≥ max(ahead)]; None if no row sees
-        any. vocab' may be a draft model's smaller vocabulary.
+        tail: the last `width` tokens of the output, fewer for a shorter one. drafts [n]; None if no row sees any.
+        vocab' may be a draft model's smaller vocabulary.
         """
         vocab = logits.shape[-1]
         if self._always is not None:
@@ -37,14 +37,17 @@ class Exclusions:
         seen = torch.tensor([NOTHING] * (self.width - len(tail)) + list(tail), device=logits.device)
         if drafts is not None:
             seen = torch.cat([seen, drafts])
-        first = torch.tensor(ahead, dtype=torch.int64, device=logits.device)
-        ends = seen.unfold(0, self.width, 1)[first]  # [rows, width]: the last tokens that each row sees
+        places = [
+            [*range(self.width), *(self.width + column for column in seen_by_row)][-self.width :]
+            for seen_by_row in columns
+        ]
+        ends = seen[torch.tensor(places, device=logits.device)]  # [rows, width]: the last tokens that each row sees
         matches = (self._starts == ANY) | (self._starts == ends[:, None])
         excluded = matches.all(-1) & (self._lasts < vocab)  # [rows, words]
-        rows = torch.arange(len(ahead), device=logits.device)[:, None].expand_as(excluded)
-        columns = self._lasts.clamp(max=vocab - 1).expand_as(excluded)
+        rows = torch.arange(len(columns), device=logits.device)[:, None].expand_as(excluded)
+        lasts = self._lasts.clamp(max=vocab - 1).expand_as(excluded)
         penalty = torch.zeros(excluded.shape, dtype=logits.dtype, device=logits.device)
-        return logits.index_put((rows, columns), penalty.masked_fill_(excluded, -torch.inf), accumulate=True)
+        return logits.index_put((rows, lasts), penalty.masked_fill_(excluded, -torch.inf), accumulate=True)
 
     @staticmethod
     def _mask(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:

@@ -22,7 +22,7 @@ LOGIT_BYTES = 16  # that one logit takes at most: itself, in fp32, its log-proba
 class LogprobRequest(NamedTuple):
     """The log-probabilities that one request asks for."""
 
-    rows: range  # of the logits
+    rows: Seq[int]  # of the logits
     tokens: Seq[int]  # one per row
     top_count: int  # alternatives per row: the likeliest tokens
 

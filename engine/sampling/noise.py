@@ -30,6 +30,7 @@ TARGET_STREAM = 0  # the target's own sample, under `match`
 DRAFT_STREAM = 1
 COIN_STREAM = 2  # whether a draft is accepted
 RESIDUAL_STREAM = 3  # the recovered or bonus token
+SIBLING_STREAMS = 4  # and up: two streams for each rank of siblings behind the first, a draft's and a coin's
 
 DENSE_NOISE_LIMIT = 16_384  # tokens; for a larger vocabulary the noise is made in blocks, and most of it never
 
@@ -46,6 +47,11 @@ def stream_key(key: int, stream: int, start: int | None = None) -> int:
     """The key of one stream of a sequence, signed 64-bit. start: committed length at the round's start."""
     key = mix_int(key + GOLDEN * (stream + 1))
     return signed(key if start is None else mix_int(key + GOLDEN * (start + 1)))
+
+
+def sibling_stream(stream: int, rank: int) -> int:
+    """The stream in place of DRAFT_STREAM or COIN_STREAM for drafts that have `rank` siblings before them."""
+    return SIBLING_STREAMS + 2 * (rank - 1) + (stream == COIN_STREAM) if rank else stream
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

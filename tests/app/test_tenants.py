@@ -5,7 +5,7 @@ import logging
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fake_engine import FakeEngineClient
@@ -13,6 +13,7 @@ from app.main import create_app
 from app.tenants import cache_salt
 from engine.types import Output
 from tests.app.harness import PROMPT, call
+from tests.examples import examples
 
 KEY = "sk-0123456789"
 
@@ -63,7 +64,7 @@ def test_the_choices_of_a_request_share() -> None:
 
 
 @given(*[st.tuples(st.text(st.characters(min_codepoint=33, max_codepoint=126)), st.none() | st.text(min_size=1))] * 2)
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_salts_are_equal_only_for_equal_key_and_salt(
     one: tuple[str, str | None], other: tuple[str, str | None]
 ) -> None:

@@ -24,7 +24,7 @@ def test_spoiled_replaces_every_tenth_token() -> None:
 
 
 def test_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    copying.main([*PAIR, "--prompts-count=1", "--max-tokens=20", "--repeats=1", "--k=4", "--json"])
+    copying.main([*PAIR, "--prompts-count=1", "--max-tokens=12", "--repeats=1", "--k=4", "--json"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = {(row["workload"], row["drafter"]): row for row in report["results"]}
     assert {("predict", "prediction"), ("predict", "cascade"), ("fresh", "lookup"), ("fresh", "off again")} <= set(rows)

@@ -184,7 +184,7 @@ def test_a_turn_asks_all_variants_for_the_same_spread_lengths(monkeypatch: pytes
 
 def test_the_benchmark_on_the_demo_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "plot.svg"
-    size = ["--concurrency=2,1", "--max-tokens=12", "--prompts-count=4", "--repeats=2", "--groups=1"]
+    size = ["--concurrency=2,1", "--max-tokens=6", "--prompts-count=4", "--repeats=2", "--groups=1"]
     decode.main([*PAIR, *size, "--spec=goodput,3,off", f"--plot={plot}"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["benchmark"] == "decode"

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import cache
 from math import log
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from engine.models.tokenizer import Tokenizer
 from engine.types import SamplingParams
 
 VOCAB, TEXTS, TOKENS, K = 1024, 8, 256, 4
-ACCEPTANCES = (0.3, 0.6, 0.9)
+ACCEPTANCES = (0.3, 0.9)
 SHAPE = ["--layers=2", "--hidden=128", "--intermediate=128", f"--vocab={VOCAB}", "--draft-layers=1"]
 NARROW = ["--draft-hidden=128", "--draft-intermediate=64", "--acceptance=.3,.6,.9"]
 
@@ -28,6 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@cache
 def texts(pair: Path, acceptance: float, temperature: float) -> list[Completion]:
     llm = LLM(
         str(pair / "target"), str(pair / f"draft-{acceptance:g}"), threads=1, max_running=TEXTS, max_spec_length=K

@@ -22,7 +22,7 @@ PAIR = [
 
 
 def test_no_mismatch_in_float64(capsys: pytest.CaptureFixture[str]) -> None:
-    identity.main([*PAIR, "--max-tokens=6", "--prompts-count=2"])
+    identity.main([*PAIR, "--max-tokens=5", "--prompts-count=2"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = report["results"]
     assert {(r["T"], r["mode"], r["k"]) for r in rows} == {

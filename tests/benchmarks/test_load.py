@@ -127,7 +127,7 @@ def test_text_that_is_never_copied_is_refused() -> None:
 
 
 def test_the_benchmark_on_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--stages=2", "--max-tokens=16", "--prompts-count=4", "--repeats=2"]
+    size = ["--stages=2", "--max-tokens=12", "--prompts-count=3", "--repeats=2"]
     load.main([*PAIR, *size, "--spec=4,goodput"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["benchmark"] == "load"

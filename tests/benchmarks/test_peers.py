@@ -154,7 +154,7 @@ def test_a_system_that_stops_early_is_refused() -> None:
 
 
 def test_every_system_agrees_in_float64(capsys: pytest.CaptureFixture[str]) -> None:
-    peers.main([*PAIR, "--spec=3", "--max-tokens=10", "--prompts-count=2", "--repeats=1", "--concurrency=1,2"])
+    peers.main([*PAIR, "--spec=3", "--max-tokens=6", "--prompts-count=2", "--repeats=1", "--concurrency=1,2"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(r["batch"], r["peer"], r["k"]) for r in found["results"]] == [
         (1, "transformers plain", "off"),

@@ -145,8 +145,8 @@ def test_a_policy_that_is_worse_is_reported_worse(tmp_path: Path) -> None:
     right = [2, 4, 4, 4, 5, 0, 0]
     rates = {}
     for name, row in (("wrong", wrong), ("right", right)):
-        line = {"request": name, "source": "model", "prompt_tokens": 5, "max_tokens": 1000}
-        line |= {"arrived_s": 0, "fixed_k": None, "max_k": None, "rounds": [first, *([row] * 100)]}
+        line = {"request": name, "source": "model", "prompt_tokens": 5, "max_tokens": 400}
+        line |= {"arrived_s": 0, "fixed_k": None, "max_k": None, "rounds": [first, *([row] * 40)]}
         trace.save(tmp_path / name, HEAD, TIMINGS, [line])
         rates[name] = {r["policy"]: r["over off"] for r in policy.replay(trace.load(tmp_path / name), 0)[0]}
     assert rates["wrong"]["4"] < rates["wrong"]["1"] < 1  # type: ignore[operator]

@@ -28,6 +28,7 @@ PROMPTS = st.builds(
     st.integers(0, 6),
     st.integers(MAX_LEN // 2, MAX_LEN),
 )
+SHAPES = st.lists(st.integers(-1, 3), max_size=MAX_LEN)  # of trees: parents, where they are before their node
 SALTS = st.sampled_from(["", "", "", "other"])
 
 Text = tuple[int, ...]
@@ -212,6 +213,35 @@ class CacheMachine(RuleBasedStateMachine):
         assert not list(self.paged.take_copies())
 
     @precondition(lambda self: self.held)
+    @rule(data=st.data(), parents=SHAPES, tokens=TOKENS, commit=st.booleans())
+    def tree(self, data: st.DataObject, parents: list[int], tokens: list[int], commit: bool) -> None:
+        """A pass writes a tree of drafts. One path stays, and moves to the front."""
+        handle = self.pick(data)
+        text = self.held[handle]
+        count = min(len(parents), len(tokens), self.cache.room(handle))
+        self.cache.reserve(handle, count)
+        self.note_evictions()
+        self.do_copies()
+        places = [self.place(handle, len(text) + node) for node in range(count)]
+        paths: list[list[int]] = []
+        for node, place in enumerate(places):
+            parent = min(parents[node], node - 1)
+            paths.append([*(paths[parent] if parent >= 0 else []), node])
+            self.memory[place] = (*text, *(tokens[n] for n in paths[node]))
+            self.distrusted.discard(place)
+        self.cache.extend(handle, count)
+        path = data.draw(st.sampled_from([[], *paths]), label="accepted")
+        assert not count or self.cache.writable(handle, len(text)), "what others can read would be written"
+        self.memory |= {places[i]: self.memory[places[node]] for i, node in enumerate(path)}
+        text += [tokens[node] for node in path]
+        self.cache.truncate_to(handle, len(text))
+        self.reserved[handle] = len(text)
+        if not text:
+            self.closed.discard(handle)
+        if commit:
+            self.publish(handle, len(text), [])
+
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def ask_for_what_is_not_there(self, data: st.DataObject) -> None:
         handle, other = self.pick(data), self.pick(data)
@@ -392,11 +422,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(set(slots)) == len(slots)
         assert all(0 <= s < SLOTS for s in slots)
         if self.paged is not None:
-            references = self.references()
+            references, indexed = self.references(), set(self.index().values())
             assert self.paged.used_blocks == len(references) + len(self.withheld) == BLOCKS - self.paged.free_blocks
             for h in self.held:
                 assert self.paged.slot_table(self.cache.slot(h)) == self.paged.table(h)
                 assert self.paged.owned(h) == [b for b in self.paged.table(h) if references[b] == 1]
+                for start in {self.left[h], len(self.held[h])}:
+                    written = self.paged.table(h)[start // BLOCK :]
+                    alone = all(references[b] == 1 and b not in indexed for b in written)
+                    assert self.cache.writable(h, start) == alone
                 entries = self.left[h] // BLOCK
                 assert [b == HIDDEN for b in self.paged.table(h)[:entries]] == [True] * entries
                 assert HIDDEN not in self.paged.table(h)[entries:]

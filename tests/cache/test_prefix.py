@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.prefix import Node, PrefixIndex
+from tests.examples import examples
 
 TEXTS = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from(["", "other"])), max_size=8)
 
@@ -83,7 +84,7 @@ def test_texts_are_compared_token_by_token() -> None:
     assert blocks(index, [-2, 5]) == [2]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(TEXTS, st.lists(st.integers(0, 1), max_size=9))
 def test_a_match_is_the_longest_common_beginning_with_any_text(
     texts: list[tuple[list[int], str]], asked: list[int]

@@ -8,7 +8,7 @@ from cache.protocol import CacheFull, KVCache
 from cache.slotted import SlottedCache
 from tests.cache.machine import MAX_LEN, SLOTS, CacheMachine, SlottedMachine
 
-NORMAL = settings(max_examples=50, stateful_step_count=40, deadline=None, print_blob=True)
+NORMAL = settings(max_examples=25, stateful_step_count=40, deadline=None, print_blob=True)
 HUNT = settings(NORMAL, max_examples=100, derandomize=True, database=None, phases=[Phase.generate], print_blob=False)
 
 TestSlottedCache = SlottedMachine.TestCase

@@ -82,6 +82,32 @@ class Machine(RuleBasedStateMachine):
         self.check(list(self.tokens))
 
     @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), parents=st.lists(st.integers(-1, 3), min_size=1, max_size=6))
+    def tree(self, data: st.DataObject, parents: list[int]) -> None:
+        """A pass with a tree of drafts, whose accepted path moves to the front."""
+        handle = data.draw(st.sampled_from(sorted(self.tokens)))
+        tokens, count = self.tokens[handle], len(parents)
+        if self.cache.room(handle) < count:
+            return
+        self.cache.reserve(handle, count)
+        self.storage.prepare([handle])
+        start = len(tokens)
+        places = list(self.storage.row_numbers(self.cache.slot(handle), start, start + count))
+        paths: list[list[int]] = []
+        for node, place in enumerate(places):
+            parent = min(parents[node], node - 1)
+            paths.append([*(paths[parent] if parent >= 0 else []), node])
+            text = tokens + [n % 2 for n in paths[node]]
+            for layer, rows in enumerate(self.storage.rows):
+                rows[place] = written(text, len(text) - 1, layer)[0]
+        self.cache.extend(handle, count)
+        path = data.draw(st.sampled_from(paths))
+        self.storage.move([places[node] for node in path], places[: len(path)])
+        self.tokens[handle] = tokens + [n % 2 for n in path]
+        self.cache.truncate_to(handle, start + len(path))
+        self.check(list(self.tokens))
+
+    @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(sorted(self.tokens)))
@@ -144,7 +170,7 @@ def gathered(_: Layout, cache: PagedCache, shape: KVShape) -> Storage:
 
 def run_machine(layout: Layout, make: Callable[..., Storage], **how: Any) -> None:
     machine = type("Driven", (Machine,), {"layout": layout, "make": staticmethod(make)})
-    chosen = settings(**{"max_examples": 40, "stateful_step_count": 30, "deadline": None, "database": None} | how)
+    chosen = settings(**{"max_examples": 15, "stateful_step_count": 30, "deadline": None, "database": None} | how)
     run_state_machine_as_test(machine, settings=chosen)
 
 
@@ -206,6 +232,16 @@ class PadsWithBlock0(GatheredStorage):
         self._zero_block = 0
 
 
+class MovesNothing(GatheredStorage):
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        pass
+
+
+class MovesTheFirstLayer(GatheredStorage):
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.rows[0][list(targets)] = self.rows[0][list(sources)]
+
+
 # The same programs every time, and no search for the shortest one that fails.
 CONTROL: dict[str, Any] = {"derandomize": True, "phases": [Phase.generate], "max_examples": 1000}
 
@@ -229,9 +265,10 @@ def test_negative_control_mapped_and_sliding() -> None:
         run_machine(SLIDING, lambda _, cache, shape: KeepsWhatWasLeft(cache, SLOTS, MAX_LEN, shape), **CONTROL)
 
 
-def test_negative_control_gathered() -> None:
+@pytest.mark.parametrize("broken", [PadsWithBlock0, MovesNothing, MovesTheFirstLayer])
+def test_negative_control_gathered(broken: type[GatheredStorage]) -> None:
     with pytest.raises(AssertionError):
-        run_machine(PAGED, lambda _, cache, shape: PadsWithBlock0(cache, shape), **CONTROL)
+        run_machine(PAGED, lambda _, cache, shape: broken(cache, shape), **CONTROL)
 
 
 def slotted(dtype: torch.dtype = torch.float64) -> tuple[SlottedCache, SlottedStorage]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -13,6 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from engine.detokenize import CONTEXT, MAX_HELD, TAIL, Detokenizer, TextStream
 from engine.models.tokenizer import Tokenizer
 from tests.engine.pairs import Pair
+from tests.examples import examples
 
 REPLACEMENT = "\ufffd"
 
@@ -28,7 +29,7 @@ def stream(tokenizer: Tokenizer, ids: Seq[int], context: Seq[int] = ()) -> tuple
     return [detokenizer.push(t) for t in ids], detokenizer.flush()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(text=st.text(max_size=40))
 def test_text_streams_whole_characters(tokenizer: Tokenizer, text: str) -> None:
     """Most characters take several tokens here: the pieces still spell exactly the text."""
@@ -39,7 +40,7 @@ def test_text_streams_whole_characters(tokenizer: Tokenizer, text: str) -> None:
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(ids=st.lists(st.integers(0, 330), max_size=30), context=st.lists(st.integers(0, 330), max_size=8))
 def test_any_tokens(tokenizer: Tokenizer, ids: list[int], context: list[int]) -> None:
     """Whatever bytes come, the pieces spell what the tokens decode to after a context that ends at a character."""
@@ -66,7 +67,7 @@ PARTS = [char[:n] for char in WHOLE for n in range(1, len(char))] + [
 ]
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_any_bytes(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """One token per byte, special ones between; nearly all of it is invalid. No text is lost, and what cannot change
@@ -115,7 +116,7 @@ def llama2() -> Callable[[Seq[int]], str]:
     return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(ids=st.lists(st.integers(0, 4), max_size=12))
 @example(ids=[1, 0, 2])
 @example(ids=[3, 2])
@@ -206,7 +207,7 @@ def test_stop_strings_by_hand(text: str, stop: tuple[str, ...], pieces: list[str
     assert told(text, stop) == (pieces, stopped)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150)
 @given(
     text=st.text("ab", max_size=20),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3).map(tuple),

@@ -266,13 +266,13 @@ def test_an_engine_without_a_draft_model(alone: Engine) -> None:
     """Names what it has; and drafts are offered by none of them unless a request says by which."""
     error = refusal(alone, replace(BASE, drafter="model"))
     assert error.param == "speculation.drafter"
-    assert "no drafter 'model'; it has: ngram, lookup, prediction, cascade" in str(error)
+    assert "no drafter 'model'; it has: ngram, lookup, prediction, cascade, suffix" in str(error)
     error = refusal(alone, replace(BASE, k=3))
     assert error.param == "speculation.drafter"
     assert "no drafter is configured here, and the request names none" in str(error)
     error = refusal(alone, replace(BASE, **SAMPLED, lenience=0.5))
     assert error.param == "lossy"
-    served: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade")
+    served: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix")
     assert [record_of(alone, replace(BASE, drafter=name, k=3)).drafter for name in served] == list(served)
 
 
@@ -381,7 +381,7 @@ def check_resolved(engine: Engine, cases: list[tuple[dict[str, Any], Resolved]])
         assert (record.drafter, record.k_max, record.verifier) == (drafter, k_max, verifier), changes
         assert max(record.column("drafted")) <= k_max
         assert all((part.proposer == -1) == (part.drafted == 0) for part in record.rounds)
-        if drafter in ("model", "lookup", "ngram"):
+        if drafter in ("model", "lookup", "ngram", "suffix"):
             assert {p for p in record.column("proposer") if p >= 0} <= {DRAFTERS.index(drafter)}
         by_itself = record.fixed_k is None and engine.policy.name == "off"
         if (drafter == "model" or "prediction_ids" in changes) and not by_itself:
@@ -431,7 +431,7 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
     ("changes", "message"),
     [
         ({"verifier": "typical"}, "verifier 'typical' is not one of match, rejection, block"),
-        ({"drafter": "medusa"}, "drafter 'medusa' is not one of model, ngram, lookup, prediction, cascade"),
+        ({"drafter": "medusa"}, "drafter 'medusa' is not one of model, ngram, lookup, prediction, cascade, suffix"),
         ({"drafter": "model", "draft": None}, "drafter 'model' needs a draft checkpoint, and draft is not set"),
         ({"policy": PolicyConfig("fixed", k=17)}, "policy fixed with k 17 exceeds max_spec_length, which is 16"),
         ({"policy": PolicyConfig("heuristic", k=17)}, "policy heuristic with k 17 exceeds max_spec_length"),
@@ -448,7 +448,7 @@ def test_configurations_that_cannot_start(changes: dict[str, Any], message: str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_can_be_the_default(pair: Pair, name: DrafterName) -> None:
     engine = load(pair, drafter=name)
-    assert engine.drafters == ("ngram", "lookup", "prediction", "cascade", "model")
+    assert engine.drafters == ("ngram", "lookup", "prediction", "cascade", "suffix", "model")
     assert record_of(engine, BASE).drafter == name
 
 

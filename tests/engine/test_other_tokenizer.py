@@ -69,8 +69,18 @@ def make_requests(temperature: float, k: int, verifier: Verifier = "match", **pa
     return requests
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("params", [{}, {"top_p": 0.9, "repetition_penalty": 1.2}], ids=["plain", "cut"])
+CUT = {"top_p": 0.9, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "params"),
+    [
+        pytest.param(0.0, {}, id="greedy"),
+        pytest.param(0.8, CUT, id="sampled and cut"),
+        pytest.param(0.8, {}, id="sampled", marks=pytest.mark.proofs),
+        pytest.param(0.0, CUT, id="greedy and cut", marks=pytest.mark.proofs),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding(temperature: float, params: dict[str, Any], engine: Engine) -> None:
     plain = drive(engine, make_requests(temperature, 0, **params)).tokens
     run = drive(engine, make_requests(temperature, 5, **params))

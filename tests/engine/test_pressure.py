@@ -15,7 +15,7 @@ from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
 
 MAX_LEN = 2048
-LONGEST, SHORTER = 1500, 750  # tokens of the longest prompt: in proofs, and by default
+LONGEST, SHORTER = 1500, 600  # tokens of the longest prompt: in proofs, and by default
 OVERLOAD = 4  # demand over memory
 ALONE = 6  # requests that are run one at a time
 BLOCK_SIZES = {"mapped": 64, "gathered": 50}

@@ -30,7 +30,9 @@ AGES = 60.0  # seconds, more than any of these profiles takes
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two runs of each shape in a row in place of four: what is timed here is scripted, or not looked at."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "RUNS", 2)
 
 
 def small(pair: Pair, **config: Any) -> Engine:
@@ -260,7 +262,6 @@ def test_the_first_run_of_a_row_does_not_count(pair: Pair, monkeypatch: pytest.M
     def first_is_fast(*args: Any) -> Outcome:
         return replace(run_round(*args), score_us=10**3 if next(numbers) % 2 else 1)
 
-    monkeypatch.setattr(profiling, "RUNS", 2)
     monkeypatch.setattr(profiling, "run_round", first_is_fast)
     assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
 
@@ -275,6 +276,7 @@ def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch:
         slow = not place or (not sweep and place == 1)
         return replace(run_round(*args), score_us=10**6 if slow else 10**3)
 
+    monkeypatch.setattr(profiling, "RUNS", 4)
     monkeypatch.setattr(profiling, "run_round", interrupted)
     assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
 
@@ -294,7 +296,14 @@ def scripted(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize(
-    ("later", "confirmed"), [({}, True), ({0: 1.1}, True), ({0: 1.3}, False), ({4: 0.7}, False), ({16: 1.3}, False)]
+    ("later", "confirmed"),
+    [
+        ({0: 1.1}, True),
+        ({4: 0.7}, False),
+        ({16: 1.3}, False),
+        pytest.param({}, True, marks=pytest.mark.proofs),
+        pytest.param({0: 1.3}, False, marks=pytest.mark.proofs),
+    ],
 )
 def test_a_kept_profile_is_confirmed_by_a_few_rounds_or_measured_again(
     pair: Pair, later: dict[int, float], confirmed: bool, monkeypatch: pytest.MonkeyPatch

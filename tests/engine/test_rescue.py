@@ -105,7 +105,7 @@ def check_others(run: Drive, expected: dict[str, list[int]], *bad: str) -> None:
             assert (told.reason, told.tokens) == ("length", expected[name])
 
 
-@pytest.mark.parametrize("bad", [0, 3, 7])
+@pytest.mark.parametrize("bad", [0, pytest.param(3, marks=pytest.mark.proofs), 7])
 def test_a_request_that_fails_every_pass_ends_alone(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
@@ -253,16 +253,20 @@ def same(a: tuple[dict[str, list[TokenLogprob]], ...], b: tuple[dict[str, list[T
     return True
 
 
+NO_MEMORY = OUT_OF_MEMORY, "there was not enough memory for the log-probabilities of this request"
+OTHER_FAULT = RuntimeError("the secret"), "the log-probabilities of this request could not be computed"
+
+
 @pytest.mark.parametrize(
-    ("name", "count"), [("r5", 5), ("r6", 7), ("r2", 3)], ids=["output", "prompt", "prompt of several passes"]
-)
-@pytest.mark.parametrize(
-    ("error", "reason"),
+    ("name", "count", "error", "reason"),
     [
-        (OUT_OF_MEMORY, "there was not enough memory for the log-probabilities of this request"),
-        (RuntimeError("the secret"), "the log-probabilities of this request could not be computed"),
+        pytest.param("r5", 5, *NO_MEMORY, id="output, out of memory"),
+        pytest.param("r6", 7, *OTHER_FAULT, id="prompt, other"),
+        pytest.param("r2", 3, *NO_MEMORY, id="prompt of several passes, out of memory"),
+        pytest.param("r5", 5, *OTHER_FAULT, id="output, other", marks=pytest.mark.proofs),
+        pytest.param("r6", 7, *NO_MEMORY, id="prompt, out of memory", marks=pytest.mark.proofs),
+        pytest.param("r2", 3, *OTHER_FAULT, id="prompt of several passes, other", marks=pytest.mark.proofs),
     ],
-    ids=["out of memory", "other"],
 )
 def test_log_probabilities_that_fail_end_their_own_request(
     engine: Engine,

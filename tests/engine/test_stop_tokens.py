@@ -40,10 +40,9 @@ WAYS = [Way(k, "match", t) for k in (0, K) for t in (0.0, 1.0)] + [
     Way(k, v, 1.0) for k in (0, K) for v in ("rejection", "block")
 ]
 SPECULATIVE = [way for way in WAYS if way.k and way.temperature]
-every_way = pytest.mark.parametrize(  # without drafts the verifier has nothing to decide
-    "way",
-    [pytest.param(w, marks=() if w.k or w.verifier == "match" else pytest.mark.proofs) for w in WAYS],
-    ids=str,
+USUAL = (Way(0, "match", 0.0), *SPECULATIVE)
+every_way = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in USUAL else pytest.mark.proofs) for way in WAYS], ids=str
 )
 every_speculative_way = pytest.mark.parametrize("way", SPECULATIVE, ids=str)
 

@@ -69,7 +69,9 @@ def based_on(seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
+@pytest.fixture(
+    scope="module", params=[*SEEDS[:2], *(pytest.param(seed, marks=pytest.mark.proofs) for seed in SEEDS[2:])]
+)
 def base(request: pytest.FixtureRequest) -> SamplingParams:
     return based_on(request.param)
 

@@ -57,3 +57,15 @@ def test_the_trunk_and_what_a_path_decides() -> None:
     assert trees.decided(shape, [3]) == [3, 4, 5]
     assert trees.decided(shape, [3, 4]) == [3, 4]
     assert trees.decided(shape, []) == [0, 3]
+
+
+def test_the_nodes_that_were_tried() -> None:
+    """The siblings up to the accepted one, level by level, and all children of the last one."""
+    shape = (ROOT, ROOT, 0, 1, 1, 1, ROOT, 4)
+    assert trees.tried(shape, []) == [0, 1, 6]
+    assert trees.tried(shape, [1]) == [0, 1, 3, 4, 5]
+    assert trees.tried(shape, [1, 4]) == [0, 1, 3, 4, 7]
+    assert trees.tried(shape, [0, 2]) == [0, 2]
+    assert trees.tried((), []) == []
+    for length in range(4):
+        assert trees.tried(trees.chain(3), range(length)) == [0, 1, 2][: length + 1]

@@ -652,7 +652,13 @@ def fills_the_memory(worker: EngineWorker, desk: Desk) -> bool:
     return admitted
 
 
-@pytest.mark.parametrize("ways", [*((way,) for way in Ends.WAYS), Ends.WAYS], ids=[*Ends.WAYS, "mixed"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(Ends.WAYS, id="mixed"),
+        *(pytest.param((way,), id=way, marks=pytest.mark.proofs) for way in Ends.WAYS),
+    ],
+)
 def test_the_demand_of_a_request_is_given_back_however_it_ends(
     pair: Pair, desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ways: tuple[str, ...]
 ) -> None:

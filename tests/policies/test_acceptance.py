@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -77,6 +78,12 @@ def replay(estimator: Predictor, slots: int = 8, seen: Callable[[Round], Round] 
     return np.concatenate(predicted), np.concatenate(realised).astype(np.float64)
 
 
+@cache
+def own_law() -> Pairs:
+    """Of the estimator as it is, with eight requests at once."""
+    return replay(Estimator(DEPTH))
+
+
 def worst_decile(pairs: Pairs) -> float:
     """Largest difference between mean prediction and realised share among the tenths of the predictions."""
     predicted, realised = pairs
@@ -132,9 +139,9 @@ class OwnCounts:
         self.counts.pop(handle, None)
 
 
-@pytest.mark.parametrize("slots", [4, 8, 16])
+@pytest.mark.parametrize("slots", [8, *(pytest.param(slots, marks=pytest.mark.proofs) for slots in (4, 16))])
 def test_predicted_and_realised_acceptance_agree_within_3_points_per_decile(slots: int) -> None:
-    assert worst_decile(replay(Estimator(DEPTH), slots)) < 0.03
+    assert worst_decile(own_law() if slots == 8 else replay(Estimator(DEPTH), slots)) < 0.03
 
 
 def test_counting_unobserved_positions_as_failures_is_not_calibrated() -> None:
@@ -142,14 +149,14 @@ def test_counting_unobserved_positions_as_failures_is_not_calibrated() -> None:
     assert worst_decile(replay(Estimator(DEPTH), seen=all_failures)) > 0.1
 
 
-@pytest.mark.parametrize("memory", [0.9, 0.98, 1.0])
+@pytest.mark.parametrize("memory", [0.98, *(pytest.param(memory, marks=pytest.mark.proofs) for memory in (0.9, 1.0))])
 def test_counts_without_a_population_are_not_calibrated(memory: float) -> None:
     """Negative control."""
     assert worst_decile(replay(OwnCounts(memory))) > 0.05
 
 
 def test_what_a_request_did_says_more_than_what_all_did() -> None:
-    own, common = replay(Estimator(DEPTH)), replay(Estimator(DEPTH), seen=Strangers())
+    own, common = own_law(), replay(Estimator(DEPTH), seen=Strangers())
     assert log_likelihood(own) > log_likelihood(common) + 0.02
     assert log_likelihood(own) > log_likelihood(replay(OwnCounts(0.9))) + 0.01
 
@@ -191,7 +198,7 @@ def closed_loop(estimator: Predictor, batch: int, breaks: int = BREAKS, seed: in
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_a_drafter_gone_bad_is_abandoned_within_20_rounds_and_found_again_within_200(batch: int) -> None:
-    for seed in range(4):
+    for seed in range(2):
         shares = closed_loop(Estimator(DEPTH), batch, seed=seed)
         assert shares[50:BREAKS].mean() > 0.75  # one unlucky request is all of a batch of 1
         assert shares[BREAKS + 20 : BREAKS + 120].mean() < 0.15  # newcomers try for a few rounds
@@ -308,7 +315,7 @@ def test_overlaps_give_the_mean_with_less_variance() -> None:
 
     def spread(told: bool) -> tuple[float, float]:
         ends = []
-        for _ in range(100):
+        for _ in range(60):
             estimator = Estimator(1)
             for beta in random.uniform(0.4, 0.8, 20):
                 overlaps = (float(beta),) if told else ()

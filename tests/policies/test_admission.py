@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import admission as admission_module
@@ -15,6 +15,7 @@ from policies.admission import Admission, Ratio
 from policies.cost import PASS_S
 from policies.observation import Timing
 from policies.token_cost import TokenCost
+from tests.examples import examples
 
 ROOMY = 10**9  # tokens of memory, where only the places matter
 
@@ -66,7 +67,7 @@ ADMISSIONS = st.builds(Admission, st.integers(1, 64), st.integers(0, 64), st.int
 
 
 @given(ADMISSIONS, LOADS)
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_refused_is_what_exceeds_a_limit_and_only_that(admission: Admission, load: Load) -> None:
     open_requests, open_tokens, more, more_tokens = load
     too_many = open_requests + more > admission.max_running + admission.max_waiting
@@ -79,7 +80,7 @@ def test_refused_is_what_exceeds_a_limit_and_only_that(admission: Admission, loa
 
 
 @given(ADMISSIONS, LOADS, st.integers(0, 200), st.integers(0, 200_000), st.integers(0, 200), st.integers(0, 200_000))
-@settings(max_examples=200, deadline=None)
+@examples(80)
 def test_a_fuller_engine_takes_no_more_and_nobody_gets_in_by_asking_for_more(
     admission: Admission, load: Load, requests: int, tokens: int, more_requests: int, more: int
 ) -> None:

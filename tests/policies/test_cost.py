@@ -6,12 +6,13 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import corrections
 from policies.cost import CostModel
 from policies.observation import RoundCost, Timing
+from tests.examples import examples
 
 DEPTH = 16
 KS = (0, 1, 2, 4, 8, 16)
@@ -323,7 +324,7 @@ def any_timing(draw: st.DrawFn) -> Timing:
     return Timing(batch, drafts, depth, prefill, forwards, read, draw(TIMES) if drafts else 0.0, draw(TIMES), rest)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(40)
 @given(
     st.lists(any_timing(), max_size=12),
     st.lists(any_timing(), max_size=40),

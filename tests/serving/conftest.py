@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 240
 
 # fp64: there the served text must equal the offline text, without exception. Small numbers make limits reachable.
-ARGS: dict[str, Any] = {"dtype": "float64", "max_running": 8, "max_waiting": 24, "max_model_len": 512}
+ARGS: dict[str, Any] = {
+    "dtype": "float64",
+    "max_running": 8,
+    "max_waiting": 24,
+    "max_model_len": 512,
+    "body_timeout_s": 3,
+}
 # An option that deployments/build.py also sets: the YAML's value must win.
 OPTIONS = {"graceful_shutdown_timeout_s": 61.0}
 AUTOSCALING = {
@@ -49,16 +56,21 @@ ray.init(f"{ray.util.get_node_ip_address()}:{port.read_text()}", log_to_driver=F
 
 _SECOND = "from deployments.build import build;"
 
-# Deploys each configuration that it reads, as `serve deploy` does, and answers with the processes of the replicas.
-OPERATE = """
+# Runs each piece of Python that it reads, and answers with what the piece gave the name `answer`.
+DRIVE = """
 import sys
 from ray.serve.schema import ServeDeploySchema
 client = serve.context._get_global_client()
 for line in sys.stdin:
-    if config := json.loads(line):
-        client.deploy_apps(ServeDeploySchema.model_validate(config))
-    deployment = client.get_serve_details()['applications']['foretoken']['deployments']['Replica']
-    print("answer", json.dumps(sorted(replica['pid'] for replica in deployment['replicas'])), flush=True)
+    names = dict(globals())
+    exec(json.loads(line), names)
+    print("answer", json.dumps(names["answer"], default=str), flush=True)
+"""
+# As `serve deploy` does.
+DEPLOY = "client.deploy_apps(ServeDeploySchema.model_validate(json.loads({!r})))\n"
+PIDS = """
+deployment = client.get_serve_details()['applications']['foretoken']['deployments']['Replica']
+answer = sorted(replica['pid'] for replica in deployment['replicas'])
 """
 
 
@@ -71,6 +83,7 @@ class Served:
     config: dict[str, Any]  # that it was started with
     process: "subprocess.Popen[bytes]"  # that started it
     log: Path
+    driver: "Driver"
 
     def replicas(self) -> int:
         """Replicas that run now, as Serve counts them."""
@@ -82,10 +95,11 @@ class Served:
 
     def deployment_config(self) -> dict[str, Any]:
         """The options that Serve runs the deployment with, wherever they came from."""
-        return self._ask(
-            "details = serve.context._get_global_client().get_serve_details()['applications']['foretoken'];"
+        options: dict[str, Any] = self._ask(
+            "details = client.get_serve_details()['applications']['foretoken'];"
             "answer = details['deployments']['Replica']['deployment_config']"
         )
+        return options
 
     @contextmanager
     def beside(self, args: dict[str, Any]) -> Iterator["Served"]:
@@ -106,34 +120,47 @@ answer = {{"message": serve.status().applications["second"].deployments["Replica
 serve.delete("second")""")
         return str(answer["message"])
 
-    @contextmanager
-    def operator(self) -> Iterator[Callable[[dict[str, Any] | None], list[int]]]:
-        """Somebody who can deploy configurations; each answer is the replicas' process ids. None: deploy nothing."""
-        command = [sys.executable, "-c", CONNECT + OPERATE]
-        with subprocess.Popen(
-            command, env=self.environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
+    def deploy(self, config: dict[str, Any] | None) -> list[int]:
+        """Deploy a configuration; None: deploy nothing. Returns the process ids of the replicas."""
+        pids: list[int] = self._ask(("" if config is None else DEPLOY.format(json.dumps(config))) + PIDS)
+        return pids
+
+    def _ask(self, question: str) -> Any:
+        """Run `question`, which sets `answer`, in a driver of the application's cluster."""
+        return self.driver.ask(question)
+
+
+class Driver:
+    """A driver of the application's cluster. The first question starts its process, because its imports take seconds.
+    Threads may ask."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._environment, self._log = environment, log
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, question: str) -> Any:
+        """What `question` called `answer`."""
+        with self._lock:
+            process = self._process = self._process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
-            said, heard = process.stdin, process.stdout
+            print(json.dumps(question), file=process.stdin, flush=True)
+            for line in process.stdout:
+                if line.startswith("answer "):
+                    return json.loads(line.removeprefix("answer "))
+        pytest.fail(f"the driver ended:\n{self._log.read_text('utf-8', 'replace')[-2000:]}")
 
-            def deploy(config: dict[str, Any] | None) -> list[int]:
-                print(json.dumps(config), file=said, flush=True)
-                answer = next(line for line in heard if line.startswith("answer "))
-                pids: list[int] = json.loads(answer.removeprefix("answer "))
-                return pids
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
 
-            yield deploy
-
-    def _ask(self, question: str) -> dict[str, Any]:
-        """Run `question`, which sets `answer`, in a driver of the application's cluster."""
-        script = CONNECT + question + ";print(json.dumps(answer, default=str))"
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
+    def _start(self) -> "subprocess.Popen[str]":
+        with open(self._log, "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", CONNECT + DRIVE], env=self._environment, cwd=ROOT,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -172,11 +199,13 @@ def serving(
             [*command, str(config)], cwd=ROOT, env=environment | {"RAY_ADDRESS": "local"}, stdout=log, stderr=log,
             start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
+        driver = Driver(environment, folder / "driver.log")
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, process, folder / "log")
-            yield Served(url, environment, shortened, process, folder / "log")
+            yield Served(url, environment, shortened, process, folder / "log", driver)
         finally:
+            driver.close()
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(60)

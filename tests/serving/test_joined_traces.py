@@ -12,7 +12,8 @@ from tests.serving.collector import Span
 from tests.serving.conftest import _free_port
 from tests.serving.test_tracing import CLIENT, Traced, tracing
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+# tests/app/telemetry has the default tests: test_tracer.py of the parent, test_export.py of the exporters.
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.proofs]
 
 SERVE = {
     "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "deployments.tracing:exporters",
@@ -45,7 +46,7 @@ def climb(traced: Traced) -> list[Span]:
     return above
 
 
-@pytest.mark.parametrize("proxy", ["python", pytest.param("haproxy", marks=pytest.mark.proofs)])
+@pytest.mark.parametrize("proxy", ["python", "haproxy"])
 def test_a_request_joins_the_trace_of_serve(tmp_path: Path, proxy: str) -> None:
     """Ours hangs from the span of Serve's replica, and that, at last, from the client's; none of ours without the
     client's leave, though Serve makes its own then too (Ray 2.60)."""

@@ -66,16 +66,16 @@ def test_the_policy_changes_in_place_and_no_stream_notices(served: Served) -> No
     """goodput → off → fixed → an invalid one → goodput: one process, streams all the while, always the same text."""
     users, switched = [Streams(), Streams()], []
 
-    async def scenario(client: httpx.AsyncClient, deploy: Any) -> str:
+    async def scenario(client: httpx.AsyncClient) -> str:
         undisturbed, _ = await stream(client, LONG)
-        pids = await asyncio.to_thread(deploy, None)
+        pids = await asyncio.to_thread(served.deploy, None)
         assert len(pids) == 1
         assert (await drafting(client))["policy"] == "goodput"
         leave = asyncio.Event()
         tasks = [asyncio.create_task(user.go_on(client, leave)) for user in users]
 
         async def switch(user_config: Any, **shown: Any) -> dict[str, Any]:
-            await asyncio.to_thread(deploy, with_user_config(served.config, user_config))
+            await asyncio.to_thread(served.deploy, with_user_config(served.config, user_config))
             await until_shown(client, **shown)
             switched.append(time.monotonic())
             return await drafting(client)
@@ -91,13 +91,12 @@ def test_the_policy_changes_in_place_and_no_stream_notices(served: Served) -> No
         assert told["policy"] == "goodput"
         leave.set()
         await asyncio.gather(*tasks)
-        assert await asyncio.to_thread(deploy, served.config) == pids
+        assert await asyncio.to_thread(served.deploy, served.config) == pids
         return undisturbed
 
     async def run() -> str:
-        with served.operator() as deploy:
-            async with connect(served) as client:
-                return await scenario(client, deploy)
+        async with connect(served) as client:
+            return await scenario(client)
 
     undisturbed = asyncio.run(run())
     assert len(undisturbed) > LONG["max_tokens"] > ARGS["max_model_len"] / 2

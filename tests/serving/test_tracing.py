@@ -261,7 +261,15 @@ def test_no_word_leaves(traced: Traced) -> None:
     assert len(reply.json()["choices"][0]["text"]) > len(PROMPT)
 
 
-@pytest.mark.parametrize("way", ["slow", "refusing", "broken", "dead"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "slow",
+        "dead",
+        pytest.param("refusing", marks=pytest.mark.proofs),
+        pytest.param("broken", marks=pytest.mark.proofs),
+    ],
+)
 def test_a_collector_that_fails_changes_no_token_and_is_told_of(traced: Traced, way: str) -> None:
     """Slow: it answers no post for ten seconds, or until the test is over, and no reply waits for that."""
     collector, over = traced.collector, threading.Event()

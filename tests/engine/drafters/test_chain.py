@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import trees
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
 from engine.drafters.chain import ChainedDrafter
 from engine.sequence import Sequence
 from engine.types import DRAFTERS, DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 VOCAB = 5
@@ -53,10 +55,15 @@ class Fake:
         law = torch.stack([self.law(batch.sequences[i], depth) for i in sequences]) if sequences else None
         table = torch.tensor([self.tokens(s, depth) for s in batch.sequences])
         places = {i: row for row, i in enumerate(sequences)}
-        return self.spoil(replace(nothing, ks=tuple(offered), tokens=table, logq=law, logq_rows=places))
+        shapes = {i: self.tree(k) for i, k in enumerate(offered) if k > 1 and n % 2}
+        return self.spoil(replace(nothing, ks=tuple(offered), tokens=table, logq=law, logq_rows=places, trees=shapes))
 
     def tokens(self, sequence: Sequence, depth: int) -> list[int]:
         return [1000 * self.number + 100 * sequence.handle + j for j in range(depth)]
+
+    def tree(self, k: int) -> trees.Parents:
+        """Unlike any other drafter's."""
+        return (*(trees.ROOT for _ in range(min(self.number, k))), *range(k - self.number))
 
     def law(self, sequence: Sequence, depth: int) -> torch.Tensor:
         """[depth, VOCAB], unlike any other drafter's or sequence's."""
@@ -93,7 +100,7 @@ def make_sequences(*drafters: DrafterName | None) -> tuple[Sequence, ...]:
 
 
 def make_fakes(**scripts: Mapping[int, int]) -> dict[DrafterName, Fake]:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
     return {n: Fake(i, scripts.get(n, {}), lawful=n == "model") for i, n in enumerate(names)}
 
 
@@ -102,18 +109,18 @@ SCRIPTS = st.dictionaries(st.integers(0, 5), st.integers(0, 4))
 
 @given(
     st.lists(st.tuples(st.sampled_from([None, *DRAFTERS]), st.integers(0, 4)), min_size=1, max_size=6),
-    st.tuples(SCRIPTS, SCRIPTS, SCRIPTS, SCRIPTS),
-    st.sets(st.integers(0, 3)),
-    st.tuples(*[st.integers(0, 2)] * 4),
+    st.tuples(*[SCRIPTS] * 5),
+    st.sets(st.integers(0, 4)),
+    st.tuples(*[st.integers(0, 2)] * 5),
 )
-@settings(deadline=None, derandomize=True, max_examples=600)
+@settings(examples(200), derandomize=True)
 def test_every_mix_of_chains_offers_and_laws(
     asked: list[tuple[DrafterName | None, int]],
     scripts: tuple[Mapping[int, int], ...],
     lawful: set[int],
     wider: tuple[int, ...],
 ) -> None:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
     fakes = {n: Fake(i, scripts[i], lawful=i in lawful, wider=wider[i]) for i, n in enumerate(names)}
     sequences, ks = make_sequences(*(drafter for drafter, _ in asked)), [k for _, k in asked]
     draft = make_chains(fakes).propose(make_batch(*sequences), ks)
@@ -132,10 +139,12 @@ def test_every_mix_of_chains_offers_and_laws(
         if owner is None:
             assert draft.ks[i] == 0
             assert i not in draft.logq_rows
+            assert i not in draft.trees
             continue
         fake, offered = fakes[owner], draft.ks[i]
         assert offered == min(k, fake.script[i])
         assert rows(draft)[i] == fake.tokens(sequence, offered)
+        assert draft.trees.get(i) == (fake.tree(offered) if offered > 1 and fake.number % 2 else None)
         assert (i in draft.logq_rows) == fake.lawful
         if fake.lawful:
             assert draft.logq is not None
@@ -185,7 +194,7 @@ def test_the_first_in_the_chain_that_has_any_offers() -> None:
     offers = [make_chains(fakes).offer(s, 4) for s in sequences]
     assert offers == [Offer("lookup", 2, 5), Offer("model", 4, 15), Offer("lookup", 4, 5), NO_OFFER, NO_OFFER]
     asked = {name: fake.offered for name, fake in fakes.items()}
-    assert asked == {"ngram": [], "prediction": [0, 1], "lookup": [0, 1, 2, 3], "model": [1, 4]}
+    assert asked == {"ngram": [], "prediction": [0, 1], "lookup": [0, 1, 2, 3], "model": [1, 4], "suffix": []}
 
 
 def test_a_sequence_without_a_chain_gets_no_offer() -> None:
@@ -197,14 +206,14 @@ def test_a_sequence_without_a_chain_gets_no_offer() -> None:
 @given(
     st.sampled_from([None, *DRAFTERS]),
     st.integers(1, 4),
-    st.tuples(*[st.integers(0, 4)] * 4),
-    st.sets(st.integers(0, 3)),
+    st.tuples(*[st.integers(0, 4)] * 5),
+    st.sets(st.integers(0, 4)),
 )
 @settings(deadline=None, derandomize=True)
 def test_who_offers_is_who_proposes(
     chain: DrafterName | None, k: int, scripts: tuple[int, ...], failing: set[int]
 ) -> None:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
     fakes = {n: Fake(i, {0: scripts[i]}) for i, n in enumerate(names)}
     for i in failing:
         fakes[names[i]].fails = {"offer", "propose"}
@@ -323,7 +332,7 @@ def test_all_forget_though_one_of_them_cannot() -> None:
     assert all(fake.forgotten == [0, 0] for fake in fakes.values())
 
 
-@pytest.mark.parametrize("leaking", ["ngram", "lookup", "prediction", "model"])
+@pytest.mark.parametrize("leaking", ["ngram", "lookup", "prediction", "model", "suffix"])
 def test_an_audit_looks_at_all(leaking: DrafterName) -> None:
     fakes = make_fakes()
     make_chains(fakes).audit({1})

@@ -2,19 +2,22 @@
 
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 import torch
 
-from engine.drafters.guess import MAX_PAUSE, GuessDrafter
+from engine.drafters.base import check_draft
+from engine.drafters.guess import MAX_PAUSE, GuessDrafter, Guesser
 from engine.sequence import Sequence
+from engine.trees import ROOT, Parents
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
 from tests.engine.driving import make_sequence
 
 CPU = torch.device("cpu")
 
 
-class Echo:
+class Echo(Guesser):
     """Guesses the latest tokens, in order; remembers all it was fed."""
 
     def __init__(self, most: int = 99) -> None:
@@ -84,6 +87,71 @@ def test_tokens_before_the_lookback_are_not_fed() -> None:
         before = len(made[0].fed) if made else 0
         drafter.catch_up(sequence)
         assert made[0].fed[before:] == fed
+
+
+class Pronged(Echo):
+    """Knows every latest token as a continuation, if it may branch."""
+
+    def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
+        tokens = self.guess(nodes if shape is None else shape.count(ROOT))
+        return tokens, (ROOT,) * len(tokens)
+
+
+def test_trees_where_they_are_allowed() -> None:
+    """A tree that is a chain is told as a chain. `block` gets chains."""
+    drafter = GuessDrafter(lambda _: Pronged(), CPU)
+    sequences = [make_sequence(i, [1, 2, 3]) for i in range(5)]
+    sequences[3].verifier = "block"
+    batch = replace(make_batch(*sequences), branches=(True, False, True, True, True))
+    draft = drafter.propose(batch, [3, 3, 1, 3, 0])
+    check_draft(draft, [3, 3, 1, 3, 0], CPU)
+    assert draft.trees == {0: (ROOT,) * 3}
+    assert rows(draft) == [[1, 2, 3], [1, 2, 3], [3], [1, 2, 3], []]
+
+
+def test_trees_of_a_wanted_shape() -> None:
+    drafter = GuessDrafter(lambda _: Pronged(), CPU)
+    sequences = [make_sequence(i, [1, 2, 3]) for i in range(3)]
+    batch = replace(make_batch(*sequences), shapes=((ROOT, 0, ROOT), None, (ROOT, 0, 0)))
+    draft = drafter.propose(batch, [3, 3, 3])
+    assert draft.trees == {0: (ROOT, ROOT)}
+    assert rows(draft) == [[2, 3], [1, 2, 3], [3]]
+
+
+def test_an_offer_for_a_wanted_tree_is_not_cut_to_a_chain() -> None:
+    drafter = GuessDrafter(lambda _: Echo(most=1), CPU)
+    chained, branched, silent = make_sequence(0, [1, 2]), make_sequence(1, [1, 2]), make_sequence(2, [])
+    branched.tree = silent.tree = (ROOT, ROOT, ROOT)
+    assert [drafter.offer(s, 3).max_k for s in (chained, branched, silent)] == [1, 3, 0]
+
+
+def test_a_guesser_that_knows_no_branches_makes_a_chain() -> None:
+    """As long as that of the wanted shape's first children."""
+    for wanted in ({"branches": (True,)}, {"shapes": ((ROOT, ROOT, 1, 0),)}):
+        drafter, _ = echoes()
+        draft = drafter.propose(replace(make_batch(make_sequence(0, [1, 2, 3])), **wanted), [4])
+        assert (rows(draft), draft.trees) == ([[1, 2, 3] if "branches" in wanted else [2, 3]], {})
+
+
+def test_a_pause_and_an_offer_hold_for_trees_too() -> None:
+    made: list[Pronged] = []
+
+    def make(_: Sequence) -> Pronged:
+        made.append(Pronged())
+        return made[-1]
+
+    drafter = GuessDrafter(make, CPU)
+    sequence = make_sequence(0, [1, 2])
+    told = []
+    for _ in range(5):
+        offer = drafter.offer(sequence, 2)
+        batch = replace(make_batch(sequence), branches=(True,))
+        draft = drafter.propose(batch, [2])
+        assert draft.ks == (offer.max_k,)
+        drafter.observe(batch, make_verdict(0))
+        told.append(draft.trees.get(0))
+    branches = (ROOT, ROOT)
+    assert told == [branches, None, branches, None, None]
 
 
 def test_a_ragged_table() -> None:

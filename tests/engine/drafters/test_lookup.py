@@ -7,10 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import trees
 from engine.drafters import lookup as lookup_module
 from engine.drafters.lookup import Lookup, lookup_drafter
+from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 
 def pushed(tokens: list[int], min_match: int = 3) -> Lookup:
@@ -47,12 +50,40 @@ def test_a_guess_keeps_the_promise(monkeypatch: pytest.MonkeyPatch, candidates: 
     monkeypatch.setattr(lookup_module, "MAX_MATCH", max_match)
 
     @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 6), st.integers(1, 3))
-    @settings(deadline=None, derandomize=True, max_examples=200)
+    @settings(examples(80), derandomize=True)
     def check(tokens: list[int], k: int, min_match: int) -> None:
         lookup = pushed(tokens, min_match)
         expected = reference(tokens, k, min_match, candidates, max_match)
         assert lookup.guess(k) == expected
         assert lookup.guess(k) == expected  # guessing changes nothing
+
+    check()
+
+
+def branch_shares(tokens: list[int], path: Path, sources: int = 16) -> list[tuple[int, float]]:
+    """What follows the path in the best `sources` places; each distinct token gets half the share of the one before."""
+    places = [end for end in range(len(tokens)) if agreement(tokens, end) >= 3][::-1][:64]
+    best = sorted(places, key=lambda end: -min(agreement(tokens, end), 32))[:sources]
+    text = [*tokens, *path]
+    following = [text[end + len(path)] for end in best if text[end : end + len(path)] == list(path)]
+    distinct = list(dict.fromkeys(following))
+    total = sum(2.0**-rank for rank in range(len(distinct)))
+    return [(token, 2.0**-rank / total) for rank, token in enumerate(distinct)]
+
+
+@pytest.mark.parametrize("sources", [16, 2])
+def test_a_tree_has_the_best_continuations(monkeypatch: pytest.MonkeyPatch, sources: int) -> None:
+    monkeypatch.setattr(lookup_module, "MAX_SOURCES", sources)
+
+    @given(st.lists(st.integers(0, 1), max_size=30), st.integers(1, 8), shapes())
+    @settings(deadline=None, derandomize=True, max_examples=60)
+    def check(tokens: list[int], size: int, shape: trees.Parents) -> None:
+        values = all_values(lambda path: branch_shares(tokens, path, sources) if len(path) < size else [])
+        tree = pushed(tokens).guess_tree(size)
+        check_grown(tree, size, values)
+        assert tree[0][:1] == pushed(tokens).guess(1)
+        filled = pushed(tokens).guess_tree(len(shape), shape)
+        check_filled(filled, shape, lambda path: branch_shares(tokens, path, sources))
 
     check()
 

@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import trees
 from engine.drafters.ngram import NGrams, ngram_drafter
+from tests.engine.drafters.grown import Path, all_values, check_filled, check_grown, shapes
 from tests.engine.drafters.rounds import play
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 ORDERS = (4, 3, 2)
 TEXTS = st.lists(st.integers(0, 3), max_size=80) | st.lists(st.integers(0, 2), min_size=15, max_size=60)
@@ -26,6 +29,17 @@ def pushed(tokens: list[int], window: int = 512) -> NGrams:
 def counted(tokens: list[int], window: int) -> Counter[tuple[int, ...]]:
     last = tokens[-window:]
     return Counter(tuple(last[i : i + n]) for n in ORDERS for i in range(len(last) - n + 1))
+
+
+def branch_shares(tokens: list[int], window: int, path: Path) -> list[tuple[int, float]]:
+    """The relative counts of what follows the longest context that occurs, from the text alone."""
+    last, text = tokens[-window:], [*tokens, *path]
+    for n in ORDERS:
+        context = text[len(text) - n + 1 :] if len(text) >= n - 1 else None
+        seen = Counter(last[i + n - 1] for i in range(len(last) - n + 1) if last[i : i + n - 1] == context)
+        if seen and len(path) < 4:
+            return [(token, count / seen.total()) for token, count in seen.items()]
+    return []
 
 
 def reference(tokens: list[int], window: int, k: int) -> list[int]:
@@ -47,7 +61,7 @@ def reference(tokens: list[int], window: int, k: int) -> list[int]:
 
 
 @given(TEXTS, WINDOWS)
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_the_counts_are_those_of_the_window(tokens: list[int], window: int) -> None:
     held = pushed(tokens, window)._counts
     counts = {(*context, token): n for context, following in held.items() for token, n in following.items()}
@@ -55,8 +69,20 @@ def test_the_counts_are_those_of_the_window(tokens: list[int], window: int) -> N
     assert all(held.values())  # no context is kept without a continuation
 
 
+@given(TEXTS, WINDOWS, st.integers(1, 12), shapes())
+@settings(deadline=None, derandomize=True, max_examples=100)
+def test_a_tree_has_the_most_frequent_continuations(
+    tokens: list[int], window: int, size: int, shape: trees.Parents
+) -> None:
+    ngrams = pushed(tokens, window)
+    tree = ngrams.guess_tree(size)
+    check_grown(tree, size, all_values(lambda path: branch_shares(tokens, window, path)))
+    assert tree[0][:1] == ngrams.guess(1)
+    check_filled(ngrams.guess_tree(len(shape), shape), shape, lambda path: branch_shares(tokens, window, path))
+
+
 @given(TEXTS, WINDOWS, st.integers(0, 6))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_a_guess_follows_the_rule(tokens: list[int], window: int, k: int) -> None:
     ngrams = pushed(tokens, window)
     assert ngrams.guess(k) == reference(tokens, window, k)
@@ -64,7 +90,7 @@ def test_a_guess_follows_the_rule(tokens: list[int], window: int, k: int) -> Non
 
 
 @given(TEXTS, TEXTS, WINDOWS, st.integers(1, 6))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_what_lies_beyond_the_window_makes_no_difference(
     first: list[int], second: list[int], window: int, k: int
 ) -> None:

@@ -11,6 +11,7 @@ from engine.drafters.prediction import PredictionDrafter, PredictionFollower
 from engine.sequence import Sequence
 from tests.engine.drafters.rounds import make_batch, play
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 GUESS = tuple(range(10, 30))
@@ -159,7 +160,7 @@ def test_a_guess_that_is_wrong_costs_one_draft() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 3))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(examples(120), derandomize=True)
 def test_nothing_is_counted_twice(guess: list[int], output: list[int], prompt: int) -> None:
     """Nor more than there is, and an output that is the guess is accepted whole."""
     followed = after(output, tuple(guess), prompt).accepted

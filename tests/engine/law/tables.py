@@ -136,7 +136,7 @@ def table_engine(
         target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **kv_config(), **settings
     )
     most = full.max_step_tokens
-    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, most, most, translation), CPU)
+    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, most, most, translation), CPU, suffix_tokens=1000)
     tokenizer = cast(Tokenizer, Letters())
     return Engine(full, _runner(target, full), drafter, tokenizer, frozenset({END}), drafter.names)
 

@@ -21,6 +21,7 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.fresh import memory
 from tests.engine.models.families import InFP64, reference
+from tests.engine.models.forest import Forest, Part
 from tests.engine.models.reader import LENGTH, SLOTS, Reader
 from tests.engine.pairs import VOCAB, Pair, edit_json, save_tokenizer
 
@@ -113,6 +114,14 @@ def test_logits_are_those_of_transformers_however_tokens_are_fed(
         reader.runner.cache.truncate_to(1, reader.runner.cache.length(1) - 3)
 
 
+def test_trees_of_drafts_are_read_like_their_paths(made: tuple[str, Tensor], texts: list[list[int]]) -> None:
+    model = load_model(open_checkpoint(made[0]), dtype=torch.float64, device=CPU, max_len=LENGTH)
+    forest = Forest(model, "gathered", [texts[0][:20], texts[1][:11], texts[2][:30]])
+    parts = [Part(0, 20, texts[3][:8], (-1, 0, 1, 2, 1, 4, -1, 6)), Part(1, 11, texts[3][:4]), Part(2, 30)]
+    forest.feed(parts)
+    forest.accept(parts, [5, 2, -1])
+
+
 def test_experts_are_those_of_transformers(texts: list[list[int]], tmp_path: Path) -> None:
     checkpoint = random_checkpoint("olmoe", tmp_path)
     with reference(checkpoint) as logits:
@@ -124,7 +133,7 @@ def test_experts_are_those_of_transformers(texts: list[list[int]], tmp_path: Pat
     reader.feed({0: 1, 1: 2}, {0: 5})
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "starcoder2", "opt"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "opt", pytest.param("starcoder2", marks=pytest.mark.proofs)])
 def test_texts_do_not_depend_on_drafts_and_greedy_ones_are_transformers(kind: str, tmp_path: Path) -> None:
     """Through the whole engine, with prefix hits; the draft is an adapted model too."""
     target = random_checkpoint(kind, tmp_path / "target")

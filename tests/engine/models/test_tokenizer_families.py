@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
@@ -19,6 +19,7 @@ from engine.detokenize import Detokenizer
 from engine.models.tokenizer import BYTE_TOKEN, Tokenizer
 from engine.types import InvalidRequest
 from tests.engine.models.tokenizer_families import ADVERSARIAL, FAMILIES, QWEN2_SPLIT, byte_level, save_family, split
+from tests.examples import examples
 
 REPLACEMENT = "\ufffd"
 WITH_BYTES = ("llama2", "mistral", "gemma", "phi3")
@@ -77,7 +78,7 @@ def test_the_corpus_reaches_bytes_special_tokens_and_stripped_spaces(families: F
         assert ours.decode(ours.encode("a a")[-1:]) == ours.decode(ours.encode("a a")[-1:]).lstrip()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(data=st.data(), name=st.sampled_from(WITH_BYTES))
 def test_any_bytes_stream(data: st.DataObject, name: str, families: Families) -> None:
     """Bytes that are no characters too. The backend gives up a run of bytes as a whole if one of them is invalid, even

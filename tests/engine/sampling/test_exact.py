@@ -275,7 +275,7 @@ def multiply_without_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """min(Π p/q, 1) at the end only, where Algorithm 2 caps every step."""
 
     def uncapped(logp: Tensor, logq: Tensor, drafts: Tensor, ks: list[int]) -> AcceptanceLaw:
-        ratios = acceptance._log_ratios(logp, logq, drafts)
+        ratios = acceptance.log_ratios(logp[:, :-1], logq, drafts)
         scales = torch.cat([torch.zeros_like(ratios[:, :1]), ratios.cumsum(1).clamp(max=0)], 1)
         return replace(block(logp, logq, drafts, ks), log_scales=scales)
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -35,6 +35,7 @@ from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 CPU, VOCAB, CLOSE = torch.device("cpu"), 12, 1e-9
 END_IDS = (2, 7)
@@ -153,14 +154,14 @@ def cases(params: st.SearchStrategy[SamplingParams]) -> st.SearchStrategy[list[C
     return st.lists(case, min_size=1, max_size=3)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(50)
 @given(cases(PARAMS))
 def test_laws_are_those_of_transformers(batch: list[Case]) -> None:
     """Every row of a mixed round, after the drafts that it sees."""
     assert error(batch) < CLOSE
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(cases(PENALISED))
 def test_penalties_are_those_of_openai(batch: list[Case]) -> None:
     """Together with all the rest; over the output alone, never the prompt."""
@@ -269,7 +270,7 @@ def test_an_illegal_draft_disturbs_no_row_before_it_and_no_other_sequence() -> N
 # Smaller tables
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(cases(PENALISED.map(lambda p: replace(p, top_k=min(p.top_k, 1), top_p=1.0, min_p=0.0))), st.integers(8, VOCAB))
 def test_a_smaller_table_is_a_cut_of_the_larger(batch: list[Case], vocab: int) -> None:
     """A draft's law over its own vocabulary: the target's, given that the token lies inside. (Truncation depends on
@@ -294,7 +295,7 @@ def test_a_law_that_lies_inside_a_smaller_table_is_the_same_there(knobs: dict[st
 # Histories
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(PROMPTS, st.lists(TEXTS, max_size=5))
 def test_a_history_counted_in_pieces_is_one_counted_at_once(prompt: tuple[int, ...], commits: list[list[int]]) -> None:
     pieces = History(ALL, len(prompt), VOCAB, CPU)

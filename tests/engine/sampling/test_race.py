@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,6 +26,7 @@ from engine.sequence import Sequence
 from engine.types import SamplingParams
 from engine.verification import verify
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 pytestmark = pytest.mark.usefixtures("pruned_races")  # noise in blocks, whatever the vocabulary
 
@@ -454,7 +455,7 @@ def emitted(sequences: Seq[Sequence], ks: Seq[int], logits: Tensor, drafts: Tens
     return verdict.emitted
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(rounds(), st.integers(0, 4))
 def test_match_emits_the_races_winners_whatever_was_drafted(
     case: tuple[list[Sequence], list[int], Tensor, Tensor], agreeing: int

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -23,6 +23,7 @@ from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams
 from tests.engine.driving import make_sequence
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.lists(SCORES, min_size=12, max_size=12), PARAMS), min_size=1, max_size=4))
 def test_filters_are_those_of_transformers(rows: list[tuple[list[float], SamplingParams]]) -> None:
     logits = torch.tensor([scores for scores, _ in rows], dtype=torch.float64)

@@ -1,0 +1,147 @@
+"""The draft model draws trees: one pass for each depth, for all sequences and branches at once."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
+from engine.models.attention import index_tensor
+from engine.models.runner import Feed, Runner
+from engine.sequence import Sequence
+from engine.trees import ROOT, Parents
+
+
+@dataclass(slots=True)
+class FedTree:
+    """The nodes of a sequence's tree that the draft model has read. They lie in its memory in this order, behind the
+    committed tokens. A node without children is never read."""
+
+    parents: Parents  # of the whole tree
+    nodes: list[int] = field(default_factory=list)
+
+    def feed(self, sequence: Sequence, new: Seq[int]) -> Feed:
+        """The feed that reads these nodes; their parents were read before."""
+        self.nodes += new
+        places = {node: place for place, node in enumerate(self.nodes)} | {ROOT: ROOT}
+        shape = tuple(places[self.parents[node]] for node in self.nodes)
+        return Feed(sequence, 0, len(new), outputs=len(new), parents=shape)
+
+    def kept(self, accepted: Seq[int]) -> list[int]:
+        """The places of the accepted nodes that were read, counted from the first node's."""
+        places = {node: place for place, node in enumerate(self.nodes)}
+        return [places[node] for node in accepted if node in places]
+
+
+class TreeDraft:
+    """A draft of trees in the making.
+
+    Siblings are the best tokens of one race: the race of the target's own draw for coupled sequences, else a race whose
+    best tokens are draws without replacement, each with its law. A node that runs out of tokens repeats its first
+    child, of which no verifier accepts the second.
+    """
+
+    def __init__(self, batch: DraftBatch, shapes: Mapping[int, Parents], vocab: int, device: torch.device) -> None:
+        """shapes: index of a sequence in the batch → the shape of its draft, of at least one node."""
+        self._batch = batch
+        self._shapes = shapes
+        self._vocab = vocab
+        self._sampler = batch.sampler.on_trees(shapes)
+        size = max(map(len, shapes.values()))
+        self._tokens = torch.zeros(len(batch.sequences), size, dtype=torch.int64, device=device)
+        self._law_rows = {i: n for n, i in enumerate(i for i in shapes if not batch.sequences[i].coupled)}
+        self._laws: Tensor | None = None  # [with laws, size, vocab]
+        self._children = {i: _children(parents) for i, parents in shapes.items()}
+        self.fed = {i: FedTree(parents) for i, parents in shapes.items()}
+        self.steps = 0
+        self.read = 0
+
+    def draw(self, runner: Runner, logits: Tensor) -> Draft:
+        """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes."""
+        level = [(i, ROOT) for i in self._shapes]  # the nodes that the rows of logits belong to
+        while True:
+            self._draw_children(level, logits[:, : self._vocab])
+            level = [(i, node) for i, parent in level for node in self._children[i][parent] if self._children[i][node]]
+            if not level:
+                return self._draft()
+            level, logits = self._read(runner, level)
+
+    def _read(self, runner: Runner, level: Seq[tuple[int, int]]) -> tuple[list[tuple[int, int]], Tensor]:
+        """(the nodes of a level in the order of their rows, their logits)."""
+        by_sequence: dict[int, list[int]] = {}
+        for i, node in level:
+            by_sequence.setdefault(i, []).append(node)
+        # Columns beyond a sequence's own nodes are not fed.
+        width = max(map(len, by_sequence.values()))
+        columns = [nodes + [0] * (width - len(nodes)) for nodes in by_sequence.values()]
+        places = index_tensor([x for row in columns for x in row], self._tokens.device).view(-1, width)
+        ids = self._tokens[index_tensor(list(by_sequence), self._tokens.device)].gather(1, places)
+        feeds = [self.fed[i].feed(self._batch.sequences[i], nodes) for i, nodes in by_sequence.items()]
+        self.steps, self.read = self.steps + 1, self.read + len(level)
+        return [(i, node) for i, nodes in by_sequence.items() for node in nodes], runner.run(feeds, ids)
+
+    def _draw_children(self, level: Seq[tuple[int, int]], logits: Tensor) -> None:
+        """Draw the children of these nodes from their rows of logits [len(level), vocab]."""
+        rows = [self._sampler.offsets[i] + 1 + node for i, node in level]
+        with_law = [n for n, (i, _) in enumerate(level) if i in self._law_rows]
+        coupled = [n for n, (i, _) in enumerate(level) if i not in self._law_rows]
+        scores = self._sampler.scores(logits, rows, self._tokens)
+        if coupled:
+            picked = [rows[n] for n in coupled]
+            drawn, counts = self._sampler.sample_top(_take(scores, coupled), picked, self._width(level, coupled))
+            self._put(level, coupled, drawn, counts)
+        if with_law:
+            picked = [rows[n] for n in with_law]
+            laws = self._sampler.laws(_take(scores, with_law), picked)
+            drawn, given, counts = self._sampler.propose_top(laws, picked, self._width(level, with_law))
+            self._put(level, with_law, drawn, counts)
+            self._put_laws(level, with_law, given)
+
+    def _width(self, level: Seq[tuple[int, int]], picked: Seq[int]) -> int:
+        return max(len(self._children[i][node]) for i, node in (level[n] for n in picked))
+
+    def _put(self, level: Seq[tuple[int, int]], picked: Seq[int], drawn: Tensor, counts: Tensor) -> None:
+        """Write the drawn siblings [len(picked), width] into the table of drafts."""
+        legal = torch.where(counts[:, None] > 0, drawn, NO_TOKEN)
+        owners, nodes, sources, ranks = self._index(self._places(level, picked))
+        self._tokens[owners, nodes] = legal[sources, ranks]
+
+    def _put_laws(self, level: Seq[tuple[int, int]], picked: Seq[int], given: Tensor) -> None:
+        """Write the laws [len(picked), width, vocab] of the drawn siblings into the table of laws."""
+        if self._laws is None:
+            self._laws = given.new_full((len(self._law_rows), self._tokens.shape[1], given.shape[2]), -torch.inf)
+        places = [(self._law_rows[i], *place) for i, *place in self._places(level, picked)]
+        law_rows, nodes, sources, ranks = self._index(places)
+        self._laws[law_rows, nodes] = given[sources, ranks]
+
+    def _places(self, level: Seq[tuple[int, int]], picked: Seq[int]) -> list[tuple[int, int, int, int]]:
+        """(sequence, node, row of `picked`, rank) of each child."""
+        return [
+            (i, child, source, rank)
+            for source, (i, node) in enumerate(level[n] for n in picked)
+            for rank, child in enumerate(self._children[i][node])
+        ]
+
+    def _index(self, places: Seq[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        """The columns of a table of four, [n] each, on the device."""
+        return index_tensor([x for place in places for x in place], self._tokens.device).view(-1, 4).unbind(1)
+
+    def _draft(self) -> Draft:
+        ks = tuple(len(self._shapes.get(i, ())) for i in range(len(self._batch.sequences)))
+        return Draft(
+            ks, self._tokens, self._laws, self._law_rows, steps=self.steps, read=self.read, trees=dict(self._shapes)
+        )
+
+
+def _children(parents: Parents) -> dict[int, list[int]]:
+    """Node or ROOT → its children."""
+    found: dict[int, list[int]] = {node: [] for node in range(ROOT, len(parents))}
+    for node, parent in enumerate(parents):
+        found[parent].append(node)
+    return found
+
+
+def _take(values: Tensor, rows: Seq[int]) -> Tensor:
+    return values if len(rows) == len(values) else values[index_tensor(rows, values.device)]
