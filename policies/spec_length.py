@@ -122,6 +122,7 @@ class Goodput:
         free = observation.free
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
         drafting = bool(ks[free].any())
+        resumed = drafting and budget.rounds > 0
         budget = self._saved(observation, budget, drafting)
         if drafting and self._in_doubt(observation, ks):
             why = _for_free(observation, "probe", reasons)
@@ -136,7 +137,9 @@ class Goodput:
                 return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
         newcomer_k = int(np.median(ks[free])) if free.size else 0
         rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
-        return Choice(ks, reasons, holds=HOLDS, newcomer_k=newcomer_k, rests=rests), budget
+        halved = 0 < sum(observation.held.values()) >= 2 * int(ks.sum())
+        holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
+        return Choice(ks, reasons, holds=holds, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Ints:
         best, last = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0))

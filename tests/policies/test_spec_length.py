@@ -14,7 +14,7 @@ from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, ProbeBudget
 from policies.planner import evaluate, plan, seconds
 from policies.reasons import REASONS
-from policies.spec_length import PROBE_EVERY, make_policy
+from policies.spec_length import HOLDS, PROBE_EVERY, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
@@ -285,6 +285,15 @@ def test_rounds_with_drafts_put_off_the_next_probe() -> None:
         choice, budget = policy(observe([0.05, 0.05]), budget)
         waited += 1
     assert waited == PROBE_EVERY
+
+
+@pytest.mark.parametrize(("limit", "holds"), [(4, 1), (5, HOLDS)])
+def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, holds: int) -> None:
+    """Its result is looked at again at once. A choice of a little more than half is held."""
+    observation = observe([0.95, 0.95], limits=np.full(2, limit), held={0: DEPTH, 1: DEPTH})
+    choice = choose("goodput", observation)
+    assert choice.ks.tolist() == [limit, limit]
+    assert choice.holds == holds
 
 
 @pytest.mark.parametrize(
