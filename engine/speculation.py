@@ -88,8 +88,6 @@ def _tree(fields: SpeculationFields, widths: tuple[int, ...], can: Capabilities)
         raise InvalidRequest(f"{name} fixes the drafts of a round: leave out k, max_k and the modes auto and off", name)
     if fields.drafter == "prediction":
         raise InvalidRequest(f"{name} needs a drafter with several guesses; 'prediction' has one", name)
-    if fields.lenience is not None:
-        raise InvalidRequest("lossy does not work with trees", "lossy")
     nodes = count_nodes(widths, can.max_spec_length)
     if nodes > can.max_spec_length:
         raise InvalidRequest(
