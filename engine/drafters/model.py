@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model_trees import FedTree, TreeDraft
+from engine.drafters.model_trees import FedTree, TreeDraft, mark_non_finite
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
 from engine.models.attention import index_tensor
@@ -251,7 +251,10 @@ class DraftColumns:
         drawn = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
         ends = self._column + 1 == self._shortest
         self._tokens[self._column].index_copy_(
-            0, self._active_index, _mark_non_finite(drawn, logits) if ends else drawn
+            0,
+            self._active_index,
+            # Memory that is not finite makes all later logits so: the last draft tells.
+            mark_non_finite(drawn[:, None], logits)[:, 0] if ends else drawn,
         )
         self._column += 1
         if ends:
@@ -311,13 +314,3 @@ class DraftLaws:
         if self.table is None:
             self.table = laws.new_full((len(self.rows), self._depth, laws.shape[-1]), -torch.inf)
         self.table[[self.rows[i] for i in indices], column] = laws
-
-
-def _mark_non_finite(drawn: Tensor, logits: Tensor) -> Tensor:
-    """The drafts [n], with NO_TOKEN for each whose logit in logits [n, vocab] is not finite.
-
-    Once the memory of a sequence is not finite, all its later logits are not either, so it is enough to check the last
-    draft of a sequence.
-    """
-    finite = logits.gather(1, drawn[:, None])[:, 0].abs() < torch.inf
-    return torch.where(finite, drawn, NO_TOKEN)

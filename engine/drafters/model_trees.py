@@ -90,23 +90,22 @@ class TreeDraft:
         scores = self._sampler.scores(logits, rows, self._tokens)
         if coupled:
             picked = [rows[n] for n in coupled]
-            drawn, counts = self._sampler.sample_top(_take(scores, coupled), picked, self._width(level, coupled))
-            self._put(level, coupled, drawn, counts)
+            drawn = self._sampler.sample_top(_take(scores, coupled), picked, self._width(level, coupled))
+            self._put(level, coupled, mark_non_finite(drawn, _take(logits, coupled)))
         if with_law:
             picked = [rows[n] for n in with_law]
             laws = self._sampler.laws(_take(scores, with_law), picked)
-            drawn, given, counts = self._sampler.propose_top(laws, picked, self._width(level, with_law))
-            self._put(level, with_law, drawn, counts)
+            drawn, given = self._sampler.propose_top(laws, picked, self._width(level, with_law))
+            self._put(level, with_law, mark_non_finite(drawn, _take(logits, with_law)))
             self._put_laws(level, with_law, given)
 
     def _width(self, level: Seq[tuple[int, int]], picked: Seq[int]) -> int:
         return max(len(self._children[i][node]) for i, node in (level[n] for n in picked))
 
-    def _put(self, level: Seq[tuple[int, int]], picked: Seq[int], drawn: Tensor, counts: Tensor) -> None:
+    def _put(self, level: Seq[tuple[int, int]], picked: Seq[int], drawn: Tensor) -> None:
         """Write the drawn siblings [len(picked), width] into the table of drafts."""
-        legal = torch.where(counts[:, None] > 0, drawn, NO_TOKEN)
         owners, nodes, sources, ranks = self._index(self._places(level, picked))
-        self._tokens[owners, nodes] = legal[sources, ranks]
+        self._tokens[owners, nodes] = drawn[sources, ranks]
 
     def _put_laws(self, level: Seq[tuple[int, int]], picked: Seq[int], given: Tensor) -> None:
         """Write the laws [len(picked), width, vocab] of the drawn siblings into the table of laws."""
@@ -141,6 +140,15 @@ def _children(parents: Parents) -> dict[int, list[int]]:
     for node, parent in enumerate(parents):
         found[parent].append(node)
     return found
+
+
+def mark_non_finite(drawn: Tensor, logits: Tensor) -> Tensor:
+    """The drafts [n, width], with NO_TOKEN for each whose logit in logits [n, vocab] is not finite.
+
+    The logits are the model's own: a request may exclude every token of its vocabulary, and that is no fault. Once the
+    memory of a path is not finite, all later logits of the path are not either.
+    """
+    return torch.where(logits.gather(1, drawn).abs() < torch.inf, drawn, NO_TOKEN)
 
 
 def _take(values: Tensor, rows: Seq[int]) -> Tensor:

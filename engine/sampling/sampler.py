@@ -207,25 +207,23 @@ class Sampler:
         indices, ahead = zip(*(self._rows[row] for row in rows), strict=True)
         return self._race_in(sibling_stream(DRAFT_STREAM, rank), indices, self._index(ahead), laws.shape[1])
 
-    def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor]:
-        """(siblings [R, width], number of different ones [R]): the best tokens of the race in which sample() draws the
-        first of them; at temperature 0 the likeliest tokens.
+    def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> Tensor:
+        """Siblings [R, width]: the best tokens of the race in which sample() draws the first of them; at temperature 0
+        the likeliest tokens.
 
-        A row with fewer tokens repeats its first one, of which no verifier accepts the second. The number is
-        0 for a row whose scores are not finite.
+        A row with fewer tokens repeats its first one, of which no verifier accepts the second.
         """
         siblings, left = Siblings(), scores.clone()
         for _ in range(width):
             siblings.add(left, self.sample(left, rows, drafting=True))
-        return siblings.tokens(), siblings.counts()
+        return siblings.tokens()
 
-    def propose_top(self, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(siblings [R, width], the log-law [R, width, vocab] of each one given those before it, number of different
-        siblings [R]), drawn from these rows' log-laws [R, vocab] without replacement (stream 1).
+    def propose_top(self, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor]:
+        """(siblings [R, width], the log-law [R, width, vocab] of each one given those before it), drawn from these
+        rows' log-laws [R, vocab] without replacement (stream 1).
 
         The best tokens of a Gumbel race are draws without replacement (Kool et al. 2019, arXiv 1903.06059), and
-        propose() draws the first of them. A row with fewer tokens repeats its first one, with a one-hot law. The number
-        is 0 for a row whose law is not finite.
+        propose() draws the first of them. A row with fewer tokens repeats its first one, with a one-hot law.
         """
         siblings, left, race = Siblings(), laws.clone(), self._draft_race(rows, laws)
         given = []
@@ -234,7 +232,7 @@ class Sampler:
             found = siblings.add(left, race.run(left, range(len(rows))))
             one_hot = torch.full_like(law, -torch.inf).scatter_(1, siblings.first[:, None], 0.0)
             given.append(torch.where(found[:, None], law, one_hot) if rank else law)
-        return siblings.tokens(), torch.stack(given, 1), siblings.counts()
+        return siblings.tokens(), torch.stack(given, 1)
 
     def emit(self, weights: Tensor, indices: Seq[int], ahead: Tensor) -> Tensor:
         """The recovered or bonus tokens [N] of these sequences, drawn from log-weights [N, vocab] (stream 3) at `ahead`

@@ -9,7 +9,6 @@ class Siblings:
 
     def __init__(self) -> None:
         self._columns: list[Tensor] = []
-        self._found: list[Tensor] = []
 
     @property
     def first(self) -> Tensor:
@@ -20,11 +19,7 @@ class Siblings:
         found = left.gather(1, drawn[:, None])[:, 0] > -torch.inf
         left.scatter_(1, drawn[:, None], -torch.inf)
         self._columns.append(torch.where(found, drawn, self.first) if self._columns else drawn)
-        self._found.append(found)
         return found
 
     def tokens(self) -> Tensor:
         return torch.stack(self._columns, 1)
-
-    def counts(self) -> Tensor:
-        return torch.stack(self._found, 1).sum(1)

@@ -8,7 +8,7 @@ import pytest
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.sequence import State
-from engine.types import InvalidRequest, Request, SamplingParams, acceptance_of
+from engine.types import InvalidRequest, Request, SamplingParams, Verifier, acceptance_of
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 
@@ -211,6 +211,27 @@ def test_a_draft_with_a_smaller_table(pair: Pair, tmp_path_factory: pytest.TempP
     assert run.tokens == plain
     assert run.drafted
     assert sum(s.draft_faults for s in run.steps) == 0
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("tree", [None, (2, 1)])
+def test_a_request_may_exclude_all_that_a_draft_with_a_smaller_table_knows(
+    pair: Pair,
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+    tree: tuple[int, ...] | None,
+    verifier: Verifier,
+) -> None:
+    """Its drafts are rejected. That is no fault of the model, whose memory others share."""
+    small = save_checkpoint(tmp_path_factory.mktemp("small"), Shape(vocab=330), seed=2)
+    engine = load(Pair(pair.target, small), max_running=1, max_spec_length=4)
+    params = replace(PARAMS, temperature=0.8, seed=1, allowed_token_ids=(340, 350, 360))
+    k = 3 if tree is None else None
+    run = drive(engine, [Request("r", (5, 6, 7), params, k=k, tree=tree, verifier=verifier)])
+    assert set(run.tokens["r"]) <= {340, 350, 360}
+    assert all(stats.drafted for stats in run.steps[1:-1])
+    assert not run.accepted
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_idle_steps_do_nothing(engine: Engine) -> None:

@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -318,13 +319,17 @@ def poisoned_once(engine: Engine, name: str, output: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("name", ["r0", "r1"], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [("match", None), ("rejection", None), ("block", None), ("match", (2, 1)), ("rejection", (2, 1))],
+)
 def test_a_draft_that_is_not_finite_costs_its_own_request_its_drafts(
-    pair: Pair, expected: dict[str, list[int]], name: str, verifier: str
+    pair: Pair, expected: dict[str, list[int]], name: str, verifier: str, tree: tuple[int, ...] | None
 ) -> None:
     """And leaves nothing of it to those that get its memory next."""
     engine = load(pair, max_running=3, max_spec_length=4, max_step_tokens=20, verifier=verifier)
-    run = drive(engine, make_requests(), after_step=poisoned_once(engine, name, 3))
+    requests = [r if tree is None else replace(r, k=None, tree=tree) for r in make_requests()]
+    run = drive(engine, requests, after_step=poisoned_once(engine, name, 3))
     if verifier == "match":
         assert run.tokens == expected
     assert {told.reason for told in run.received.values()} == {"length"}

@@ -140,26 +140,23 @@ def sibling_rows(count: int, params: SamplingParams, vocab: int, *, coupled: boo
 def test_siblings_are_the_best_tokens_of_the_targets_race(temperature: float, vocab: int) -> None:
     sampler, logits = sibling_rows(5, SamplingParams(temperature=temperature), vocab, coupled=True)
     logits = logits.round() if not temperature else logits  # ties take the lowest id
-    siblings, counts = sampler.sample_top(logits, range(5), 4)
+    siblings = sampler.sample_top(logits, range(5), 4)
     assert torch.equal(siblings[:, 0], sampler.sample(logits, range(5)))
     noisy = logits + temperature * gumbel_noise(sampler._keys(0, [0] * 5), 4 + torch.arange(5), vocab)
     assert torch.equal(siblings, noisy.argsort(dim=1, descending=True, stable=True)[:, :4])
-    assert counts.tolist() == [4] * 5
     rows = [3, 1]
-    assert torch.equal(sampler.sample_top(logits[rows], rows, 2)[0], siblings[rows, :2])
+    assert torch.equal(sampler.sample_top(logits[rows], rows, 2), siblings[rows, :2])
 
 
 def test_rows_with_fewer_tokens_repeat_the_first_one() -> None:
     sampler, logits = sibling_rows(4, SamplingParams(), 9, coupled=True)
     logits[0, 2:], logits[1, 1:], logits[2] = -inf, -inf, nan
-    siblings, counts = sampler.sample_top(logits, range(4), 3)
-    assert counts.tolist() == [2, 1, 0, 3]
+    siblings = sampler.sample_top(logits, range(4), 3)
     assert set(siblings[0, :2].tolist()) == {0, 1}
     assert siblings[0, 2] == siblings[0, 0]
     assert siblings[1].tolist() == [0] * 3
     proposing, _ = sibling_rows(4, SamplingParams(), 9, coupled=False)
-    siblings, laws, counts = proposing.propose_top(logits.log_softmax(1), range(4), 3)
-    assert counts.tolist() == [2, 1, 0, 3]
+    siblings, laws = proposing.propose_top(logits.log_softmax(1), range(4), 3)
     assert siblings[1].tolist() == [0] * 3
     assert laws[0, 2].exp().tolist() == [float(token == siblings[0, 0]) for token in range(9)]
     assert laws[2, 0].isnan().all()
@@ -170,7 +167,7 @@ def test_siblings_are_drawn_without_replacement() -> None:
     sampler, _ = sibling_rows(6000, SamplingParams(), 4, coupled=False)
     q = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     laws = q.log().expand(6000, -1)
-    siblings, given, _ = sampler.propose_top(laws, range(6000), 2)
+    siblings, given = sampler.propose_top(laws, range(6000), 2)
     assert torch.equal(siblings[:, 0], sampler.propose(laws, range(6000)))
     assert torch.equal(given[:, 0], laws)
     without = laws.scatter(1, siblings[:, :1], -inf).log_softmax(1)
@@ -217,11 +214,11 @@ def draft_trees(batch: DraftBatch, shape: Parents, models: Seq[Tensor] = (DRAFT,
         logits = [table_logits(sequences, shape, tokens, [parent], model) for model in models]
         scores = [sampler.scores(of_model, rows, tokens) for of_model in logits]
         if sequences[0].coupled:
-            tokens[:, children] = sampler.sample_top(scores[0], rows, len(children))[0]
+            tokens[:, children] = sampler.sample_top(scores[0], rows, len(children))
             continue
         laws = [sampler.laws(of_model, rows) for of_model in scores]
         if len(models) == 1:
-            tokens[:, children], logq[:, children], _ = sampler.propose_top(laws[0], rows, len(children))
+            tokens[:, children], logq[:, children] = sampler.propose_top(laws[0], rows, len(children))
             continue
         for rank, child in enumerate(children):
             logq[:, child] = laws[rank % len(models)]
@@ -319,7 +316,7 @@ def p_value_of_two_siblings() -> float:
     p, q = (torch.tensor(law, dtype=torch.float64) for law in ((0.4, 0.3, 0.3), (0.8, 0.19, 0.01)))
     sequences = sequences_of(1500, SamplingParams(), "rejection")
     sampler, every = Sampler(sequences, [2] * 1500, 3, CPU), dict.fromkeys(range(1500), (ROOT, ROOT))
-    siblings, laws, _ = sampler.propose_top(q.log().expand(1500, -1), sampler.offsets, 2)
+    siblings, laws = sampler.propose_top(q.log().expand(1500, -1), sampler.offsets, 2)
     draft = Draft((2,) * 1500, siblings, laws, {i: i for i in every}, trees=every)
     verdict = verify(DraftBatch(tuple(sequences), sampler), draft, p.log().expand(4500, -1))
     return g_test(Counter(emitted[0] for emitted in verdict.emitted), dict(enumerate(p.tolist())))
@@ -336,8 +333,8 @@ def forget_the_siblings_before(monkeypatch: pytest.MonkeyPatch) -> None:
     propose_top = Sampler.propose_top
 
     def careless(self: Sampler, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor, Tensor]:
-        siblings, _, counts = propose_top(self, laws, rows, width)
-        return siblings, laws[:, None].expand(-1, width, -1), counts
+        siblings, _ = propose_top(self, laws, rows, width)
+        return siblings, laws[:, None].expand(-1, width, -1)
 
     monkeypatch.setattr(Sampler, "propose_top", careless)
 
