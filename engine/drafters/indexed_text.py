@@ -1,5 +1,7 @@
 """A growing text that finds where its runs of tokens occurred."""
 
+from collections import Counter
+
 RUNS = (3, 1)  # lengths of the runs that are indexed, in tokens, the longest first
 CANDIDATES = 32  # latest occurrences that are found
 END = -1  # behind each document; an illegal id
@@ -36,10 +38,10 @@ class IndexedText:
         """Drop the first document, which has ended."""
         length = self.tokens.index(END)
         for run in RUNS:
-            for end in range(run, length + 1):
-                key = tuple(self.tokens[end - run : end])
+            counts = Counter(tuple(self.tokens[end - run : end]) for end in range(run, length + 1))
+            for key, count in counts.items():  # one deletion for each run: a list may hold all positions
                 ends = self._ends[key]
-                del ends[0]
+                del ends[:count]
                 if not ends:
                     del self._ends[key]
         del self.tokens[: length + 1]
