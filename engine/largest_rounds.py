@@ -2,7 +2,8 @@
 
 They are real rounds over throw-away sequences, through the same code as those of requests: a prompt's chunk at the end
 of the longest context with log-probabilities after each of its tokens, and 1 + max_spec_length rows of every sequence,
-once with each verifier and with every sampling parameter. Contexts are not computed: their memory holds zeros.
+once with each verifier and with every sampling parameter. Under rejection the drafts are trees, which need more than
+chains. Contexts are not computed: their memory holds zeros.
 """
 
 import logging
@@ -25,6 +26,7 @@ from engine.profiling import ConstantDrafter, scratch_sequence
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence
+from engine.trees import Parents, chain
 from engine.types import MAX_LOGPROBS, VERIFIERS, SamplingParams, Verifier
 
 BLOCK_SIZE = 32  # positions; any size would do
@@ -88,6 +90,12 @@ class LargestRounds:
         """Rows of one sequence in a round that verifies its drafts."""
         return 1 + min(self._config.max_spec_length, self._max_len - 2)
 
+    @property
+    def _tree(self) -> Parents | None:
+        """A chain with a second draft at its end: many first siblings, and what they leave of every law is kept."""
+        k = self._rows - 1
+        return (*chain(k - 1), k - 3) if k > 1 and not self._config.deterministic else None
+
     def prompt(self, runners: Seq[Runner]) -> Callable[[], object]:
         """Each model reads max_step_tokens tokens at the end of its longest context but for the last token.
 
@@ -119,6 +127,7 @@ class LargestRounds:
         for i in range(self._config.max_running):
             length = max(1, min(self._context(runners), *(runner.cache.max_len - self._rows for runner in runners)))
             sequence = _sequence(i, [token] * (length + 1), verifier)
+            sequence.tree = self._tree if verifier == "rejection" else None
             for runner in runners:
                 _hold(runner, sequence, length)
             slices.append(Slice(sequence, 1, self._rows - 1, emits=True))

@@ -224,7 +224,7 @@ class ProfileBench:
 
 
 class ConstantDrafter:
-    """Proposes token 0 at no cost, in place of a draft model."""
+    """Proposes token 0 at no cost, in place of a draft model, in chains or in the trees that are wanted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -233,7 +233,8 @@ class ConstantDrafter:
         return NO_OFFER
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        return Draft(tuple(ks), torch.zeros(len(ks), max(ks), dtype=torch.int64, device=self._device))
+        tokens = torch.zeros(len(ks), max(ks), dtype=torch.int64, device=self._device)
+        return Draft(tuple(ks), tokens, trees={i: shape for i, shape in enumerate(batch.shapes) if shape})
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         pass

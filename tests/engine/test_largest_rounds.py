@@ -73,6 +73,18 @@ def test_real_rounds_stay_within_the_budget(measured: tuple[Engine, int], verifi
     assert used > 12 * VOCAB * 8, "the logits of four sequences with two drafts each take so much"
 
 
+@pytest.mark.parametrize("tree", [(4,), (1, 1, 2)])
+def test_trees_stay_within_the_budget(measured: tuple[Engine, int], tree: tuple[int, ...]) -> None:
+    engine, budget = measured
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, frequency_penalty=0.5, logprobs=20, max_tokens=6, ignore_eos=True, seed=1
+    )
+    requests = [Request(f"{tree}-{i}", tuple(range(10, 30)), params, tree=tree, verifier="rejection") for i in range(4)]
+    used = largest_step(engine, requests)
+    assert used <= budget
+    assert used > 12 * VOCAB * 8
+
+
 def test_an_echoed_prompt_stays_within_the_budget(measured: tuple[Engine, int]) -> None:
     engine, budget = measured
     params = SamplingParams(max_tokens=1, prompt_logprobs=20, seed=1)
