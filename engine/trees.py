@@ -64,7 +64,7 @@ def tried(parents: Parents, accepted: Seq[int]) -> list[int]:
     return found
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # some 10 kB for a chain of 16 nodes
 def seen_pairs(parents: Parents, window: int | None = None) -> tuple[tuple[int, int], ...]:
     """(node, node that it sees) for each node: itself and its ancestors. A window shows the last `window` of them."""
     paths = [path(parents, node) for node in range(len(parents))]
