@@ -334,7 +334,8 @@ def test_alone(
         alone = got(hear(engine, [job.request()]))[job.name]
         if job.exact:
             assert same(alone, expected(job, plain)), job.name
-        assert alone.record.column("drafted") == mixed[job.name].record.column("drafted")
+        if job.drafter != "suffix" or not job.exact:  # suffix drafts for exact texts from what others said before
+            assert alone.record.column("drafted") == mixed[job.name].record.column("drafted")
         assert same(alone, mixed[job.name]), job.name
 
 
