@@ -4,14 +4,15 @@
 
 Under match a seeded text does not depend on the drafts, so all shapes write the same texts, and only the numbers of
 their rounds differ. A round of r rows checks r − 1 drafts. Even prompts choose: one wide tree tells the chances of
-siblings by depth and rank, and the best tree follows from them; the best chain is the one with the fewest rounds. Odd
-prompts compare the two. The interval resamples prompts.
+siblings. Those of deeper siblings are not known, so a few guesses of them each give a best tree. The tree and the chain
+with the fewest rounds are compared on the odd prompts. The interval resamples prompts.
 """
 
 import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,7 +25,8 @@ from engine.types import Request, RoundRecord, SamplingParams
 from policies.config import PolicyConfig
 
 PROBE = branching([4, 2, 1])  # the tree that tells the chances
-DEEPER = 16  # depths; beyond the probe's a depth is taken to be like the probe's last one
+DEEPER = 16  # depths, of which the probe tells the first only
+DECAYS = (1.0, 0.9, 0.8, 0.7)  # the chances of a depth over those of the depth before it, from the second on
 RESAMPLES = 2000
 Rounds = Sequence[Sequence[RoundRecord]]  # by prompt
 
@@ -44,21 +46,23 @@ def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents, param
 
 
 def chances_of(rounds: Rounds, shape: Parents) -> Chances:
-    """Per depth and rank how often the sibling was accepted where its parent was. Only whole trees count."""
-    found, reached = Counter[tuple[int, int]](), Counter[int]()
-    node_depths, node_ranks = depths(shape), ranks(shape)
+    """Per depth and rank how often a sibling was accepted where its parent was, in whole trees.
+
+    All depths but the first are alike: the first sibling's chance is measured there; the others keep their ratio to it.
+    """
+    found, reached = Counter[tuple[bool, int]](), Counter[bool]()
+    node_ranks = ranks(shape)
     for part in (part for parts in rounds for part in parts if part.tree == shape):
-        for node in (ROOT, *part.path):
-            if node in shape:  # it has children
-                reached[0 if node == ROOT else node_depths[node]] += 1
-        found.update((node_depths[node] - 1, node_ranks[node]) for node in part.path)
-    by_depth = [
-        [found[depth, rank] / reached[depth] for rank in range(1 + max(r for d, r in found if d == depth))]
-        for depth in sorted({d for d, _ in found})
-    ]
-    widest = [max(column, default=0.0) for column in zip(*by_depth[:1], strict=False)]
-    last = [by_depth[-1][0], *(share * by_depth[-1][0] / widest[0] for share in widest[1:])]
-    return [_falling(row) for row in (by_depth[0], *([last] * DEEPER))]
+        for parent, node in pairwise((ROOT, *part.path)):
+            found[parent != ROOT, node_ranks[node]] += 1
+        reached.update(node != ROOT for node in (ROOT, *part.path) if node in shape)  # those with children
+    first = [found[False, rank] / reached[False] for rank in range(shape.count(ROOT))]
+    deeper = found[True, 0] / reached[True] / first[0]
+    return [_falling(first), *([_falling([share * deeper for share in first])] * DEEPER)]
+
+
+def decayed(chances: Chances, decay: float) -> Chances:
+    return [[share * decay ** max(0, depth - 1) for share in row] for depth, row in enumerate(chances)]
 
 
 def _falling(row: Sequence[float]) -> list[float]:
@@ -73,8 +77,9 @@ def count(rounds: Rounds) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 def compare(engine: Engine, prompts: Sequence[Sequence[int]], rows: int, params: SamplingParams) -> dict[str, object]:
     even, odd = prompts[::2], prompts[1::2]
-    chances = chances_of(play(engine, even, PROBE, params), PROBE)
-    tree = best_shape(chances, rows - 1)
+    probed = chances_of(play(engine, even, PROBE, params), PROBE)
+    guesses = {best_shape(chances, rows - 1): chances for chances in (decayed(probed, decay) for decay in DECAYS)}
+    tree = min(guesses, key=lambda shape: float(count(play(engine, even, shape, params)).sum()))
     chains = {k: play(engine, even, chain(k), params) for k in range(1, rows)}
     best = min(chains, key=lambda k: float(count(chains[k]).sum()))
     with_chain, with_tree = count(play(engine, odd, chain(best), params)), count(play(engine, odd, tree, params))
@@ -90,7 +95,7 @@ def compare(engine: Engine, prompts: Sequence[Sequence[int]], rows: int, params:
         "tree over chain": float(with_chain.sum() / with_tree.sum()),
         "low": float(low),
         "high": float(high),
-        "expected": 1 + value(tree, chances),
+        "expected": 1 + value(tree, guesses[tree]),
         "leaves": sum(node not in tree for node in range(len(tree))),
         "depth": max(depths(tree)),
         "parents": " ".join(map(str, tree)),

@@ -142,6 +142,7 @@ async def load(served: Served, scraped: Scraped) -> None:
     kinds: list[dict[str, Any]] = [
         {"speculation": {"k": 4}},
         {"speculation": {"k": 3, "drafter": "ngram"}},
+        {"speculation": {"tree": [3, 2]}},
         {"speculation": {"mode": "off"}},
         {"prediction": {"type": "content", "content": "if n < 2:\n        return n\n"}},
         {},
@@ -198,7 +199,8 @@ def test_the_identities_hold_in_prometheus(run: Scraped) -> None:
     drafted = run.value("sum(ray_specdec_drafted_tokens_total)")
     assert 0 < accepted < drafted
     assert run.value("sum(ray_specdec_accepted_tokens_per_pos_total)") == accepted
-    assert run.value("sum(ray_specdec_drafted_tokens_per_pos_total)") == drafted
+    assert accepted < run.value("sum(ray_specdec_drafted_tokens_per_pos_total)") < drafted  # siblings share a position
+    assert 0 < run.value("sum(ray_specdec_tree_accepted_tokens_total)") < accepted
     assert run.value("sum(ray_specdec_rolled_back_tokens_total)") == drafted - accepted
     rounds = run.value("sum(ray_specdec_rounds_total)")
     assert 0 < run.value("sum(ray_specdec_round_accepted_tokens_count)") < rounds
