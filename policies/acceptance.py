@@ -35,19 +35,11 @@ BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first
 MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 
-LEVELS: Floats = -np.log(BASE_RATE) * 2.0 ** np.arange(-7.0, 3.51, 0.5)  # hazards: acceptance from 0.997 to 0.008
-
+OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
+LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0.997 to 0.008
 REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
-
-
-def _base_law() -> Floats:
-    octaves = np.log2(LEVELS / -np.log(BASE_RATE))
-    near = np.exp(-0.5 * (octaves / BASE_SPREAD) ** 2)
-    law: Floats = (1 - BASE_TAIL) * near / near.sum() + BASE_TAIL / len(LEVELS)
-    return law
-
-
-BASE_LAW = _base_law()
+NEAR: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
+BASE_LAW: Floats = (1 - BASE_TAIL) * NEAR / NEAR.sum() + BASE_TAIL / len(LEVELS)
 
 
 class Population:
@@ -86,14 +78,9 @@ class Population:
 
 
 class Estimator:
-    """Predicts acceptance for sequences, known by their handles, up to `depth` drafts ahead.
-
-    Raises ValueError for a depth below 1.
-    """
+    """Predicts acceptance for sequences, known by their handles, up to `depth` ≥ 1 drafts ahead."""
 
     def __init__(self, depth: int) -> None:
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, not {depth}")
         self.depth = depth
         self._populations: defaultdict[str, Population] = defaultdict(Population)  # by drafter
         self._survival: Floats = np.exp(-np.outer(LEVELS, np.arange(1, depth + 1)))  # [levels, depth]

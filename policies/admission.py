@@ -50,10 +50,6 @@ class Admission:
     usage: Ratio = field(default_factory=Ratio)  # work that requests needed over work that they asked for
 
     @property
-    def places(self) -> int:
-        return self.max_running + self.max_waiting
-
-    @property
     def most_tokens(self) -> float:
         """The most tokens that all open requests together may need."""
         return self.max_demand * self.kv_tokens
@@ -63,8 +59,9 @@ class Admission:
 
         Without open requests memory is no reason: the engine has checked that each of them fits by itself.
         """
-        if open_requests + more > self.places:
-            return f"{open_requests} requests are running or waiting; {more} more exceed {self.places}"
+        places = self.max_running + self.max_waiting
+        if open_requests + more > places:
+            return f"{open_requests} requests are running or waiting; {more} more exceed {places}"
         if open_requests and open_tokens + more_tokens > self.most_tokens:
             return (
                 f"admitted requests may need {open_tokens:,} tokens of KV memory; {more_tokens:,} more exceed "

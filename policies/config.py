@@ -20,8 +20,8 @@ class PolicyConfig:
     @property
     def drafts(self) -> bool:
         """Whether the policy ever drafts for requests that do not fix their k."""
-        started = self.name not in ("fixed", "heuristic") or self.k > 0
-        return self.name != "off" and started and self.max_k != 0
+        starts = self.k > 0 if self.name in ("fixed", "heuristic") else self.name != "off"
+        return starts and self.max_k != 0
 
     def __post_init__(self) -> None:
         names = get_args(PolicyName)

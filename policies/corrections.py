@@ -14,6 +14,7 @@ FEW = 4  # rounds from which on their median is used
 STALE = 1024  # rounds of other kinds after which a kind is forgotten, and after which a few rounds go without drafts
 
 Key = tuple[int, ...]
+ANY: Key = ()  # all kinds together
 
 
 class Medians:
@@ -26,10 +27,12 @@ class Medians:
         self._count = 0  # rounds of all kinds
         self._refreshed = 0  # `_count` at the last refresh
 
-    def add(self, key: Key, value: float) -> None:
+    def add(self, value: float, *kinds: Key) -> None:
+        """The value of a round, which may be of several kinds."""
         self._count += 1
-        self._last[key] = self._count
-        self._rounds.setdefault(key, deque(maxlen=WINDOW)).append(value)
+        for key in kinds:
+            self._last[key] = self._count
+            self._rounds.setdefault(key, deque(maxlen=WINDOW)).append(value)
 
     def refresh(self) -> None:
         """Use what was added from here on."""
@@ -42,34 +45,16 @@ class Medians:
         self._refreshed = self._count
 
 
-class Corrections:
-    """Factors on a profile, by kind of round. A kind with too few rounds gets that of the last rounds of any kind."""
-
-    def __init__(self) -> None:
-        self._ratios = Medians()  # logarithms of measured over profiled seconds
-        self._recent = Medians()  # the same, of all kinds together
+class Corrections(Medians):
+    """Factors on a profile, by kind of round; `known` has their logarithms. A kind with too few rounds gets that of the
+    last rounds of any kind."""
 
     def observe(self, key: Key, realised: float, profiled: float) -> None:
         if realised > 0 and profiled > 0:
-            ratio = log(realised / profiled)
-            self._ratios.add(key, ratio)
-            self._recent.add((), ratio)
-
-    def refresh(self) -> None:
-        """Use what was observed from here on."""
-        self._ratios.refresh()
-        self._recent.refresh()
-
-    def values(self) -> list[float]:
-        """Logarithms of the factors of all kinds that are known."""
-        return list(self._ratios.known.values())
+            self.add(log(realised / profiled), key, ANY)
 
     def factor(self, key: Key) -> float:
-        return exp(self._ratios.known.get(key, self._recent.known.get((), 0.0)))
-
-    def known(self, key: Key) -> bool:
-        """Whether a refresh has followed the first FEW rounds of a kind."""
-        return key in self._ratios.known
+        return exp(self.known.get(key, self.known.get(ANY, 0.0)))
 
 
 class HostWork:
@@ -84,16 +69,17 @@ class HostWork:
         """Drafting without a model counts as host work."""
         if not timing.prefill and timing.rest_s > 0:
             seconds = timing.rest_s + (timing.draft_s if timing.drafts and not timing.read else 0.0)
-            self._rounds.add((timing.batch, timing.drafts > 0), seconds)
+            self._rounds.add(seconds, (timing.batch, timing.drafts > 0))
 
     def refresh(self) -> None:
         """Use what was observed from here on.
 
-        Batches that ran both with and without drafts show what drafting costs. Other batches are taken to pay the same.
+        Batches that ran both with and without drafts show what drafting costs. Other batches are taken to pay the same,
+        and the batches themselves after their rounds without drafts are forgotten.
         """
         self._rounds.refresh()
         without, drafted = ({b: s for (b, had), s in self._rounds.known.items() if had == kind} for kind in (0, 1))
-        self._drafting = {b: max(0.0, drafted[b] - without[b]) for b in without.keys() & drafted.keys()}
+        self._drafting |= {b: max(0.0, drafted[b] - without[b]) for b in without.keys() & drafted.keys()}
         self._base = {b: max(0.0, s - _at(b, self._drafting)) for b, s in drafted.items()} | without
 
     def seconds(self, batch: int) -> tuple[float, float]:

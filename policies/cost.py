@@ -1,17 +1,16 @@
 """Seconds of a round, predicted: profiled when the engine starts, corrected by the rounds that it then runs.
 
 Rounds teach ratios of measured to profiled seconds, so that rounds which were never tried keep the profile's shape.
-Without a profile, a forward of the draft model is taken to cost a tenth of the target's pass over one token, and every
-further token of that pass a fiftieth, until rounds show otherwise.
 """
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from math import exp, log2
 from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import FEW, WINDOW, Corrections, HostWork
+from policies.corrections import ANY, FEW, WINDOW, Corrections, HostWork
 from policies.draft_cost import TOKEN_SHARE, DraftCost
 from policies.observation import UNREAD, Floats, RoundCost, Timing
 
@@ -23,30 +22,34 @@ class CostModel:
 
     def __init__(self, depth: int, timings: Sequence[Timing] = ()) -> None:
         self._depth = depth
+        self._known = cache(self._cost)
         self.begin(timings)
 
     def begin(self, timings: Sequence[Timing]) -> None:
         """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
-        self._score, self._draft = Corrections(), Corrections()
-        self._host = HostWork()
-        self._known: dict[tuple[int, int], RoundCost] = {}  # by batch and bucket of prefill
+        self._score, self._draft, self._host = Corrections(), Corrections(), HostWork()
+        self._known.cache_clear()
         self._rounds = 0  # learned from
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""
-        key = batch, bucket(prefill, 4) if prefill else -1
-        cost = self._known.get(key)
-        if cost is None:
-            cost = self._known[key] = self._cost(batch, round(2 ** (key[1] / 4)) if prefill else 0)
-        return cost
+        return self._known(batch, round(2 ** (bucket(prefill, 4) / 4)) if prefill else 0)
 
     def observe(self, timing: Timing) -> None:
-        """Learn from a round of the engine."""
-        if timing.batch < 1:
+        """Learn from a round of the engine. Prompts' tokens cost less than drafts, so a round with prompts teaches
+        nothing about the target's pass."""
+        batch, drafts = timing.batch, timing.drafts
+        if batch < 1:
             return
-        self._correct(timing)
+        if not timing.prefill:
+            profiled = self._pass_cost.round_seconds(batch, drafts, timing.depth)
+            self._score.observe((bucket(batch), bucket(batch + drafts)), timing.score_s, profiled)
+        if timing.forwards and timing.read <= UNREAD * drafts:  # otherwise it shows how the model reads a prompt
+            model, step, token = self._draft_cost.cost(batch)
+            predicted = model + timing.forwards * step + timing.read * token
+            self._draft.observe((bucket(batch),), timing.draft_s, float(predicted))
         self._host.observe(timing)
         self._rounds += 1
         if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
@@ -56,13 +59,13 @@ class CostModel:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
         for learned in (self._score, self._draft, self._host):
             learned.refresh()
-        self._known.clear()
+        self._known.cache_clear()
 
     @property
     def misfit(self) -> float:
         """How many times dearer than another kind of round the profile has taken one, wrongly, at least 1. A factor
         that all kinds share does not count: it changes no choice."""
-        known = [*self._score.values(), *self._draft.values()]
+        known = [f for learned in (self._score, self._draft) for key, f in learned.known.items() if key != ANY]
         return exp(max(known) - min(known)) if known else 1.0
 
     def _cost(self, batch: int, prefill: int) -> RoundCost:
@@ -88,7 +91,7 @@ class CostModel:
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
-        visited = [key for key in keys if self._score.known(key)]
+        visited = [key for key in keys if key in self._score.known]
         if not visited:
             return profiled * self._score.factor(keys[0])
         # Between the visited numbers of tokens the factor is interpolated, so that the profile keeps its shape, steps
@@ -96,17 +99,6 @@ class CostModel:
         places = [2.0 ** (n / 2) for _, n in visited]
         factors = np.interp(tokens, places, [self._score.factor(key) for key in visited])
         return np.maximum.accumulate(profiled * factors)
-
-    def _correct(self, timing: Timing) -> None:
-        """Prompts' tokens cost less than drafts, so a round with prompts teaches nothing about the target's pass."""
-        batch = bucket(timing.batch)
-        if not timing.prefill:
-            key = batch, bucket(timing.batch + timing.drafts)
-            self._score.observe(key, timing.score_s, self._pass_cost.round_seconds(timing))
-        if timing.forwards and timing.read <= UNREAD * timing.drafts:  # otherwise it shows how the model reads a prompt
-            model, step, token = self._draft_cost.cost(timing.batch)
-            predicted = model + timing.forwards * step + timing.read * token
-            self._draft.observe((batch,), timing.draft_s, float(predicted))
 
 
 class Curve(NamedTuple):
@@ -130,11 +122,11 @@ class PassCost:
     def __init__(self, timings: Sequence[Timing]) -> None:
         rounds = [t for t in timings if t.batch and not t.prefill and t.score_s > 0]
         self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
-        self._known: dict[tuple[int, ...], float] = {}  # seconds by batch, drafts and depth
         self._batches = [curve.batch for curve in self._curves]
         # Share of the additional seconds of an even pass with the same largest k that an uneven one takes.
         self.padding = 0.0
         self.padding = self._fit_padding([t for t in rounds if t.drafts < t.batch * t.depth])
+        self.round_seconds = lru_cache(WINDOW**2)(self._round_seconds)
 
     def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:
         """Seconds of even passes, in the shape of `drafts`."""
@@ -150,31 +142,25 @@ class PassCost:
         share = (batch - low.batch) / (high.batch - low.batch)
         return (1 - share) * low.at(low.batch * depth + prefill) + share * at_high
 
-    def round_seconds(self, timing: Timing) -> float:
-        """Seconds of the pass of a round like this one, which reads no prompts."""
-        key = timing.batch, timing.drafts, timing.depth
-        if key not in self._known:
-            if len(self._known) >= WINDOW**2:
-                self._known.clear()
-            own, deepest = self.seconds(timing.batch, _bounds(timing))
-            self._known[key] = float((1 - self.padding) * own + self.padding * deepest)
-        return self._known[key]
+    def _round_seconds(self, batch: int, drafts: int, depth: int) -> float:
+        """Seconds of the pass of a round that reads no prompts. depth: its largest k."""
+        own, deepest = self._bounds(batch, drafts, depth)
+        return (1 - self.padding) * own + self.padding * deepest
+
+    def _bounds(self, batch: int, drafts: int, depth: int) -> list[float]:
+        """[2] seconds of an even pass with as many drafts, and of one with the same largest k."""
+        return self.seconds(batch, np.array([drafts, batch * depth], np.float64)).tolist()
 
     def _fit_padding(self, ragged: Sequence[Timing]) -> float:
         """The median over uneven rounds of where each lies between its two bounds, weighted by their distance."""
         places: list[tuple[float, float]] = []
         for timing in ragged:
-            own, deepest = self.seconds(timing.batch, _bounds(timing)).tolist()
+            own, deepest = self._bounds(timing.batch, timing.drafts, timing.depth)
             if deepest > own:
                 places.append((min(max((timing.score_s - own) / (deepest - own), 0.0), 1.0), deepest - own))
         places.sort()
         heavier = np.cumsum([weight for _, weight in places]) * 2
         return places[int(np.searchsorted(heavier, heavier[-1] / 2))][0] if places else 0.0
-
-
-def _bounds(timing: Timing) -> Floats:
-    """[2] the drafts of a round, and the drafts of an even one with the same largest k."""
-    return np.array([timing.drafts, timing.batch * timing.depth], dtype=np.float64)
 
 
 def _curves(even: Sequence[Timing]) -> list[Curve]:

@@ -1,6 +1,7 @@
 """Seconds of the draft model, fitted to the profiled rounds. cost.py corrects them while serving."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -22,16 +23,14 @@ class DraftCost:
     def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
         rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
         self._batches = sorted({t.batch for t in rounds}) or [1]
-        self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])  # [P, 3]
-        if not rounds:
-            self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s
-        self._known: dict[int, Floats] = {}
+        self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s  # [P, 3]
+        if rounds:
+            self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])
+        self.cost = cache(self._cost)
 
-    def cost(self, batch: int) -> Floats:
+    def _cost(self, batch: int) -> Floats:
         """[3] seconds; do not write to it."""
-        if batch not in self._known:
-            self._known[batch] = np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
-        return self._known[batch]
+        return np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
 
 
 def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
@@ -39,8 +38,6 @@ def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
 
     A round of twice or half the batch has a tenth of the weight.
     """
-    if not rounds:
-        return np.zeros(3)
     seconds = np.array([t.draft_s for t in rounds])
     distance = np.log2(np.array([t.batch for t in rounds]) / batch)
     design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]

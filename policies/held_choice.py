@@ -56,14 +56,11 @@ class Rest:
         """No drafts for these sequences."""
         if list(fixed) == self.handles:
             return self.decision
-        reasons = dict(zip(self.handles, self.decision.reasons, strict=True))
-        alphas = dict(zip(self.handles, self.decision.alphas, strict=True))
-        return Decision(
-            [0] * len(fixed),
-            [reasons.get(handle, "policy" if k is None else "user") for handle, k in fixed.items()],
-            [alphas.get(handle, 0.0) for handle in fixed],
-            *(0.0, 0.0, 0.0),
-        )
+        known = dict(zip(self.handles, zip(self.decision.reasons, self.decision.alphas, strict=True), strict=True))
+        told: list[tuple[Reason, float]] = [
+            known.get(handle, ("policy" if k is None else "user", 0.0)) for handle, k in fixed.items()
+        ]
+        return Decision([0] * len(told), [reason for reason, _ in told], [alpha for _, alpha in told], 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -86,12 +83,8 @@ class HeldChoice:
         return {handle: 0 if reason == "probe" else k for handle, k, reason in entries}
 
     def serves(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether it may be used for one more round.
-
-        It may not while a candidate's drafter has its own guess, because the length of that guess changes every round.
-        """
-        guessed = any(candidate.guessed for candidate in candidates)
-        return not guessed and self.suits([candidate.handle for candidate in candidates])
+        """Whether it may be used for one more round. It may not beside a guess, whose length changes every round."""
+        return self.suits([c.handle for c in candidates]) and not any(c.guessed for c in candidates)
 
     def suits(self, handles: Sequence[int]) -> bool:
         """Whether it may be used for one more round of these sequences, if none has a guess."""

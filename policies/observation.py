@@ -17,7 +17,6 @@ UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all 
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Candidate(NamedTuple):

@@ -17,6 +17,7 @@ import numpy as np
 
 from policies.observation import UNREAD, Floats, Ints, Observation
 
+MOST_ENTRIES = 1 << 15  # drafts × pairs of depths to evaluate, some 3 ms: beyond, not every pair is tried
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
 
 
@@ -108,11 +109,15 @@ def _ranked_drafts(observation: Observation, goodput: float) -> PossibleDrafts:
 
 
 @lru_cache(maxsize=1024)
-def _depths(others: int, model: int) -> Ints:
+def _depths(others: int, model: int, every: bool) -> Ints:
     """[P, 2] largest k to try, of drafts without a model and of the draft model's. Drafts without a model cost nothing
-    for their depth up to the draft model's."""
-    pairs = [(other, own) for own in range(model + 1) for other in range(min(own, others), others + 1)]
-    return np.array(pairs[1:])  # without (0, 0)
+    for their depth up to the draft model's. every: otherwise they get that depth or the largest."""
+    pairs = [
+        (other, own)
+        for own in range(model + 1)
+        for other in (range(min(own, others), others + 1) if every else (min(own, others), others))
+    ]
+    return np.array(pairs[not any(pairs[0]) :])  # without (0, 0)
 
 
 def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleDrafts) -> Ints:
@@ -121,7 +126,9 @@ def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleD
     nothing: the plan without any of the drafts. The seconds of a row are those of a plan as deep as the row allows. A
     plan that is less deep has its true seconds in another row.
     """
-    depths = _depths(*(int(((drafts.position + 1) * (drafts.by_model == kind)).max()) for kind in (0, 1)))
+    others, model = (int(((drafts.position + 1) * (drafts.by_model == kind)).max()) for kind in (0, 1))
+    every = not model or (others + 1) * (model + 1) * drafts.sequence.size <= MOST_ENTRIES
+    depths = _depths(others, model, every)
     included = drafts.position < depths[:, drafts.by_model]  # [P, N]
     count = included.cumsum(1)
     round_s = observation.cost.verify_s[int(nothing.ks.sum()) + count] + (included * drafts.read_s).cumsum(1)

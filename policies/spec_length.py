@@ -60,15 +60,12 @@ class Heuristic:
     k: int  # of a sequence's first round
 
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        wanted = [self._after(observation.last.get(handle)) for handle in observation.handles]
-        ks = _within(observation, np.array(wanted, np.int64))
+        after = {
+            handle: drafted + 2 if accepted == drafted else max(1, drafted - 1)
+            for handle, (drafted, accepted) in observation.last.items()
+        }
+        ks = _within(observation, np.array([after.get(handle, self.k) for handle in observation.handles], np.int64))
         return Choice(ks, _reasons(observation, ks)), budget
-
-    def _after(self, last: tuple[int, int] | None) -> int:
-        if last is None:
-            return self.k
-        drafted, accepted = last
-        return drafted + 2 if accepted == drafted else max(1, drafted - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +91,7 @@ class Confidence:
     threshold: float
 
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        ks = _within(observation, observation.limits)
-        most = observation.survival.shape[1]
+        ks, most = _within(observation, observation.limits), observation.survival.shape[1]
         return Choice(ks, _reasons(observation, ks), self.threshold, HOLDS, newcomer_k=most), budget
 
 

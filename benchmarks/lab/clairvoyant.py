@@ -36,14 +36,7 @@ class Clairvoyant(SpecControl):
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
         best_s = seconds(observation, best.ks, amortised=False) + self._prompts_s(len(candidates), prefill)
-        return Decision(
-            best.ks.tolist(),
-            ["policy"] * len(alphas),
-            alphas,
-            0.0,
-            best_s + self._prompts_s(len(alphas), prefill),
-            best.tokens,
-        )
+        return Decision(best.ks.tolist(), ["policy"] * len(alphas), alphas, 0.0, best_s, best.tokens)
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """Nothing is left to learn."""

@@ -57,7 +57,8 @@ def converted_config(
     if config is None:
         config = json.loads(json.dumps(convert()))  # as a later start reads it
         try:
-            replace_file(path, json.dumps({"key": key, "config": config}))
+            if read_config_file(directory) == given:  # `convert` has read it again, and it may have been replaced
+                replace_file(path, json.dumps({"key": key, "config": config}))
         except OSError as error:
             log.debug("the converted config.json of %s is not kept: %s", directory, error)
     return config

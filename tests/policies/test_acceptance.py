@@ -283,11 +283,6 @@ def test_an_empty_batch_has_no_predictions() -> None:
     assert Estimator(DEPTH).survival([]).shape == (0, DEPTH)
 
 
-def test_a_depth_below_1_is_refused() -> None:
-    with pytest.raises(ValueError, match="depth"):
-        Estimator(0)
-
-
 def after(*rounds: Round, depth: int = DEPTH) -> Floats:
     """[2, depth] predictions for handle 0 and for a stranger after these rounds."""
     estimator = Estimator(depth)

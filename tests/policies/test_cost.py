@@ -255,6 +255,18 @@ def test_host_work_is_learned_with_and_without_drafts() -> None:
         assert cost.drafting_s == pytest.approx(5e-5)
 
 
+def test_what_drafts_cost_the_host_stays_known_while_all_rounds_draft() -> None:
+    """Otherwise rounds without drafts would seem to pay for it as soon as the last of them are forgotten."""
+    model = CostModel(DEPTH, Machine().profile())
+    for _ in range(16):
+        model.observe(Machine().round((0,) * 4))
+        model.observe(Machine().round((2,) * 4))
+    for _ in range(corrections.STALE + 32):
+        model.observe(Machine().round((2,) * 4))
+    cost = model.round_cost(4, 0)
+    assert (cost.base_s, cost.drafting_s) == pytest.approx((1e-4 + 4e-5, 5e-5))
+
+
 @pytest.mark.parametrize(("rounds", "known"), [(corrections.FEW - 1, False), (corrections.FEW, True)])
 def test_a_few_rounds_count_and_fewer_do_not(rounds: int, known: bool) -> None:
     """Host work counts from its fourth round on, and so does the factor of a kind without rounds."""

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from numpy.random import Generator
 
+from policies import planner
 from policies.observation import Floats, Ints, Observation, RoundCost
 from policies.planner import TIE, Allocation, evaluate, expected_tokens, lone_ks, plan, seconds
-from tests.policies.observing import machine, observe
+from tests.policies.observing import DEPTH, machine, observe
 
 SMALL = 3  # K of random instances
 Planner = Callable[[Observation], Allocation]
@@ -146,6 +147,29 @@ def test_what_a_gap_costs_matters_to_the_plan() -> None:
     regrets = mixed_regrets(lambda observation: plan(replace(observation, gaps=observation.gaps.clip(max=1))), seed=1)
     assert regrets.max() > 0.3
     assert regrets.mean() > 0.001
+
+
+@pytest.mark.parametrize(("padding_s", "share"), [(0.0, 0.999), (2e-5, 0.98)])
+def test_few_depths_are_enough_in_large_batches(
+    padding_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses are planned in every round, so in a batch with too many pairs of depths most of them are left out."""
+    random, tried = np.random.default_rng(2), list[int]()
+    depths = planner._depths
+
+    def counted(others: int, model: int, every: bool) -> Ints:
+        tried.append(len(depths(others, model, every)))
+        return depths(others, model, every)
+
+    monkeypatch.setattr(planner, "_depths", counted)
+    for _ in range(20):
+        cost = machine(64, per_token_s=random.uniform(1e-6, 2e-5), padding_s=padding_s * np.arange(DEPTH + 1))
+        observation = observe(random.beta(3, 1.5, 64).tolist(), cost, gaps=random.choice([0, 1, 30], 64))
+        few = plan(observation).goodput
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "MOST_ENTRIES", 1 << 30)
+            assert few >= share * plan(observation).goodput
+    assert max(tried[::2]) <= 2 * (DEPTH + 1) < min(tried[1::2])
 
 
 def test_the_objective_is_its_definition() -> None:

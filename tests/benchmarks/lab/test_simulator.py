@@ -1,6 +1,7 @@
 """The simulator: its bookkeeping on scripted rounds, its exactness, and that it tells better policies from worse."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -217,6 +218,12 @@ def test_the_clairvoyant_knows() -> None:
     assert report.seconds_error < 0.01  # a request that joins is a row of the prompts' to it
     other = simulate(World(islice(drifting(4, 1), 12), GPU), control())
     assert other.alpha_error > 0.02
+
+
+def test_the_clairvoyant_counts_prompts_once() -> None:
+    """Every request but the first is read beside others. A prompt takes about as long as the rest of its round."""
+    jobs = [replace(job, prompt=300) for job in islice(drifting(4, 1, tokens=12), 24)]
+    assert clairvoyant(World(jobs, GPU)).seconds_error < 0.03
 
 
 def test_runs_repeat_by_their_seed() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import astuple
 from itertools import combinations, product
 
+from engine.types import DRAFTERS
 from tests.engine.law.configurations import FACTORS, SETTINGS, covering_array, everything, pairwise, small_design
 
 
@@ -42,6 +43,6 @@ def test_the_array_is_small_where_that_is_possible() -> None:
 
 def test_everything_holds_every_combination_that_means_something() -> None:
     rows = everything()
-    assert len(rows) == len(SETTINGS) * (5 * 3 + 1) * 3 * 2
+    assert len(rows) == len(SETTINGS) * (len(DRAFTERS) * 3 + 1) * 3 * 2
     assert len({str(c) for c in rows}) == len(rows)
     assert not any(c.drafter is None and c.k > 1 for c in rows)

@@ -87,6 +87,23 @@ def test_a_configuration_that_refers_to_other_files_is_not_kept(checkpoint: Path
     assert len(conversions) == 2
 
 
+def test_a_conversion_of_a_file_that_was_replaced_meanwhile_is_not_kept(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = checkpoint / "config.json"
+    before, convert = file.read_text("utf-8"), loader._transformers_config
+
+    def late(path: Path) -> object:
+        edit_json(file, rms_norm_eps=0.125)
+        return convert(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_transformers_config", late)
+        open_checkpoint(str(checkpoint))
+    file.write_text(before, "utf-8")
+    assert open_checkpoint(str(checkpoint)).raw["rms_norm_eps"] == json.loads(before)["rms_norm_eps"] != 0.125
+
+
 def test_a_folder_that_cannot_be_written_is_no_fault(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert open_checkpoint(str(checkpoint)) == open_checkpoint(str(checkpoint))
