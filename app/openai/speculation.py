@@ -26,7 +26,7 @@ class SpeculationOptions(Strict):
     max_k: Annotated[int, Field(ge=1)] | None = None
     drafter: DrafterName | None = None
     verifier: Verifier | None = None
-    tree: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
+    tree: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=64)] | None = None
     steps: bool = False
     tokens: bool = False
 

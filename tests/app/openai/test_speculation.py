@@ -42,6 +42,7 @@ def test_a_tree_of_drafts_is_taken_as_it_is() -> None:
         ({"tree": [2], "mode": "off"}, "leave out k", "speculation.tree"),
         ({"tree": [2], "verifier": "block"}, "'match' or 'rejection'", "speculation.tree"),
         ({"tree": []}, "at least 1 item", "speculation.tree"),
+        ({"tree": [1] * 65}, "at most 64 items", "speculation.tree"),
         ({"tree": [0]}, "greater than or equal to 1", "speculation.tree.0"),
         ({"tree": 2}, "list", "speculation.tree"),
     ],
