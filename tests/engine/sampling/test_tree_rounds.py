@@ -332,7 +332,7 @@ def forget_the_siblings_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Siblings without replacement are told as if each were drawn from the whole law."""
     propose_top = Sampler.propose_top
 
-    def careless(self: Sampler, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def careless(self: Sampler, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor]:
         siblings, _ = propose_top(self, laws, rows, width)
         return siblings, laws[:, None].expand(-1, width, -1)
 
