@@ -277,7 +277,7 @@ def test_every_field_is_in_the_matrix(jobs: list[Job]) -> None:
     default = SamplingParams()
     varied = {n for n in SamplingParams.__slots__ for j in jobs if getattr(j.params, n) != getattr(default, n)}
     assert varied == set(SamplingParams.__slots__)
-    assert len(jobs) == len(CASES) * 6
+    assert len(jobs) == len(CASES) * (1 + len(DRAFTERS))
     assert len({(j.case, j.drafter) for j in jobs}) == len(jobs)
     assert len({(j.case, j.verifier, j.params.temperature) for j in jobs}) == len(CASES) * 3 * len(TEMPERATURES)
 
