@@ -80,7 +80,7 @@ def replay(estimator: Predictor, slots: int = 8, seen: Callable[[Round], Round] 
 
 @cache
 def own_law() -> Pairs:
-    """Of the estimator as it is, with eight requests at once."""
+    """Replay eight requests at once with the unchanged estimator."""
     return replay(Estimator(DEPTH))
 
 

@@ -278,7 +278,7 @@ def test_at_temperature_zero_every_verifier_follows_the_target() -> None:
 def p_value(
     setting: str, shape: Parents, count: int, models: Seq[Tensor] = (DRAFT,), seed: int = 0, length: int = LENGTH
 ) -> float:
-    """Of the texts that rejection emits, under the exact law; 0 for a text that the law excludes."""
+    """Test the texts that rejection emits against the exact law. Return 0 if the law excludes one of them."""
     params = endless(setting)
     texts, counts = play(sequences_of(count, params, "rejection", seed), shape, length, models)
     assert counts[0]
@@ -312,7 +312,7 @@ def test_rejection_emits_the_exact_law_in_more_texts(setting: str, models: Seq[T
 
 
 def p_value_of_two_siblings() -> float:
-    """Of the first tokens that 1,500 sequences emit from one law. Most first siblings are the same token."""
+    """Test the first tokens of 1,500 sequences against one law. Most first siblings are the same token."""
     p, q = (torch.tensor(law, dtype=torch.float64) for law in ((0.4, 0.3, 0.3), (0.8, 0.19, 0.01)))
     sequences = sequences_of(1500, SamplingParams(), "rejection")
     sampler, every = Sampler(sequences, [2] * 1500, 3, CPU), dict.fromkeys(range(1500), (ROOT, ROOT))
@@ -340,7 +340,7 @@ def forget_the_siblings_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def see_a_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the target's rows alone: the draft model's laws stay what its tokens were drawn from."""
+    """Let the target's rows see a sibling. The draft model's laws stay what its tokens were drawn from."""
     monkeypatch.setattr(Sampler, "_seen", lambda self, row: range(self._rows[row][1]))
 
 
