@@ -32,6 +32,7 @@ FLAGS = [
     "--disable-dev-shm-usage",
 ]
 PATIENCE_S = 60
+TRIES = 5
 
 
 class Browser:
@@ -97,18 +98,15 @@ PAGE = "return document.body.innerText.slice(0, 2000)"
 @contextmanager
 def browsing(chromedriver: str, chromium: str, profile: Path) -> Iterator[Browser]:
     """A browser of its own, with an empty profile; it and its driver end with the block."""
-    with open(profile / "driver.log", "w+") as log:
-        driver = subprocess.Popen([chromedriver, "--port=0"], stdout=log, stderr=subprocess.STDOUT)
+    with (
+        _driving(chromedriver, profile / "driver.log") as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http,
+    ):
+        session = _begin(http, chromium, profile)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{_port(profile / 'driver.log')}", timeout=60) as http:
-                session = _begin(http, chromium, profile)
-                try:
-                    yield Browser(http, session)
-                finally:
-                    http.delete(f"/session/{session}")
+            yield Browser(http, session)
         finally:
-            driver.terminate()
-            driver.wait(30)
+            http.delete(f"/session/{session}")
 
 
 def undisturbed(browser: Browser) -> Iterator[Browser]:
@@ -119,9 +117,32 @@ def undisturbed(browser: Browser) -> Iterator[Browser]:
     assert browser.complaints() == []
 
 
-def _port(log: Path) -> int:
+@contextmanager
+def _driving(chromedriver: str, log: Path) -> Iterator[int]:
+    """A driver's port; the driver ends with the block.
+
+    A driver asked for any port takes one that is free on IPv6, and exits if that one is taken on IPv4: the
+    next one is tried.
+    """
+    for _ in range(TRIES):
+        with log.open("w") as out:
+            driver = subprocess.Popen([chromedriver, "--port=0"], stdout=out, stderr=subprocess.STDOUT)
+        try:
+            if port := _port(log, driver):
+                yield port
+                return
+        finally:
+            driver.terminate()
+            driver.wait(30)
+    raise AssertionError(f"no driver of {TRIES} started: {log.read_text()}")
+
+
+def _port(log: Path, driver: subprocess.Popen[bytes]) -> int | None:
+    """Where the driver listens; None: it exited without."""
     ends = time.monotonic() + PATIENCE_S
     while "started successfully on port" not in (said := log.read_text()):
+        if driver.poll() is not None:
+            return None
         assert time.monotonic() < ends, said
         time.sleep(0.05)
     return int(said.split("started successfully on port ")[1].split(".")[0])
