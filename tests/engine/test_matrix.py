@@ -619,7 +619,8 @@ def doubled(head: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("spoil", [torch.zeros_like, doubled], ids=["all equal", "pairs"])
 def test_ties_take_the_lowest_id_on_every_path(pair: Pair, tmp_path: Path, spoil: Callable[[Tensor], Tensor]) -> None:
-    engine = load(tie(pair, tmp_path, spoil), max_spec_length=8)
+    tied = tie(pair, tmp_path, spoil)
+    engine = load(tied, drafts=(tied.draft, tied.target), max_spec_length=8)
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
     requests = [
         Request(f"{d}, {v}, {k}", make_prompt(), params, k, verifier=v, drafter=d)
