@@ -36,6 +36,11 @@ def paths(draft: Draft) -> list[Path]:
     return [tuple(tokens[n] for n in trees.path(parents, node)) for node in range(len(tokens))]
 
 
+def make_verdict(drawn: list[int]) -> Any:
+    """As far as this drafter looks at it."""
+    return SimpleNamespace(drawn=[drawn], non_finite=[False])
+
+
 def end_round(drafter: LookaheadDrafter, batch: Any, draft: Draft, text: Seq[int]) -> list[int]:
     """Observe a greedy round; returns the tokens that it emits."""
     found = paths(draft)
@@ -43,7 +48,7 @@ def end_round(drafter: LookaheadDrafter, batch: Any, draft: Draft, text: Seq[int
     while tuple(emitted) in found:
         emitted.append(target([*text, *emitted]))
     drawn = [target(text), *(target([*text, *path]) for path in found)]
-    drafter.observe(batch, SimpleNamespace(accepted=[len(emitted) - 1], drawn=[drawn], non_finite=[False]))
+    drafter.observe(batch, make_verdict(drawn))
     return emitted
 
 
@@ -158,7 +163,7 @@ def test_a_sequence_that_lost_its_memory_begins_anew() -> None:
 def test_a_round_that_is_tried_again_without_drafts_teaches_nothing() -> None:
     drafter, sequence = LookaheadDrafter(CPU), make_sequence(0, [1, 2, 3])
     draft = drafter.propose(make_batch(sequence), [8])
-    drafter.observe(make_batch(sequence), SimpleNamespace(accepted=[0], drawn=[[4] * 9], non_finite=[False]))
+    drafter.observe(make_batch(sequence), make_verdict([4] * 9))
     assert paths(drafter.propose(make_batch(sequence), [8])) == paths(draft)
 
 
