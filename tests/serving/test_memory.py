@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TARGET = "models/demo/draft"
 LENGTH, POOL, DEMAND = 512, 1024, 4
 ARGS: dict[str, Any] = {
+    "model_name": "demo",
     "target": TARGET,
     "draft": TARGET,
     "dtype": "float64",
@@ -222,7 +223,7 @@ def test_demand_beyond_the_pool_is_refused_while_the_streams_go_on(small: Served
     error = refused.json()["error"]
     assert {"type": "rate_limit_error", "code": "engine_overloaded", "param": None}.items() <= error.items()
     assert "KV memory" in error["message"]
-    assert f"{DEMAND} × {POOL}" in error["message"]
+    assert f"{DEMAND} × {POOL:,}" in error["message"]
     assert [stream.last["usage"]["completion_tokens"] for stream in streams] == [count] * 4
     assert later.status_code == 200, "what asks for less is taken"
 
