@@ -16,6 +16,7 @@ import torch
 from cache.layout import Layout
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.drafters.chain import Chain, ChainedDrafter
+from engine.drafters.lookahead import LookaheadDrafter
 from engine.drafters.lookup import lookup_drafter
 from engine.drafters.merged import MergedDrafter, draft_models
 from engine.drafters.model import ModelDrafter
@@ -85,7 +86,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)
     make_models = partial(_model_drafters, config, opened.translation)
     target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_models)
-    drafter = make_drafters(make_models(target, drafts), device, config.suffix_tokens)
+    drafter = make_drafters(make_models(target, drafts), device, config.suffix_tokens, trees=not config.deterministic)
     return LoadedModels(target, drafter, opened.tokenizer, opened.eos_ids, opened.sampling_defaults)
 
 
@@ -145,10 +146,12 @@ def _model_drafters(
     return made
 
 
-def make_drafters(models: Seq[ModelDrafter], device: torch.device, suffix_tokens: int) -> ChainedDrafter:
+def make_drafters(
+    models: Seq[ModelDrafter], device: torch.device, suffix_tokens: int, *, trees: bool = True
+) -> ChainedDrafter:
     """Every drafter by its name. In `cascade` the first draft model is asked only where no other drafter has an offer.
 
-    suffix_tokens: the most tokens of finished outputs that `suffix` keeps.
+    suffix_tokens: the most tokens of finished outputs that `suffix` keeps. trees: whether a round may check trees.
     """
     lookup, prediction = lookup_drafter(device), PredictionDrafter(device)
     chains: dict[DrafterName, Chain] = {
@@ -157,6 +160,7 @@ def make_drafters(models: Seq[ModelDrafter], device: torch.device, suffix_tokens
         "prediction": (("prediction", prediction),),
         "cascade": (("prediction", prediction), ("lookup", lookup)),
         "suffix": (("suffix", SuffixDrafter(device, suffix_tokens)),),
+        "lookahead": (("lookahead", LookaheadDrafter(device, trees=trees)),),
     }
     if models:
         model = draft_models(models)

@@ -31,6 +31,7 @@ def with_costs_of(draft: Draft, drafts: Seq[Draft]) -> Draft:
         read=sum(d.read for d in drafts),
         forward_us=sum(d.forward_us for d in drafts),
         failed=any(d.failed for d in drafts),
+        wants_drawn=any(d.wants_drawn for d in drafts),
     )
 
 
