@@ -35,7 +35,7 @@ class MergedDrafter:
     of that chain. It reads accepted tokens of other chains with its next gap (R1).
 
     Lengths: the models divide the k nodes equally, and the first ones take the rest. Coupled chains that begin alike
-    share nodes, so each is drawn a half longer than its share, and what exceeds k is cut. The cut looks at drawn
+    share nodes, so the first model draws k tokens, and the deepest nodes beyond k are cut. The cut looks at drawn
     tokens, which changes no text: a coupled text is the target's own draws. Under `rejection` the lengths depend on no
     drawn token.
 
@@ -119,7 +119,7 @@ def _divide(sequence: Sequence, k: int, able: Seq[bool]) -> list[int]:
     for is_able in able:
         before = sum(length > 0 for length in lengths)
         share = k // count + (before < k % count) if is_able else 0
-        lengths.append(min(k, share + share // 2) if sequence.coupled and count > 1 else share)
+        lengths.append(k if is_able and sequence.coupled and not before else share)
     return lengths
 
 

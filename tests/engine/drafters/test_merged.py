@@ -225,8 +225,8 @@ def test_a_model_that_raises_costs_its_own_chain(engine: Engine, monkeypatch: py
     assert run.accepted
     assert sum(s.draft_faults for s in run.steps) > 0
     drafted = [part for told in run.received.values() if told.record for part in told.record.rounds if part.drafted]
-    assert max(part.drafted for part in drafted) == 4
-    assert max(len(part.tree) for part in drafted) <= 2  # chains of one token take no further step
+    assert max(part.drafted for part in drafted) == (3, 6)[broken]
+    assert max(len(part.tree) for part in drafted) <= 3  # chains of one token take no further step
 
 
 def test_a_model_that_cannot_observe_costs_its_own_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,14 +269,14 @@ def merged_drafter(engine: Engine) -> MergedDrafter:
 
 
 def test_its_offer_is_what_it_drafts_and_reads(pair: Pair, drafts: tuple[str, str]) -> None:
-    """The gap counts what both models read beyond one token each. Each draws 3 tokens, a half more than its share."""
+    """The gap counts what both models read beyond one token each. The first draws all 4 tokens, the second its share."""
     merged = merged_drafter(load(pair, drafts=drafts, **LIMITS))
     sequence = make_sequence(0, range(2, 12))
     sequence.drafter = "merged"
     assert merged.offer(sequence, 4) == ("merged", 4, 1 + 9 + 9)
     draft = propose(merged, sequence, 4)
-    assert draft.read == (10 + 2) + (10 + 2)
-    assert draft.steps == 3 + 3
+    assert draft.read == (10 + 3) + (10 + 1)
+    assert draft.steps == 4 + 2
     for model in merged.models:
         model.runner.cache.truncate_to(0, 10)
     sequence.tokens += [5, 6]
