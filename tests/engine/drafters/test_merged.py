@@ -269,7 +269,7 @@ def merged_drafter(engine: Engine) -> MergedDrafter:
 
 
 def test_its_offer_is_what_it_drafts_and_reads(pair: Pair, drafts: tuple[str, str]) -> None:
-    """The gap counts what both models read beyond one token each. The first draws all 4 tokens, the second its share."""
+    """The gap counts what both models read beyond one token each. The first draws all 4 tokens, the second 2."""
     merged = merged_drafter(load(pair, drafts=drafts, **LIMITS))
     sequence = make_sequence(0, range(2, 12))
     sequence.drafter = "merged"
