@@ -34,10 +34,10 @@ class MergedDrafter:
     Each model has its own memory, which holds the model's own chain only. After the verdict it keeps what was accepted
     of that chain. It reads accepted tokens of other chains with its next gap (R1).
 
-    Lengths: the models divide the k nodes equally, and the first ones take the rest. Coupled chains that begin alike
-    share nodes, so the first model draws k tokens, and the deepest nodes beyond k are cut. The cut looks at drawn
-    tokens, which changes no text: a coupled text is the target's own draws. Under `rejection` the lengths depend on no
-    drawn token.
+    Lengths: of n models each but the first draws a share of k / n tokens. Coupled chains that begin alike share nodes,
+    so the first model draws k tokens, and the deepest nodes beyond k are cut. The cut looks at drawn tokens, which
+    changes no text: a coupled text is the target's own draws. Under `rejection` the lengths depend on no drawn token.
+    Only the first token of another model's chain can save a round there, so the share is half as long.
 
     A model that has no offer leaves its nodes to the others. A model that raises costs its own chain (R9).
     """
@@ -115,11 +115,14 @@ def _divide(sequence: Sequence, k: int, able: Seq[bool]) -> list[int]:
     """The length of each model's chain for a sequence that gets k nodes; 0 for a model that is not able to draft."""
     if sequence.verifier == "block" and not sequence.coupled:
         able = [able[0], *(False for _ in able[1:])]
-    count, lengths = sum(able), list[int]()
-    for is_able in able:
-        before = sum(length > 0 for length in lengths)
-        share = k // count + (before < k % count) if is_able else 0
-        lengths.append(k if is_able and sequence.coupled and not before else share)
+    order, lengths = [n for n, is_able in enumerate(able) if is_able], [0] * len(able)
+    if not order:
+        return lengths
+    share, left = max(1, k // (len(order) * (1 if sequence.coupled else 2))), k - 1
+    for n in order[1:]:
+        lengths[n] = min(share, left)
+        left -= lengths[n]
+    lengths[order[0]] = k if sequence.coupled else left + 1
     return lengths
 
 
