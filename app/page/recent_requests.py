@@ -106,8 +106,10 @@ def keep(exchange: Exchange, model: str) -> KeptRequest:
     }
     facts = tuple(_facts(index, output, record) for index, output, record in choices)
     tpots = [_tpot_ms(record) for record in records]
-    totals, columns, trees = (tuple(map(part, records)) for part in (_totals, _columns, _trees))
-    return KeptRequest(row, facts, totals, columns, trees, tuple(t for t in tpots if t is not None))
+    totals, columns = tuple(map(_totals, records)), tuple(map(_columns, records))
+    return KeptRequest(
+        row, facts, totals, columns, tuple(map(_trees, records)), tuple(t for t in tpots if t is not None)
+    )
 
 
 def outcome(exchange: Exchange) -> tuple[str, str | None]:

@@ -74,6 +74,7 @@ class Draft:
     # Index in the batch → the shape of its draft, ks[i] parents. A sequence that is not in here has a chain. A node's
     # row of logq is the law that it was drawn from, given its siblings before it.
     trees: Mapping[int, Parents] = field(default_factory=dict)
+    wants_drawn: bool = False  # whether the drafter reads Verdict.drawn
 
     @classmethod
     def none(cls, count: int, *, failed: bool = False) -> "Draft":
@@ -148,6 +149,28 @@ def _check_laws(draft: Draft, device: torch.device) -> None:
         raise ValueError(
             f"the drafter's rows of laws {dict(rows)} do not fit {len(draft.ks)} sequences and laws {tuple(logq.shape)}"
         )
+
+
+def try_offer(drafter: Drafter, sequence: Sequence, k: int) -> Offer:
+    """The drafter's offer. One that raises offers nothing (R9)."""
+    try:
+        return drafter.offer(sequence, k)
+    except Exception:
+        log.exception("a drafter failed to make an offer; it is skipped")
+        return NO_OFFER
+
+
+def try_propose(drafter: Drafter, batch: DraftBatch, ks: Seq[int], device: torch.device) -> Draft:
+    """The drafter's draft. One that raises, or whose draft has not the form of `Draft`, proposes nothing (R9)."""
+    if not any(ks):
+        return Draft.none(len(ks))
+    try:
+        draft = drafter.propose(batch, ks)
+        check_draft(draft, ks, device)
+    except Exception:
+        log.exception("a drafter failed; this round runs without its drafts")
+        return Draft.none(len(ks), failed=True)
+    return draft
 
 
 def try_forget(drafter: Drafter, sequence: Sequence) -> bool:
