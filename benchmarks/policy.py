@@ -22,6 +22,7 @@ again after its repair. The rates leave out the first tenth of the rounds, in wh
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -82,7 +83,8 @@ class Timed:
 
 def policy(spec: Spec, depth: int) -> PolicyConfig:
     """As common.policy. A k that is only where a policy starts is at most the depth."""
-    return PolicyConfig(spec, k=min(PolicyConfig().k, depth)) if isinstance(spec, str) else common.policy(spec)
+    config = common.policy(spec)
+    return replace(config, k=min(config.k, depth)) if isinstance(spec, str) else config
 
 
 def row(name: str, report: Report, undrafted: Report) -> dict[str, object]:

@@ -47,6 +47,17 @@ class Outcome:
     score_us: int
     target_forward_us: int
 
+    @property
+    def depths(self) -> list[int]:
+        """By sequence the most drafts on a path: k of a chain."""
+        found = self.draft.trees
+        return [max(trees.depths(found[i]), default=0) if i in found else k for i, k in enumerate(self.draft.ks)]
+
+    @property
+    def siblings(self) -> int:
+        """The drafts that are not first children."""
+        return sum(sum(map(bool, trees.ranks(parents))) for parents in self.draft.trees.values())
+
     def decided_drafts(self, i: int) -> tuple[int, ...]:
         """The i-th sequence's drafts: all of a chain; of a tree those on the accepted path and those rejected behind
         it."""
@@ -62,7 +73,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
     sampler = Sampler(sequences, planned_ks, target.vocab_size, target.device)
-    shapes = tuple(s.shape for s in slices) if any(s.sequence.tree for s in slices) else ()
+    shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
     batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes)
     started = perf_counter_ns()
 

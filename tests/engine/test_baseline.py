@@ -27,6 +27,8 @@ def estimate(
         cost,
         batch=len(ks),
         ks=ks,
+        depth=forwards,
+        branched=False,
         forwards=forwards,
         read=read,
         emitted=emitted,
