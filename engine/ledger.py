@@ -112,7 +112,6 @@ class Ledger:
             self._cost,
             batch=len(outcome.slices),
             ks=outcome.draft.ks,
-            depth=max(outcome.depths),
             branched=outcome.siblings > 0,
             forwards=outcome.draft.steps,
             read=outcome.draft.read,

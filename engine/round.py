@@ -48,12 +48,6 @@ class Outcome:
     target_forward_us: int
 
     @property
-    def depths(self) -> list[int]:
-        """By sequence the most drafts on a path: k of a chain."""
-        found = self.draft.trees
-        return [max(trees.depths(found[i]), default=0) if i in found else k for i, k in enumerate(self.draft.ks)]
-
-    @property
     def siblings(self) -> int:
         """The drafts that are not first children."""
         return sum(sum(map(bool, trees.ranks(parents))) for parents in self.draft.trees.values())

@@ -10,6 +10,7 @@ from engine.round import Outcome
 from engine.scheduler import Slice
 from engine.sequence import Sequence
 from engine.speculation import FOR_TREES
+from engine.trees import Parents
 from policies.control import SpecControl
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Timing
@@ -60,7 +61,7 @@ class Speculator:
         timing = Timing(
             batch=len(outcome.slices),
             drafts=sum(drafts.ks),
-            depth=max(outcome.depths, default=0),
+            depth=max(drafts.ks, default=0),
             prefill=prefill,
             forwards=drafts.steps,
             read=drafts.read,
@@ -123,14 +124,19 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     if verdict.non_finite[i] or sequence.drafter is None:
         return None
     if not draft.ks[i]:
-        return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None
+        wanted = Drafted(sequence.handle, sequence.drafter, part.k, 0)
+        return _with_tree(wanted, part.shape or (), ()) if draft.failed and part.k else None
     source = (sequence.drafter if draft.proposers is None else draft.proposers[i]) or sequence.drafter
     told = Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
-    if trees.is_chain(parents := draft.trees.get(i, ())):
+    return _with_tree(told, draft.trees.get(i, ()), verdict.paths.get(i, ()))
+
+
+def _with_tree(told: Drafted, parents: Parents, path: Seq[int]) -> Drafted:
+    """What a tree tells of first children and of their siblings; a chain tells no more than its length."""
+    if trees.is_chain(parents):
         return told
-    fates = trees.fates(parents, verdict.paths[i])
-    widest = max(map(len, fates))
-    of_ranks = ([fate[rank] for fate in fates if rank < len(fate)] for rank in range(1, widest))
+    fates = trees.fates(parents, path)
+    of_ranks = ([fate[rank] for fate in fates if rank < len(fate)] for rank in range(1, max(map(len, fates))))
     return told._replace(
         overlaps=tuple(float(fate[0]) for fate in fates),
         siblings=tuple((len(accepted), sum(accepted)) for accepted in of_ranks),

@@ -34,7 +34,9 @@ BASE_TAIL = 0.2  # share of requests that may have any hazard
 DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first
 MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
-SIBLING_RATE = 0.3  # chance to expect of a sibling once all before it are rejected
+SIBLING_RATE = (
+    0.3  # chance to expect of a second sibling once the first is rejected; of the third half of it, and so on
+)
 SIBLING_WEIGHT = 8.0  # trials: weight of SIBLING_RATE
 SIBLING_TRIALS = 400.0  # weight that the trials of a rank tend to
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
@@ -42,6 +44,7 @@ SWITCH = 0.02  # chance per round that a sequence's text turns into another samp
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0.997 to 0.008
 REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
+SIBLING_RATES: Floats = SIBLING_RATE / np.arange(1, RANKS)
 NEAR: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
 BASE_LAW: Floats = (1 - BASE_TAIL) * NEAR / NEAR.sum() + BASE_TAIL / len(LEVELS)
 
@@ -77,10 +80,10 @@ class Population:
 
     @property
     def siblings(self) -> Floats:
-        """[RANKS − 1] chance that the sibling of rank 1, 2, … is accepted if the first child is not."""
+        """[RANKS − 1] as Observation.siblings."""
         tried, accepted = self._siblings
-        rates = (accepted + SIBLING_RATE * SIBLING_WEIGHT) / (tried + SIBLING_WEIGHT)
-        return rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
+        rates = (accepted + SIBLING_RATES * SIBLING_WEIGHT) / (tried + SIBLING_WEIGHT)
+        return rates * np.append(1.0, np.cumprod(1 - rates[:-1])) / BASE_RATE
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""

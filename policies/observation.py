@@ -54,10 +54,10 @@ class Candidate(NamedTuple):
 class RoundCost:
     """Predicted seconds of one round of a given batch, as a function of what is drafted in it.
 
-    n is the number of all drafts, D the most on a path: the largest k of chains. The draft model runs as many forwards
-    as its deepest draft has tokens on a path, and reads m tokens: for each sequence that it drafts for the gap and all
-    drafts with another draft behind them. A round takes base + verify[n] + padding[D]. Drafts add `drafting`. Drafts
-    of the model add model + forwards · step + m · token. Where a draft branches, all of it takes `tree` times as long.
+    n is the number of all drafts, D the largest k. The draft model runs as many forwards as the deepest of its drafts
+    has on its path, and reads m tokens: for each sequence that it drafts for, the gap and all drafts that have another
+    one behind them. A round takes base + verify[n] + padding[D]. Drafts add `drafting`. Drafts of the model add
+    model + forwards · step + m · token. Where a draft branches, all of it takes `tree` times as long.
     """
 
     base_s: float  # host work of every round
@@ -89,7 +89,9 @@ class Observation:
     limits: Ints  # [B] most drafts that each may get
     bounds: tuple[Reason, ...]  # [B] reason of a k at its limit: user, cap or cache
     survival: Floats  # [B, K] chance that the first j + 1 drafts of a chain are all accepted
-    siblings: Floats  # [B, RANKS − 1] chance that this further sibling is accepted if the first is not; 0: no trees
+    # [B, RANKS − 1] chance that this further sibling is accepted if the first one is not, over the chance of the first;
+    # 0: the drafts may not branch
+    siblings: Floats
     gaps: Ints  # [B] as Candidate.gap
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
     cost: RoundCost
@@ -165,7 +167,7 @@ class Timing:
 
     batch: int  # sequences that emit
     drafts: int  # of all sequences
-    depth: int  # the most drafts on a path: the largest k of chains
+    depth: int  # the largest k
     prefill: int  # tokens of prompts in the target's pass
     forwards: int  # of the draft model
     read: int  # tokens that the draft model read in them

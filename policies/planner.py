@@ -41,10 +41,15 @@ class PossibleDrafts(NamedTuple):
     sequence: Ints  # [N] its place in the round
     node: Ints  # [N] among Observation.nodes
     position: Ints  # [N] 0 for the first draft on a path
-    last: Ints  # [N] in a tree that is deeper than this, the drafts that are worth more reach its sequence's limit
+    # [N, K + 1] by the largest depth that is allowed: its number among its sequence's drafts, 1 for the best; None: it
+    # is its depth, because there are only chains
+    numbers: Ints | None
     by_model: Ints  # [N] 1 if the draft model makes it, else 0
     chance: Floats  # [N] that it and all drafts before it on its path are accepted
     read_s: Floats  # [N] seconds that the draft model reads for it; a first draft includes its gap, amortised
+
+
+Table = tuple[Ints, Ints, Ints | None]  # sequence, node and numbers of possible drafts, as in PossibleDrafts
 
 
 def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes | None = None) -> float:
@@ -67,16 +72,16 @@ def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes | None = 
 def seconds(observation: Observation, ks: Ints, shapes: Shapes | None = None, amortised: bool = True) -> float:
     """Seconds of the round. amortised: a gap costs its share of the rounds over which reading it pays off."""
     shapes = (observation.trees if shapes is None else shapes) or (None,) * len(ks)
-    drafts, deepest, forwards, read = 0, 0, 0, 0.0
+    drafts, longest, forwards, read = 0, 0, 0, 0.0
     columns = ks.tolist(), observation.gaps.tolist(), observation.horizon.tolist(), shapes
     for k, gap, horizon, shape in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
         if k:
             depth, inner = (k, k) if shape is None else measure(shape)
-            drafts, deepest = drafts + k, max(deepest, depth)
+            drafts, longest = drafts + k, max(longest, k)
             if gap:
                 forwards = max(forwards, depth)
                 read += inner + (max(gap - UNREAD, 0) / horizon if amortised else gap - 1)
-    return observation.cost.seconds(drafts, deepest, forwards, read, branched=any(shapes))
+    return observation.cost.seconds(drafts, longest, forwards, read, branched=any(shapes))
 
 
 def _behind(observation: Observation) -> Floats:
@@ -120,7 +125,7 @@ def lone_ks(observation: Observation) -> Ints:
     tokens = 1 + np.hstack([np.zeros((batch, 1)), values.cumsum(1)])
     model_s = cost.model_s + depths * cost.step_s + (first + _behind(observation)[:, None]) * cost.token_s
     drafting_s = np.where(k > 0, cost.drafting_s + np.where(observation.gaps[:, None] > 0, model_s, 0.0), 0.0)
-    round_s = (cost.base_s + cost.verify_s[k] + cost.padding_s[depths] + drafting_s) * np.where(branched, cost.tree, 1)
+    round_s = (cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting_s) * np.where(branched, cost.tree, 1)
     return np.where(k <= observation.limits[:, None], tokens / round_s, 0.0).argmax(1)
 
 
@@ -129,32 +134,30 @@ def _limits(observation: Observation) -> Ints:
     return np.where(observation.fixed < 0, observation.limits, 0)
 
 
-def _chains(observation: Observation) -> tuple[Ints, Ints, Ints]:
-    """(sequence, node, PossibleDrafts.last) of the drafts of chains. The first nodes are those of a chain."""
-    depth = observation.survival.shape[1]
-    sequence, node = np.nonzero(np.arange(depth) < _limits(observation)[:, None])
-    return sequence, node, np.full(len(node), depth)
+def _chains(observation: Observation) -> Table:
+    """The drafts of chains: the first nodes."""
+    return *np.nonzero(np.arange(observation.survival.shape[1]) < _limits(observation)[:, None]), None
 
 
-def _trees(observation: Observation) -> tuple[Ints, Ints, Ints]:
-    """(sequence, node, PossibleDrafts.last) of the drafts of trees."""
+def _trees(observation: Observation) -> Table:
+    """The drafts of trees."""
     limits, depths = _limits(observation), observation.nodes.depths
     batch, deepest = observation.survival.shape
     order = np.argsort(-observation.values, axis=1, kind="stable")[:, : max(deepest, MOST_DRAFTS // batch)]
-    within = depths[order][:, :, None] < np.arange(1, deepest + 1)
-    last = (within.cumsum(1, dtype=np.int16) <= limits[:, None, None]).sum(2)
-    some = np.take_along_axis(observation.values, order, 1) > 0
-    sequence, place = np.nonzero((last > depths[order]) & some)
-    return sequence, order[sequence, place], last[sequence, place]
+    within = depths[order][:, :, None] < np.arange(deepest + 1)
+    numbers = within.cumsum(1)
+    fits = (within & (numbers <= limits[:, None, None])).any(2)
+    sequence, place = np.nonzero(fits & (np.take_along_axis(observation.values, order, 1) > 0))
+    return sequence, order[sequence, place], numbers[sequence, place]
 
 
-def _ranked_drafts(observation: Observation, goodput: float, table: tuple[Ints, Ints, Ints]) -> PossibleDrafts:
+def _ranked_drafts(observation: Observation, goodput: float, table: Table) -> PossibleDrafts:
     """Drafts by their tokens less those that their seconds would bring otherwise, which never rise in a sequence.
 
     A gap counts in equal parts for all drafts of its sequence, so that the first one does not hide the cheap ones
     behind it. So does what the draft model reads, though only drafts with others behind them are read.
     """
-    sequence, node, last = table
+    sequence, node, numbers = table
     nodes, token_s = observation.nodes, observation.cost.token_s
     chance = observation.values[sequence, node]
     modelled, behind = observation.gaps > 0, _behind(observation)
@@ -164,7 +167,8 @@ def _ranked_drafts(observation: Observation, goodput: float, table: tuple[Ints, 
     by_model = modelled[sequence]
     read_s = token_s * by_model * ((nodes.ranks == 0)[node] + (node == 0) * behind[sequence])
     position, kinds = nodes.depths[node], by_model.astype(np.int64)
-    return PossibleDrafts(sequence, node, position, last[order], kinds, chance[order], read_s)
+    numbers = None if numbers is None else numbers[order]
+    return PossibleDrafts(sequence, node, position, numbers, kinds, chance[order], read_s)
 
 
 @lru_cache(maxsize=1024)
@@ -190,10 +194,17 @@ def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleD
     every = not model or (others + 1) * (model + 1) * drafts.sequence.size <= MOST_ENTRIES
     depths = _depths(others, model, every)
     allowed = depths[:, drafts.by_model]  # [P, N]
-    included = (drafts.position < allowed) & (allowed <= drafts.last)
+    included = drafts.position < allowed
+    longest = depths.max(1)[:, None]
+    if drafts.numbers is not None:
+        numbers = np.take_along_axis(drafts.numbers, allowed.T, 1).T
+        included &= numbers <= observation.limits[drafts.sequence]
+        longest = np.maximum.accumulate(numbers * included, axis=1)
     count = included.cumsum(1)
     round_s = observation.cost.verify_s[int(nothing.ks.sum()) + count] + (included * drafts.read_s).cumsum(1)
     round_s += _seconds_of_depths(observation, nothing, depths)[:, None]
+    padding_s, already = observation.cost.padding_s, int(nothing.ks.max())
+    round_s += padding_s[np.maximum(longest, already)] - padding_s[already]
     goodput = (nothing.tokens + (included * drafts.chance).cumsum(1)) / round_s
     equal = np.flatnonzero(goodput >= goodput.max() * (1 - TIE))
     row, last = divmod(int(equal[count.ravel()[equal].argmin()]), drafts.sequence.size)
@@ -216,13 +227,12 @@ def _shapes(observation: Observation, nothing: Allocation, drafts: PossibleDraft
 
 
 def _seconds_of_depths(observation: Observation, nothing: Allocation, depths: Ints) -> Floats:
-    """[P] seconds of the rounds without the target's pass over n drafts and the reading for each."""
+    """[P] seconds of the rounds without the target's pass over the drafts and what is read of them."""
     cost, ks = observation.cost, nothing.ks
     paths = np.array(depths_of(ks.tolist(), nothing.shapes), np.int64)
-    fixed, deepest = int(ks.sum()), int(paths.max())
+    fixed = int(ks.sum())
     forwards = int(paths[observation.gaps > 0].max(initial=0))
     more = depths[:, 1] - forwards  # forwards of the draft model
     model_s = np.where(more > 0, more * cost.step_s + (0.0 if forwards else cost.model_s), 0.0)
-    padding_s = cost.padding_s[np.maximum(depths.max(1), deepest)] - cost.padding_s[deepest]
     rest_s = nothing.tokens / nothing.goodput / (cost.tree if any(nothing.shapes) else 1) - cost.verify_s[fixed]
-    return rest_s + (0.0 if fixed else cost.drafting_s) + model_s + padding_s
+    return rest_s + (0.0 if fixed else cost.drafting_s) + model_s

@@ -67,10 +67,16 @@ def largest_size(depth: int, most: int) -> int:
 
 
 def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
-    """[B, U] from Observation.survival [B, K] and Observation.siblings [B, RANKS − 1]."""
+    """[B, U] from Observation.survival [B, K] and Observation.siblings [B, RANKS − 1].
+
+    Where a drafter fails, all of its siblings do: with a chance a of the first child, that of a sibling is proportional
+    to a · (1 − a). Survivals are means over what a may be, and so are their differences.
+    """
     before = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
-    first = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)[:, :, None]
-    chances = np.minimum.accumulate(np.concatenate([first, (1 - first) * siblings[:, None]], 2), axis=2)
+    first = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
+    rejected = first * (1 - np.hstack([first[:, 1:], first[:, -1:]]))
+    chances = np.concatenate([first[:, :, None], rejected[:, :, None] * siblings[:, None]], 2)
+    chances = np.minimum.accumulate(chances, axis=2)
     values = chances[:, nodes.depths, nodes.ranks]
     values[:, : survival.shape[1]] = survival
     for level in nodes.levels:

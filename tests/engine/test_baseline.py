@@ -27,7 +27,6 @@ def estimate(
         cost,
         batch=len(ks),
         ks=ks,
-        depth=forwards,
         branched=False,
         forwards=forwards,
         read=read,
