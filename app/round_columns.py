@@ -1,6 +1,6 @@
 """The rounds of a record as columns, for replies, traces, the live page and scripts/trace.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +27,11 @@ COLUMNS = {
 def raw_columns(rounds: Sequence[RoundRecord]) -> dict[str, list[int]]:
     """Columns of integers, with codes in place of words."""
     return {name: list(map(attrgetter(field), rounds)) for name, field in COLUMNS.items()}
+
+
+def public_trees(rounds: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[dict[str, list[int]] | None]:
+    """(parents, accepted path) of each round's drafts, by name; None where the drafts were a chain."""
+    return [{"parents": list(tree), "accepted": list(path)} if tree else None for tree, path in rounds]
 
 
 def public_columns(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:

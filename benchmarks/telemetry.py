@@ -15,14 +15,14 @@ import asyncio
 import importlib.util
 import itertools
 import json
-import multiprocessing
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -91,39 +91,19 @@ class TimedExporter(SpanExporter):
         self._exporter.shutdown()
 
 
-class Sink(BaseHTTPRequestHandler):
-    """A trace collector that discards all it gets."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent: the name and signature are http.server's."""
-
-
-def _collect(port: Connection) -> None:
-    with HTTPServer(("127.0.0.1", 0), Sink) as server:
-        port.send(server.server_address[1])
-        server.serve_forever()
-
-
 @contextmanager
 def collector() -> Iterator[str]:
-    """The URL of a collector in a process of its own, so that its work is not measured."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_collect, args=(there,), daemon=True)
-    process.start()
-    try:
-        yield f"http://127.0.0.1:{here.recv()}/v1/traces"
-    finally:
-        process.terminate()
-        process.join()
+    """The URL of a collector in a process of its own, so that its work is not measured.
+
+    It is a file to run: a spawned process would import this module with torch and Ray first.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("trace_sink.py"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1/traces"
+        finally:
+            process.terminate()
 
 
 async def complete(app: ASGIApp, fields: dict[str, Any]) -> None:

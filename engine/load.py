@@ -16,6 +16,7 @@ import torch
 from cache.layout import Layout
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.drafters.chain import Chain, ChainedDrafter
+from engine.drafters.lookahead import LookaheadDrafter
 from engine.drafters.lookup import lookup_drafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
@@ -87,9 +88,8 @@ def load_models(config: EngineConfig) -> LoadedModels:
     target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_drafter)
     model = make_drafter(target, drafts[0]) if drafts else None
     defaults = opened.sampling_defaults
-    return LoadedModels(
-        target, make_drafters(model, device, config.suffix_tokens), opened.tokenizer, opened.eos_ids, defaults
-    )
+    drafters = make_drafters(model, device, config.suffix_tokens, trees=not config.deterministic)
+    return LoadedModels(target, drafters, opened.tokenizer, opened.eos_ids, defaults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +145,12 @@ def _model_drafter(
     return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk), translation)
 
 
-def make_drafters(model: ModelDrafter | None, device: torch.device, suffix_tokens: int) -> ChainedDrafter:
+def make_drafters(
+    model: ModelDrafter | None, device: torch.device, suffix_tokens: int, *, trees: bool = True
+) -> ChainedDrafter:
     """Every drafter by its name. In `cascade` the draft model is asked only where no other drafter has an offer.
 
-    suffix_tokens: the most tokens of finished outputs that `suffix` keeps.
+    suffix_tokens: the most tokens of finished outputs that `suffix` keeps. trees: whether a round may check trees.
     """
     lookup, prediction = lookup_drafter(device), PredictionDrafter(device)
     chains: dict[DrafterName, Chain] = {
@@ -157,6 +159,7 @@ def make_drafters(model: ModelDrafter | None, device: torch.device, suffix_token
         "prediction": (("prediction", prediction),),
         "cascade": (("prediction", prediction), ("lookup", lookup)),
         "suffix": (("suffix", SuffixDrafter(device, suffix_tokens)),),
+        "lookahead": (("lookahead", LookaheadDrafter(device, trees=trees)),),
     }
     if model is not None:
         chains["model"] = (("model", model),)

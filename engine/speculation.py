@@ -11,6 +11,7 @@ from engine.types import VERIFIERS, DrafterName, InvalidRequest, Verifier
 DEFAULT_SPEC_LENGTH = 5  # drafts per round for a request that names a drafter where the policy never drafts
 FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the drafters that read the client's guess
 FOR_TREES: tuple[Verifier, ...] = ("match", "rejection")  # the verifiers that decide about trees
+FIXED_SHAPES: tuple[DrafterName, ...] = ("prediction", "lookahead")  # the drafters that draw no tree of a given shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
             f"a tree needs verifier {' or '.join(map(repr, FOR_TREES))}; this request's is {plan.verifier!r}",
             "speculation.tree",
         )
+    if tree is not None and plan.drafter in FIXED_SHAPES:
+        raise InvalidRequest(f"the drafter {plan.drafter!r} draws no tree of a given shape", "speculation.tree")
     if fields.predicted:
         _check_prediction(fields, plan, can)
     if fields.lenience is not None:
@@ -86,8 +89,6 @@ def _tree(fields: SpeculationFields, widths: tuple[int, ...], can: Capabilities)
         raise InvalidRequest(f"{name} is not possible on this server, whose results are deterministic", name)
     if fields.k is not None or fields.max_k is not None or fields.auto:
         raise InvalidRequest(f"{name} fixes the drafts of a round: leave out k, max_k and the modes auto and off", name)
-    if fields.drafter == "prediction":
-        raise InvalidRequest(f"{name} needs a drafter with several guesses; 'prediction' has one", name)
     nodes = count_nodes(widths, can.max_spec_length)
     if nodes > can.max_spec_length:
         raise InvalidRequest(

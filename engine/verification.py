@@ -38,7 +38,7 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
         if len(indices) == len(batch.sequences):
             verdict = decided
             break
-        verdict = _merge(verdict or _blank(draft.ks, logits.device), decided, indices)
+        verdict = _merge(verdict or _blank(draft, logits.device), decided, indices)
     if verdict is None:
         return Verdict([], [], [], [], 0, [])
     return copy_to_host(verdict, draft, logits.shape[-1])
@@ -60,8 +60,10 @@ def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -
         tokens = tokens[list(indices)]
     shapes = _shapes(draft, indices)
     if tokens is None or not shapes:
-        return acceptance.match(drawn, finite, tokens, ks)
-    return tree_acceptance.match(drawn, finite, tokens, TreeTable.of(shapes, logits.device), ks)
+        verdict = acceptance.match(drawn, finite, tokens, ks)
+    else:
+        verdict = tree_acceptance.match(drawn, finite, tokens, TreeTable.of(shapes, logits.device), ks)
+    return replace(verdict, drawn=acceptance.padded(drawn, ks)) if draft.wants_drawn else verdict
 
 
 def _reject_or_block(
@@ -88,7 +90,8 @@ def _reject_or_block(
     # A NaN in an earlier row makes these weights NaN too: rejection stops at that row, block multiplies it on.
     finite = decided.weights.amax(1).abs() < torch.inf
     emitted = sampler.emit(decided.weights, indices, decided.accepted)
-    return DeviceVerdict(decided.last_rows, emitted, finite, decided.overlaps)
+    likely = acceptance.padded(laws.argmax(1), ks) if draft.wants_drawn else None
+    return DeviceVerdict(decided.last_rows, emitted, finite, decided.overlaps, likely)
 
 
 class Decided(NamedTuple):
@@ -183,9 +186,11 @@ def _select_rows(
     return logits[torch.tensor(packed, device=logits.device)], rows, ks
 
 
-def _blank(ks: Seq[int], device: torch.device) -> DeviceVerdict:
-    zeros = torch.zeros(len(ks), dtype=torch.int64, device=device)
-    return DeviceVerdict(zeros, zeros, zeros.bool(), zeros.new_full((len(ks), max(ks)), -1))
+def _blank(draft: Draft, device: torch.device) -> DeviceVerdict:
+    count, depth = len(draft.ks), max(draft.ks)
+    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+    drawn = zeros.new_full((count, depth + 1), -1) if draft.wants_drawn else None
+    return DeviceVerdict(zeros, zeros, zeros.bool(), zeros.new_full((count, depth), -1), drawn)
 
 
 def _merge(whole: DeviceVerdict, decided: DeviceVerdict, indices: Seq[int]) -> DeviceVerdict:
@@ -195,11 +200,12 @@ def _merge(whole: DeviceVerdict, decided: DeviceVerdict, indices: Seq[int]) -> D
         whole.last_rows.index_copy(0, rows, decided.last_rows),
         whole.tokens.index_copy(0, rows, decided.tokens),
         whole.finite.index_copy(0, rows, decided.finite),
-        _merge_overlaps(whole.overlaps, decided.overlaps, rows),
+        _merge_columns(whole.overlaps, decided.overlaps, rows),
+        _merge_columns(whole.drawn, decided.drawn, rows),
     )
 
 
-def _merge_overlaps(whole: Tensor | None, decided: Tensor | None, rows: Tensor) -> Tensor | None:
+def _merge_columns(whole: Tensor | None, decided: Tensor | None, rows: Tensor) -> Tensor | None:
     if whole is None or decided is None:
         return whole
     return whole.index_copy(0, rows, F.pad(decided, (0, whole.shape[1] - decided.shape[1]), value=-1))
@@ -214,8 +220,11 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
         paths: dict[int, list[int]] = {i: [] for i in draft.trees}
         return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens), paths)
     depth = max(draft.ks)
-    overlaps = [] if verdict.overlaps is None else [verdict.overlaps]
-    rows = torch.cat([torch.stack(columns, 1), draft.tokens[:, :depth], *overlaps], 1).tolist()  # the round's one copy
+    drawn, overlaps = ([] if part is None else [part] for part in (verdict.drawn, verdict.overlaps))
+    parts = [torch.stack(columns, 1), draft.tokens[:, :depth], *drawn, *overlaps]
+    rows = torch.cat(parts, 1).tolist()  # the round's one copy
+    end = 3 + depth
+    first_overlap = end + sum(part.shape[1] for part in drawn)
     drafts = [row[3 : 3 + k] for row, k in zip(rows, draft.ks, strict=True)]
     paths = {i: path(parents, rows[i][0] - 1) for i, parents in draft.trees.items()}
     accepted_tokens = [tokens[: row[0]] for row, tokens in zip(rows, drafts, strict=True)]
@@ -225,12 +234,13 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
         accepted=list(map(len, accepted_tokens)),
         emitted=[[*tokens, row[1]] for row, tokens in zip(rows, accepted_tokens, strict=True)],
         non_finite=[not row[2] for row in rows],
-        overlaps=_overlaps([row[3 + depth :] for row in rows], draft, accepted_tokens, paths)
+        overlaps=_overlaps([row[first_overlap:] for row in rows], draft, accepted_tokens, paths)
         if overlaps
         else [()] * len(rows),
         num_illegal=sum(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in drafts if tokens),
         drafts=drafts,
         paths=paths,
+        drawn=[row[end:first_overlap] for row in rows] if drawn else [],
     )
 
 

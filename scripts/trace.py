@@ -143,7 +143,8 @@ def report(told: dict[str, Any], look: Look, *, whole: bool = False) -> Iterator
         yield from ("", about(choice))
         if rounds := rounds_of(choice):
             yield from (*strip(rounds, look), *legend(rounds, look), "")
-            yield from (*by_reason(rounds), "", *(every(rounds) if whole else slowest(rounds)), "")
+            yield from (*by_reason(rounds), "")
+            yield from (*(every(rounds, choice.get("trees")) if whole else slowest(rounds)), "")
             yield from totals(rounds)
         else:
             yield "no rounds"
@@ -235,13 +236,28 @@ def slowest(rounds: Sequence[RoundRow]) -> Iterator[str]:
     yield from table(names, rows)
 
 
-def every(rounds: Sequence[RoundRow]) -> Iterator[str]:
-    names = ("round", "at ms", "ms", "k", "why", "drafted", "accepted", "tokens", "batch", "drafter")
-    rows = []
+def every(rounds: Sequence[RoundRow], trees: Sequence[Any] | None) -> Iterator[str]:
+    """trees: by round, None for a chain; None: no round had a tree."""
+    names = ["round", "at ms", "ms", "k", "why", "drafted", "accepted", "tokens", "batch", "drafter"]
+    rows: list[tuple[Any, ...]] = []
     for i, r in enumerate(rounds):
         times, drafts = (_ms(r.began_us), _ms(r.total_us)), (r.drafted, r.accepted, r.emitted)
         rows.append((i, *times, r.k, r.reason or "-", *drafts, r.batch, r.drafter or "-"))
+    if trees:
+        drawings = [drawing(tree) if tree else "-" for tree in trees]
+        longest = max(map(len, drawings))
+        rows = [(*row, f"{text:<{longest}}") for row, text in zip(rows, drawings, strict=True)]
+        names.append("tree")
     yield from table(names, rows)
+    if trees:
+        yield "tree: + accepted, x rejected or not reached, / next branch"
+
+
+def drawing(tree: dict[str, list[int]]) -> str:
+    """One sign per draft. A draft that does not follow the one before it begins a branch."""
+    signs = ("+" if node in tree["accepted"] else "x" for node in range(len(tree["parents"])))
+    branches = ("/" if 0 < node != parent + 1 else "" for node, parent in enumerate(tree["parents"]))
+    return "".join(branch + sign for branch, sign in zip(branches, signs, strict=True))
 
 
 def totals(rounds: Sequence[RoundRow]) -> Iterator[str]:

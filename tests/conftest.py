@@ -20,6 +20,7 @@ from engine import engine
 from tests.examples import register_profiles
 from tests.kv import KINDS, use
 from tests.workers import RAY_GROUP, worker_group
+from tests.workers import pytest_ignore_collect as pytest_ignore_collect
 from tests.workers import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
 from tests.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 

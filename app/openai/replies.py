@@ -19,7 +19,7 @@ from typing import Any
 from starlette.responses import Response
 
 from app.openai.pauses import PIECE_TOKENS, Pauses
-from app.round_columns import public_columns, raw_columns
+from app.round_columns import public_columns, public_trees, raw_columns
 from engine.types import RequestRecord, acceptance_of
 
 # JSON does not escape these characters, but many stream readers take them for ends of lines.
@@ -202,9 +202,7 @@ def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "rounds": public_columns(raw_columns(record.rounds)),
     }
     if any(part.tree for part in record.rounds):
-        steps["trees"] = [
-            {"parents": list(part.tree), "accepted": list(part.path)} if part.tree else None for part in record.rounds
-        ]
+        steps["trees"] = public_trees((part.tree, part.path) for part in record.rounds)
     return steps
 
 

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.openai.forms import ID_PREFIXES
-from app.round_columns import public_columns, raw_columns
+from app.round_columns import public_columns, public_trees, raw_columns
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
+from engine.trees import Parents
 from engine.types import Output, RequestRecord, acceptance_of
 
 MAX_REQUESTS = 200
-MAX_ROUNDS = 100_000  # of all kept requests together; a round takes some 120 bytes
+MAX_ROUNDS = 100_000  # of all kept requests together; a round takes some 120 bytes, with a tree of 16 drafts some 450
 
 Columns = dict[str, "array[int]"]  # at run time `array` takes no type parameter
+Trees = tuple[tuple[Parents, tuple[int, ...]], ...]  # by round: parents, accepted path; (): every round has a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class KeptRequest:
     facts: tuple[dict[str, Any], ...]  # by choice
     totals: tuple[dict[str, int], ...]  # by choice: sums over its rounds
     columns: tuple[Columns, ...]  # by choice: its rounds
+    trees: tuple[Trees, ...]  # by choice
     tpot_ms: tuple[float, ...]  # milliseconds per token, of the choices with at least two tokens
 
     @property
@@ -45,9 +48,12 @@ class KeptRequest:
         return self.row | {"choices": choices}
 
     def whole(self) -> dict[str, Any]:
-        """Return the row with each choice's facts and rounds."""
-        choices = zip(self.facts, self.columns, strict=True)
-        return self.row | {"choices": [facts | {"rounds": public_columns(columns)} for facts, columns in choices]}
+        """Return the row with each choice's facts, rounds and, if there were any, trees."""
+        choices = [
+            facts | {"rounds": public_columns(columns)} | ({"trees": public_trees(trees)} if trees else {})
+            for facts, columns, trees in zip(self.facts, self.columns, self.trees, strict=True)
+        ]
+        return self.row | {"choices": choices}
 
 
 class RecentRequests:
@@ -100,8 +106,10 @@ def keep(exchange: Exchange, model: str) -> KeptRequest:
     }
     facts = tuple(_facts(index, output, record) for index, output, record in choices)
     tpots = [_tpot_ms(record) for record in records]
-    columns, totals = tuple(map(_columns, records)), tuple(map(_totals, records))
-    return KeptRequest(row, facts, totals, columns, tuple(t for t in tpots if t is not None))
+    totals, columns = tuple(map(_totals, records)), tuple(map(_columns, records))
+    return KeptRequest(
+        row, facts, totals, columns, tuple(map(_trees, records)), tuple(t for t in tpots if t is not None)
+    )
 
 
 def outcome(exchange: Exchange) -> tuple[str, str | None]:
@@ -131,6 +139,11 @@ def _totals(record: RequestRecord) -> dict[str, int]:
 
 def _columns(record: RequestRecord) -> Columns:
     return {name: array("q", column) for name, column in raw_columns(record.rounds).items()}
+
+
+def _trees(record: RequestRecord) -> Trees:
+    drawn = any(part.tree for part in record.rounds)
+    return tuple((part.tree, part.path) for part in record.rounds) if drawn else ()
 
 
 def _prompt_tokens(exchange: Exchange) -> int:

@@ -40,6 +40,7 @@ FILES = {
     "/terms.js": ("terms.js", SCRIPT),
     "/tiles.js": ("tiles.js", SCRIPT),
     "/tokens.js": ("tokens.js", SCRIPT),
+    "/tree.js": ("tree.js", SCRIPT),
     "/vendor/uPlot.iife.min.js": ("vendor/uPlot.iife.min.js", SCRIPT),
     "/vendor/uPlot.min.css": ("vendor/uPlot.min.css", STYLE),
 }

@@ -116,9 +116,10 @@ def series(bins: Sequence[Bin], epoch: float) -> dict[str, list[Any]]:
 
 
 def positions(totals: Counts) -> dict[str, list[int]]:
-    """Return the number of drafts and of accepted drafts at position 1, 2, … of their rounds."""
-    most = max((place for what, place in totals if what == "drafted_n"), default=0)
-    return {name: _at_least(totals, f"{name}_n", most) for name in ("drafted", "accepted")}
+    """Return the number of rounds with drafts, and with accepted drafts, at position 1, 2, … A tree's position is a
+    depth."""
+    most = max((place for what, place in totals if what == "depth_n"), default=0)
+    return {name: _at_least(totals, what, most) for name, what in (("drafted", "depth_n"), ("accepted", "accepted_n"))}
 
 
 def _at_least(totals: Counts, what: str, most: int) -> list[int]:
@@ -166,7 +167,7 @@ def _count_round(step: StepStats, counts: Counts) -> None:
 def _count_part(part: RoundRecord, batch: int, counts: Counts) -> None:
     if part.drafted:
         counts["drafting", 0] += 1
-        counts["drafted_n", part.drafted] += 1
+        counts["depth_n", part.depth] += 1
         counts["accepted_n", part.accepted] += 1
         counts["meant", 0] += part.reason != PROBE
     if part.reason >= 0:

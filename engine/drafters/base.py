@@ -75,6 +75,7 @@ class Draft:
     # Index in the batch → the shape of its draft, ks[i] parents. A sequence that is not in here has a chain. A node's
     # row of logq is the law that it was drawn from, given its siblings before it.
     trees: Mapping[int, Parents] = field(default_factory=dict)
+    wants_drawn: bool = False  # whether the drafter reads Verdict.drawn
 
     @classmethod
     def none(cls, count: int, *, failed: bool = False) -> "Draft":

@@ -26,6 +26,7 @@ def merge_drafts(drafts: Seq[Draft], count: int) -> Draft:
         read=sum(d.read for d in drafts),
         forward_us=sum(d.forward_us for d in drafts),
         failed=any(d.failed for d in drafts),
+        wants_drawn=any(d.wants_drawn for d in drafts),
     )
 
 

@@ -36,6 +36,9 @@ class Verdict:
     # Index of a sequence whose draft is a tree → the nodes that were accepted, from the root's child on. The drafts of
     # other sequences are chains, of which the first `accepted` were.
     paths: Mapping[int, list[int]] = field(default_factory=dict)
+    # If the draft wants it: the target's token behind the last committed token and behind each draft, which is its own
+    # draw under match, else its most likely token. Entries beyond a sequence's drafts mean nothing.
+    drawn: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class DeviceVerdict:
     tokens: Tensor  # int64: the recovered or bonus token
     finite: Tensor  # bool: whether the emitted tokens were drawn from finite scores
     overlaps: Tensor | None = None  # [N, ≤ K] int64: see `overlaps`; −1: no draft
+    drawn: Tensor | None = None  # [N, ≤ K + 1] int64: see `drawn`
 
 
 @dataclass(frozen=True, slots=True)

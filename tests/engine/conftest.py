@@ -7,6 +7,7 @@ import torch
 from transformers.utils import logging
 
 from engine.sampling import noise
+from tests.engine.forked import Forks, forks
 from tests.engine.pairs import Pair, Shape, save_pair
 
 
@@ -17,6 +18,12 @@ def _one_thread() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def fresh_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(tmp_path_factory.mktemp("forks")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

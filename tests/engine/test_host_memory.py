@@ -1,20 +1,18 @@
 """Freed blocks are kept, so that allocating again costs few page faults. The number of compiled products is bounded."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from engine.host_memory import out_of_memory
+from tests.engine.forked import Forks
 
 SCRIPT = """
-import os, resource, torch
+import resource, torch
 from engine import host_memory
 torch.set_num_threads(1)
-control = os.fork() == 0  # imports take seconds: the child is the control
-if control:
+if CONTROL:
     host_memory.TRIM_BYTES = host_memory.MMAP_BYTES = 128 * 1024  # what glibc starts with
 kept = host_memory.keep_freed_memory()
 def faults(times):
@@ -24,18 +22,16 @@ def faults(times):
         del blocks
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults(20)
-count = faults(100)
-if not control:
-    os.wait()
-print(kept, count, flush=True)
+print(kept, faults(100))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is tuned on Linux with glibc only")
-def test_freed_blocks_fault_no_more() -> None:
+def test_freed_blocks_fault_no_more(fresh_processes: Forks) -> None:
     """The control, with glibc's initial thresholds, faults for every page of every block: 120,000 times."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    (supported, control), (_, kept) = (line.split() for line in done.stdout.splitlines())
+    (supported, kept), (_, control) = (
+        fresh_processes.run(f"CONTROL = {control}{SCRIPT}").stdout.split() for control in (False, True)
+    )
     if supported == "False":
         pytest.skip("this C library has no mallopt")
     assert int(kept) < 1_000
@@ -53,9 +49,8 @@ def test_an_allocation_that_is_too_large_says_so() -> None:
 
 # In place of opening a checkpoint, twelve products of different row counts are computed twice. oneDNN logs for each
 # product of the second time whether it is compiled again.
-# The child is a process of its own for each capacity, because imports take seconds.
 PRODUCTS = """
-import os, sys, torch
+import torch
 from engine import host_memory, load
 from engine.config import EngineConfig
 host_memory.MAX_COMPILED_PRODUCTS = 8
@@ -69,31 +64,21 @@ def multiply_twice(path):
         multiply()
     raise SystemExit
 load.open_checkpoint = multiply_twice
-for capacity in sys.argv[1:]:
-    print("capacity", capacity, flush=True)
-    if os.fork() == 0:
-        if capacity != "none":
-            os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
-        load.load_models(EngineConfig("none", threads=1))
-    _, status = os.wait()
-    assert not status
+load.load_models(EngineConfig("none", threads=1))
 """
 
 
-def compiled(*capacities: str) -> list[tuple[int, int]]:
-    """(products that oneDNN found compiled, products that it compiled) with each capacity in the environment."""
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}
-    command = [sys.executable, "-c", PRODUCTS, *capacities]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    counts = []
-    for logged in done.stdout.split("capacity ")[1:]:
-        made = [line for line in logged.splitlines() if ",inner_product," in line or ",matmul," in line]
-        hits, misses = (sum(f",create:cache_{what}," in line for line in made) for what in ("hit", "miss"))
-        counts.append((hits, misses))
-    return counts
+def compiled(processes: Forks, environment: dict[str, str]) -> tuple[int, int]:
+    """(products that oneDNN found compiled, products that it compiled)."""
+    done = processes.run(PRODUCTS, environment)
+    assert done.returncode == 0, done.stderr
+    made = [line for line in done.stdout.splitlines() if ",inner_product," in line or ",matmul," in line]
+    hits, misses = (sum(f",create:cache_{what}," in line for line in made) for what in ("hit", "miss"))
+    return hits, misses
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-def test_compiled_products_are_bounded_from_the_start() -> None:
+def test_compiled_products_are_bounded_from_the_start(fresh_processes: Forks) -> None:
     """A cache of 8 never holds the next of twelve products in turn. The operator's capacity goes before ours."""
-    assert compiled("none", "100") == [(0, 12), (12, 0)]
+    assert compiled(fresh_processes, {}) == (0, 12)
+    assert compiled(fresh_processes, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "100"}) == (12, 0)

@@ -272,7 +272,7 @@ def test_an_engine_without_a_draft_model(alone: Engine) -> None:
     assert "no drafter is configured here, and the request names none" in str(error)
     error = refusal(alone, replace(BASE, **SAMPLED, lenience=0.5))
     assert error.param == "lossy"
-    served: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix")
+    served: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix", "lookahead")
     assert [record_of(alone, replace(BASE, drafter=name, k=3)).drafter for name in served] == list(served)
 
 
@@ -449,7 +449,7 @@ def test_configurations_that_cannot_start(changes: dict[str, Any], message: str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_can_be_the_default(pair: Pair, name: DrafterName) -> None:
     engine = load(pair, drafter=name)
-    assert engine.drafters == ("ngram", "lookup", "prediction", "cascade", "suffix", "model")
+    assert engine.drafters == ("ngram", "lookup", "prediction", "cascade", "suffix", "lookahead", "model")
     assert record_of(engine, BASE).drafter == name
 
 

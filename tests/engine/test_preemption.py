@@ -343,7 +343,7 @@ def guessing(engine: Engine, handle: int) -> bool:
 
 
 @usual_kind
-@pytest.mark.parametrize("drafter", ["ngram", "lookup", "prediction", "cascade", "suffix"])
+@pytest.mark.parametrize("drafter", ["ngram", "lookup", "prediction", "cascade", "suffix", "lookahead"])
 def test_drafters_begin_anew(pair: Pair, kind: str, drafter: DrafterName) -> None:
     """They forget a sequence whose memory is taken back, catch up when it runs again, and the record says the same."""
     companion, plain = make_requests(2, k=0, temperature=0.0)

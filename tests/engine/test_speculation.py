@@ -17,7 +17,7 @@ from engine.speculation import Capabilities, SpeculationFields, resolve
 from engine.types import DRAFTERS, DrafterName, InvalidRequest, Request, SamplingParams, Verifier
 from policies.config import PolicyConfig
 
-GUESSERS: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix")
+GUESSERS: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix", "lookahead")
 SERVERS: dict[str, tuple[dict[str, Any], tuple[DrafterName, ...]]] = {
     "pair": ({}, DRAFTERS),
     "rejection": ({"verifier": "rejection", "drafter": "cascade"}, DRAFTERS),

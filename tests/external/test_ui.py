@@ -140,6 +140,28 @@ def test_the_strip_tells_of_a_round_by_keyboard(browser: Browser, server: str) -
     assert f"({rounds['reason'][2]})" in said
 
 
+def test_the_strip_draws_the_tree_of_a_round(browser: Browser, server: str) -> None:
+    asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 24, "seed": 7, "speculation": {"tree": [3, 2]}}
+    name = httpx.post(f"{server}/v1/completions", json=asked, timeout=60).raise_for_status().json()["id"]
+    trees = httpx.get(f"{server}/ui/api/requests/{name}").raise_for_status().json()["choices"][0]["trees"]
+    index, tree = next((i, tree) for i, tree in enumerate(trees) if tree and len(tree["accepted"]) == 1)
+    visit(browser, server)
+    browser.wait(f"document.querySelector('.row[data-id=\"{name}\"]')")
+    browser.click(f'.row[data-id="{name}"]')
+    browser.wait(f"document.querySelector('#strip-body').dataset.id === '{name}'")
+    browser.run("document.querySelector('#strip-body .rounds').focus()")
+    browser.press("Home", *["Right"] * index)
+    drawn = browser.run("return [...document.querySelectorAll('.tree circle')].map(c => c.getAttribute('class'))")
+    assert drawn[0] == "text-end"
+    (kept,) = tree["accepted"]
+    for node, (parent, fate) in enumerate(zip(tree["parents"], drawn[1:], strict=True)):
+        tried = parent == kept or (parent == -1 and node < kept)
+        assert fate == ("accepted" if node == kept else "rejected" if tried else "unreached")
+    assert "Tree of 9 drafts, 2 deep" in browser.run("return document.querySelector('.tree').textContent")
+    browser.press("Home")
+    assert browser.run("return document.querySelectorAll('.tree circle').length") == 0, "the prompt's round has none"
+
+
 def test_the_text_tells_of_a_round_by_keyboard(browser: Browser, server: str) -> None:
     visit(browser, server)
     rounds = generate(browser, server)["choices"][0]["rounds"]

@@ -14,7 +14,8 @@ from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.page.live import LivePage
 from app.round_columns import COLUMNS
-from engine.types import REASONS
+from app.telemetry.rounds_table import rounds_table
+from engine.types import REASONS, RoundRecord
 from scripts.trace import WHY, Look, RoundRow, main, report, rounds_of, strip
 from tests.app.harness import PROMPT, call
 
@@ -369,3 +370,14 @@ def test_every_round_is_a_row_on_demand(serve: Serve, capsys: pytest.CaptureFixt
     assert [[int(n) for n in row[5:8]] for row in rows] == [
         list(counts) for counts in zip(ROUNDS["drafted"], ROUNDS["accepted"], ROUNDS["emitted"], strict=True)
     ]
+
+
+def test_trees_are_drawn_in_the_table_of_all_rounds(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    record = RoundRecord(3, 0, 800, 3, 2, 3, 0, tree=(-1, 0, -1), path=(0, 1))
+    trees = [None, {"parents": record.tree, "accepted": record.path}, None, None, None, None]
+    server = serve({"/ui/api/requests/cmpl-4b2a": (200, TOLD | {"choices": [CHOICE | {"trees": trees}]})})
+    assert main(["cmpl-4b2a", "--url", server.url, "--rounds"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("round "))
+    assert [line.split()[-1] for line in lines[first : first + 4]] == ["tree", "-", "++/x", "-"]
+    assert rounds_table([record]).split()[-1] == "++/x", "the traces draw the same"

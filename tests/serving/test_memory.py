@@ -19,8 +19,13 @@ from tests.serving.conftest import Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-LENGTH, POOL, DEMAND = 256, 512, 4
+# A small target, whose steps take a tenth of the demo target's. With itself as its draft model each draft is accepted.
+TARGET = "models/demo/draft"
+LENGTH, POOL, DEMAND = 512, 1024, 4
 ARGS: dict[str, Any] = {
+    "model_name": "demo",
+    "target": TARGET,
+    "draft": TARGET,
     "dtype": "float64",
     "max_running": 4,
     "max_waiting": 16,
@@ -30,7 +35,7 @@ ARGS: dict[str, Any] = {
     "num_cpus": 0.1,  # beside the replicas of the first application
 }
 SHORT = "x = ["
-LONG = "".join(f"def function_{i}(argument, other={i}):\n    return argument + other\n\n" for i in range(8))
+LONG = "".join(f"def function_{i}(argument, other={i}):\n    return argument + other\n\n" for i in range(14))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def small(served: Served) -> Iterator[Served]:
 @cache
 def target() -> LLM:
     """The target alone, with memory for more than it ever needs."""
-    return LLM("models/demo/target", dtype="float64", max_model_len=LENGTH)
+    return LLM(TARGET, dtype="float64", max_model_len=LENGTH)
 
 
 def alone(cases: Sequence[tuple[str, int]], count: int) -> list[str]:
@@ -180,7 +185,7 @@ def test_choices_of_a_long_prompt_share_its_memory(small: Served) -> None:
 
 def test_more_streams_than_memory_all_end_with_the_texts_they_have_alone(small: Served) -> None:
     """Ten streams for memory for three: what is taken back from one is computed again, and no client can tell."""
-    count = 160
+    count = 340
     prompts = [SHORT, "import os\n", "class Queue:\n    def put(self, item):\n", "é = '日本"]
     cases = [(prompts[i % 4], 100 + i) for i in range(10)]
     needed = sum(tokens(prompt) + count for prompt, _ in cases)
@@ -201,7 +206,7 @@ def test_more_streams_than_memory_all_end_with_the_texts_they_have_alone(small: 
 
 
 def test_demand_beyond_the_pool_is_refused_while_the_streams_go_on(small: Served) -> None:
-    count = 240
+    count = 480
     request = whole(SHORT, n=8)  # there are places, but beside four others its demand is above four times the pool
 
     async def crowd() -> tuple[httpx.Response, list[Stream], httpx.Response]:
@@ -218,13 +223,13 @@ def test_demand_beyond_the_pool_is_refused_while_the_streams_go_on(small: Served
     error = refused.json()["error"]
     assert {"type": "rate_limit_error", "code": "engine_overloaded", "param": None}.items() <= error.items()
     assert "KV memory" in error["message"]
-    assert f"{DEMAND} × {POOL}" in error["message"]
+    assert f"{DEMAND} × {POOL:,}" in error["message"]
     assert [stream.last["usage"]["completion_tokens"] for stream in streams] == [count] * 4
     assert later.status_code == 200, "what asks for less is taken"
 
 
 def test_at_its_deadline_a_request_ends_with_an_error_and_its_memory_is_free(small: Served) -> None:
-    """Eight whole choices, two at a time in this memory, take some 900 steps; the deadline comes long before."""
+    """Eight whole choices, two at a time in this memory, take some 2,000 steps; the deadline comes long before."""
     request = whole(SHORT, n=8, speculation={"mode": "off"})
 
     async def stream() -> Stream:
@@ -251,7 +256,7 @@ def test_at_its_deadline_a_request_ends_with_an_error_and_its_memory_is_free(sma
 
 
 def test_clients_that_leave_under_pressure_give_their_memory_back(small: Served) -> None:
-    count, clients, n = 240, 4, 2
+    count, clients, n = 480, 4, 2
     requests = [ask(SHORT, max_tokens=count, n=n, speculation={"mode": "off"}) for _ in range(clients)]
     before = steps_until_idle(small)
 

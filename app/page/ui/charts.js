@@ -17,7 +17,7 @@ const FIGURES = [
   ["rate", "Tokens per second", ["All requests together get so many."]],
   ["accepted", "Accepted drafts per round", ["Mean over all ", term("round", "rounds"), " with drafts, per sequence."]],
   ["time", "Time of a step", ["Mean time, split into drafting, verifying and the rest."]],
-  ["survival", "Accepted drafts by position", ["Drafts by position, and the share that was accepted."]],
+  ["survival", "Accepted drafts by position", ["Rounds with a draft at the position, and the share that accepted one."]],
   ["k", "k by batch size", ["Mean of the chosen ", term("k"), ", by number of sequences in the round."]],
   ["speedup", "Estimated speedup by batch size", [term("speedup", "Over plain decoding"), ". The dashed line is 1."]],
 ];

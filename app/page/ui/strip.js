@@ -3,6 +3,7 @@
 
 import { byId, copyButton, el, millis, number, percent, plural, stepping, svg } from "./dom.js";
 import { REASONS, roundFacts } from "./tokens.js";
+import { TreeDrawing } from "./tree.js";
 
 // All in px.
 const NARROWEST = 12; // width of a column
@@ -66,14 +67,16 @@ function drawing(choice, several) {
   picture.append(hatching());
   for (let i = 0; i < count; i++) picture.append(column(i, columns, { pitch, tallest, longest }));
   const factsLine = el("p", { class: "facts", role: "status" }, "Point at a round, or step with the arrow keys.");
+  const tree = choice.trees ? new TreeDrawing(choice.trees) : null;
   const scroll = el("div", { class: "rounds", tabindex: 0, role: "group", "aria-label": "Rounds, left to right" });
   scroll.append(picture);
   follow(scroll, picture, count, pitch, (i) => {
     const round = { drafted: columns.drafted[i], accepted: columns.accepted[i] };
     factsLine.textContent = roundFacts(i, round, columns);
+    tree?.show(i);
   });
   const title = several ? el("h3", {}, `Choice ${choice.index}`) : null;
-  return el("div", { class: "drawing" }, title, el("p", { class: "hint" }, spoken(choice)), scroll, factsLine);
+  return el("div", { class: "drawing" }, title, el("p", { class: "hint" }, spoken(choice)), scroll, factsLine, tree?.root);
 }
 
 function spoken(choice) {
@@ -150,6 +153,7 @@ function key(choices) {
     ["accepted", "accepted"],
     ["rejected", "rejected"],
     ["missing", "planned, not drafted"],
+    ...(choices.some((choice) => choice.trees) ? [["unreached", "in a tree: not reached"]] : []),
     ["time draft", "draft time"],
     ["time verify", "verify time"],
     ["time other", "other time"],

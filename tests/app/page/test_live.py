@@ -112,6 +112,12 @@ def test_acceptance_is_counted_by_position() -> None:
     assert now["accepted_per_round"] == 7 / 4
 
 
+def test_a_position_of_a_tree_is_a_depth() -> None:
+    played = Played()
+    played.step(step(1000, [part(3, 1)._replace(tree=(-1, 0, -1), path=(2,))]))
+    assert played.told["positions"] == {"drafted": [1, 1], "accepted": [1, 0]}
+
+
 def test_k_and_reasons_are_told_by_batch_size() -> None:
     played = Played()
     nobody = RoundRecord(0, -1, 500, 0, 0, 1, -1)

@@ -103,6 +103,24 @@ def test_an_exchange_is_kept_round_by_round() -> None:
     }
 
 
+def test_trees_are_kept_by_round() -> None:
+    def script(request: Request) -> Iterator[Output]:
+        for output in with_columns(request):
+            if output.record is not None:
+                output.record.rounds[1] = output.record.rounds[1]._replace(tree=(-1, 0, -1), path=(2,))
+            yield output
+
+    for server, trees in (
+        (Kept(script), [None, {"parents": [-1, 0, -1], "accepted": [2]}]),
+        (Kept(with_columns), None),
+    ):
+        name = json.loads(call(server.app, PROMPT | {"max_tokens": 6}).reply)["id"]
+        kept = server.live.recent.get(name)
+        assert kept is not None
+        assert kept.whole()["choices"][0].get("trees") == trees
+        assert "trees" not in kept.summary()["choices"][0]
+
+
 class Tracer:
     """This listener hears of an exchange before the page does, as the Tracer does."""
 

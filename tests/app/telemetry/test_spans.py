@@ -180,7 +180,16 @@ def test_the_rounds_in_columns() -> None:
     traced = Traced()
     call(traced.app, PROMPT)
     said = traced.attributes("specdec.decode")
-    assert said["specdec.drafters"] == ("none", "model", "ngram", "lookup", "prediction", "cascade", "suffix")
+    assert said["specdec.drafters"] == (
+        "none",
+        "model",
+        "ngram",
+        "lookup",
+        "prediction",
+        "cascade",
+        "suffix",
+        "lookahead",
+    )
     assert said["specdec.reasons"] == ("none", "policy", "user", "cap", "cache", "acceptance", "load", "probe")
     columns = list(zip(*ROUNDS, strict=True))
     named = {

@@ -100,7 +100,7 @@ def make_sequences(*drafters: DrafterName | None) -> tuple[Sequence, ...]:
 
 
 def make_fakes(**scripts: Mapping[int, int]) -> dict[DrafterName, Fake]:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix", "lookahead")
     return {n: Fake(i, scripts.get(n, {}), lawful=n == "model") for i, n in enumerate(names)}
 
 
@@ -109,9 +109,9 @@ SCRIPTS = st.dictionaries(st.integers(0, 5), st.integers(0, 4))
 
 @given(
     st.lists(st.tuples(st.sampled_from([None, *DRAFTERS]), st.integers(0, 4)), min_size=1, max_size=6),
-    st.tuples(*[SCRIPTS] * 5),
-    st.sets(st.integers(0, 4)),
-    st.tuples(*[st.integers(0, 2)] * 5),
+    st.tuples(*[SCRIPTS] * 6),
+    st.sets(st.integers(0, 5)),
+    st.tuples(*[st.integers(0, 2)] * 6),
 )
 @settings(examples(200), derandomize=True)
 def test_every_mix_of_chains_offers_and_laws(
@@ -120,7 +120,7 @@ def test_every_mix_of_chains_offers_and_laws(
     lawful: set[int],
     wider: tuple[int, ...],
 ) -> None:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix", "lookahead")
     fakes = {n: Fake(i, scripts[i], lawful=i in lawful, wider=wider[i]) for i, n in enumerate(names)}
     sequences, ks = make_sequences(*(drafter for drafter, _ in asked)), [k for _, k in asked]
     draft = make_chains(fakes).propose(make_batch(*sequences), ks)
@@ -194,7 +194,14 @@ def test_the_first_in_the_chain_that_has_any_offers() -> None:
     offers = [make_chains(fakes).offer(s, 4) for s in sequences]
     assert offers == [Offer("lookup", 2, 5), Offer("model", 4, 15), Offer("lookup", 4, 5), NO_OFFER, NO_OFFER]
     asked = {name: fake.offered for name, fake in fakes.items()}
-    assert asked == {"ngram": [], "prediction": [0, 1], "lookup": [0, 1, 2, 3], "model": [1, 4], "suffix": []}
+    assert asked == {
+        "ngram": [],
+        "prediction": [0, 1],
+        "lookup": [0, 1, 2, 3],
+        "model": [1, 4],
+        "suffix": [],
+        "lookahead": [],
+    }
 
 
 def test_a_sequence_without_a_chain_gets_no_offer() -> None:
@@ -206,14 +213,14 @@ def test_a_sequence_without_a_chain_gets_no_offer() -> None:
 @given(
     st.sampled_from([None, *DRAFTERS]),
     st.integers(1, 4),
-    st.tuples(*[st.integers(0, 4)] * 5),
-    st.sets(st.integers(0, 4)),
+    st.tuples(*[st.integers(0, 4)] * 6),
+    st.sets(st.integers(0, 5)),
 )
 @settings(deadline=None, derandomize=True)
 def test_who_offers_is_who_proposes(
     chain: DrafterName | None, k: int, scripts: tuple[int, ...], failing: set[int]
 ) -> None:
-    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix")
+    names: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "model", "suffix", "lookahead")
     fakes = {n: Fake(i, {0: scripts[i]}) for i, n in enumerate(names)}
     for i in failing:
         fakes[names[i]].fails = {"offer", "propose"}
@@ -332,7 +339,7 @@ def test_all_forget_though_one_of_them_cannot() -> None:
     assert all(fake.forgotten == [0, 0] for fake in fakes.values())
 
 
-@pytest.mark.parametrize("leaking", ["ngram", "lookup", "prediction", "model", "suffix"])
+@pytest.mark.parametrize("leaking", ["ngram", "lookup", "prediction", "model", "suffix", "lookahead"])
 def test_an_audit_looks_at_all(leaking: DrafterName) -> None:
     fakes = make_fakes()
     make_chains(fakes).audit({1})

@@ -41,7 +41,7 @@ def refused(found: Mapping[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, float]:
-    return p_values(small_design(), draws=304)
+    return p_values(small_design(), draws=200)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Feeds texts to a Runner in any manner and compares every row of logits with expected ones."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ SLOTS = 8
 LENGTH = 64
 
 
+@cache
 def load_alone(checkpoint: str, dtype: torch.dtype = torch.float64, max_len: int = LENGTH) -> Decoder:
+    """One decoder for all tests of a checkpoint: it keeps nothing of what it computes."""
     return load_decoder(open_checkpoint(checkpoint), dtype=dtype, device=torch.device("cpu"), max_len=max_len)
 
 

@@ -1,9 +1,6 @@
 """Each form of product is the product, bias included."""
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +12,7 @@ from engine.config import ConfigError
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import BUCKETS, Choice, Linear, bucket_of, usable_forms
 from engine.models.quantize import SLICE_ROWS, quantise_weight
+from tests.engine.forked import Forks
 
 ROOT = Path(__file__).resolve().parents[3]
 # Sums of 300 products of order 1.
@@ -197,16 +195,14 @@ for rows in (1, 2, 17):
 """
 
 
-def probe(**environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the int8 product in a process of its own: oneDNN reads its environment once."""
-    return subprocess.run(
-        [sys.executable, "-c", PROBE], env=os.environ | environment, capture_output=True, text=True, cwd=ROOT
-    )
+# oneDNN reads its environment once in a process.
 
 
 @needs_int8
-def test_without_avx512_bf16_is_not_packed_and_int8_products_are_refused_where_they_saturate() -> None:
-    result = probe(ONEDNN_MAX_CPU_ISA="AVX2")
+def test_without_avx512_bf16_is_not_packed_and_int8_products_are_refused_where_they_saturate(
+    fresh_processes: Forks,
+) -> None:
+    result = fresh_processes.run(PROBE, {"ONEDNN_MAX_CPU_ISA": "AVX2"})
     assert result.stdout.splitlines() == ["torch.float32 ('packed',)", "torch.bfloat16 ('plain',)"], result.stderr
     assert "int8 products saturate on this processor" in result.stderr
     assert result.returncode
@@ -214,9 +210,9 @@ def test_without_avx512_bf16_is_not_packed_and_int8_products_are_refused_where_t
 
 @needs_int8
 @pytest.mark.parametrize("instructions", ["ALL", pytest.param("AVX2_VNNI", marks=pytest.mark.proofs)])
-def test_no_int8_product_is_left_to_reference_code(instructions: str) -> None:
+def test_no_int8_product_is_left_to_reference_code(fresh_processes: Forks, instructions: str) -> None:
     """It is a thousand times slower."""
-    result = probe(ONEDNN_MAX_CPU_ISA=instructions, ONEDNN_VERBOSE="1")
+    result = fresh_processes.run(PROBE, {"ONEDNN_MAX_CPU_ISA": instructions, "ONEDNN_VERBOSE": "1"})
     products = [line for line in result.stdout.splitlines() if "exec,cpu,matmul" in line]
     assert len(products) == 5, result.stderr
     assert not [line for line in products if ",ref" in line]
