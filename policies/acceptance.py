@@ -56,7 +56,8 @@ class Population:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
         self._evidence: Floats = BASE_LAW * BASE_WEIGHT  # [levels], sums to its weight in rounds
-        self._siblings: Floats = np.zeros((2, RANKS - 1))  # tried, accepted; by rank from 1 on
+        self._siblings: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES]) * SIBLING_WEIGHT  # tried, accepted
+        self.learn_siblings(np.zeros((2, RANKS - 1)))
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
@@ -77,13 +78,8 @@ class Population:
     def learn_siblings(self, counts: Floats) -> None:
         """counts [2, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on."""
         self._siblings = self._siblings * np.exp(-counts[0] / SIBLING_TRIALS) + counts
-
-    @property
-    def siblings(self) -> Floats:
-        """[RANKS − 1] as Observation.siblings."""
-        tried, accepted = self._siblings
-        rates = (accepted + SIBLING_RATES * SIBLING_WEIGHT) / (tried + SIBLING_WEIGHT)
-        return rates * np.append(1.0, np.cumprod(1 - rates[:-1])) / BASE_RATE
+        rates = self._siblings[1] / self._siblings[0]
+        self.siblings: Floats = rates * np.append(1.0, np.cumprod(1 - rates[:-1])) / BASE_RATE  # as in Observation
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""

@@ -28,6 +28,9 @@ class Hopeful(Estimator):
     def survival(self, candidates: Seq[Candidate]) -> Floats:
         return np.full((len(candidates), 1), 0.6) ** np.arange(1, 17)
 
+    def siblings(self, candidates: Seq[Candidate], free: bool) -> Floats:
+        return 0.5 * (super().siblings(candidates, free) > 0)
+
 
 class DearForwards(CostModel):
     """A pass takes 2 ms, however many its rows are, and a forward of the draft model 1 ms: trees pay."""
@@ -49,7 +52,7 @@ def run(pair: Pair, policy: PolicyConfig = GOODPUT, verifier: Verifier = "match"
     def timeless(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
         observe(replace(timing, draft_s=0.0, score_s=2e-3, rest_s=0.0), drafted, idle)
 
-    control.observe = timeless  # type: ignore[method-assign]
+    control.observe, control.spent = timeless, lambda policy_s: None  # type: ignore[method-assign]
     k = 0 if policy.name == "off" else None
     return drive(engine, [Request(f"r{n}", p, PARAMS, k=k, verifier=verifier) for n, p in enumerate(PROMPTS)])
 
