@@ -189,7 +189,9 @@ def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     about = workload.describe(max_tokens=args.max_tokens, temperature=args.temperature, concurrency=args.concurrency)
     described = common.describe_run(args, "policy", about)
     specs: list[Spec] = [DEPTH, args.spec]
-    llm = LLM(args.target, args.draft, **common.engine_config(args, specs, args.concurrency, len(workload.prompts)))
+    config = common.engine_config(args, specs, args.concurrency, len(workload.prompts))
+    config["policy"] = replace(config["policy"], trees=False)  # a trace tells the fate of chains
+    llm = LLM(args.target, args.draft, **config)
     params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.max_tokens, ignore_eos=True)
     completions = llm.generate(workload.prompts, params)
     head = described | {

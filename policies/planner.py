@@ -136,7 +136,8 @@ def _limits(observation: Observation) -> Ints:
 
 def _chains(observation: Observation) -> Table:
     """The drafts of chains: the first nodes."""
-    return *np.nonzero(np.arange(observation.survival.shape[1]) < _limits(observation)[:, None]), None
+    sequence, node = np.nonzero(np.arange(observation.survival.shape[1]) < _limits(observation)[:, None])
+    return sequence, node, None
 
 
 def _trees(observation: Observation) -> Table:
