@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 ROOT = -1
 RANKS = 4  # siblings that a node may get, itself included: a later one is hardly ever accepted
-MOST_NODES = 2048  # of all sequences: in larger batches only the nodes of chains and of smaller trees are considered
+MOST_NODES = 1024  # of all sequences: in larger batches only the nodes of chains and of smaller trees are considered
 
 Parents = tuple[int, ...]
 Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain; (): all are chains
