@@ -109,7 +109,8 @@ class Observation:
     def size(self) -> int:
         """Nodes of the largest trees to consider; 0: only chains."""
         batch, depth = self.survival.shape
-        return largest_size(depth, MOST_NODES // batch) if self.siblings.any() else 0
+        most = MOST_NODES // max(batch, 8)  # for one sequence an eighth is enough
+        return largest_size(depth, most) if self.siblings.any() else 0
 
     @cached_property
     def nodes(self) -> Nodes:
