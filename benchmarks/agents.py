@@ -258,7 +258,7 @@ def main(argv: Seq[str] | None = None) -> None:
     machine = describe_machine("cpu")
     results = []
     for drafting in DRAFTINGS:
-        drafter = make_drafters(None, torch.device("cpu"), args.suffix_tokens if drafting.shared else 0)
+        drafter = make_drafters([], torch.device("cpu"), args.suffix_tokens if drafting.shared else 0)
         results.append(play(load, drafter, drafting, args.rows).row(drafting.name))
     print("machine  ", machine)
     print("workload ", workload)

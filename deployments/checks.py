@@ -54,12 +54,10 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def check_models(settings: Settings, device: Device) -> None:
-    """Check the files of both checkpoints; fetch those of a hub. Raises ConfigError, naming the setting."""
+    """Check the files of all checkpoints; fetch those of a hub. Raises ConfigError, naming the setting."""
     config = settings.freeze(device)
-    models = []
-    for name, given in (("target", config.target), ("draft", config.draft)):
-        if given is None:
-            continue
+    name_of_drafts, models = "draft" if config.draft is not None else "drafts", []
+    for name, given in (("target", config.target), *((name_of_drafts, draft) for draft in config.draft_models)):
         try:
             models.append(CheckpointFiles.read(_directory(given)))
         except ConfigError as error:

@@ -50,7 +50,8 @@ class Replica:
         if self._tracing is not None:
             log.info("traces: %s", edge.traces)
         device = f"{config.device} {ray.get_gpu_ids()}" if config.device != "cpu" else "cpu"
-        log.info("loading target %s and draft %s on %s", config.target, config.draft or "none", device)
+        drafts = " and ".join(config.draft_models) or "none"
+        log.info("loading target %s and draft %s on %s", config.target, drafts, device)
         engine = Engine.from_config(config)
         self.client = LocalClient(engine, edge.model_name, edge.chat)
         self.meter = Meter(self.client, RayMetrics(edge.model_name))

@@ -57,6 +57,12 @@ def _tags(value: Any) -> Any:
     return value.split() if isinstance(value, str) else value
 
 
+def _names(value: Any) -> Any:
+    """Read names: a list, or a text with spaces between them."""
+    value = _none(value)
+    return value.split() if isinstance(value, str) else () if value is None else value
+
+
 def _trace_viewer(url: str | None) -> str | None:
     """Check the URL by which the live page links to a trace. Raises ValueError, which pydantic reports."""
     if url is not None and not (url.startswith(("http://", "https://")) and TRACE_ID in url):
@@ -66,8 +72,7 @@ def _trace_viewer(url: str | None) -> str | None:
 
 def _origins(value: Any) -> Any:
     """Read origins: a list, or a text with spaces between them. Raises ValueError for what is no origin."""
-    value = _none(value)
-    origins = value.split() if isinstance(value, str) else () if value is None else value
+    origins = _names(value)
     check_origins(origins)
     return tuple(origins)
 
@@ -153,6 +158,9 @@ class Settings(BaseModel):
     owner/name[@revision]"""
     draft: Annotated[str | None, BeforeValidator(_none)] = None
     """the draft's checkpoint; none: no draft model. The embedded target has the embedded draft"""
+    drafts: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    """checkpoints of several drafts, separated by spaces, in place of draft: drafter merged asks all of them, drafter
+    model the first"""
     model_name: Annotated[str | None, BeforeValidator(_none)] = None
     """what clients call the model; none: "demo" for the embedded pair, else the hub id or the directory's name"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -239,7 +247,7 @@ class Settings(BaseModel):
     @classmethod
     def _embedded_draft(cls, given: Any) -> Any:
         """The embedded draft is for the embedded target only: a target that is named alone has no draft."""
-        named = isinstance(given, dict) and ("target" in given or "draft" in given)
+        named = isinstance(given, dict) and not {"target", "draft", "drafts"}.isdisjoint(given)
         return given if named or not isinstance(given, dict) else {**given, "draft": DEMO_DRAFT}
 
     @model_validator(mode="after")
@@ -251,7 +259,7 @@ class Settings(BaseModel):
     @property
     def hint(self) -> str | None:
         """What to tell an operator who named a target and said nothing of a draft."""
-        if "draft" in self.model_fields_set:
+        if not self.model_fields_set.isdisjoint({"draft", "drafts"}):
             return None
         return "no draft is named, so decoding is plain: name a smaller model of the same family as draft, or none"
 
@@ -286,6 +294,7 @@ class Settings(BaseModel):
         return EngineConfig(
             target=_checkpoint(self.target),
             draft=None if self.draft is None else _checkpoint(self.draft),
+            drafts=tuple(map(_checkpoint, self.drafts)),
             drafter=None if self.drafter == "auto" or self.drafter == "off" else self.drafter,
             verifier=self.verifier,
             device=device,

@@ -12,7 +12,7 @@ from engine.machine_memory import host_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
-from engine.pair import Side, check_pair
+from engine.pair import Side, check_drafts
 
 STORED_AS = {"auto": "F32", "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # on a CPU
 
@@ -53,10 +53,9 @@ def _check_architecture(directory: Path, kind: str) -> None:
 
 
 def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:
-    """Check target and draft against each other and against the memory of this machine. Raises ConfigError."""
-    if len(models) == 2:
-        target, draft = (Side(str(m.directory), m.tokenizer, frozenset(), m.vocab_size) for m in models)
-        check_pair(target, draft)
+    """Check target and drafts against each other and against the memory of this machine. Raises ConfigError."""
+    target, *drafts = (Side(str(m.directory), m.tokenizer, frozenset(), m.vocab_size) for m in models)
+    check_drafts(target, drafts)
     limit = models[0].max_len
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len {config.max_model_len} is too long: target {config.target} allows {limit}")
@@ -66,8 +65,8 @@ def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> N
 
 def _check_room(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:
     """Weights that stay quantised, or become so, take less and are left to the loader."""
-    forms = (config.target_weights, config.draft_weights)
-    plain = [m for m, form in zip(models, forms, strict=False) if form == "as_is" and not m.quantised]
+    forms = [config.target_weights, *(config.draft_weights for _ in config.draft_models)]
+    plain = [m for m, form in zip(models, forms, strict=True) if form == "as_is" and not m.quantised]
     needed, available = sum(m.numbers for m in plain) * ITEM_BYTES[STORED_AS[config.dtype]], host_memory().available
     if needed > available:
         dtype = "float32" if config.dtype == "auto" else config.dtype

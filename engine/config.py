@@ -25,7 +25,8 @@ class EngineConfig:
     """All that the engine needs to know at start-up. Only the policy can be replaced later (Engine.configure)."""
 
     target: str  # directory of a Hugging Face checkpoint, or a hub id: owner/name or owner/name@revision
-    draft: str | None = None  # None: no draft model
+    draft: str | None = None  # None: no draft model, unless there are drafts
+    drafts: tuple[str, ...] = ()  # several draft models, in place of draft; the first is drafter "model"
     drafter: DrafterName | None = None  # for requests that do not say; None: "model" if there is a draft, else off
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
@@ -83,8 +84,7 @@ class EngineConfig:
             raise ConfigError(f"verifier {self.verifier!r} is not one of {', '.join(VERIFIERS)}")
         if self.drafter is not None and self.drafter not in DRAFTERS:
             raise ConfigError(f"drafter {self.drafter!r} is not one of {', '.join(DRAFTERS)}")
-        if self.drafter == "model" and self.draft is None:
-            raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
+        self._check_drafts()
         self._check_weights()
         if self.generation_config not in get_args(GenerationConfig):
             known = ", ".join(get_args(GenerationConfig))
@@ -109,6 +109,23 @@ class EngineConfig:
                 f"max_running {self.max_running} × (1 + max_spec_length {self.max_spec_length})"
             )
 
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        """The checkpoints of all draft models, named by `draft` or `drafts`."""
+        return self.drafts if self.draft is None else (self.draft,)
+
+    def _check_drafts(self) -> None:
+        if self.draft is not None and self.drafts:
+            raise ConfigError(f"draft {self.draft} and drafts {', '.join(self.drafts)} are both set: set one of them")
+        if self.drafter == "model" and not self.draft_models:
+            raise ConfigError("drafter 'model' needs a draft checkpoint, and draft is not set")
+        if self.drafter == "merged" and len(self.drafts) < 2:
+            raise ConfigError(f"drafter 'merged' needs at least two draft checkpoints: drafts has {len(self.drafts)}")
+        if self.deterministic and len(self.drafts) > 1:
+            raise ConfigError(
+                "deterministic cannot be honoured with several drafts, which make trees: set draft, or choose false"
+            )
+
     def _check_weights(self) -> None:
         for name in ("target_weights", "draft_weights"):
             form = getattr(self, name)
@@ -127,7 +144,7 @@ class EngineConfig:
             raise ConfigError(
                 f"deterministic needs device cpu and products auto or packed, not {self.device} and {self.products}"
             )
-        if self.draft_weights != "as_is" and self.draft is None:
+        if self.draft_weights != "as_is" and not self.draft_models:
             raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")
 
     def _check_cache(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from cache.layout import Layout
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.base import Drafter
+from engine.drafters.merged import MERGED, draft_models
 from engine.drafters.model import ModelDrafter
 from engine.host_memory import out_of_memory
 from engine.machine_memory import DeviceMemory
@@ -27,13 +28,13 @@ from engine.round import run_round
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence
 from engine.trees import Parents, chain
-from engine.types import MAX_LOGPROBS, VERIFIERS, SamplingParams, Verifier
+from engine.types import MAX_LOGPROBS, VERIFIERS, DrafterName, SamplingParams, Verifier
 
 BLOCK_SIZE = 32  # positions; any size would do
 
 log = logging.getLogger(__name__)
 
-MakeDrafter = Callable[[Runner, Runner], ModelDrafter]  # (target, draft) → the draft model as a drafter
+MakeModels = Callable[[Runner, Seq[Runner]], list[ModelDrafter]]  # (target, drafts) → the draft models as drafters
 
 
 def measure_largest_rounds(
@@ -42,18 +43,19 @@ def measure_largest_rounds(
     max_len: int,
     memory: DeviceMemory,
     device: torch.device,
-    make_drafter: MakeDrafter,
+    make_models: MakeModels,
 ) -> int:
-    """The most bytes that a round allocates beside weights and KV memory. decoders: the target, then the draft, if any.
+    """The most bytes that a round allocates beside weights and KV memory. decoders: the target, then the drafts.
 
     `memory` is what is left beside the weights. Raises ConfigError if even these rounds do not fit into it.
     """
     rounds = LargestRounds(config, max_len, memory)
     try:
         measured = []
-        for verifier in (None, *VERIFIERS):
-            runners = rounds.runners(decoders, device)
-            run = rounds.prompt(runners) if verifier is None else rounds.verification(runners, verifier, make_drafter)
+        measured.append(measure_activations(rounds.prompt(rounds.runners(decoders, device)), device))
+        ways: list[tuple[Verifier, DrafterName]] = [(verifier, "model") for verifier in VERIFIERS]
+        for verifier, drafter in [*ways, ("rejection", MERGED)] if len(decoders) > 2 else ways:
+            run = rounds.verification(rounds.runners(decoders, device), verifier, make_models, drafter)
             measured.append(measure_activations(run, device))
     except (RuntimeError, MemoryError, OSError) as error:
         if not out_of_memory(error) and not isinstance(error, OSError):
@@ -117,20 +119,24 @@ class LargestRounds:
 
         return run
 
-    def verification(self, runners: Seq[Runner], verifier: Verifier, make_drafter: MakeDrafter) -> Callable[[], object]:
+    def verification(
+        self, runners: Seq[Runner], verifier: Verifier, make_models: MakeModels, name: DrafterName = "model"
+    ) -> Callable[[], object]:
         """max_running sequences with max_spec_length drafts each, at the longest context that they can all have."""
         target, *drafts = runners
-        drafter: Drafter = make_drafter(target, drafts[0]) if drafts else ConstantDrafter(target.device)
+        models = make_models(target, drafts)
+        drafter: Drafter = draft_models(models) if models else ConstantDrafter(target.device)
         translation = runners[-1].translation
         token = min(translation.shared) if translation else 0  # that each model reads as one token
         slices = []
         for i in range(self._config.max_running):
             length = max(1, min(self._context(runners), *(runner.cache.max_len - self._rows for runner in runners)))
-            sequence = _sequence(i, [token] * (length + 1), verifier)
-            sequence.tree = self._tree if verifier == "rejection" else None
+            sequence = _sequence(i, [token] * (length + 1), verifier, name)
+            sequence.tree = self._tree if verifier == "rejection" and name != MERGED else None
             for runner in runners:
                 _hold(runner, sequence, length)
-            slices.append(Slice(sequence, 1, self._rows - 1, emits=True))
+            ragged = 0 < i == self._config.max_running - 1  # rows of sequences with fewer drafts than others are padded
+            slices.append(Slice(sequence, 1, max(0, self._rows - 1 - ragged), emits=True))
         return lambda: run_round(Plan(tuple(slices)), target, drafter)
 
     def _context(self, runners: Seq[Runner]) -> int:
@@ -148,7 +154,7 @@ def _hold(runner: Runner, sequence: Sequence, length: int) -> None:
     cache.publish(sequence.handle, sequence.tokens)
 
 
-def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
+def _sequence(handle: int, tokens: list[int], verifier: Verifier, drafter: DrafterName = "model") -> Sequence:
     params = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -163,5 +169,5 @@ def _sequence(handle: int, tokens: list[int], verifier: Verifier) -> Sequence:
         logprobs=MAX_LOGPROBS,
         prompt_logprobs=MAX_LOGPROBS,
     )
-    fields = {"end_ids": frozenset({0}), "verifier": verifier, "drafter": "model"}
+    fields = {"end_ids": frozenset({0}), "verifier": verifier, "drafter": drafter}
     return scratch_sequence(f"largest-round-{handle}", handle, tokens, params, **fields)

@@ -18,6 +18,7 @@ from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.drafters.chain import Chain, ChainedDrafter
 from engine.drafters.lookahead import LookaheadDrafter
 from engine.drafters.lookup import lookup_drafter
+from engine.drafters.merged import MergedDrafter, draft_models
 from engine.drafters.model import ModelDrafter
 from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
@@ -25,7 +26,7 @@ from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
-from engine.largest_rounds import MakeDrafter, measure_largest_rounds
+from engine.largest_rounds import MakeModels, measure_largest_rounds
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import copies_bytes, device_memory, layouts
 from engine.memory_table import MemoryTable, ModelMemory
@@ -39,13 +40,12 @@ from engine.models.runner import Runner, kv_shape
 from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
-from engine.pair import Side, check_pair
+from engine.pair import Side, check_drafts
 from engine.threads import choose_threads
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
 
-ROLES = ("target", "draft")
 BYTES_OF_FORM = {
     "int8": 1.0,
     "int4": 0.5 + 4 / GROUP,
@@ -84,37 +84,35 @@ def load_models(config: EngineConfig) -> LoadedModels:
     began = perf_counter()
     opened = _open_checkpoints(config)
     log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)
-    make_drafter = partial(_model_drafter, config, opened.translation)
-    target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_drafter)
-    model = make_drafter(target, drafts[0]) if drafts else None
-    defaults = opened.sampling_defaults
-    drafters = make_drafters(model, device, config.suffix_tokens, trees=not config.deterministic)
-    return LoadedModels(target, drafters, opened.tokenizer, opened.eos_ids, defaults)
+    make_models = partial(_model_drafters, config, opened.translation)
+    target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_models)
+    drafter = make_drafters(make_models(target, drafts), device, config.suffix_tokens, trees=not config.deterministic)
+    return LoadedModels(target, drafter, opened.tokenizer, opened.eos_ids, opened.sampling_defaults)
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenedCheckpoints:
     """What the files beside the weights say, checked against each other."""
 
-    checkpoints: list[Checkpoint]  # the target's, then the draft's if there is one
+    checkpoints: list[Checkpoint]  # the target's, then those of the drafts
     tokenizer: Tokenizer  # the target's
     eos_ids: frozenset[int]  # the target's
     sampling_defaults: Mapping[str, float]
-    translation: Translation | None  # None: the draft has the target's token ids, or there is no draft
+    translation: Translation | None  # None: the drafts have the target's token ids, or there are none
     max_len: int  # tokens
 
 
 def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
-    """Open the target and the draft. Raises ConfigError naming both sides of any conflict."""
+    """Open the target and the drafts. Raises ConfigError naming both sides of any conflict."""
     target = open_checkpoint(checkpoint_directory(config.target))
     tokenizer, eos_ids = Tokenizer(str(target.path)), _eos_ids(target)
     defaults = sampling_defaults(target.path) if config.generation_config == "auto" else {}
-    checkpoints, translation = [target], None
-    if config.draft is not None:
-        draft = open_checkpoint(checkpoint_directory(config.draft))
-        draft_side = Side(config.draft, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size)
-        translation = check_pair(Side(config.target, tokenizer, eos_ids, target.shape.vocab_size), draft_side)
+    checkpoints, sides = [target], list[Side]()
+    for name in config.draft_models:
+        draft = open_checkpoint(checkpoint_directory(name))
+        sides.append(Side(name, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size))
         checkpoints.append(draft)
+    translation = check_drafts(Side(config.target, tokenizer, eos_ids, target.shape.vocab_size), sides)
     if config.deterministic:
         _check_deterministic(target)
     max_len = _max_model_len(config, target)
@@ -135,20 +133,23 @@ def _check_deterministic(target: Checkpoint) -> None:
         raise ConfigError(f"deterministic cannot be honoured: {target.path} {' and '.join(found)}: choose false")
 
 
-def _model_drafter(
-    config: EngineConfig, translation: Translation | None, target: Runner, draft: Runner
-) -> ModelDrafter:
-    """Beside other sequences the draft model reads a chunk that takes it as long as the target's chunk takes the
-    target, and at least two tokens for each running sequence."""
-    limit = config.max_step_tokens
-    chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
-    return ModelDrafter(draft, target.vocab_size, limit, max(2 * config.max_running, chunk), translation)
+def _model_drafters(
+    config: EngineConfig, translation: Translation | None, target: Runner, drafts: Seq[Runner]
+) -> list[ModelDrafter]:
+    """Beside other sequences a draft model reads a chunk that takes it as long as the target's chunk takes the target,
+    and at least two tokens for each running sequence."""
+    limit, made = config.max_step_tokens, list[ModelDrafter]()
+    for rank, draft in enumerate(drafts):
+        chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
+        chunk = max(2 * config.max_running, chunk)
+        made.append(ModelDrafter(draft, target.vocab_size, limit, chunk, translation, rank))
+    return made
 
 
 def make_drafters(
-    model: ModelDrafter | None, device: torch.device, suffix_tokens: int, *, trees: bool = True
+    models: Seq[ModelDrafter], device: torch.device, suffix_tokens: int, *, trees: bool = True
 ) -> ChainedDrafter:
-    """Every drafter by its name. In `cascade` the draft model is asked only where no other drafter has an offer.
+    """Every drafter by its name. In `cascade` the first draft model is asked only where no other drafter has an offer.
 
     suffix_tokens: the most tokens of finished outputs that `suffix` keeps. trees: whether a round may check trees.
     """
@@ -161,9 +162,12 @@ def make_drafters(
         "suffix": (("suffix", SuffixDrafter(device, suffix_tokens)),),
         "lookahead": (("lookahead", LookaheadDrafter(device, trees=trees)),),
     }
-    if model is not None:
+    if models:
+        model = draft_models(models)
         chains["model"] = (("model", model),)
         chains["cascade"] += (("model", model),)
+        if isinstance(model, MergedDrafter):
+            chains["merged"] = (("merged", model),)
     return ChainedDrafter(chains, device)
 
 
@@ -211,7 +215,7 @@ def _planned_weights(
 ) -> list[int]:
     """Bytes of each model's weights in memory, at least. The copies of small products are not counted."""
     planned = []
-    for checkpoint, form in zip(checkpoints, _forms(config), strict=False):
+    for checkpoint, form in zip(checkpoints, _forms(config), strict=True):
         tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
         product_bytes = BYTES_OF_FORM.get(form, dtype.itemsize)
         if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
@@ -236,7 +240,9 @@ def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
     """The memory that is left beside weights that are not loaded yet. Raises ConfigError if they do not fit."""
     memory = device_memory(device)
     if sum(weights) > memory.available:
-        parts = " and ".join(f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(ROLES, weights, strict=False))
+        parts = " and ".join(
+            f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(_roles(len(weights)), weights, strict=True)
+        )
         raise ConfigError(
             f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
             "choose smaller models, a smaller dtype or int8 or int4 weights"
@@ -244,13 +250,18 @@ def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
     return memory._replace(available=memory.available - sum(weights))
 
 
-def _steady(config: EngineConfig) -> tuple[bool, bool]:
-    """Whether the rows of each model are independent of each other. The draft model's numbers do not reach the text."""
-    return config.deterministic, False
+def _roles(count: int) -> list[str]:
+    """The roles of so many models."""
+    return ["target", "draft"] if count == 2 else ["target", *(f"draft {n + 1}" for n in range(count - 1))]
 
 
-def _forms(config: EngineConfig) -> tuple[WeightForm, WeightForm]:
-    return config.target_weights, config.draft_weights
+def _steady(config: EngineConfig) -> list[bool]:
+    """Whether the rows of each model are independent of each other. The draft models' numbers do not reach the text."""
+    return [config.deterministic, *(False for _ in config.draft_models)]
+
+
+def _forms(config: EngineConfig) -> list[WeightForm]:
+    return [config.target_weights, *(config.draft_weights for _ in config.draft_models)]
 
 
 def _make_runners(
@@ -258,7 +269,7 @@ def _make_runners(
     checkpoints: Seq[Checkpoint],
     max_len: int,
     device: torch.device,
-    make_drafter: MakeDrafter,
+    make_models: MakeModels,
 ) -> list[Runner]:
     """Load each model and give it its share of the KV memory that is left beside the weights."""
     dtype = _dtype(config.dtype, device)
@@ -276,7 +287,7 @@ def _make_runners(
                 max_len=min(max_len, c.shape.max_position_embeddings),  # a draft's context may be shorter
                 weights=Weights(form, config.quantize_head, config.products, steady, copies * size // sum(planned)),
             )
-            for c, form, steady, size in zip(checkpoints, _forms(config), _steady(config), planned, strict=False)
+            for c, form, steady, size in zip(checkpoints, _forms(config), _steady(config), planned, strict=True)
         ]
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -285,7 +296,7 @@ def _make_runners(
     weights = [decoder.weight_bytes for decoder in decoders]
     activations = None
     if config.cache == "paged" and (device.type == "cuda" or config.memory_fraction is not None):
-        activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_drafter)
+        activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_models)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
     contexts = _contexts(decoder.config for decoder in decoders)
     sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory, contexts)
@@ -293,7 +304,7 @@ def _make_runners(
     table.tell()
     return [
         Runner(decoder, layout, device, deterministic=steady)
-        for decoder, layout, steady in zip(decoders, table.layouts, _steady(config), strict=False)
+        for decoder, layout, steady in zip(decoders, table.layouts, _steady(config), strict=True)
     ]
 
 
@@ -306,11 +317,11 @@ def _memory_table(
     activations: int | None,
     memory: DeviceMemory,
 ) -> MemoryTable:
-    names, device = (config.target, config.draft or ""), torch.device(config.device)
+    names, device = (config.target, *config.draft_models), torch.device(config.device)
     forms = [str(dtype).removeprefix("torch.") if form == "as_is" else form for form in _forms(config)]
     models = [
         ModelMemory(role, name, form, size, kv_shape(shape, dtype, device).token_bytes)
-        for role, name, form, size, shape in zip(ROLES, names, forms, weights, configs, strict=False)
+        for role, name, form, size, shape in zip(_roles(len(names)), names, forms, weights, configs, strict=True)
     ]
     return MemoryTable(config.device, tuple(models), tuple(sized), activations, memory)
 

@@ -1,6 +1,7 @@
 """Whether a draft's tokenizer fits the target's: with the same ids the draft drafts everything, else what both have."""
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.config import ConfigError
@@ -43,6 +44,21 @@ def check_pair(target: Side, draft: Side) -> Translation | None:
         *(draft.name, f"{shared:,}", f"{len(theirs.data):,}", 100 * shared / len(theirs.data)),
     )
     return Translation(ours, theirs)
+
+
+def check_drafts(target: Side, drafts: Seq[Side]) -> Translation | None:
+    """Check each draft against the target as check_pair does. Raises ConfigError also if one of several drafts has
+    other ids than the target."""
+    translations = [check_pair(target, draft) for draft in drafts]
+    if len(drafts) < 2:
+        return translations[0] if drafts else None
+    for draft, translation in zip(drafts, translations, strict=True):
+        if translation is not None:
+            raise ConfigError(
+                f"draft {draft.name} has another tokenizer than target {target.name}, and several drafts need the "
+                "target's: name it alone as draft, or leave it out"
+            )
+    return None
 
 
 def _same_ids(one: Tokenizer, other: Tokenizer) -> bool:

@@ -22,6 +22,7 @@ from cache.protocol import CacheFull
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
+from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.models.runner import Feed, Runner
 from engine.profile_cache import ProfileFile
@@ -68,7 +69,7 @@ def profile(
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
     no memory. A plain round of one sequence is always measured. An interrupted profile is empty.
     """
-    models = [part for part in _all_drafters(drafter) if isinstance(part, ModelDrafter)]
+    models = _models(drafter)
     runners = [m.runner for m in models]
     began = perf_counter()
     file = ProfileFile([target, *runners], max_running, depth)
@@ -300,8 +301,11 @@ def _lower_quartile(values: Seq[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
-def _all_drafters(drafter: Drafter) -> Seq[Drafter]:
-    return drafter.drafters if isinstance(drafter, ChainedDrafter) else (drafter,)
+def _models(drafter: Drafter) -> list[ModelDrafter]:
+    """The draft model of drafter `model`, if there is one."""
+    parts = drafter.drafters if isinstance(drafter, ChainedDrafter) else (drafter,)
+    firsts = (part.models[0] if isinstance(part, MergedDrafter) else part for part in parts)
+    return [first for first in firsts if isinstance(first, ModelDrafter)]
 
 
 def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:

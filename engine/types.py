@@ -16,7 +16,7 @@ from policies.reasons import REASONS as REASONS
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["engine_error", "deadline_exceeded"]
 Verifier = Literal["match", "rejection", "block"]
-DrafterName = Literal["model", "ngram", "lookup", "prediction", "cascade", "suffix", "lookahead"]
+DrafterName = Literal["model", "ngram", "lookup", "prediction", "cascade", "suffix", "lookahead", "merged"]
 VERIFIERS: tuple[Verifier, ...] = get_args(Verifier)
 DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
 

@@ -1,13 +1,19 @@
-"""Train the demo pair from scratch: a tokenizer, a target, and a draft distilled from the target.
+"""Train the demo pair from scratch: a tokenizer, a target, a draft distilled from the target, and a second draft.
 
     python -m scripts.train_demo_pair tokenizer --out DIR
     python -m scripts.train_demo_pair target --out DIR --minutes 70
     python -m scripts.train_demo_pair draft --out DIR --minutes 12
     python -m scripts.train_demo_pair draft --out DIR --minutes 14 --resume --lr 2e-3
+    python -m scripts.train_demo_pair draft2 --out DIR --minutes 3 --batch 4 --lr 2e-3
+    python -m scripts.train_demo_pair draft2 --out DIR --minutes 3 --batch 4 --lr 1e-3 --resume --seed 3
     python -m scripts.eval_pair DIR
 
-Runs on a GPU if there is one, else on the CPU. DIR/target and DIR/draft become ordinary Hugging Face checkpoints
-(config.json, bf16 model.safetensors, tokenizer.json). The fp32 weights for --resume stay in DIR/work.
+The second draft begins as a copy of the first and learns where that one fails (boost-tuning: SpecInfer, Miao et al.
+2023, arXiv 2305.09781). To train it for the embedded pair, copy tokenizer.json, and both model.safetensors as
+target.safetensors and draft.safetensors, to DIR/work.
+
+Runs on a GPU if there is one, else on the CPU. The models in DIR become ordinary Hugging Face checkpoints (config.json,
+bf16 model.safetensors, tokenizer.json). The fp32 weights for --resume stay in DIR/work.
 """
 
 import argparse
@@ -45,6 +51,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "target": {"hidden_size": 192, "num_hidden_layers": 14, "num_attention_heads": 3, "intermediate_size": 512},
     "draft": {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 352},
 }
+SHAPES["draft2"] = SHAPES["draft"]
+BOOST = 4.0  # default of --boost
 WARMUP_STEPS = 30
 DECAY_FROM = 0.55  # share of the budget with a constant learning rate; then it falls linearly to 2 %
 CHECKPOINT_STEPS = 200
@@ -117,21 +125,32 @@ def target_loss(model: nn.Module, window: torch.Tensor) -> tuple[torch.Tensor, d
     return loss, {}
 
 
-def draft_loss(model: nn.Module, target: nn.Module, window: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+def draft_loss(
+    model: nn.Module, target: nn.Module, window: torch.Tensor, first: nn.Module | None = None, boost: float = BOOST
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Return λ·CE(p, q) + (1 - λ)·TV(p, q) with λ = exp(-3α), where α = Σ min(p, q) is the acceptance.
 
     At low acceptance cross-entropy dominates: its gradient reaches tokens to which q gives no probability. Later total
-    variation dominates, which is 1 - α.
+    variation dominates, which is 1 - α. With a first draft, positions at which its best token is not the target's have
+    the weight `boost` in all means, and the others 1.
     """
     with torch.no_grad():
         p = target(window[:, :-1]).logits.softmax(-1)  # [batch, context, vocab]
+        best = p.argmax(-1)
+        fails = torch.zeros_like(best) if first is None else first(window[:, :-1]).logits.argmax(-1) != best
+        shares = 1 + (boost - 1) * fails.float()
+        shares /= shares.sum()
     log_q = model(window[:, :-1]).logits.log_softmax(-1)
     q = log_q.exp()
-    alpha = torch.minimum(p, q.detach()).sum(-1).mean().item()
+    alpha = (shares * torch.minimum(p, q.detach()).sum(-1)).sum().item()
     weight = math.exp(-3 * alpha)
-    cross_entropy = -(p * log_q).sum(-1).mean()
-    variation = 0.5 * (p - q).abs().sum(-1).mean()
-    return weight * cross_entropy + (1 - weight) * variation, {"alpha": alpha}
+    cross_entropy = -(shares * (p * log_q).sum(-1)).sum()
+    variation = 0.5 * (shares * (p - q).abs().sum(-1)).sum()
+    told = {"alpha": alpha}
+    if first is not None:
+        right = log_q.argmax(-1) == best
+        told |= {"rescued": right[fails].float().mean().item(), "kept": right[~fails].float().mean().item()}
+    return weight * cross_entropy + (1 - weight) * variation, told
 
 
 @torch.no_grad()
@@ -157,20 +176,22 @@ def train(role: str, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     work = args.out / "work"
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
-    model = new_model(role)
+    model, target, first = new_model(role), None, None
+    if role != "target":
+        target = load_weights(new_model("target"), work / "target.safetensors").eval()
+    if role == "draft2":
+        first = load_weights(new_model("draft"), work / "draft.safetensors").eval()
+        model.load_state_dict(first.state_dict())
     if args.resume:
         load_weights(model, work / f"{role}.safetensors")
-    target = None
-    if role == "draft":
-        target = load_weights(new_model("target"), work / "target.safetensors").eval()
     optimisers = make_optimisers(model, args.lr)
     held = held_out_tokens(tokenizer, args.corpus)[0]
-    batches = windows(training_tokens(tokenizer, args.corpus), args.batch, args.context, seed=2 if args.resume else 1)
+    batches = windows(training_tokens(tokenizer, args.corpus), args.batch, args.context, args.seed or 1 + args.resume)
     budget = TrainingBudget(args.minutes, args.steps, time.monotonic())
     step = 0
     for step, used in spend(budget):
         window = next(batches).to(DEVICE)
-        loss, extra = draft_loss(model, target, window) if target else target_loss(model, window)
+        loss, extra = draft_loss(model, target, window, first, args.boost) if target else target_loss(model, window)
         step_once(optimisers, model, loss, args.lr * learning_rate_scale(step, used))
         if step % LOG_STEPS == LOG_STEPS - 1:
             log(step + 1, args, loss=loss.item(), seconds=time.monotonic() - budget.start, **extra)
@@ -218,7 +239,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["tokenizer", "target", "draft"])
+    parser.add_argument("part", choices=["tokenizer", "target", "draft", "draft2"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, default=STDLIB, help="a folder of Python files")
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -227,6 +248,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--resume", action="store_true", help="start from the weights in DIR/work")
+    parser.add_argument("--boost", type=float, default=BOOST, help="draft2: weight of positions where the draft fails")
+    parser.add_argument("--seed", type=int, help="of the windows; default: 1, with --resume 2")
     args = parser.parse_args(argv)
     (args.out / "work").mkdir(parents=True, exist_ok=True)
     if args.part == "tokenizer":

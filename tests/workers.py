@@ -56,6 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class GroupScheduling(LoadScopeScheduling):
         """Each worker gets the first group that is left among those that it collected."""
 
+        collection: list[str] | None
+
         def _split_scope(self, nodeid: str) -> str:
             return worker_group(nodeid)
 
@@ -64,14 +66,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def schedule(self) -> None:
             if self.collection is None:
-                self.collection = list(
-                    dict.fromkeys(n for found in self.registered_collections.values() for n in found)
-                )
-                for nodeid in self.collection:
+                tests = list(dict.fromkeys(n for found in self.registered_collections.values() for n in found))
+                self.collection = tests
+                for nodeid in tests:
                     self.workqueue.setdefault(worker_group(nodeid), {})[nodeid] = False
                 self._check_collections()
                 # A worker that has collected nothing would end the run with "no tests collected".
-                self.config.pluginmanager.getplugin("dsession")._session.testscollected = len(self.collection)
+                self.config.pluginmanager.getplugin("dsession")._session.testscollected = len(tests)
             for node in self.registered_collections.keys() & self.assigned_work.keys():
                 self._reschedule(node)
 

@@ -152,6 +152,28 @@ def _check_laws(draft: Draft, device: torch.device) -> None:
         )
 
 
+def try_offer(drafter: Drafter, sequence: Sequence, k: int) -> Offer:
+    """The drafter's offer. One that raises offers nothing (R9)."""
+    try:
+        return drafter.offer(sequence, k)
+    except Exception:
+        log.exception("a drafter failed to make an offer; it is skipped")
+        return NO_OFFER
+
+
+def try_propose(drafter: Drafter, batch: DraftBatch, ks: Seq[int], device: torch.device) -> Draft:
+    """The drafter's draft. One that raises, or whose draft has not the form of `Draft`, proposes nothing (R9)."""
+    if not any(ks):
+        return Draft.none(len(ks))
+    try:
+        draft = drafter.propose(batch, ks)
+        check_draft(draft, ks, device)
+    except Exception:
+        log.exception("a drafter failed; this round runs without its drafts")
+        return Draft.none(len(ks), failed=True)
+    return draft
+
+
 def try_forget(drafter: Drafter, sequence: Sequence) -> bool:
     """Whether the drafter forgot the sequence. If it raised, no request pays for it (R9); the audit finds a leak."""
     try:

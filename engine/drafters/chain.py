@@ -15,8 +15,9 @@ from engine.drafters.base import (
     Drafter,
     DrafterFault,
     Offer,
-    check_draft,
     try_forget,
+    try_offer,
+    try_propose,
 )
 from engine.drafters.merging import merge_drafts
 from engine.sampling.acceptance import Verdict
@@ -56,7 +57,7 @@ class ChainedDrafter:
         for stage in self._stages:
             name = stage.names.get(sequence.drafter)
             if name is not None:
-                offer = _try_offer(stage.drafter, sequence, k)
+                offer = try_offer(stage.drafter, sequence, k)
                 if offer.max_k > 0:
                     return offer._replace(source=name)
         return NO_OFFER
@@ -80,6 +81,8 @@ class ChainedDrafter:
         for stage in self._stages:
             try:
                 stage.drafter.observe(batch, verdict)
+            except DrafterFault:  # it has forgotten them already, as far as it had to
+                failed = True
             except Exception:
                 log.exception("a drafter failed to observe; it forgets the round's sequences")
                 for sequence in batch.sequences:
@@ -99,22 +102,9 @@ class ChainedDrafter:
             stage.drafter.audit(live)
 
     def _propose_by(self, stage: Stage, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        try:
-            draft = stage.drafter.propose(batch, ks)
-            check_draft(draft, ks, self._device)
-        except Exception:
-            log.exception("a drafter failed; this round runs without its drafts")
-            return Draft.none(len(ks), failed=True)
+        draft = try_propose(stage.drafter, batch, ks, self._device)
         names = (stage.names[s.drafter] if k else None for s, k in zip(batch.sequences, draft.ks, strict=True))
         return replace(draft, proposers=tuple(names))
-
-
-def _try_offer(drafter: Drafter, sequence: Sequence, k: int) -> Offer:
-    try:
-        return drafter.offer(sequence, k)
-    except Exception:
-        log.exception("a drafter failed to make an offer; it is skipped")
-        return NO_OFFER
 
 
 def _stages(chains: Mapping[DrafterName, Chain]) -> tuple[Stage, ...]:

@@ -20,8 +20,13 @@ def merge_drafts(drafts: Seq[Draft], count: int) -> Draft:
         merged = with_tokens[0]
     else:
         merged = _merge_tensors(with_tokens, count)
+    return with_costs_of(merged, drafts)
+
+
+def with_costs_of(draft: Draft, drafts: Seq[Draft]) -> Draft:
+    """The draft with the steps, fed tokens, time and failure of all these together."""
     return replace(
-        merged,
+        draft,
         steps=sum(d.steps for d in drafts),
         read=sum(d.read for d in drafts),
         forward_us=sum(d.forward_us for d in drafts),

@@ -54,13 +54,17 @@ class ModelDrafter:
         max_catch_up: int,
         chunk: int,
         translation: Translation | None = None,
+        rank: int = 0,
     ) -> None:
+        """rank: of the noise of draws that are not coupled; models that draft for the same sequence have ranks of their
+        own."""
         self.runner = runner
         runner.translation = translation
         self._shared = None if translation is None else SharedTokens(translation, target_vocab, runner.device)
         self._vocab = min(target_vocab, runner.vocab_size)
         self._max_catch_up = max_catch_up
         self._chunk = chunk
+        self._rank = rank
         self._drafted: set[int] = set()  # handles of the sequences that the latest proposal has drafts for
         self._fed_trees: dict[int, FedTree] = {}  # by handle: what the model has read of the latest proposal's trees
         self._given_up: set[int] = set()  # handles of the sequences whose draft was not finite
@@ -111,7 +115,7 @@ class ModelDrafter:
     def _draw(self, batch: DraftBatch, max_ks: Seq[int], active: list[int], logits: Tensor) -> Draft:
         """Draw up to max_ks[i] drafts for sequence i. The first column is drawn from `logits` [len(active), vocab], and
         one forward gives the logits of each further column."""
-        columns = DraftColumns(batch, max_ks, active, self.runner.device)
+        columns = DraftColumns(batch, max_ks, active, self.runner.device, self._rank)
         steps = read = 0
         while True:
             shared = self._shared
@@ -229,13 +233,13 @@ class ModelDrafter:
 class DraftColumns:
     """A draft in the making. Each column is one more token of every sequence that is still active."""
 
-    def __init__(self, batch: DraftBatch, max_ks: Seq[int], active: Seq[int], device: torch.device) -> None:
+    def __init__(self, batch: DraftBatch, max_ks: Seq[int], active: Seq[int], device: torch.device, rank: int) -> None:
         self.active = list(active)  # indices in the batch
         self._batch = batch
         self._max_ks = max_ks
         self._ks = [0] * len(max_ks)
         self._tokens = torch.zeros(max(max_ks), len(max_ks), dtype=torch.int64, device=device)
-        self._laws = DraftLaws([i for i in active if not batch.sequences[i].coupled], max(max_ks))
+        self._laws = DraftLaws([i for i in active if not batch.sequences[i].coupled], max(max_ks), rank)
         self._confidence = ConfidenceLimit.of(batch.confidences, device)
         self._active_index = self._index(self.active)
         self._column = 0
@@ -288,10 +292,11 @@ class DraftColumns:
 class DraftLaws:
     """Draws a round's drafts, and keeps the log-laws [n, depth, vocab] of the sequences whose verifier needs them."""
 
-    def __init__(self, indices: Seq[int], depth: int) -> None:
+    def __init__(self, indices: Seq[int], depth: int, rank: int = 0) -> None:
         self.rows = {i: row for row, i in enumerate(indices)}  # index in the batch → row of the table
         self.table: Tensor | None = None
         self._depth = depth
+        self._rank = rank
 
     def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
         """Draw the next draft of each active sequence from logits [len(active), vocab], after the drafts [B, j]."""
@@ -305,7 +310,7 @@ class DraftLaws:
         law_rows = [rows[n] for n in with_law]
         laws = sampler.laws(scores[index], law_rows)
         self._keep([active[n] for n in with_law], ahead, laws)
-        drawn = sampler.propose(laws, law_rows)
+        drawn = sampler.propose(laws, law_rows, self._rank)
         if len(with_law) == len(active):
             return drawn
         return sampler.sample(scores, rows, drafting=True).index_copy(0, index, drawn)

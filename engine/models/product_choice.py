@@ -6,7 +6,8 @@ cache or memory that it is read from in service.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil
@@ -27,6 +28,7 @@ SAMPLE_BYTES = 32 * 2**20  # of a larger model or weight only about so many are 
 CHANNELS = 64  # a part of a weight has a multiple of so many, as kernels compute them in blocks
 MIN_SWEEPS, MAX_SWEEPS = 2, 8
 STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
+PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
 MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # of each bucket: plain decoding has 1 row, verification of a text 3 to 9
 
@@ -80,16 +82,20 @@ def choose_forms(
     choices = {shape: best_choice(times[shape]) for shape in groups}
     if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
         choices = {shape: best_choice(times[shape], most_forms=1) for shape in groups}
-    for shape, members in groups.items():
+    for shape in groups:
         log.debug("products of %s: %s", shape, describe(choices[shape]))
-        for product in members:
-            product.use(choices[shape])
+    with ThreadPoolExecutor(PACKERS, thread_name_prefix="weights") as pool:
+        list(pool.map(lambda member: member[1].use(choices[member[0]]), _members(groups)))
     copied, count = _copied_bytes(groups, choices), len(groups)
     twice = sum(len(set(choice)) > 1 for choice in choices.values())
     log.info(
         "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",
         *(source, perf_counter() - began, twice, count, copied / 1e6),
     )
+
+
+def _members(groups: Mapping[ProductShape, Sequence[Linear]]) -> Iterator[tuple[ProductShape, Linear]]:
+    return ((shape, product) for shape, members in groups.items() for product in members)
 
 
 def best_choice(times: Times, most_forms: int = 2) -> Choice:

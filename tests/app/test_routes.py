@@ -29,7 +29,7 @@ CARD = {
     "sampling_defaults": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
     "speculation_defaults": {
         "policy": "goodput",
-        "drafters": ["model", "ngram", "lookup", "prediction", "cascade", "suffix", "lookahead"],
+        "drafters": ["model", "ngram", "lookup", "prediction", "cascade", "suffix", "lookahead", "merged"],
         "drafter": "model",
         "verifier": "match",
     },

@@ -42,7 +42,7 @@ def test_what_a_greedy_target_accepts(tokens: list[int], parents: Parents, outpu
 def test_repeated_requests_are_drafted_from_each_other() -> None:
     work = agents.Work("tool", [5, 6], [*range(100, 140)])
     for shared, rounds in ((True, 8), (False, 80)):
-        drafter = make_drafters(None, torch.device("cpu"), 1000 if shared else 0)
+        drafter = make_drafters([], torch.device("cpu"), 1000 if shared else 0)
         played = agents.play([work, work], drafter, agents.GuessVariant("suffix", "suffix", tree=True), rows=16)
         assert played.emitted == {"tool": 80}
         assert played.accepted == 80 - played.rounds.total()

@@ -119,6 +119,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no choice": ({"dtype": "int4"}, "dtype: Input should be 'auto', 'float64'"),
     "conflict": ({"kv_tokens": 4096, "memory_fraction": 0.5}, "kv_tokens and memory_fraction both say how large"),
     "too long": ({"max_model_len": 5000}, f"max_model_len 5000 is too long: target {DEMO} allows 2048"),
+    "no such draft": ({"drafts": [str(DEMO), "/nope"]}, "drafts: there is no directory /nope: give the directory"),
     "no keys": ({"api_key_file": "/nope/keys"}, "api_key_file: /nope/keys cannot be read: No such file"),
     "no template": ({"chat_template": "/nope/a.jinja"}, "chat_template: there is no file /nope/a.jinja"),
     "no GPU": ({"device": "cuda"}, "device: cuda was asked for, and this machine has no GPU with a driver"),

@@ -91,6 +91,16 @@ def test_strings_from_the_command_line_become_what_they_say() -> None:
     assert settings.num_cpus == 0.5
 
 
+@pytest.mark.parametrize("said", ["models/demo/draft models/demo/target", ["models/demo/draft", "models/demo/target"]])
+def test_several_drafts_take_the_place_of_the_embedded_one(said: Any) -> None:
+    settings = Settings.model_validate({"drafts": said, "drafter": "merged"})
+    config = settings.freeze("cpu")
+    assert config.draft is None
+    assert config.drafts == config.draft_models == (str(ROOT / "models/demo/draft"), str(ROOT / "models/demo/target"))
+    assert config.drafter == "merged"
+    assert Settings().freeze("cpu").draft_models == (str(ROOT / "models/demo/draft"),)
+
+
 def test_the_forms_of_the_weights_reach_the_engine() -> None:
     config = Settings.model_validate(
         {"target_weights": "int8", "draft_weights": "int8", "quantize_head": "false"}
@@ -277,7 +287,8 @@ def test_a_bad_live_setting_is_refused_by_name(fields: Any, reason: str) -> None
 
 def test_the_engines_drafters_and_verifiers_can_be_set() -> None:
     for name in DRAFTERS:
-        assert Settings.model_validate({"drafter": name}).freeze("cpu").drafter == name
+        drafts = {"drafts": "a b"} if name == "merged" else {}
+        assert Settings.model_validate({"drafter": name, **drafts}).freeze("cpu").drafter == name
     for verifier in VERIFIERS:
         assert Settings.model_validate({"verifier": verifier}).freeze("cpu").verifier == verifier
 
@@ -331,6 +342,8 @@ def test_the_embedded_pair_is_demo_however_it_is_spelt(target: str) -> None:
         ({"drafter": "eagle"}, "'cascade'"),
         ({"drafter": True}, "'cascade'"),
         ({"drafter": "model", "draft": "none"}, "needs a draft checkpoint"),
+        ({"drafter": "merged"}, "needs at least two draft checkpoints"),
+        ({"draft": "a", "drafts": "b c"}, "are both set: set one of them"),
         ({"verifier": "typical"}, "'match', 'rejection' or 'block'"),
         ({"target": ""}, "at least 1 character"),
         ({"num_cpus": 0}, "greater than 0"),

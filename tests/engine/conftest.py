@@ -1,6 +1,7 @@
 """One tiny pair for all tests of the engine."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers.utils import logging
 
 from engine.sampling import noise
 from tests.engine.forked import Forks, forks
-from tests.engine.pairs import Pair, Shape, save_pair
+from tests.engine.pairs import Pair, Shape, save_checkpoint, save_pair
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,6 +39,13 @@ def pruned_races() -> Iterator[None]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """llama, two layers, untied; about a third of the draft's tokens agree."""
     return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def drafts(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two drafts for the pair's target: the pair's own, and one that errs elsewhere."""
+    path = tmp_path_factory.mktemp("second") / "draft"
+    return pair.draft, save_checkpoint(path, Shape(), seed=3, like=Path(pair.target), noise=0.12)
 
 
 @pytest.fixture(scope="session")

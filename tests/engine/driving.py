@@ -10,6 +10,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.chain import ChainedDrafter
+from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.sequence import Sequence
@@ -32,17 +33,28 @@ DEFAULT = SamplingParams()
 
 
 def load(pair: Pair, **config: Any) -> Engine:
-    """An engine over a tiny pair. Defaults: fp64, and a fixed k of 5, or max_spec_length if that is smaller."""
+    """An engine over a tiny pair. Defaults: fp64, and a fixed k of 5, or max_spec_length if that is smaller. `drafts`
+    take the place of the pair's draft."""
     policy = PolicyConfig("fixed", k=min(5, config.get("max_spec_length", 5)))
     settings = {"dtype": "float64", "max_model_len": 96, "policy": policy, **kv_config(), **config}
-    return Engine.from_config(EngineConfig(target=pair.target, draft=pair.draft, **settings))
+    draft = None if config.get("drafts") else pair.draft
+    return Engine.from_config(EngineConfig(target=pair.target, draft=draft, **settings))
+
+
+def model_drafters(engine: Engine) -> tuple[ModelDrafter, ...]:
+    """The engine's draft models as drafters."""
+    assert isinstance(engine.drafter, ChainedDrafter)
+    (models,) = (
+        part.models if isinstance(part, MergedDrafter) else (part,)
+        for part in engine.drafter.drafters
+        if isinstance(part, ModelDrafter | MergedDrafter)
+    )
+    return models
 
 
 def model_drafter(engine: Engine) -> ModelDrafter:
-    """The engine's draft-model drafter."""
-    assert isinstance(engine.drafter, ChainedDrafter)
-    (drafter,) = (part for part in engine.drafter.drafters if isinstance(part, ModelDrafter))
-    return drafter
+    """The drafter `model`."""
+    return model_drafters(engine)[0]
 
 
 def make_sequence(
@@ -138,7 +150,8 @@ def drive(
     engine.audit()
     assert engine.target.cache.free_slots == engine.config.max_running
     if isinstance(engine.drafter, ChainedDrafter):
-        assert model_drafter(engine).runner.cache.free_slots == engine.config.max_running
+        for model in model_drafters(engine):
+            assert model.runner.cache.free_slots == engine.config.max_running
     for request_id, told in run.received.items():
         check_finished(request_id, told)
     check_steps(run)

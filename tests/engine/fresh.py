@@ -16,7 +16,7 @@ from cache.storage import Blocks, SlottedStorage
 from engine.engine import Engine
 from engine.models.runner import Feed, Runner
 from engine.sequence import Sequence
-from tests.engine.driving import make_sequence, model_drafter
+from tests.engine.driving import make_sequence, model_drafters
 
 TOLERANCE = 1e-9  # in fp64
 STORAGES = {"mapped": MappedStorage, "gathered": GatheredStorage, "slotted": SlottedStorage}
@@ -39,11 +39,13 @@ class Checker:
 
     def __init__(self, engine: Engine, *, logits: bool = True) -> None:
         self.engine = engine
-        self.runners = {"target": engine.target, "draft": model_drafter(engine).runner}
+        names = ("target", "draft", "second draft")
+        drafts = (model.runner for model in model_drafters(engine))
+        self.runners = dict(zip(names, (engine.target, *drafts), strict=False))
         slots = engine.config.max_running
         self.fresh = {n: Runner(r.decoder, Layout(slots, r.cache.max_len), r.device) for n, r in self.runners.items()}
-        self.compared = {"target": 0, "draft": 0}  # positions of sequences
-        self.indexed = {"target": 0, "draft": 0}  # and of the indices
+        self.compared = dict.fromkeys(self.runners, 0)  # positions of sequences
+        self.indexed = dict.fromkeys(self.runners, 0)  # and of the indices
         self._logits = logits
         self._seen: list[Sequence] = []  # every sequence there ever was
         add = engine.scheduler.add

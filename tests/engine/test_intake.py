@@ -431,7 +431,10 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
     ("changes", "message"),
     [
         ({"verifier": "typical"}, "verifier 'typical' is not one of match, rejection, block"),
-        ({"drafter": "medusa"}, "drafter 'medusa' is not one of model, ngram, lookup, prediction, cascade, suffix"),
+        ({"drafter": "medusa"}, "drafter 'medusa' is not one of model, .*, lookahead, merged"),
+        ({"drafter": "merged"}, "drafter 'merged' needs at least two draft checkpoints: drafts has 0"),
+        ({"drafts": ("a", "b")}, "draft d and drafts a, b are both set: set one of them"),
+        ({"draft": None, "drafts": ("a", "b"), "deterministic": True}, "deterministic cannot be honoured with several"),
         ({"drafter": "model", "draft": None}, "drafter 'model' needs a draft checkpoint, and draft is not set"),
         ({"policy": PolicyConfig("fixed", k=17)}, "policy fixed with k 17 exceeds max_spec_length, which is 16"),
         ({"policy": PolicyConfig("heuristic", k=17)}, "policy heuristic with k 17 exceeds max_spec_length"),
@@ -447,9 +450,11 @@ def test_configurations_that_cannot_start(changes: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_can_be_the_default(pair: Pair, name: DrafterName) -> None:
-    engine = load(pair, drafter=name)
-    assert engine.drafters == ("ngram", "lookup", "prediction", "cascade", "suffix", "lookahead", "model")
+def test_every_drafter_can_be_the_default(pair: Pair, drafts: tuple[str, str], name: DrafterName) -> None:
+    several = {"drafts": drafts} if name == "merged" else {}
+    engine = load(pair, drafter=name, **several)
+    has: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix", "lookahead", "model")
+    assert engine.drafters == ((*has, "merged") if several else has)
     assert record_of(engine, BASE).drafter == name
 
 

@@ -1,5 +1,6 @@
 """The activation budget covers what real rounds allocate, with every feature that a request can ask for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def measured(wide: Pair) -> tuple[Engine, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "measure_largest_rounds", measure)
         patch.setattr("engine.engine.profile", lambda *_: [])  # times are not looked at
-        engine = load(wide, **LIMITS)
+        engine = load(wide, drafts=(wide.draft, wide.draft), **LIMITS)
     return engine, budgets[0]
 
 
@@ -59,6 +60,19 @@ def largest_step(engine: Engine, requests: list[Request]) -> int:
     while engine.has_work:
         sizes.append(measure_activations(engine.step, CPU))
     return max(sizes)
+
+
+def test_merged_drafts_stay_within_the_budget(measured: tuple[Engine, int]) -> None:
+    """The first prompt of several is read a pass before the others, so the sequences have different numbers of drafts
+    at the end."""
+    engine, budget = measured
+    params = SamplingParams(
+        temperature=0.9, top_p=0.95, frequency_penalty=0.5, logprobs=20, max_tokens=6, ignore_eos=True, seed=1
+    )
+    asked = {"k": 4, "verifier": "rejection", "drafter": "merged"}
+    requests = [Request(f"merged-{i}", tuple(range(40, 60)), params, **asked) for i in range(4)]  # type: ignore[arg-type]
+    used = largest_step(engine, requests)
+    assert 12 * VOCAB * 8 < used <= budget
 
 
 @pytest.mark.parametrize("verifier", ["match", "block"])
@@ -138,9 +152,20 @@ def test_the_plan_needs_no_weights_and_tells_the_same(
         planned = str(plan_memory(config))
     rows = [line.split() for line in planned.splitlines()]
     assert [row[0] for row in rows] == ["cpu", "target", "draft", "KV", "activations", "room", "requests"]
+    several = str(plan_memory(replace(config, draft=None, drafts=(wide.draft, wide.target))))
+    one, both = (kv_tokens_bytes(table) for table in (planned, several))
+    assert both > one  # the second draft's
+    assert [line.split("MiB")[0].split()[:-1] for line in several.splitlines()[1:4]] == [
+        ["target"], ["draft", "1"], ["draft", "2"],
+    ]  # fmt: skip
     for line in ("KV", "requests", "activations"):
         assert _line(planned, line) == _line(logged, line)
     assert "at once: 4 of 128 tokens (max_running 4)" in planned
+
+
+def kv_tokens_bytes(table: str) -> float:
+    """MiB of the KV memory of all models."""
+    return float(_line(table, "KV").split()[1].replace(",", ""))
 
 
 def _line(table: str, name: str) -> str:

@@ -191,8 +191,9 @@ def guess_of(tokens: Seq[int], drafter: DrafterName | None) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return load(pair, max_running=16, max_spec_length=8, max_step_tokens=512, prefill_chunk=512)  # pieces would vary k
+def engine(pair: Pair, drafts: tuple[str, str]) -> Engine:
+    limits = {"max_running": 16, "max_spec_length": 8, "max_step_tokens": 512, "prefill_chunk": 512}
+    return load(pair, drafts=drafts, **limits)  # pieces of prompts would vary k
 
 
 @pytest.fixture(scope="module")
@@ -619,7 +620,8 @@ def doubled(head: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("spoil", [torch.zeros_like, doubled], ids=["all equal", "pairs"])
 def test_ties_take_the_lowest_id_on_every_path(pair: Pair, tmp_path: Path, spoil: Callable[[Tensor], Tensor]) -> None:
-    engine = load(tie(pair, tmp_path, spoil), max_spec_length=8)
+    tied = tie(pair, tmp_path, spoil)
+    engine = load(tied, drafts=(tied.draft, tied.target), max_spec_length=8)
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
     requests = [
         Request(f"{d}, {v}, {k}", make_prompt(), params, k, verifier=v, drafter=d)

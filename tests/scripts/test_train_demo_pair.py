@@ -34,10 +34,11 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("tokenizer", "target", "draft"):
         main([part, *common])
     main(["draft", "--resume", *common])
+    main(["draft2", *common])
     return out
 
 
-@pytest.mark.parametrize(("role", "layers", "hidden"), [("target", 14, 192), ("draft", 1, 128)])
+@pytest.mark.parametrize(("role", "layers", "hidden"), [("target", 14, 192), ("draft", 1, 128), ("draft2", 1, 128)])
 def test_training_ends_in_checkpoints_that_transformers_runs(
     trained: Path, role: str, layers: int, hidden: int
 ) -> None:
@@ -60,6 +61,17 @@ def test_the_checkpoint_is_the_trained_model_rounded(trained: Path) -> None:
     for name, weight in exported.named_parameters():
         assert torch.equal(weight, kept[name].to(torch.bfloat16))
     assert any(not torch.equal(kept[name], untrained[name]) for name in kept)
+
+
+def test_the_second_draft_begins_as_the_first(trained: Path, source: Path) -> None:
+    """A learning rate of 0 leaves it there; that of the fixture does not."""
+    work, first = trained / "work", load_weights(new_model("draft"), trained / "work" / "draft.safetensors")
+    moved = load_weights(new_model("draft2"), work / "draft2.safetensors")
+    main(["draft2", f"--out={trained}", f"--corpus={source}", "--steps=1", "--batch=2", "--context=32", "--lr=0"])
+    still = load_weights(new_model("draft2"), work / "draft2.safetensors")
+    weights = [dict(model.named_parameters()) for model in (first, still, moved)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
 
 def test_a_checkpoint_of_another_shape_is_refused(trained: Path) -> None:
@@ -96,6 +108,18 @@ def test_the_draft_loss_is_its_formula() -> None:
     cross_entropy = -(0.5 * math.log(0.25) + 0.25 * math.log(0.25) + 0.25 * math.log(0.5))
     assert extra["alpha"] == pytest.approx(0.75)
     assert loss.item() == pytest.approx(weight * cross_entropy + (1 - weight) * 0.25)
+
+
+def test_the_second_drafts_loss_weighs_where_the_first_one_fails() -> None:
+    """Two positions: the first draft's best token is the target's at one of them."""
+    p = torch.tensor([[[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]]).log()
+    first = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]])
+    q = torch.tensor([[[0.1, 0.8, 0.1], [0.5, 0.25, 0.25]]]).log()
+    window = torch.zeros(1, 3, dtype=torch.long)
+    _, told = draft_loss(Fixed(q), Fixed(p), window, Fixed(first), boost=3.0)
+    assert told["alpha"] == pytest.approx((3 * (0.1 + 0.25 + 0.1) + 1) / 4)
+    assert (told["rescued"], told["kept"]) == (0.0, 1.0)
+    assert draft_loss(Fixed(q), Fixed(p), window)[1]["alpha"] == pytest.approx((0.45 + 1) / 2)
 
 
 def test_a_step_down_the_draft_loss_raises_the_acceptance() -> None:

@@ -189,6 +189,7 @@ def test_the_rounds_in_columns() -> None:
         "cascade",
         "suffix",
         "lookahead",
+        "merged",
     )
     assert said["specdec.reasons"] == ("none", "policy", "user", "cap", "cache", "acceptance", "load", "probe")
     columns = list(zip(*ROUNDS, strict=True))

@@ -118,12 +118,19 @@ def _bite(p: Tensor, q: Tensor) -> Tensor:
 
 
 TARGET, DRAFT = make_tables()
+# What the second of two drafts says, so that both are right in some rows and each is in others.
+SECOND_DRAFT = TARGET + torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def table_engine(
-    target: Tensor = TARGET, draft: Tensor = DRAFT, translation: Translation | None = None, **config: Any
+    target: Tensor = TARGET,
+    draft: Tensor = DRAFT,
+    translation: Translation | None = None,
+    second: Tensor | None = SECOND_DRAFT,
+    **config: Any,
 ) -> Engine:
-    """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load."""
+    """An engine over tables [ROWS, VOCAB], with every drafter there is. Prompts are read in chunks under load. second:
+    of drafter `merged`, beside `draft`; a translation leaves it out."""
     settings: dict[str, Any] = {
         "max_running": 256,
         "max_spec_length": 3,
@@ -136,7 +143,9 @@ def table_engine(
         target="table", draft="table", dtype="float64", max_model_len=MAX_LEN, **kv_config(), **settings
     )
     most = full.max_step_tokens
-    drafter = make_drafters(ModelDrafter(_runner(draft, full), VOCAB, most, most, translation), CPU, suffix_tokens=1000)
+    tables = [draft] if second is None or translation is not None else [draft, second]
+    models = [ModelDrafter(_runner(table, full), VOCAB, most, most, translation, n) for n, table in enumerate(tables)]
+    drafter = make_drafters(models, CPU, suffix_tokens=1000)
     tokenizer = cast(Tokenizer, Letters())
     return Engine(full, _runner(target, full), drafter, tokenizer, frozenset({END}), drafter.names)
 

@@ -168,5 +168,5 @@ def test_the_residual_clamped(verifier: Verifier, monkeypatch: Patch) -> None:
 @EXACT
 def test_an_argmax_draft_scored_as_a_sample(verifier: Verifier, monkeypatch: Patch) -> None:
     """jaymody/speculative-sampling #3: the likeliest token is drafted, and q is still the whole law."""
-    monkeypatch.setattr(Sampler, "propose", lambda self, laws, rows: argmax(laws))
+    monkeypatch.setattr(Sampler, "propose", lambda self, laws, rows, rank: argmax(laws))
     assert refuses(ask(verifier))

@@ -251,6 +251,14 @@ def test_a_draft_tokenizer_with_fewer_entries(pair: Pair, tmp_path: Path) -> Non
     assert len(translation.shared) == 256 + 20
 
 
+def test_several_drafts_need_the_targets_tokenizer(pair: Pair, tmp_path: Path) -> None:
+    other = copy_of(pair.draft, tmp_path / "other")
+    save_tokenizer(other, merges=20)
+    with pytest.raises(ConfigError, match=f"draft {other} has another tokenizer than target .* several drafts need"):
+        load(pair, drafts=(pair.draft, str(other)))
+    assert model_drafter(load(pair, drafts=(str(other),))).runner.translation is not None  # alone it has a translation
+
+
 def other_eos(path: Path) -> None:
     edit_json(path / "config.json", eos_token_id=7)
     edit_json(path / "generation_config.json", eos_token_id=[7, 9])
