@@ -49,8 +49,10 @@ class Outcome:
 
     @property
     def siblings(self) -> int:
-        """The drafts that are not first children."""
-        return sum(sum(map(bool, trees.ranks(parents))) for parents in self.draft.trees.values())
+        """The drafts that are not first children, in the trees that the plan asked for. What a drafter branches by
+        itself is the way in which it always drafts."""
+        wanted = (parents for i, parents in self.draft.trees.items() if self.slices[i].shape)
+        return sum(sum(map(bool, trees.ranks(parents))) for parents in wanted)
 
     def decided_drafts(self, i: int) -> tuple[int, ...]:
         """The i-th sequence's drafts: all of a chain; of a tree those on the accepted path and those rejected behind

@@ -175,4 +175,4 @@ class Timing:
     draft_s: float  # the drafters' time
     score_s: float  # the target's pass: input, forward, sampling, acceptance
     rest_s: float  # the rest of the step: scheduling, committing, publishing; 0: unknown
-    siblings: int = 0  # drafts of all sequences that are not first children; 0: all drafts are chains
+    siblings: int = 0  # drafts in trees that were asked for that are not first children; 0: only chains were asked for
