@@ -30,7 +30,7 @@ class Hopeful(Estimator):
         return np.tile(np.cumprod(np.full(16, 0.6)), (len(candidates), 1))
 
     def siblings(self, candidates: Seq[Candidate], free: bool) -> Floats:
-        return 0.5 * (super().siblings(candidates, free) > 0)
+        return np.where(super().siblings(candidates, free) > 0, 0.5, 0.0)
 
 
 class DearForwards(CostModel):
