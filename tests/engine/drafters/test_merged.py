@@ -284,7 +284,7 @@ def test_its_offer_is_what_it_drafts_and_reads(pair: Pair, drafts: tuple[str, st
     sequence.drafter = "model"
     assert merged.offer(sequence, 4) == ("model", 4, 2, True)
     sequence.drafter, sequence.verifier = "merged", "block"
-    assert merged.offer(sequence, 4) == ("merged", 4, 2, True)  # it decides about chains: the first model alone
+    assert merged.offer(sequence, 4) == ("merged", 4, 2, False)  # it decides about chains: the first model alone
     assert draft_of_first(merged, sequence)
 
 
