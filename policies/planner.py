@@ -111,22 +111,27 @@ def plan(observation: Observation) -> Allocation:
 def lone_ks(observation: Observation) -> Ints:
     """[B] the k that each sequence would get in a round of its own: by the same objective for chains, and for trees
     among those of its most valuable drafts."""
-    cost, values, nodes = observation.alone, observation.values, observation.nodes
-    batch, most = observation.survival.shape
-    k = np.arange(most + 1)
-    depths, first, branched = k[None], k[None], np.zeros((1, 1), np.int64)
+    k = np.arange(observation.survival.shape[1] + 1)
+    goodput = _lone_goodput(observation, observation.survival, k[None], k[None])
     if observation.size:
-        order = np.argsort(-values, axis=1, kind="stable")[:, :most]
-        values = np.take_along_axis(values, order, 1)
-        facts = np.stack([nodes.depths + 1, nodes.ranks == 0, nodes.branched])[:, order]  # [3, B, K]
-        none = np.zeros((batch, 1), np.int64)
-        depths, branched = (np.hstack([none, np.maximum.accumulate(part, 1)]) for part in (facts[0], facts[2]))
-        first = np.hstack([none, facts[1].cumsum(1)])
-    tokens = 1 + np.hstack([np.zeros((batch, 1)), values.cumsum(1)])
-    model_s = cost.model_s + depths * cost.step_s + (first + _behind(observation)[:, None]) * cost.token_s
+        nodes, none = observation.nodes, np.zeros((len(goodput), 1), np.int64)
+        order = np.argsort(-observation.values, axis=1, kind="stable")[:, : len(k) - 1]
+        depths = np.hstack([none, np.maximum.accumulate(nodes.depths[order] + 1, 1)])
+        reads = np.hstack([none, (nodes.ranks[order] == 0).cumsum(1)])
+        branched = np.hstack([none, np.maximum.accumulate(nodes.branched[order], 1)])
+        trees = _lone_goodput(observation, np.take_along_axis(observation.values, order, 1), depths, reads)
+        goodput = np.maximum(goodput, trees / np.where(branched, observation.alone.tree, 1))
+    return np.where(k <= observation.limits[:, None], goodput, 0.0).argmax(1)
+
+
+def _lone_goodput(observation: Observation, values: Floats, depths: Ints, reads: Ints) -> Floats:
+    """[B, K + 1] of a round of each sequence alone, by its number of drafts. values: of the 1st, 2nd … draft; depths,
+    reads: the most drafts on a path, and the drafts that are read, so far."""
+    cost, k = observation.alone, np.arange(values.shape[1] + 1)
+    tokens = 1 + np.hstack([np.zeros((len(values), 1)), values.cumsum(1)])
+    model_s = cost.model_s + depths * cost.step_s + (reads + _behind(observation)[:, None]) * cost.token_s
     drafting_s = np.where(k > 0, cost.drafting_s + np.where(observation.gaps[:, None] > 0, model_s, 0.0), 0.0)
-    round_s = (cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting_s) * np.where(branched, cost.tree, 1)
-    return np.where(k <= observation.limits[:, None], tokens / round_s, 0.0).argmax(1)
+    return tokens / (cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting_s)
 
 
 def _limits(observation: Observation) -> Ints:
