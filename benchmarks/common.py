@@ -21,9 +21,9 @@ from engine.models.tokenizer import Tokenizer
 from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 
-ChosenBy = PolicyName | Literal["chains"]  # a policy; chains: goodput without trees
+ChosenBy = PolicyName | Literal["trees"]  # a policy; trees: goodput that may draw trees
 Spec = int | ChosenBy  # a fixed k, 0 for plain decoding; or what chooses the drafts
-POLICIES: tuple[ChosenBy, ...] = ("heuristic", "optimal", "confidence", "chains", "goodput")
+POLICIES: tuple[ChosenBy, ...] = ("heuristic", "optimal", "confidence", "goodput", "trees")
 MAX_K = EngineConfig("").max_spec_length  # the largest k of a policy, unless a larger fixed k runs beside it
 STEP_TOKENS = 512  # token budget of a pass; more where one verification of every sequence needs it
 SHAPE_FIELDS = (
@@ -90,8 +90,8 @@ def spec_name(spec: Spec) -> str:
 
 def policy(spec: Spec) -> PolicyConfig:
     """The policy for a spec: plain decoding and a fixed k are policies too."""
-    if spec == "chains":
-        return PolicyConfig("goodput", trees=False)
+    if spec == "trees":
+        return PolicyConfig("goodput", trees=True)
     if isinstance(spec, str):
         return PolicyConfig(spec)
     return PolicyConfig("fixed", k=spec) if spec else PolicyConfig("off")

@@ -3,7 +3,7 @@
     python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --threads 2 \\
         --spec off,1,2,4,8,goodput --concurrency 1,4,8,16 --repeats 20 --plot decode.svg
 
---spec takes off, numbers (a fixed k), policies, and chains, which is goodput without trees; each is a variant. One
+--spec takes off, numbers (a fixed k), policies, and trees, which is goodput that may draw trees; each is a variant. One
 engine per batch size runs all variants. In a turn every variant continues the same group of prompts, three batches of
 them; the first variant changes from turn to turn. No prompt shares memory with another, and prompts are read in large
 chunks, so that most steps only decode. Outputs have from half to one and a half of --max-tokens, so that they do not
@@ -241,12 +241,12 @@ def policy_row(cell: Cell, variant: Decoding) -> dict[str, object]:
 
 
 def tree_rows(cells: Sequence[Cell]) -> Rows:
-    """Tokens per second of goodput over those of goodput without trees, where both ran."""
+    """Tokens per second of goodput with trees over those without, where both ran."""
     rows: Rows = []
     for cell in cells:
         found = {variant.name: variant for variant in cell.variants}
-        if "chains" in found and "goodput" in found:
-            trees, chains = found["goodput"], found["chains"]
+        if "trees" in found and "goodput" in found:
+            trees, chains = found["trees"], found["goodput"]
             ratios = {
                 f"{name}over chains": ratio(trees.rates(r), chains.rates(r), cell.folds) for name, r in RATES.items()
             }

@@ -294,7 +294,7 @@ def test_a_policy_can_be_replaced_and_is_shown_at_once(live: LocalClient) -> Non
         "threshold": 0.4,
         "hysteresis": 0.02,
         "probe_share": 0.01,
-        "trees": True,
+        "trees": False,
     }
     assert live.policy_status() == expected | {"refused": None}
     told = within(completion(live))["metrics"]["speculative_decoding"]

@@ -20,7 +20,7 @@ from tests.engine.pairs import Pair
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=32, ignore_eos=True)
 PROMPTS = ((5, 6, 7), (8, 9), (10, 11, 12, 13))
-GOODPUT = PolicyConfig("goodput", probe_share=0.0)
+GOODPUT = PolicyConfig("goodput", probe_share=0.0, trees=True)
 
 
 class Hopeful(Estimator):

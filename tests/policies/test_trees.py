@@ -151,7 +151,7 @@ def profile() -> list[Timing]:
 
 
 def control(*timings: Timing, **changes: Any) -> SpecControl:
-    return SpecControl(PolicyConfig(**({"probe_share": 0.0} | changes)), DEPTH, timings or profile())
+    return SpecControl(PolicyConfig(**({"probe_share": 0.0, "trees": True} | changes)), DEPTH, timings or profile())
 
 
 def branching(handle: int, **changes: Any) -> Candidate:
@@ -218,7 +218,7 @@ def test_no_trees_for_those_that_may_not_branch(changes: dict[str, Any]) -> None
 def test_no_trees_where_the_operator_wants_none() -> None:
     policy = control(trees=False)
     assert share(play(policy, 40)) == 0
-    policy.configure(PolicyConfig(probe_share=0.0))
+    policy.configure(PolicyConfig(probe_share=0.0, trees=True))
     assert share(play(policy, 20)) > 0.5
 
 
