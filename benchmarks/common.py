@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -21,8 +21,9 @@ from engine.models.tokenizer import Tokenizer
 from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 
-Spec = int | PolicyName  # a fixed k, 0 for plain decoding; or the policy that chooses k
-POLICIES: tuple[PolicyName, ...] = ("heuristic", "optimal", "confidence", "goodput")
+ChosenBy = PolicyName | Literal["trees"]  # a policy; trees: goodput that may draw trees
+Spec = int | ChosenBy  # a fixed k, 0 for plain decoding; or what chooses the drafts
+POLICIES: tuple[ChosenBy, ...] = ("heuristic", "optimal", "confidence", "goodput", "trees")
 MAX_K = EngineConfig("").max_spec_length  # the largest k of a policy, unless a larger fixed k runs beside it
 STEP_TOKENS = 512  # token budget of a pass; more where one verification of every sequence needs it
 SHAPE_FIELDS = (
@@ -89,6 +90,8 @@ def spec_name(spec: Spec) -> str:
 
 def policy(spec: Spec) -> PolicyConfig:
     """The policy for a spec: plain decoding and a fixed k are policies too."""
+    if spec == "trees":
+        return PolicyConfig("goodput", trees=True)
     if isinstance(spec, str):
         return PolicyConfig(spec)
     return PolicyConfig("fixed", k=spec) if spec else PolicyConfig("off")

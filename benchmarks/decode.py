@@ -3,11 +3,12 @@
     python -m benchmarks.decode --target models/demo/target --draft models/demo/draft --threads 2 \\
         --spec off,1,2,4,8,goodput --concurrency 1,4,8,16 --repeats 20 --plot decode.svg
 
---spec takes off, numbers (a fixed k) and policies; each is a variant. One engine per batch size runs all variants. In a
-turn every variant continues the same group of prompts, three batches of them; the first variant changes from turn to
-turn. No prompt shares memory with another, and prompts are read in large chunks, so that most steps only decode.
-Outputs have from half to one and a half of --max-tokens, so that they do not end all at once. Every variant first has
-one uncounted turn. As in a server, each variant keeps what it has learned of acceptance and cost from its own rounds.
+--spec takes off, numbers (a fixed k), policies, and trees, which is goodput that may draw trees; each is a variant. One
+engine per batch size runs all variants. In a turn every variant continues the same group of prompts, three batches of
+them; the first variant changes from turn to turn. No prompt shares memory with another, and prompts are read in large
+chunks, so that most steps only decode. Outputs have from half to one and a half of --max-tokens, so that they do not
+end all at once. Every variant first has one uncounted turn. As in a server, each variant keeps what it has learned of
+acceptance and cost from its own rounds.
 
 First table, up to the last step of a full batch, with prefill and for decode steps alone: tokens per second; their
 ratio to `off` and to the best fixed k of that batch size (off is k = 0). Ratios are medians of the ratios within turns,
@@ -239,6 +240,20 @@ def policy_row(cell: Cell, variant: Decoding) -> dict[str, object]:
     }
 
 
+def tree_rows(cells: Sequence[Cell]) -> Rows:
+    """Tokens per second of goodput with trees over those without, where both ran."""
+    rows: Rows = []
+    for cell in cells:
+        found = {variant.name: variant for variant in cell.variants}
+        if "trees" in found and "goodput" in found:
+            trees, chains = found["trees"], found["goodput"]
+            ratios = {
+                f"{name}over chains": ratio(trees.rates(r), chains.rates(r), cell.folds) for name, r in RATES.items()
+            }
+            rows.append({"batch": cell.batch, **{name: estimate.interval for name, estimate in ratios.items()}})
+    return rows
+
+
 def scaling(cells: Sequence[Cell]) -> Rows:
     """Throughput of each batch size over that of the smallest one, per variant."""
     smallest, *others = cells
@@ -282,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "means": mean_rows(cells),
         "rounds": [round_row(cell, v, args.device) for cell in cells for v in cell.variants],
         "policies": [policy_row(cell, v) for cell in cells for v in cell.variants if isinstance(v.spec, str)],
+        "trees": tree_rows(cells),
         "scaling": scaling(cells),
     }
     report |= tables

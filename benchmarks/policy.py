@@ -22,6 +22,7 @@ again after its repair. The rates leave out the first tenth of the rounds, in wh
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -82,7 +83,8 @@ class Timed:
 
 def policy(spec: Spec, depth: int) -> PolicyConfig:
     """As common.policy. A k that is only where a policy starts is at most the depth."""
-    return PolicyConfig(spec, k=min(PolicyConfig().k, depth)) if isinstance(spec, str) else common.policy(spec)
+    config = common.policy(spec)
+    return replace(config, k=min(config.k, depth)) if isinstance(spec, str) else config
 
 
 def row(name: str, report: Report, undrafted: Report) -> dict[str, object]:
@@ -187,7 +189,9 @@ def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     about = workload.describe(max_tokens=args.max_tokens, temperature=args.temperature, concurrency=args.concurrency)
     described = common.describe_run(args, "policy", about)
     specs: list[Spec] = [DEPTH, args.spec]
-    llm = LLM(args.target, args.draft, **common.engine_config(args, specs, args.concurrency, len(workload.prompts)))
+    config = common.engine_config(args, specs, args.concurrency, len(workload.prompts))
+    config["policy"] = replace(config["policy"], trees=False)  # a trace tells the fate of chains
+    llm = LLM(args.target, args.draft, **config)
     params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.max_tokens, ignore_eos=True)
     completions = llm.generate(workload.prompts, params)
     head = described | {

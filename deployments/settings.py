@@ -128,6 +128,7 @@ class PolicySettings(BaseModel):
     threshold: Share = 0.4  # policy confidence: a draft ends before its joint probability falls below this
     hysteresis: Share = 0.02  # policy goodput: a plan is kept unless another one promises this share more goodput
     probe_share: Share = 0.01  # policy goodput: share of time for probes, which learn whether drafts pay again
+    trees: bool = False  # policy goodput: whether a draft model's drafts may be trees
 
     @model_validator(mode="after")
     def _fits_the_policy(self) -> Self:
@@ -142,6 +143,7 @@ class PolicySettings(BaseModel):
             threshold=self.threshold,
             hysteresis=self.hysteresis,
             probe_share=self.probe_share,
+            trees=self.trees,
         )
 
 

@@ -13,6 +13,7 @@ def plain_seconds(
     *,
     batch: int,
     ks: Sequence[int],
+    branched: bool,
     forwards: int,
     read: int,
     emitted: float,
@@ -22,8 +23,9 @@ def plain_seconds(
 ) -> float:
     """Estimated seconds of plain decoding for `emitted` tokens of each of `batch` sequences, on the mean.
 
-    ks: drafts per sequence. forwards, read: of the draft model, and the tokens that it was fed. policy_s: the part of
-    step_s that chose k. faulty: the drafter failed, or the pass over its drafts did.
+    ks: drafts per sequence. branched: whether a draft has several paths. forwards, read: of the draft model, and the
+    tokens that it was fed. policy_s: the part of step_s that chose k. faulty: the drafter failed, or the pass over its
+    drafts did.
 
     The estimate is a share of the real step: predicted plain seconds over predicted seconds of the step as it was. A
     machine that is busy with something else for a while slows both alike; the prediction alone was up to a third too
@@ -36,5 +38,5 @@ def plain_seconds(
     plain_s = emitted * plain.seconds(0, 0, 0, 0)
     if faulty:
         return plain_s
-    predicted_s = plain.seconds(sum(ks), max(ks), forwards, read)
+    predicted_s = plain.seconds(sum(ks), max(ks), forwards, read, branched=branched)
     return plain_s / (predicted_s + policy_s) * step_s

@@ -78,7 +78,7 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         self.intake = Intake(config, tokenizer, eos_ids, target.vocab_size, target.cache.max_len, drafters)
         control = SpecControl(config.policy, self.intake.max_spec_length, timings)
-        self.speculator = Speculator(control, drafter, target.cache)
+        self.speculator = Speculator(control, drafter, target.cache, trees=not config.deterministic)
         self.scheduler = Scheduler(
             target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )

@@ -112,6 +112,7 @@ class Ledger:
             self._cost,
             batch=len(outcome.slices),
             ks=outcome.draft.ks,
+            branched=outcome.siblings > 0,
             forwards=outcome.draft.steps,
             read=outcome.draft.read,
             emitted=emitted,

@@ -47,6 +47,13 @@ class Outcome:
     score_us: int
     target_forward_us: int
 
+    @property
+    def siblings(self) -> int:
+        """The drafts that are not first children, in the trees that the plan asked for. What a drafter branches by
+        itself is the way in which it always drafts."""
+        wanted = (parents for i, parents in self.draft.trees.items() if self.slices[i].shape)
+        return sum(sum(map(bool, trees.ranks(parents))) for parents in wanted)
+
     def decided_drafts(self, i: int) -> tuple[int, ...]:
         """The i-th sequence's drafts: all of a chain; of a tree those on the accepted path and those rejected behind
         it."""
@@ -62,7 +69,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
     sampler = Sampler(sequences, planned_ks, target.vocab_size, target.device)
-    shapes = tuple(s.shape for s in slices) if any(s.sequence.tree for s in slices) else ()
+    shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
     batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes)
     started = perf_counter_ns()
 

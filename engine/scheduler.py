@@ -33,11 +33,12 @@ class Slice:
     reason: Reason | None = None  # why k is no larger; None: the policy did not choose k
     alpha: float = 0.0  # estimated chance that the first draft is accepted
     confidence: float = 0.0  # joint confidence below which the draft model stops; 0: it does not stop
+    tree: Parents | None = None  # the tree that the policy wants of its drafts, of k nodes or more; None: a chain
 
     @property
     def shape(self) -> Parents | None:
         """The tree of drafts that is wanted, cut to k nodes; None: a chain."""
-        tree = self.sequence.tree
+        tree = self.sequence.tree or self.tree
         return None if tree is None else tree[: self.k]
 
 
@@ -156,7 +157,8 @@ class Scheduler:
             self._cache.reserve(sequence.handle, 1 + k)
             reason = chosen.reasons[n] if k == chosen_k else "cache"
             confidence = chosen.confidence if sequence.k is None else 0.0
-            slices.append(Slice(sequence, 1, k, True, reason=reason, alpha=chosen.alphas[n], confidence=confidence))
+            tree = chosen.shapes[n] if chosen.shapes else None
+            slices.append(Slice(sequence, 1, k, True, 0, reason, chosen.alphas[n], confidence, tree))
         return slices
 
     def _divide_prefill(self, budget: int, queue: StartQueue) -> dict[Sequence, int]:

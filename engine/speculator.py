@@ -5,10 +5,12 @@ from time import perf_counter_ns
 
 from cache.protocol import KVCache
 from engine import trees
-from engine.drafters.base import NO_OFFER, Draft, Drafter, Offer
+from engine.drafters.base import NO_OFFER, Drafter, Offer
 from engine.round import Outcome
 from engine.scheduler import Slice
 from engine.sequence import Sequence
+from engine.speculation import FOR_TREES
+from engine.trees import Parents
 from policies.control import SpecControl
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, Timing
@@ -17,8 +19,10 @@ from policies.observation import Candidate, Drafted, Timing
 class Speculator:
     """Asks the policy for the k of a round's sequences, and reports to it what came of them."""
 
-    def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache) -> None:
+    def __init__(self, control: SpecControl, drafter: Drafter, cache: KVCache, *, trees: bool = True) -> None:
+        """trees: whether a round may check trees of drafts."""
         self.control = control
+        self._trees = trees
         self._drafter = drafter
         self._cache = cache
         self._resting = False  # whether the round belongs to a rest
@@ -57,13 +61,14 @@ class Speculator:
         timing = Timing(
             batch=len(outcome.slices),
             drafts=sum(drafts.ks),
-            depth=max((_depth(drafts, i) for i in range(len(drafts.ks))), default=0),
+            depth=max(drafts.ks, default=0),
             prefill=prefill,
             forwards=drafts.steps,
             read=drafts.read,
             draft_s=outcome.draft_us / 1e6,
             score_s=outcome.score_us / 1e6,
             rest_s=0.0 if drafts.failed else max(0, rest_us) / 1e6,  # after a failure it holds the pass that was lost
+            siblings=outcome.siblings,
         )
         drafted, idle = list[Drafted](), list[int]()
         for i, part in enumerate(outcome.slices):
@@ -105,6 +110,8 @@ class Speculator:
             source=offer.source,
             offered=offer.max_k,
             gap=offer.gap,
+            tree=sequence.tree,
+            branches=offer.trees and self._trees and sequence.tree is None and sequence.verifier in FOR_TREES,
         )
 
 
@@ -117,14 +124,20 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     if verdict.non_finite[i] or sequence.drafter is None:
         return None
     if not draft.ks[i]:
-        return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None
+        wanted = Drafted(sequence.handle, sequence.drafter, part.k, 0)
+        return _with_tree(wanted, part.shape or (), ()) if draft.failed and part.k else None
     source = (sequence.drafter if draft.proposers is None else draft.proposers[i]) or sequence.drafter
-    if i in draft.trees:  # the chain of first children was accepted as far as the path follows it
-        trunk = trees.trunk(draft.trees[i])
-        followed = sum(node == other for node, other in zip(trunk, verdict.paths[i], strict=False))
-        return Drafted(sequence.handle, source, len(trunk), followed)
-    return Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
+    told = Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
+    return _with_tree(told, draft.trees.get(i, ()), verdict.paths.get(i, ()))
 
 
-def _depth(draft: Draft, i: int) -> int:
-    return max(trees.depths(draft.trees[i])) if i in draft.trees else draft.ks[i]
+def _with_tree(told: Drafted, parents: Parents, path: Seq[int]) -> Drafted:
+    """What a tree tells of first children and of their siblings; a chain tells no more than its length."""
+    if trees.is_chain(parents):
+        return told
+    fates = trees.fates(parents, path)
+    of_ranks = ([fate[rank] for fate in fates if rank < len(fate)] for rank in range(1, max(map(len, fates))))
+    return told._replace(
+        overlaps=tuple(float(fate[0]) for fate in fates),
+        siblings=tuple((len(accepted), sum(accepted)) for accepted in of_ranks),
+    )

@@ -64,6 +64,17 @@ def tried(parents: Parents, accepted: Seq[int]) -> list[int]:
     return found
 
 
+def fates(parents: Parents, accepted: Seq[int]) -> list[list[bool]]:
+    """Per node that was reached and has children, from the root on: of each child that a verifier has tried, in its
+    order, whether it was accepted. `accepted` is the accepted path."""
+    found = []
+    for parent, chosen in zip((ROOT, *accepted), (*accepted, None), strict=True):
+        children = [n for n, p in enumerate(parents) if p == parent and (chosen is None or n <= chosen)]
+        if children:
+            found.append([node == chosen for node in children])
+    return found
+
+
 @lru_cache(maxsize=512)  # some 10 kB for a chain of 16 nodes
 def seen_pairs(parents: Parents, window: int | None = None) -> tuple[tuple[int, int], ...]:
     """(node, node that it sees) for each node: itself and its ancestors. A window shows the last `window` of them."""

@@ -26,6 +26,7 @@ from math import exp
 import numpy as np
 
 from policies.observation import Candidate, Drafted, Floats
+from policies.trees import RANKS
 
 BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
 BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
@@ -33,11 +34,17 @@ BASE_TAIL = 0.2  # share of requests that may have any hazard
 DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first
 MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
+SIBLING_RATE = (
+    0.3  # chance to expect of a second sibling once the first is rejected; of the third half of it, and so on
+)
+SIBLING_WEIGHT = 8.0  # trials: weight of SIBLING_RATE
+SIBLING_TRIALS = 400.0  # weight that the trials of a rank tend to
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0.997 to 0.008
 REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
+SIBLING_RATES: Floats = SIBLING_RATE / np.arange(1, RANKS)
 NEAR: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
 BASE_LAW: Floats = (1 - BASE_TAIL) * NEAR / NEAR.sum() + BASE_TAIL / len(LEVELS)
 
@@ -49,6 +56,8 @@ class Population:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
         self._evidence: Floats = BASE_LAW * BASE_WEIGHT  # [levels], sums to its weight in rounds
+        self._siblings: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES]) * SIBLING_WEIGHT  # tried, accepted
+        self.learn_siblings(np.zeros((2, RANKS - 1)))
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
@@ -65,6 +74,12 @@ class Population:
         self.beliefs.update(zip(outcomes, beliefs, strict=True))
         evidence = rounds @ beliefs
         self._evidence = self._evidence * exp(-evidence.sum() / MOST_WEIGHT) + evidence
+
+    def learn_siblings(self, counts: Floats) -> None:
+        """counts [2, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on."""
+        self._siblings = self._siblings * np.exp(-counts[0] / SIBLING_TRIALS) + counts
+        rates = self._siblings[1] / self._siblings[0]
+        self.siblings: Floats = rates * np.append(1.0, np.cumprod(1 - rates[:-1])) / BASE_RATE  # as in Observation
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""
@@ -97,6 +112,14 @@ class Estimator:
             result[of_source] = beliefs @ self._survival
         return result
 
+    def siblings(self, candidates: Sequence[Candidate], free: bool) -> Floats:
+        """[B, RANKS − 1] as Observation.siblings. free: whether the policy may choose trees."""
+        result = np.zeros((len(candidates), RANKS - 1))
+        for place, candidate in enumerate(candidates):
+            if candidate.source is not None and (candidate.tree or (free and candidate.branches)):
+                result[place] = self._populations[candidate.source].siblings
+        return result
+
     def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] | Mapping[int, int] = ()) -> None:
         """Learn from one or more rounds at once.
 
@@ -111,9 +134,18 @@ class Estimator:
                 seen[outcome.source][outcome.handle] = (before[0] + accepted, before[1] + rejected, before[2] + 1)
         took_part = Counter(outcome.handle for outcome in outcomes)
         took_part.update(idle)
+        self._observe_siblings(outcomes)
         for source in seen.keys() | self._populations.keys():
             self._populations[source].learn(seen[source])
             self._populations[source].settle(took_part)
+
+    def _observe_siblings(self, outcomes: Iterable[Drafted]) -> None:
+        counts: defaultdict[str, Floats] = defaultdict(lambda: np.zeros((2, RANKS - 1)))
+        for outcome in outcomes:
+            for rank, (tried, accepted) in enumerate(outcome.siblings[: RANKS - 1]):
+                counts[outcome.source][:, rank] += tried, accepted
+        for source, found in counts.items():
+            self._populations[source].learn_siblings(found)
 
     def forget(self, handle: int) -> None:
         """The sequence is over. An unknown handle is ignored."""

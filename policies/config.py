@@ -16,6 +16,7 @@ class PolicyConfig:
     threshold: float = 0.4  # confidence: a draft ends before the first position with a lower joint confidence
     hysteresis: float = 0.02  # goodput: share by which a plan must beat the last one, and no drafts
     probe_share: float = 0.01  # goodput: share of all time to spend on learning whether drafts would pay again
+    trees: bool = False  # goodput: whether the drafts of a draft model may be trees
 
     @property
     def drafts(self) -> bool:

@@ -14,6 +14,7 @@ from policies.held_choice import Decision, HeldChoice, Rest
 from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
+from policies.trees import cut
 
 
 class SpecControl:
@@ -87,13 +88,15 @@ class SpecControl:
         observation = self._observation(candidates)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._budget = self._policy(observation, self._budget)
+        shapes = choice.shapes or observation.trees
         decision = Decision(
             choice.ks.tolist(),
             list(choice.reasons),
             observation.survival[:, 0].tolist(),
             choice.confidence,
-            self._prompts_s(len(candidates), prefill) + seconds(observation, choice.ks, amortised=False),
-            expected_tokens(observation, choice.ks),
+            self._prompts_s(len(candidates), prefill) + seconds(observation, choice.ks, shapes, amortised=False),
+            expected_tokens(observation, choice.ks, shapes),
+            list(shapes),
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
         more = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
@@ -177,12 +180,14 @@ class SpecControl:
         if prefill:
             cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
+        trees = tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True))
         return Observation(
             handles=tuple(c.handle for c in candidates),
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
             limits=np.array(most),
             bounds=bounds,
             survival=self.estimator.survival(candidates),
+            siblings=self.estimator.siblings(candidates, self.config.trees),
             gaps=np.array([c.gap for c in candidates]),
             horizon=np.array([max(c.left // 2, 1) for c in candidates]),  # a round emits some two tokens
             cost=cost,
@@ -192,6 +197,8 @@ class SpecControl:
             rounds=self._rounds,
             round_s=self._spent_s / max(1, self._rounds),
             undrafted=self._rounds_since_undrafted(batch),
+            trees=trees if any(trees) else (),
+            held_shapes=self._held.planned_shapes if self._held is not None else {},
         )
 
     def _prompts_s(self, batch: int, prefill: int) -> float:

@@ -29,7 +29,7 @@ class CostModel:
         """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
-        self._score, self._draft, self._host = Corrections(), Corrections(), HostWork()
+        self._score, self._draft, self._tree, self._host = Corrections(), Corrections(), Corrections(), HostWork()
         self._known.cache_clear()
         self._rounds = 0  # learned from
 
@@ -43,6 +43,9 @@ class CostModel:
         batch, drafts = timing.batch, timing.drafts
         if batch < 1:
             return
+        if timing.siblings:
+            self._observe_tree(timing)
+            return
         if not timing.prefill:
             profiled = self._pass_cost.round_seconds(batch, drafts, timing.depth)
             self._score.observe((bucket(batch), bucket(batch + drafts)), timing.score_s, profiled)
@@ -51,13 +54,26 @@ class CostModel:
             predicted = model + timing.forwards * step + timing.read * token
             self._draft.observe((bucket(batch),), timing.draft_s, float(predicted))
         self._host.observe(timing)
+        self._tree.add(0.0)  # a round of another kind
+        self._count()
+
+    def _observe_tree(self, timing: Timing) -> None:
+        """A round with trees teaches only how much longer it takes than one of chains as deep, with as many drafts."""
+        if not timing.prefill and timing.rest_s > 0 and timing.read <= UNREAD * timing.drafts:
+            chains = self.round_cost(timing.batch, 0)
+            took_s = timing.draft_s + timing.score_s + timing.rest_s
+            predicted_s = chains.seconds(timing.drafts, timing.depth, timing.forwards, timing.read)
+            self._tree.observe((bucket(timing.batch),), took_s, predicted_s)
+        self._count()
+
+    def _count(self) -> None:
         self._rounds += 1
         if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
             self.refresh()
 
     def refresh(self) -> None:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
-        for learned in (self._score, self._draft, self._host):
+        for learned in (self._score, self._draft, self._tree, self._host):
             learned.refresh()
         self._known.cache_clear()
 
@@ -83,6 +99,7 @@ class CostModel:
             # pass both are the same.
             verify_s=(1 - padding) * evenly + padding * evenly[0],
             padding_s=padding * (evenly[::batch] - evenly[0]),
+            tree=max(1.0, self._tree.factor((bucket(batch),))),
         )
 
     def _verification(self, batch: int, prefill: int) -> Floats:

@@ -4,10 +4,11 @@ Choosing anew takes a few percent of a round with few sequences, and so does lea
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from policies.observation import Candidate
 from policies.reasons import Reason
+from policies.trees import Parents, cut
 
 PER_NEWCOMER = 4  # sequences per newcomer, from which on newcomers do not make a new choice due
 SURPRISE = 2.0  # accepted drafts to expect before they can surprise, and the factor by which they then do
@@ -15,7 +16,7 @@ SURPRISE = 2.0  # accepted drafts to expect before they can surprise, and the fa
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The k of a round and its expected outcome; lists have one entry per candidate, in their order."""
+    """The drafts of a round and its expected outcome; lists have one entry per candidate, in their order."""
 
     ks: list[int]
     reasons: list[Reason]
@@ -23,6 +24,7 @@ class Decision:
     confidence: float  # see Choice
     seconds: float  # of the whole step; 0 if other sequences run than those that it was predicted for
     tokens: float  # that the candidates emit together; 0 in the same case
+    shapes: list[Parents | None] = field(default_factory=list)  # the trees of the drafts; None: a chain; []: all are
 
 
 @dataclass(slots=True)
@@ -82,6 +84,11 @@ class HeldChoice:
         entries = zip(self.places, self.decision.ks, self.decision.reasons, strict=True)
         return {handle: 0 if reason == "probe" else k for handle, k, reason in entries}
 
+    @property
+    def planned_shapes(self) -> dict[int, Parents]:
+        """handle → tree of the plan."""
+        return {handle: tree for handle, tree in zip(self.places, self.decision.shapes, strict=False) if tree}
+
     def serves(self, candidates: Sequence[Candidate]) -> bool:
         """Whether it may be used for one more round. It may not beside a guess, whose length changes every round."""
         return self.suits([c.handle for c in candidates]) and not any(c.guessed for c in candidates)
@@ -97,6 +104,7 @@ class HeldChoice:
         chosen, found = self.decision, 0
         newcomer: tuple[int, Reason, float] = self.newcomer_k, "policy", sum(chosen.alphas) / len(chosen.alphas)
         ks, reasons, alphas = list[int](), list[Reason](), list[float]()
+        shapes: list[Parents | None] = [None] * len(candidates) if chosen.shapes else []
         for candidate in candidates:
             place = self.places.get(candidate.handle)
             k, reason, alpha = newcomer
@@ -109,9 +117,11 @@ class HeldChoice:
             ks.append(k)
             reasons.append(reason)
             alphas.append(alpha)
+            if chosen.shapes and place is not None:
+                shapes[len(ks) - 1] = cut(chosen.shapes[place], k)
         self.same = found == len(candidates) == len(self.places)
         seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
-        return Decision(ks, reasons, alphas, chosen.confidence, seconds, tokens)
+        return Decision(ks, reasons, alphas, chosen.confidence, seconds, tokens, shapes)
 
     def observe(self, accepted: int) -> None:
         """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""

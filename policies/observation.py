@@ -5,18 +5,18 @@ server allows. Times are in seconds, lengths in tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from policies.reasons import Reason
+from policies.trees import MOST_NODES, Nodes, Parents, Shapes, best_nodes, largest_size, node_values
+from policies.trees import Floats as Floats
+from policies.trees import Ints as Ints
 
 UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Candidate(NamedTuple):
@@ -30,6 +30,8 @@ class Candidate(NamedTuple):
     source: str | None  # the drafter that would draft for it in this round; None: there is none
     offered: int  # most drafts that the source has; a draft model has as many as asked for
     gap: int  # committed tokens that the draft model has not read; 0: the source runs no model
+    tree: Parents | None = None  # the tree that its request asks for, `fixed` nodes
+    branches: bool = False  # whether its drafts may be a tree that the policy chooses
 
     @property
     def guessed(self) -> bool:
@@ -52,9 +54,10 @@ class Candidate(NamedTuple):
 class RoundCost:
     """Predicted seconds of one round of a given batch, as a function of what is drafted in it.
 
-    n is the number of all drafts, D the largest k. The draft model runs as many forwards as its longest draft has
-    tokens, and reads m tokens: gap + k − 1 for each sequence that it drafts for. A round takes base + verify[n] +
-    padding[D]. Drafts add `drafting`. Drafts of the model add model + forwards · step + m · token.
+    n is the number of all drafts, D the largest k. The draft model runs as many forwards as the deepest of its drafts
+    has on its path, and reads m tokens: for each sequence that it drafts for, the gap and all drafts that have another
+    one behind them. A round takes base + verify[n] + padding[D]. Drafts add `drafting`. Drafts of the model add
+    model + forwards · step + m · token. Where a draft branches, all of it takes `tree` times as long.
     """
 
     base_s: float  # host work of every round
@@ -65,18 +68,19 @@ class RoundCost:
     verify_s: Floats  # [≥ 1 + most drafts of the round] the target's pass with n tokens more than one per sequence
     padding_s: Floats  # [≥ 1 + K] additional time of the pass if the largest k is D: attention may be computed as if
     # every k were D; non-decreasing, 0 at 0
+    tree: float = 1.0
 
-    def seconds(self, drafts: int, depth: int, forwards: int, read: float) -> float:
-        """Arguments: n, D, the draft model's forwards, and m."""
+    def seconds(self, drafts: int, depth: int, forwards: int, read: float, *, branched: bool = False) -> float:
+        """Arguments: n, D, the draft model's forwards, m, and whether a draft branches."""
         total = self.base_s + float(self.verify_s[drafts] + self.padding_s[depth])
         if drafts:
             total += self.drafting_s
         if forwards:
             total += self.model_s + forwards * self.step_s + read * self.token_s
-        return total
+        return total * self.tree if branched else total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observation:
     """What a policy decides on. It includes sequences whose request fixed k: their drafts are made in any case."""
 
@@ -84,7 +88,10 @@ class Observation:
     fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy chooses
     limits: Ints  # [B] most drafts that each may get
     bounds: tuple[Reason, ...]  # [B] reason of a k at its limit: user, cap or cache
-    survival: Floats  # [B, K] chance that the first j + 1 drafts are all accepted
+    survival: Floats  # [B, K] chance that the first j + 1 drafts of a chain are all accepted
+    # [B, RANKS − 1] chance that this further sibling is accepted if the first one is not, over the chance of the first;
+    # 0: the drafts may not branch
+    siblings: Floats
     gaps: Ints  # [B] as Candidate.gap
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
     cost: RoundCost
@@ -95,6 +102,25 @@ class Observation:
     round_s: float  # their mean duration; 0: there was none
     # Rounds since such a batch last ran without drafts for long enough to be measured; None: never.
     undrafted: int | None
+    trees: Shapes = ()  # that requests fixed, within their limits
+    held_shapes: Mapping[int, Parents] = field(default_factory=dict)  # handle → tree of the last plan
+
+    @cached_property
+    def size(self) -> int:
+        """Nodes of the largest trees to consider; 0: only chains."""
+        batch, depth = self.survival.shape
+        most = MOST_NODES // max(batch, 8)  # for one sequence an eighth is enough
+        return largest_size(depth, most) if self.siblings.any() else 0
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """What drafts may be made of."""
+        return best_nodes(self.survival.shape[1], self.size)
+
+    @cached_property
+    def values(self) -> Floats:
+        """[B, U] chance that a round accepts each node."""
+        return node_values(self.survival, self.siblings, self.nodes) if self.size else self.survival
 
     @property
     def free(self) -> Ints:
@@ -120,6 +146,7 @@ class Choice:
     holds: int = 1  # rounds that it may be used for
     newcomer_k: int = 0  # k of sequences that join in these rounds
     rests: int = 0  # rounds before them in which no policy needs to be asked, because nothing would be drafted
+    shapes: Shapes = ()
 
 
 class Drafted(NamedTuple):
@@ -129,7 +156,10 @@ class Drafted(NamedTuple):
     source: str
     drafted: int
     accepted: int
-    overlaps: tuple[float, ...] = ()  # Σ min(p, q) at the positions that were reached; (): unknown
+    # Σ min(p, q) at the positions that were reached; (): unknown. In a tree: 1 where the first child was accepted, 0
+    # where it was not, at the nodes that were reached and have children.
+    overlaps: tuple[float, ...] = ()
+    siblings: tuple[tuple[int, int], ...] = ()  # by rank, from 1 on: (how many were tried, how many were accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +175,4 @@ class Timing:
     draft_s: float  # the drafters' time
     score_s: float  # the target's pass: input, forward, sampling, acceptance
     rest_s: float  # the rest of the step: scheduling, committing, publishing; 0: unknown
+    siblings: int = 0  # drafts in trees that were asked for that are not first children; 0: only chains were asked for

@@ -13,8 +13,9 @@ import numpy as np
 from policies.config import PolicyConfig, PolicyName
 from policies.corrections import STALE
 from policies.observation import Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
-from policies.planner import evaluate, lone_ks, plan, seconds
+from policies.planner import Allocation, evaluate, lone_ks, plan, seconds
 from policies.reasons import Reason
+from policies.trees import cut, depths_of
 
 Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
@@ -97,7 +98,7 @@ class Confidence:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The planner's ks, if they are better than the last ones and than no drafts by the share `hysteresis`.
+    """The planner's drafts, if they are better than the last ones and than none by the share `hysteresis`.
 
     Estimates are noisy, and a sequence that is left out and taken in again has a gap to read. What predictions leave
     out is in favour of no drafts.
@@ -114,13 +115,13 @@ class Goodput:
     probe_share: float
 
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        ks = self._plan(observation)
-        free = observation.free
+        best = self._plan(observation)
+        ks, free = best.ks, observation.free
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
         drafting = bool(ks[free].any())
         resumed = drafting and budget.rounds > 0
         budget = self._saved(observation, budget, drafting)
-        if drafting and self._in_doubt(observation, ks):
+        if drafting and self._in_doubt(observation, best):
             why = _for_free(observation, "probe", reasons)
             return Choice(np.maximum(observation.fixed, 0), why, holds=HOLDS), budget
         if free.size and budget.rounds >= PROBE_EVERY:
@@ -131,31 +132,36 @@ class Goodput:
             if cost_s <= budget.saved_s and self._may_pay(observation):
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
-        newcomer_k = int(np.median(ks[free])) if free.size else 0
+        depths = np.array(depths_of(ks.tolist(), best.shapes))
+        newcomer_k = int(np.median(depths[free])) if free.size else 0  # a chain, until the next choice
         rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
         halved = 0 < sum(observation.held.values()) >= 2 * int(ks.sum())
         holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
-        return Choice(ks, reasons, holds=holds, newcomer_k=newcomer_k, rests=rests), budget
+        return Choice(ks, reasons, holds=holds, newcomer_k=newcomer_k, rests=rests, shapes=best.shapes), budget
 
-    def _plan(self, observation: Observation) -> Ints:
+    def _plan(self, observation: Observation) -> Allocation:
         best, last = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0))
         if observation.held.keys() == set(observation.handles):
-            wanted = np.array([observation.held[handle] for handle in observation.handles])
-            last = max(last, evaluate(observation, _within(observation, wanted)), key=lambda plan: plan.goodput)
-        return best.ks if best.goodput >= (1 + self.hysteresis) * last.goodput else last.ks
+            last = max(last, _held(observation), key=lambda plan: plan.goodput)
+        return best if best.goodput >= (1 + self.hysteresis) * last.goodput else last
 
-    def _in_doubt(self, observation: Observation, ks: Ints) -> bool:
+    def _in_doubt(self, observation: Observation, best: Allocation) -> bool:
         """Whether rounds without drafts are to be measured: they are due, and cost a quarter of the share at most."""
         measured = observation.undrafted is not None and observation.undrafted < STALE
         if measured or (observation.fixed > 0).any():
             return False
-        gain = evaluate(observation, ks).goodput / evaluate(observation, np.zeros_like(ks)).goodput
+        gain = best.goodput / evaluate(observation, np.zeros_like(best.ks)).goodput
         return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * STALE
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
-        certain = replace(observation, survival=np.ones_like(observation.survival), held={})
-        return bool(self._plan(certain)[observation.free].any())
+        certain = replace(
+            observation,
+            survival=np.ones_like(observation.survival),
+            siblings=np.zeros_like(observation.siblings),
+            held={},
+        )
+        return bool(self._plan(certain).ks[observation.free].any())
 
     def _saved(self, observation: Observation, budget: ProbeBudget, drafting: bool) -> ProbeBudget:
         """The budget after the rounds since the last choice."""
@@ -175,6 +181,18 @@ def _theorem(observation: Observation, ratio: Floats) -> Ints:
 
 def _draft_ratio(cost: RoundCost, sequences: int) -> float:
     return (cost.step_s + sequences * cost.token_s) / float(cost.verify_s[0])
+
+
+def _held(observation: Observation) -> Allocation:
+    """The last plan, within the present limits, in the light of what is known by now."""
+    ks = _within(observation, np.array([observation.held[handle] for handle in observation.handles]))
+    if not observation.held_shapes:
+        return evaluate(observation, ks)
+    shapes = list(observation.trees) or [None] * len(ks)
+    for n, handle in enumerate(observation.handles):
+        if observation.fixed[n] < 0 and observation.siblings[n].any():
+            shapes[n] = cut(observation.held_shapes.get(handle), int(ks[n]))
+    return evaluate(observation, ks, tuple(shapes))
 
 
 def _within(observation: Observation, wanted: Ints) -> Ints:

@@ -33,6 +33,7 @@ class Offer(NamedTuple):
     source: DrafterName | None  # the drafter that would propose; None: none
     max_k: int  # the most tokens that it would propose
     gap: int  # committed tokens that a draft model has to read first, at least 1; 0: it runs no model
+    trees: bool = False  # whether it draws trees of any shape, which the policy may choose
 
 
 NO_OFFER = Offer(None, 0, 0)

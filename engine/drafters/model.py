@@ -81,7 +81,7 @@ class ModelDrafter:
             k = min(k, 1 + cache.room(sequence.handle) - self._next_read(gap))  # the last draft is not fed
         elif not cache.free_slots:
             k = 0
-        return Offer(sequence.drafter, max(0, k), gap)
+        return Offer(sequence.drafter, max(0, k), gap, trees=self._shared is None)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         """Draw drafts with each request's sampling parameters: for `match` with the target's noise, so that both agree

@@ -287,7 +287,15 @@ def live(client: LocalClient) -> Iterator[LocalClient]:
 def test_a_policy_can_be_replaced_and_is_shown_at_once(live: LocalClient) -> None:
     configured(live, PolicyConfig(name="fixed", k=2))
     assert live.model.policy == live.stats().policy == "fixed"
-    expected = {"name": "fixed", "k": 2, "max_k": None, "threshold": 0.4, "hysteresis": 0.02, "probe_share": 0.01}
+    expected = {
+        "name": "fixed",
+        "k": 2,
+        "max_k": None,
+        "threshold": 0.4,
+        "hysteresis": 0.02,
+        "probe_share": 0.01,
+        "trees": False,
+    }
     assert live.policy_status() == expected | {"refused": None}
     told = within(completion(live))["metrics"]["speculative_decoding"]
     assert (told["mode"], told["policy"]) == ("auto", "fixed")

@@ -245,8 +245,9 @@ def test_every_live_setting_reaches_the_policy() -> None:
         "threshold": "0.3",
         "hysteresis": "0",
         "probe_share": "0.05",
+        "trees": "true",
     }
-    meant = PolicyConfig(name="confidence", k=3, max_k=7, threshold=0.3, hysteresis=0.0, probe_share=0.05)
+    meant = PolicyConfig(name="confidence", k=3, max_k=7, threshold=0.3, hysteresis=0.0, probe_share=0.05, trees=True)
     assert PolicySettings.model_validate(said).freeze() == meant
     assert PolicySettings.model_validate(said | {"max_k": "none"}).freeze().max_k is None
 
@@ -272,6 +273,8 @@ def test_every_live_setting_reaches_the_policy() -> None:
         ({"probe_share": -0.1}, "probe_share"),
         ({"probe_share": 0.6}, "probe_share"),
         ({"probe_share": True}, "probe_share"),
+        ({"trees": 2}, "trees"),
+        ({"trees": "some"}, "trees"),
         ("goodput", "dictionary"),
         (["goodput"], "dictionary"),
         (None, "dictionary"),

@@ -27,6 +27,7 @@ def estimate(
         cost,
         batch=len(ks),
         ks=ks,
+        branched=False,
         forwards=forwards,
         read=read,
         emitted=emitted,

@@ -69,3 +69,12 @@ def test_the_nodes_that_were_tried() -> None:
     assert trees.tried((), []) == []
     for length in range(4):
         assert trees.tried(trees.chain(3), range(length)) == [0, 1, 2][: length + 1]
+
+
+def test_fates_are_those_of_the_tried_children() -> None:
+    shape = trees.branching([2, 2])  # (−1, 0, 0, −1, 3, 3)
+    assert trees.fates(shape, []) == [[False, False]]
+    assert trees.fates(shape, [0]) == [[True], [False, False]]
+    assert trees.fates(shape, [3, 5]) == [[False, True], [False, True]]
+    assert trees.fates(shape, [3, 4]) == [[False, True], [True]]
+    assert trees.fates((), []) == []

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from policies.observation import Observation, RoundCost
+from policies.trees import RANKS
 
 DEPTH = 8
 
@@ -36,6 +37,7 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "limits": np.full(batch, DEPTH),
         "bounds": ("cap",) * batch,
         "survival": np.array(alphas)[:, None] ** np.arange(1, DEPTH + 1),
+        "siblings": np.zeros((batch, RANKS - 1)),
         "gaps": np.ones(batch, np.int64),
         "horizon": np.full(batch, 32),
         "cost": cost,

@@ -273,18 +273,18 @@ def test_its_offer_is_what_it_drafts_and_reads(pair: Pair, drafts: tuple[str, st
     merged = merged_drafter(load(pair, drafts=drafts, **LIMITS))
     sequence = make_sequence(0, range(2, 12))
     sequence.drafter = "merged"
-    assert merged.offer(sequence, 4) == ("merged", 4, 1 + 9 + 9)
+    assert merged.offer(sequence, 4) == ("merged", 4, 1 + 9 + 9, False)
     draft = propose(merged, sequence, 4)
     assert draft.read == (10 + 3) + (10 + 1)
     assert draft.steps == 4 + 2
     for model in merged.models:
         model.runner.cache.truncate_to(0, 10)
     sequence.tokens += [5, 6]
-    assert merged.offer(sequence, 4) == ("merged", 4, 1 + 1 + 1)
+    assert merged.offer(sequence, 4) == ("merged", 4, 1 + 1 + 1, False)
     sequence.drafter = "model"
-    assert merged.offer(sequence, 4) == ("model", 4, 2)
+    assert merged.offer(sequence, 4) == ("model", 4, 2, True)
     sequence.drafter, sequence.verifier = "merged", "block"
-    assert merged.offer(sequence, 4) == ("merged", 4, 2)  # it decides about chains: the first model alone
+    assert merged.offer(sequence, 4) == ("merged", 4, 2, False)  # it decides about chains: the first model alone
     assert draft_of_first(merged, sequence)
 
 
@@ -305,5 +305,5 @@ def test_a_model_at_the_end_of_its_memory_leaves_its_nodes_to_the_other(
     monkeypatch.setattr(merged.models[1], "offer", lambda sequence, k: NO_OFFER)
     sequence = make_sequence(0, range(2, 12))
     sequence.drafter = "merged"
-    assert merged.offer(sequence, 4) == ("merged", 4, 10)
+    assert merged.offer(sequence, 4) == ("merged", 4, 10, False)
     assert propose(merged, sequence, 4).ks == (4,)

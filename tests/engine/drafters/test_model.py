@@ -103,11 +103,11 @@ def test_an_offer_is_what_it_then_drafts_and_reads(pair: Pair) -> None:
     drafter = model_drafter(load(pair, max_running=2, max_spec_length=4, max_model_len=128))
     sequence = make_sequence(0, range(2, 12))
     sequence.drafter = "model"
-    assert drafter.offer(sequence, 4) == ("model", 4, 10)
+    assert drafter.offer(sequence, 4) == ("model", 4, 10, True)
     assert ask(drafter, [sequence], [4]).read == 10 + 3
     drafter.runner.cache.truncate_to(0, 10)
     sequence.tokens += [5, 6, 7]
-    assert drafter.offer(sequence, 2) == ("model", 2, 3)
+    assert drafter.offer(sequence, 2) == ("model", 2, 3, True)
     assert drafter.offer(sequence, 0).max_k == 0
 
 

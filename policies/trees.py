@@ -1,0 +1,136 @@
+"""Trees of drafts: the nodes that a best one may have, what each is worth, and the shapes that they form.
+
+A node's value is the chance that a round accepts it: the product of the chances on its path, which depend on depth and
+rank alone. A tree's accepted drafts are the sum of its nodes' values, so a best tree of n nodes has the n most valuable
+ones (Sequoia, Chen et al. 2024, arXiv 2402.12374). A shape is the tuple of its nodes' parents, ROOT for the committed
+text; first children come right behind their parents. Standard library and numpy only.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = -1
+RANKS = 4  # siblings that a node may get, itself included: a later one is hardly ever accepted
+MOST_NODES = 1024  # of all sequences: in larger batches only the nodes of chains and of smaller trees are considered
+
+Parents = tuple[int, ...]
+Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain; (): all are chains
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Nodes(NamedTuple):
+    """U nodes, each behind its parent and its lower siblings, and the chain of first children before all others. A
+    node's path leads through its ancestors to itself."""
+
+    parents: Ints  # [U]
+    depths: Ints  # [U] 0 for a child of the root
+    ranks: Ints  # [U] siblings before it
+    branched: Ints  # [U] 1 if some node of its path is not a first child
+    places: dict[tuple[int, int], int]  # (parent, rank) → node
+    levels: tuple[Ints, ...]  # the branched nodes of depth 1, 2, …
+
+
+@lru_cache(maxsize=256)
+def best_nodes(depth: int, size: int) -> Nodes:
+    """All nodes that a best tree of at most `size` nodes may have, and the chain of `depth` first children.
+
+    A node with the ranks r_1, …, r_d on its path is worth no more than any node with ranks as low on a path as short.
+    A best tree with it holds all of these: Σ_i Π_{j ≤ i} (r_j + 1).
+    """
+    found: list[tuple[int, int, int, int]] = []
+
+    def visit(parent: int, at: int, width: int, nodes: int, branched: int) -> None:
+        for rank in range(RANKS):
+            level = width * (rank + 1)
+            beside = branched or int(rank > 0)
+            if nodes + level > (size if beside else depth):
+                return
+            found.append((parent, at, rank, beside))
+            visit(len(found) - 1, at + 1, level, nodes + level, beside)
+
+    visit(ROOT, 0, 1, 0, 0)
+    parents, depths, ranks, branched = np.array(found, np.int64).reshape(-1, 4).T
+    places = {(p, rank): n for n, (p, _, rank, _) in enumerate(found)}
+    levels = tuple(np.flatnonzero(branched * depths == at) for at in range(1, depths[branched > 0].max(initial=0) + 1))
+    return Nodes(parents, depths, ranks, branched, places, levels)
+
+
+@lru_cache(maxsize=1024)
+def largest_size(depth: int, most: int) -> int:
+    """The largest trees whose nodes are at most `most`, no larger than `depth`."""
+    return next((size for size in range(depth, 0, -1) if len(best_nodes(depth, size).depths) <= most), 0)
+
+
+def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
+    """[B, U] from Observation.survival [B, K] and Observation.siblings [B, RANKS − 1].
+
+    Where a drafter fails, all of its siblings do: with a chance a of the first child, that of a sibling is proportional
+    to a · (1 − a). Survivals are means over what a may be, and so are their differences.
+    """
+    before = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
+    first = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
+    rejected = first * (1 - np.hstack([first[:, 1:], first[:, -1:]]))
+    chances = np.concatenate([first[:, :, None], rejected[:, :, None] * siblings[:, None]], 2)
+    chances = np.minimum.accumulate(chances, axis=2)
+    values = chances[:, nodes.depths, nodes.ranks]
+    values[:, : survival.shape[1]] = survival
+    for level in nodes.levels:
+        values[:, level] *= values[:, nodes.parents[level]]
+    return values
+
+
+class Shape(NamedTuple):
+    """What a round pays for a tree."""
+
+    depth: int  # forwards of the draft model
+    read: int  # tokens that it reads, if the gap is one: inner nodes are read, as many as there are first children
+
+
+@lru_cache(maxsize=1024)
+def measure(parents: Parents) -> Shape:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return Shape(max(depths, default=0), len(set(parents)))
+
+
+def is_chain(parents: Parents) -> bool:
+    return parents == tuple(range(ROOT, len(parents) - 1))
+
+
+@lru_cache(maxsize=1024)
+def places_of(parents: Parents, depth: int, size: int) -> list[int]:
+    """The nodes of a tree among best_nodes(depth, size). Those that are not there are left out."""
+    known, placed, children = best_nodes(depth, size).places, {ROOT: ROOT}, dict[int, int]()
+    for node, parent in enumerate(parents):
+        rank = children.get(parent, 0)
+        children[parent] = rank + 1
+        if parent in placed and (placed[parent], rank) in known:
+            placed[node] = known[placed[parent], rank]
+    return [place for node, place in placed.items() if node != ROOT]
+
+
+@lru_cache(maxsize=1024)
+def shape_of(nodes: tuple[int, ...], depth: int, size: int) -> Parents | None:
+    """The tree of these nodes of best_nodes(depth, size), in ascending order; None: a chain."""
+    known = best_nodes(depth, size)
+    places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
+    parents = tuple(places[int(known.parents[node])] for node in nodes)
+    return None if is_chain(parents) else parents
+
+
+def cut(shape: Parents | None, k: int) -> Parents | None:
+    """The first k nodes of a tree; None: a chain."""
+    return None if shape is None or is_chain(shape[:k]) else shape[:k]
+
+
+def depths_of(ks: Sequence[int], shapes: Shapes) -> list[int]:
+    """Per sequence the most drafts on a path."""
+    if not shapes:
+        return list(ks)
+    return [k if shape is None else measure(shape).depth for k, shape in zip(ks, shapes, strict=True)]
