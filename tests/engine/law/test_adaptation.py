@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("pruned_races")
 LEVEL = 1e-3
 PRICE = 0.1  # verification of a draft, in passes of one sequence
 POLICIES: dict[PolicyName, PolicyConfig] = {
-    "goodput": PolicyConfig("goodput", hysteresis=0.0, trees=True),
+    "goodput": PolicyConfig("goodput", hysteresis=0.0),
     "confidence": PolicyConfig("confidence", threshold=0.42),
     "heuristic": PolicyConfig("heuristic", k=2),
 }
