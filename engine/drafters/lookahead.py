@@ -18,7 +18,7 @@ from engine.sequence import Sequence
 from engine.trees import ROOT, is_chain
 
 MOST_BRANCHES = 8  # n-grams that the pool keeps for one first token, the latest ones
-MOST_HEADS = 4_096  # first tokens in a pool, some 2 MB at most
+MOST_HEADS = 4_096  # first tokens in a pool, some 6 MB at most
 STRIDE = 7  # between the text's tokens that fill a window; prime to most lengths, so that neighbours do not repeat it
 
 
@@ -96,7 +96,6 @@ class NgramPool:
 class _State:
     window: Window = field(default_factory=Window)
     pool: NgramPool = field(default_factory=NgramPool)
-    newest: list[int] = field(default_factory=list)  # nodes of the window's newest level in the round's tree
     most_levels: int = 1  # of the window in this round
 
 
@@ -115,13 +114,13 @@ class LookaheadDrafter:
         self._device = device
         self._trees = trees
         self._states: dict[int, _State] = {}  # by handle
-        self._unobserved: DraftBatch | None = None  # the batch of the latest proposal
+        self._newest: dict[int, list[int]] = {}  # by handle: nodes of the window's newest level in the latest proposal
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
         return Offer(sequence.drafter, k, 0)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        self._unobserved = batch
+        self._newest = {}
         drafts = [self._draft(s, k) if k else ([], []) for s, k in zip(batch.sequences, ks, strict=True)]
         depth = max(len(tokens) for tokens, _ in drafts)
         if not depth:
@@ -135,19 +134,18 @@ class LookaheadDrafter:
         )
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
-        unobserved, self._unobserved = self._unobserved, None
-        if unobserved is not batch or not verdict.drawn:
-            return  # no proposal was requested, or its pass failed and this is the retry without drafts
+        newest, self._newest = self._newest, {}
+        if not verdict.drawn:
+            return  # nothing was proposed, or the pass failed and this is the retry without drafts
         for sequence, drawn, failed in zip(batch.sequences, verdict.drawn, verdict.non_finite, strict=True):
-            state = self._states.get(sequence.handle)
-            if state is not None and state.newest and not failed:
-                behind = [drawn[node + 1] for node in state.newest]
+            if sequence.handle in newest and not failed:
+                state, behind = self._states[sequence.handle], [drawn[node + 1] for node in newest[sequence.handle]]
                 for gram in state.window.take(behind, state.most_levels):
                     state.pool.add(gram)
-                state.newest = []
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence.handle, None)
+        self._newest.pop(sequence.handle, None)
 
     def audit(self, live: Set[int]) -> None:
         leaked = self._states.keys() - live
@@ -167,7 +165,7 @@ class LookaheadDrafter:
             state.most_levels = 1
             state.window.fit(text, k, 1)
             state.window.begin_with(grams[0] if grams else ())
-        state.newest = _add_window(tokens, parents, state.window.levels)
+        self._newest[sequence.handle] = _add_window(tokens, parents, state.window.levels)
         return tokens, parents
 
 

@@ -161,9 +161,13 @@ def test_a_sequence_that_lost_its_memory_begins_anew() -> None:
 
 
 def test_a_round_that_is_tried_again_without_drafts_teaches_nothing() -> None:
-    drafter, sequence = LookaheadDrafter(CPU), make_sequence(0, [1, 2, 3])
-    draft = drafter.propose(make_batch(sequence), [8])
-    drafter.observe(make_batch(sequence), make_verdict([4] * 9))
+    """Nor does the next round of others: its rows are not those of the failed round's drafts."""
+    drafter, sequence, other = LookaheadDrafter(CPU), make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3])
+    draft = drafter.propose(make_batch(sequence, other), [8, 8])
+    drafter.observe(make_batch(sequence, other), SimpleNamespace(drawn=[], non_finite=[False, False]))
+    of_others = make_batch(sequence, other)
+    assert drafter.propose(of_others, [0, 1]).ks == (0, 1)
+    drafter.observe(of_others, SimpleNamespace(drawn=[[4, 4], [4, 4]], non_finite=[False, False]))
     assert paths(drafter.propose(make_batch(sequence), [8])) == paths(draft)
 
 
