@@ -1,5 +1,6 @@
 """Which tests a worker of pytest-xdist runs together (tests/workers.py)."""
 
+import json
 import os
 import re
 import subprocess
@@ -47,14 +48,17 @@ def suite(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(suite: Path, *arguments: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-    """({(worker, module that it imported)}, {(worker, group that it ran)}) of a real run with two workers."""
+def run(
+    suite: Path, *arguments: str, expected: int = 4 * len(MODULES)
+) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """({(worker, module that it imported)}, {(worker, group that it ran)}) of a real run with two workers, of so many
+    tests."""
     command = [sys.executable, "-P", "-m", "pytest", "-v", "-p", "xdist", "-n", "2", "--dist", "loadscope", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     reports = re.findall(r"^\[(gw\d)\] .*PASSED (tests/[\w/]+\.py)::", done.stdout, re.MULTILINE)
-    assert len(reports) == 4 * len(MODULES)
+    assert len(reports) == expected
     imported = {(worker, name) for worker, name in map(str.split, (suite / "imported").read_text().splitlines())}
     return imported, {(worker, worker_group(module)) for worker, module in reports}
 
@@ -70,3 +74,11 @@ def test_workers_run_whole_groups(suite: Path) -> None:
     imported, ran = run(suite, "-m", "not proofs")
     assert imported == {(worker, module) for worker in ("gw0", "gw1") for module in MODULES}
     assert len(ran) == 3, "two modules of tests/app and one group of tests/serving"
+
+
+def test_only_tests_that_failed_run_again(suite: Path) -> None:
+    cache = suite / ".pytest_cache/v/cache/lastfailed"
+    cache.parent.mkdir(parents=True)
+    cache.write_text(json.dumps({f"{MODULES[-1]}::test_0": True}))
+    _, ran = run(suite, "--lf", expected=1)
+    assert {group for _, group in ran} == {MODULES[-1]}

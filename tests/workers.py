@@ -35,13 +35,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Where the whole suite runs, the first worker imports only the tests that start Ray, and the others leave these
     out: to import all modules takes a worker half a minute.
 
-    With -m, for a part of the suite and in a worker that replaces a crashed one nothing is left out.
+    With -m, for a part of the suite and in a worker that replaces a crashed one nothing is left out. Nor is it with
+    --lf: pytest runs all tests where it finds none of those that failed.
     """
     worker = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     ray_tests, tests = config.rootpath / RAY_GROUP, config.rootpath / RAY_GROUP.partition("/")[0]
     whole = any(config.invocation_params.dir / argument in (config.rootpath, tests) for argument in config.args)
-    if config.getoption("markexpr") or not whole or not number < count > 1 or not collection_path.is_relative_to(tests):
+    whole = whole and not config.getoption("markexpr") and not config.getoption("lf", False)
+    if not whole or not number < count > 1 or not collection_path.is_relative_to(tests):
         return None
     starts_ray = collection_path.is_relative_to(ray_tests)
     wanted = starts_ray or ray_tests.is_relative_to(collection_path) if number == 0 else not starts_ray
