@@ -16,6 +16,7 @@ from engine.hub_id import parse_hub_id
 from engine.machine_cpus import usable_cpus
 
 PATHS = ("target", "draft", "api_key_file", "chat_template")  # settings that may name a file or directory
+NOTHING = ("", "none", "null")
 METAVARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
 
 
@@ -26,7 +27,7 @@ def serve_command() -> Callable[..., None]:
         from deployments.launch import serve  # its imports would delay --help
 
         settings = {"target": target, **given}
-        args = {name: _path(value) if name in PATHS else value for name, value in settings.items() if value is not None}
+        args = {name: _read(name, value) for name, value in settings.items() if value is not None}
         args.setdefault("num_cpus", str(usable_cpus()))  # for the only replica on this machine
         os.chdir(ROOT)  # Ray's processes work where this one does
         source = "the embedded pair" if target is None else target
@@ -39,7 +40,7 @@ def serve_command() -> Callable[..., None]:
     return command
 
 
-def document(host: str, port: int, args: dict[str, str]) -> dict[str, Any]:
+def document(host: str, port: int, args: dict[str, Any]) -> dict[str, Any]:
     """The configuration file that would serve the same."""
     application = {"name": "foretoken", "route_prefix": "/", "import_path": BUILDER, "args": args}
     return {
@@ -49,10 +50,17 @@ def document(host: str, port: int, args: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def _read(name: str, given: str) -> str | list[str]:
+    """A setting's text, with paths in full. `drafts` becomes a list: the working directory may have spaces in it."""
+    if name == "drafts" and given.lower() not in NOTHING:
+        return list(map(_path, given.split()))
+    return _path(given) if name in PATHS else given
+
+
 def _path(given: str) -> str:
     """A path in the working directory in full. What is not there may be below the repository's root or at a hub."""
     here = Path(given).expanduser()
-    elsewhere = (ROOT / here).exists() or parse_hub_id(given) or given.lower() in ("", "none", "null")
+    elsewhere = (ROOT / here).exists() or parse_hub_id(given) or given.lower() in NOTHING
     return str(here.absolute()) if here.exists() or (not elsewhere and "/" in given) else given
 
 

@@ -107,6 +107,20 @@ def test_paths_are_those_of_the_working_directory(
     }
 
 
+def test_paths_of_several_drafts_are_those_of_the_working_directory(
+    served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder"
+    (folder / "own").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    run("serve", "--drafts", "own ./gone owner/name", status=3)
+    run("serve", "--drafts", "none", status=3)
+    several, none = map(arguments_of, served)
+    assert several == {"drafts": [f"{folder}/own", f"{folder}/gone", "owner/name"]}
+    assert Settings.model_validate(several).drafts == tuple(several["drafts"])
+    assert Settings.model_validate(none).drafts == ()
+
+
 def test_an_unknown_option_is_refused(served: list[dict[str, Any]]) -> None:
     assert "--max-runing" in run("serve", "--max-runing", "4", status=2)
     assert served == []
