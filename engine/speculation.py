@@ -72,7 +72,11 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
             "speculation.tree",
         )
     if tree is not None and plan.drafter in FIXED_SHAPES:
-        raise InvalidRequest(f"the drafter {plan.drafter!r} draws no tree of a given shape", "speculation.tree")
+        raise InvalidRequest(
+            f"the drafter {plan.drafter!r} draws no tree of a given shape: leave out speculation.tree, or name another "
+            "drafter",
+            "speculation.tree",
+        )
     if fields.predicted:
         _check_prediction(fields, plan, can)
     if fields.lenience is not None:

@@ -41,6 +41,7 @@ def test_a_tree_of_drafts_is_taken_as_it_is() -> None:
         ({"tree": [2], "mode": "auto"}, "leave out k", "speculation.tree"),
         ({"tree": [2], "mode": "off"}, "leave out k", "speculation.tree"),
         ({"tree": [2], "verifier": "block"}, "'match' or 'rejection'", "speculation.tree"),
+        ({"tree": [2], "drafter": "lookahead"}, "leave out speculation.tree, or name", "speculation.tree"),
         ({"tree": []}, "at least 1 item", "speculation.tree"),
         ({"tree": [1] * 65}, "at most 64 items", "speculation.tree"),
         ({"tree": [0]}, "greater than or equal to 1", "speculation.tree.0"),
