@@ -186,7 +186,8 @@ def train(role: str, args: argparse.Namespace) -> None:
         load_weights(model, work / f"{role}.safetensors")
     optimisers = make_optimisers(model, args.lr)
     held = held_out_tokens(tokenizer, args.corpus)[0]
-    batches = windows(training_tokens(tokenizer, args.corpus), args.batch, args.context, args.seed or 1 + args.resume)
+    seed = 1 + args.resume if args.seed is None else args.seed
+    batches = windows(training_tokens(tokenizer, args.corpus), args.batch, args.context, seed)
     budget = TrainingBudget(args.minutes, args.steps, time.monotonic())
     step = 0
     for step, used in spend(budget):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts import train_demo_pair
 from scripts.eval_pair import main as evaluate
 from scripts.pair_data import corpus, held_out, held_out_tokens, train_tokenizer, training_tokens, windows
 from scripts.train_demo_pair import TrainingBudget, draft_loss, learning_rate_scale, load_weights, main, new_model
@@ -72,6 +73,22 @@ def test_the_second_draft_begins_as_the_first(trained: Path, source: Path) -> No
     weights = [dict(model.named_parameters()) for model in (first, still, moved)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(("options", "seed"), [([], 1), (["--resume"], 2), (["--seed=0"], 0)])
+def test_the_seed_of_the_windows(
+    trained: Path, source: Path, options: list[str], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def windows_of(_tokens: object, _batch: int, _context: int, given: int) -> None:
+        seeds.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_demo_pair, "windows", windows_of)
+    with pytest.raises(KeyboardInterrupt):
+        main(["draft", f"--out={trained}", f"--corpus={source}", *options])
+    assert seeds == [seed]
 
 
 def test_a_checkpoint_of_another_shape_is_refused(trained: Path) -> None:
