@@ -14,7 +14,7 @@ export class TreeDrawing {
   constructor(trees) {
     this.trees = trees;
     this.root = el("div", { class: "tree", "aria-live": "polite" });
-    const rows = Math.max(...trees.map((tree) => (tree ? leaves(tree.parents) : 0)));
+    const rows = trees.reduce((most, tree) => (tree ? Math.max(most, leaves(tree.parents)) : most), 0);
     this.root.style.minHeight = `${(rows + 2) * ROW}px`; // what stands below does not move from round to round
   }
 
