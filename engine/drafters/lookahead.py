@@ -155,18 +155,18 @@ class LookaheadDrafter:
         """At most k drafts and their parents."""
         state, text = self._states.setdefault(sequence.handle, _State()), sequence.tokens
         grams = state.pool.after(text[-1])
-        tokens, parents = list[int](), list[int]()
+        tree = _Tree()
         if self._trees and (sequence.coupled or sequence.verifier != "block"):
             columns, state.most_levels = window_size(k)
             for gram in grams:
-                _add_branch(tokens, parents, gram, k - columns * state.most_levels)
+                tree.add_branch(gram, k - columns * state.most_levels)
             state.window.fit(text, columns, state.most_levels)
         else:
             state.most_levels = 1
             state.window.fit(text, k, 1)
             state.window.begin_with(grams[0] if grams else ())
-        self._newest[sequence.handle] = _add_window(tokens, parents, state.window.levels)
-        return tokens, parents
+        self._newest[sequence.handle] = tree.add_window(state.window.levels)
+        return tree.tokens, tree.parents
 
 
 def window_size(k: int) -> tuple[int, int]:
@@ -176,32 +176,36 @@ def window_size(k: int) -> tuple[int, int]:
     return max(1, k // 2 // levels), levels
 
 
-def _add_branch(tokens: list[int], parents: list[int], gram: Seq[int], most: int) -> None:
-    """Add an n-gram behind the text to a tree of at most `most` nodes. It shares the nodes of a common beginning."""
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    at = ROOT
-    for token in gram:
-        known = children.get((at, token))
-        if known is None:
-            if len(tokens) == most:
+class _Tree:
+    """Drafts in the making. Equal beginnings share their nodes: of equal siblings a verifier reaches the first only."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}  # (parent, token) → node
+
+    def add_branch(self, gram: Seq[int], most: int) -> None:
+        """Add an n-gram behind the text, as far as the tree has `most` nodes at most."""
+        at = ROOT
+        for token in gram:
+            if (at, token) not in self._children and len(self.tokens) == most:
                 return
-            known = len(tokens)
-            tokens.append(token)
-            parents.append(at)
-        at = known
+            at = self._add(at, token)
 
+    def add_window(self, levels: Seq[Seq[int]]) -> list[int]:
+        """Add a window: the oldest level is a chain behind the text, and each further level goes on from the one before
+        it, column by column. Returns the nodes of the newest level."""
+        at, nodes = ROOT, list[int]()
+        for token in levels[0]:
+            at = self._add(at, token)
+            nodes.append(at)
+        for level in levels[1:]:
+            nodes = [self._add(node, token) for node, token in zip(nodes, level, strict=True)]
+        return nodes
 
-def _add_window(tokens: list[int], parents: list[int], levels: Seq[Seq[int]]) -> list[int]:
-    """Add a window: the oldest level is a chain behind the text, and each further level goes on from the one before
-    it, column by column. Returns the nodes of the newest level."""
-    nodes: list[int] = []
-    for depth, level in enumerate(levels):
-        at, row = ROOT, list[int]()
-        for i, token in enumerate(level):
-            at = nodes[i] if depth else at
-            row.append(len(tokens))
-            tokens.append(token)
-            parents.append(at)
-            at = row[-1]
-        nodes = row
-    return nodes
+    def _add(self, parent: int, token: int) -> int:
+        if (parent, token) not in self._children:
+            self._children[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return self._children[parent, token]
