@@ -35,9 +35,9 @@ def paths(draft: Draft) -> list[Path]:
     return [tuple(tokens[n] for n in trees.path(parents, node)) for node in range(len(tokens))]
 
 
-def make_verdict(drawn: list[int]) -> Any:
+def make_verdict(*drawn: list[int]) -> Any:
     """As far as this drafter looks at it."""
-    return SimpleNamespace(drawn=[drawn], non_finite=[False])
+    return SimpleNamespace(drawn=list(drawn), non_finite=[False] * len(drawn))
 
 
 def end_round(drafter: LookaheadDrafter, batch: Any, draft: Draft, text: Seq[int]) -> list[int]:
@@ -163,10 +163,10 @@ def test_a_round_that_is_tried_again_without_drafts_teaches_nothing() -> None:
     """Nor does the next round of others: its rows are not those of the failed round's drafts."""
     drafter, sequence, other = LookaheadDrafter(CPU), make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3])
     draft = drafter.propose(make_batch(sequence, other), [8, 8])
-    drafter.observe(make_batch(sequence, other), SimpleNamespace(drawn=[], non_finite=[False, False]))
+    drafter.observe(make_batch(sequence, other), make_verdict())
     of_others = make_batch(sequence, other)
     assert drafter.propose(of_others, [0, 1]).ks == (0, 1)
-    drafter.observe(of_others, SimpleNamespace(drawn=[[4, 4], [4, 4]], non_finite=[False, False]))
+    drafter.observe(of_others, make_verdict([4, 4], [4, 4]))
     assert paths(drafter.propose(make_batch(sequence), [8])) == paths(draft)
 
 
