@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from engine import trees
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.types import Request, RoundRecord, SamplingParams, Verifier
 from policies.acceptance import Estimator
@@ -90,6 +92,20 @@ def test_trees_are_cut_where_memory_is_short(pair: Pair) -> None:
     tight = run(pair, kv_tokens=112, block_size=4, max_running=3)
     assert tight.tokens == plain.tokens
     assert any(part.tree for part in rounds(tight))
+
+
+def test_a_drafter_that_fails_says_nothing_of_siblings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(ModelDrafter, "propose", failing)
+    engine, told = load(pair, policy=PolicyConfig("off")), list[Drafted]()
+    monkeypatch.setattr(engine.speculator.control, "observe", lambda timing, drafted, idle: told.extend(drafted))
+    drive(engine, [Request("r", (5, 6), replace(PARAMS, max_tokens=20), tree=(3, 2))])
+    assert told
+    for outcome in told:
+        assert outcome.drafted > outcome.accepted == 0
+        assert outcome.siblings == ()
 
 
 def test_what_was_tried_is_told_to_the_policy(pair: Pair) -> None:
