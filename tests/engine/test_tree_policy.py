@@ -17,6 +17,7 @@ from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
+from policies.reasons import REASONS
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import Pair
 
@@ -89,9 +90,11 @@ def test_who_may_branch(pair: Pair, verifier: Verifier, config: dict[str, Any], 
 def test_trees_are_cut_where_memory_is_short(pair: Pair) -> None:
     """A tree needs memory for all of its nodes."""
     plain = run(pair, PolicyConfig("off"))
-    tight = run(pair, kv_tokens=112, block_size=4, max_running=3)
+    tight = run(pair, kv_tokens=100, block_size=4, max_running=3)
     assert tight.tokens == plain.tokens
-    assert any(part.tree for part in rounds(tight))
+    cut = [part for part in rounds(tight) if part.tree and REASONS[part.reason] == "cache"]
+    assert len({part.k for part in cut}) > 2
+    assert all(len(part.tree) == part.k for part in cut)
 
 
 def test_a_drafter_that_fails_says_nothing_of_siblings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
