@@ -97,6 +97,22 @@ def test_trees_are_cut_where_memory_is_short(pair: Pair) -> None:
     assert all(len(part.tree) == part.k for part in cut)
 
 
+def test_a_drafter_that_branches_by_itself_is_priced_as_it_always_drafts(pair: Pair) -> None:
+    """Trees cost more than chains, but its chains are never seen."""
+    engine, told = load(pair, policy=PolicyConfig("off"), max_spec_length=16), list[Timing]()
+    observe = engine.speculator.control.observe
+
+    def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        told.append(timing)
+        observe(timing, drafted, idle)
+
+    engine.speculator.control.observe = spy  # type: ignore[method-assign]
+    driven = drive(engine, [Request("r", (5, 6), replace(PARAMS, temperature=0), k=12, drafter="lookahead")])
+    assert any(part.tree for part in rounds(driven))
+    assert any(timing.drafts for timing in told)
+    assert not any(timing.siblings for timing in told)
+
+
 def test_a_drafter_that_fails_says_nothing_of_siblings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
         raise RuntimeError("injected")
