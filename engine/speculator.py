@@ -118,17 +118,17 @@ class Speculator:
 def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     """What became of the drafts of the round's i-th sequence; None if it had none.
 
-    If the drafter failed to make the drafts that it was asked for, they count as rejected.
+    If the drafter failed to make the drafts that it was asked for, they count as rejected. Of siblings this says
+    nothing.
     """
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
     if verdict.non_finite[i] or sequence.drafter is None:
         return None
     if not draft.ks[i]:
-        wanted = Drafted(sequence.handle, sequence.drafter, part.k, 0)
-        return _with_tree(wanted, part.shape or (), ()) if draft.failed and part.k else None
+        return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None
     source = (sequence.drafter if draft.proposers is None else draft.proposers[i]) or sequence.drafter
     told = Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
-    return _with_tree(told, draft.trees.get(i, ()), verdict.paths.get(i, ()))
+    return _with_tree(told, draft.trees[i], verdict.paths[i]) if i in draft.trees else told
 
 
 def _with_tree(told: Drafted, parents: Parents, path: Seq[int]) -> Drafted:

@@ -34,17 +34,17 @@ BASE_TAIL = 0.2  # share of requests that may have any hazard
 DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first
 MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
-SIBLING_RATE = (
-    0.3  # chance to expect of a second sibling once the first is rejected; of the third half of it, and so on
-)
+SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
 SIBLING_WEIGHT = 8.0  # trials: weight of SIBLING_RATE
 SIBLING_TRIALS = 400.0  # weight that the trials of a rank tend to
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0.997 to 0.008
+RATES: Floats = np.exp(-LEVELS)  # [levels]
 REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
 SIBLING_RATES: Floats = SIBLING_RATE / np.arange(1, RANKS)
+BASE_RATES: Floats = np.full(RANKS - 1, BASE_RATE)
 NEAR: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
 BASE_LAW: Floats = (1 - BASE_TAIL) * NEAR / NEAR.sum() + BASE_TAIL / len(LEVELS)
 
@@ -56,8 +56,9 @@ class Population:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
         self._evidence: Floats = BASE_LAW * BASE_WEIGHT  # [levels], sums to its weight in rounds
-        self._siblings: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES]) * SIBLING_WEIGHT  # tried, accepted
-        self.learn_siblings(np.zeros((2, RANKS - 1)))
+        # [3, RANKS − 1] as `counts` of learn_siblings
+        self._siblings: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES, BASE_RATES]) * SIBLING_WEIGHT
+        self.learn_siblings(np.zeros((3, RANKS - 1)))
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
@@ -75,11 +76,19 @@ class Population:
         evidence = rounds @ beliefs
         self._evidence = self._evidence * exp(-evidence.sum() / MOST_WEIGHT) + evidence
 
+    def rejected_rate(self, handle: int) -> float:
+        """Chance of a first draft where one was rejected: a rejection tells that it was low."""
+        rejected = self.beliefs.get(handle, self.law) * (1 - RATES)
+        return float(rejected @ RATES / rejected.sum())
+
     def learn_siblings(self, counts: Floats) -> None:
-        """counts [2, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on."""
+        """counts [3, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on, and the sum of
+        rejected_rate over the tried ones."""
         self._siblings = self._siblings * np.exp(-counts[0] / SIBLING_TRIALS) + counts
-        rates = self._siblings[1] / self._siblings[0]
-        self.siblings: Floats = rates * np.append(1.0, np.cumprod(1 - rates[:-1])) / BASE_RATE  # as in Observation
+        tried, accepted, firsts = self._siblings
+        rates = accepted / tried
+        among_rejected = rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
+        self.siblings: Floats = among_rejected * tried[0] / firsts[0]  # as in Observation
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""
@@ -140,10 +149,12 @@ class Estimator:
             self._populations[source].settle(took_part)
 
     def _observe_siblings(self, outcomes: Iterable[Drafted]) -> None:
-        counts: defaultdict[str, Floats] = defaultdict(lambda: np.zeros((2, RANKS - 1)))
+        counts: defaultdict[str, Floats] = defaultdict(lambda: np.zeros((3, RANKS - 1)))
         for outcome in outcomes:
-            for rank, (tried, accepted) in enumerate(outcome.siblings[: RANKS - 1]):
-                counts[outcome.source][:, rank] += tried, accepted
+            if outcome.siblings:
+                first = self._populations[outcome.source].rejected_rate(outcome.handle)
+                for rank, (tried, accepted) in enumerate(outcome.siblings[: RANKS - 1]):
+                    counts[outcome.source][:, rank] += tried, accepted, tried * first
         for source, found in counts.items():
             self._populations[source].learn_siblings(found)
 

@@ -160,7 +160,7 @@ class SpecControl:
                 self.cost.observe(timing)
             self._drafted_last = timing.drafts > 0
         for outcome in drafted:
-            self._last[outcome.handle] = (outcome.drafted, outcome.accepted)
+            self._last[outcome.handle] = (outcome.drafted, outcome.drafted if outcome.whole else outcome.accepted)
         for handle in gone:
             self.estimator.forget(handle)
             self._last.pop(handle, None)

@@ -105,7 +105,7 @@ class HeldChoice:
         newcomer: tuple[int, Reason, float] = self.newcomer_k, "policy", sum(chosen.alphas) / len(chosen.alphas)
         ks, reasons, alphas = list[int](), list[Reason](), list[float]()
         shapes: list[Parents | None] = [None] * len(candidates) if chosen.shapes else []
-        for candidate in candidates:
+        for n, candidate in enumerate(candidates):
             place = self.places.get(candidate.handle)
             k, reason, alpha = newcomer
             if place is not None:
@@ -118,7 +118,7 @@ class HeldChoice:
             reasons.append(reason)
             alphas.append(alpha)
             if chosen.shapes and place is not None:
-                shapes[len(ks) - 1] = cut(chosen.shapes[place], k)
+                shapes[n] = cut(chosen.shapes[place], k)
         self.same = found == len(candidates) == len(self.places)
         seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
         return Decision(ks, reasons, alphas, chosen.confidence, seconds, tokens, shapes)

@@ -97,7 +97,8 @@ class Observation:
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     held: Mapping[int, int]  # handle → k of the last plan
-    last: Mapping[int, tuple[int, int]]  # handle → (drafted, accepted) of its last round with drafts
+    # handle → (drafted, accepted) of its last round with drafts; a tree with a whole path accepted counts as accepted
+    last: Mapping[int, tuple[int, int]]
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
     # Rounds since such a batch last ran without drafts for long enough to be measured; None: never.
@@ -160,6 +161,11 @@ class Drafted(NamedTuple):
     # where it was not, at the nodes that were reached and have children.
     overlaps: tuple[float, ...] = ()
     siblings: tuple[tuple[int, int], ...] = ()  # by rank, from 1 on: (how many were tried, how many were accepted)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no draft was rejected, or in a tree a path was accepted to its end."""
+        return len(self.overlaps) == self.accepted if self.overlaps else self.accepted == self.drafted
 
 
 @dataclass(frozen=True, slots=True)

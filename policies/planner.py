@@ -99,7 +99,8 @@ def evaluate(observation: Observation, ks: Ints, shapes: Shapes | None = None) -
 def plan(observation: Observation) -> Allocation:
     """The best drafts within the limits; among equals the fewest. Every round must cost some time."""
     best = nothing = evaluate(observation, np.maximum(observation.fixed, 0))
-    tables = [_chains(observation), _trees(observation)] if observation.size else [_chains(observation)]
+    branches = observation.size and observation.siblings[observation.free].any()
+    tables = [_chains(observation), _trees(observation)] if branches else [_chains(observation)]
     for table in tables:
         drafts = _ranked_drafts(observation, nothing.goodput, table)
         if drafts.sequence.size:
@@ -221,6 +222,8 @@ def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleD
 
 def _shapes(observation: Observation, nothing: Allocation, drafts: PossibleDrafts, taken: Ints) -> Shapes:
     """The trees that the taken drafts form; () if all are chains."""
+    if drafts.numbers is None:
+        return nothing.shapes
     branching = set(drafts.sequence[taken[observation.nodes.branched[drafts.node[taken]] > 0]].tolist())
     if not branching:
         return nothing.shapes
@@ -235,7 +238,7 @@ def _shapes(observation: Observation, nothing: Allocation, drafts: PossibleDraft
 def _seconds_of_depths(observation: Observation, nothing: Allocation, depths: Ints) -> Floats:
     """[P] seconds of the rounds without the target's pass over the drafts and what is read of them."""
     cost, ks = observation.cost, nothing.ks
-    paths = np.array(depths_of(ks.tolist(), nothing.shapes), np.int64)
+    paths = np.array(depths_of(ks.tolist(), nothing.shapes)) if nothing.shapes else ks
     fixed = int(ks.sum())
     forwards = int(paths[observation.gaps > 0].max(initial=0))
     more = depths[:, 1] - forwards  # forwards of the draft model

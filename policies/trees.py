@@ -62,8 +62,11 @@ def best_nodes(depth: int, size: int) -> Nodes:
 
 @lru_cache(maxsize=1024)
 def largest_size(depth: int, most: int) -> int:
-    """The largest trees whose nodes are at most `most`, no larger than `depth`."""
-    return next((size for size in range(depth, 0, -1) if len(best_nodes(depth, size).depths) <= most), 0)
+    """The largest trees, of at most `depth` nodes, that are made of at most `most` nodes; 0: none are."""
+    size = 0
+    while size < depth and len(best_nodes(depth, size + 1).depths) <= most:  # upwards: the largest take seconds to list
+        size += 1
+    return size
 
 
 def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:

@@ -1,6 +1,7 @@
 """The estimate of what plain decoding would have taken: learned from steps, and told with every step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -20,14 +21,20 @@ def timing(batch: int, k: int, draft_s: float, score_s: float) -> Timing:
 
 
 def estimate(
-    cost: CostModel, ks: Sequence[int], emitted: float, step_s: float, policy_s: float = 0.0, faulty: bool = False
+    cost: CostModel,
+    ks: Sequence[int],
+    emitted: float,
+    step_s: float,
+    policy_s: float = 0.0,
+    faulty: bool = False,
+    branched: bool = False,
 ) -> float:
     forwards, read = max(ks), sum(ks)
     return plain_seconds(
         cost,
         batch=len(ks),
         ks=ks,
-        branched=False,
+        branched=branched,
         forwards=forwards,
         read=read,
         emitted=emitted,
@@ -64,6 +71,13 @@ def test_a_step_without_drafts_took_what_it_took(cost: CostModel) -> None:
 
 def test_choosing_k_counts_against_drafts(cost: CostModel) -> None:
     assert estimate(cost, [3], 4, 0.020, policy_s=0.005) < estimate(cost, [3], 4, 0.020)
+
+
+def test_a_tree_takes_its_share_of_the_step(cost: CostModel) -> None:
+    """A step with a tree takes a quarter longer than one of chains: plain decoding would have been that much faster."""
+    for _ in range(32):
+        cost.observe(replace(timing(1, 3, 0.009, 0.015), siblings=1, rest_s=0.001))
+    assert estimate(cost, [3], 4, 0.025, branched=True) == pytest.approx(estimate(cost, [3], 4, 0.020), rel=0.02)
 
 
 def test_drafts_that_fail_cost_time(cost: CostModel) -> None:

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from engine import trees
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.types import Request, RoundRecord, SamplingParams, Verifier
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
+from policies.reasons import REASONS
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import Pair
 
@@ -87,9 +90,41 @@ def test_who_may_branch(pair: Pair, verifier: Verifier, config: dict[str, Any], 
 def test_trees_are_cut_where_memory_is_short(pair: Pair) -> None:
     """A tree needs memory for all of its nodes."""
     plain = run(pair, PolicyConfig("off"))
-    tight = run(pair, kv_tokens=112, block_size=4, max_running=3)
+    tight = run(pair, kv_tokens=100, block_size=4, max_running=3)
     assert tight.tokens == plain.tokens
-    assert any(part.tree for part in rounds(tight))
+    cut = [part for part in rounds(tight) if part.tree and REASONS[part.reason] == "cache"]
+    assert len({part.k for part in cut}) > 2
+    assert all(len(part.tree) == part.k for part in cut)
+
+
+def test_a_drafter_that_branches_by_itself_is_priced_as_it_always_drafts(pair: Pair) -> None:
+    """Trees cost more than chains, but its chains are never seen."""
+    engine, told = load(pair, policy=PolicyConfig("off"), max_spec_length=16), list[Timing]()
+    observe = engine.speculator.control.observe
+
+    def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        told.append(timing)
+        observe(timing, drafted, idle)
+
+    engine.speculator.control.observe = spy  # type: ignore[method-assign]
+    driven = drive(engine, [Request("r", (5, 6), replace(PARAMS, temperature=0), k=12, drafter="lookahead")])
+    assert any(part.tree for part in rounds(driven))
+    assert any(timing.drafts for timing in told)
+    assert not any(timing.siblings for timing in told)
+
+
+def test_a_drafter_that_fails_says_nothing_of_siblings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(ModelDrafter, "propose", failing)
+    engine, told = load(pair, policy=PolicyConfig("off")), list[Drafted]()
+    monkeypatch.setattr(engine.speculator.control, "observe", lambda timing, drafted, idle: told.extend(drafted))
+    drive(engine, [Request("r", (5, 6), replace(PARAMS, max_tokens=20), tree=(3, 2))])
+    assert told
+    for outcome in told:
+        assert outcome.drafted > outcome.accepted == 0
+        assert outcome.siblings == ()
 
 
 def test_what_was_tried_is_told_to_the_policy(pair: Pair) -> None:

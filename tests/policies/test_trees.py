@@ -10,8 +10,8 @@ import pytest
 from numpy.random import Generator
 
 from engine.trees import fates
-from policies import trees
-from policies.acceptance import BASE_RATE, Estimator
+from policies import planner, trees
+from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.corrections import STALE
@@ -159,12 +159,12 @@ def branching(handle: int, **changes: Any) -> Candidate:
     return Candidate(handle, **(usual | {"branches": True} | changes))
 
 
-def outcome(random: Generator, handle: int, k: int, tree: Parents | None) -> Drafted:
+def outcome(random: Generator, handle: int, k: int, tree: Parents | None, first: float = FIRST) -> Drafted:
     """A round's walk through a draft."""
     parents, path, node = tree or chain(k), list[int](), ROOT
     while True:
         children = [n for n, parent in enumerate(parents) if parent == node]
-        passes = random.random(len(children)) < (FIRST, *FURTHER)[: len(children)]
+        passes = random.random(len(children)) < (first, *FURTHER)[: len(children)]
         if not passes.any():
             break
         node = children[int(passes.argmax())]
@@ -250,16 +250,21 @@ def test_chains_keep_their_price_beside_trees() -> None:
     assert cost.seconds(4, 2, 2, 4) == pytest.approx(2 * STEP_S + 2e-3 + 6 * ROW_S, rel=0.1)
 
 
-def test_the_chances_of_siblings_are_learned() -> None:
+@pytest.mark.parametrize("first", [FIRST, 0.9])
+def test_the_chances_of_siblings_are_learned(first: float) -> None:
+    """Of drafters that are better and worse than an unknown one."""
     random, estimator = np.random.default_rng(2), Estimator(DEPTH)
     tree = (ROOT, 0, 0, 0, ROOT, ROOT, ROOT)
-    for n in range(1600):
-        estimator.observe([outcome(random, n % 4, len(tree), tree)])
-    (learned,) = estimator.siblings([branching(0)], free=True)
-    left = np.cumprod([1.0, *(1 - np.array(FURTHER[:-1]))])
-    assert learned * BASE_RATE == pytest.approx(left * FURTHER, abs=0.06)
+    for n in range(1200):
+        estimator.observe([outcome(random, n % 4, len(tree), tree, first)])
+    learned, survival = estimator.siblings([branching(9)], free=True), estimator.survival([branching(9)])
+    nodes = trees.best_nodes(DEPTH, DEPTH)
+    (values,) = trees.node_values(survival, learned, nodes)[:, [nodes.places[ROOT, rank] for rank in range(RANKS)]]
+    assert values[0] == pytest.approx(first, abs=0.06)
+    left = np.cumprod([1 - first, *(1 - np.array(FURTHER[:-1]))])
+    assert values[1] == pytest.approx((1 - first) * FURTHER[0], rel=0.2)
+    assert values[2:] == pytest.approx((left * FURTHER)[1:], abs=0.02)
     assert not estimator.siblings([branching(0)], free=False).any()
-    assert estimator.survival([branching(9)])[0, 0] == pytest.approx(FIRST, abs=0.06)
 
 
 def test_siblings_that_were_not_tried_say_nothing() -> None:
@@ -286,6 +291,52 @@ def test_a_held_tree_is_cut_to_todays_limits_and_newcomers_get_chains() -> None:
     assert again.shapes[1:4] == first.shapes[1:]
     assert again.shapes[4] is None
     assert 0 < again.ks[4] <= max(depths_of(first.ks, tuple(first.shapes)))
+
+
+def test_trees_are_planned_only_for_those_that_may_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's own tree beside chains takes no more time to plan than a chain."""
+    asked, find = list[int](), planner._trees
+
+    def spy(observation: Observation) -> planner.Table:
+        asked.append(len(observation.handles))
+        return find(observation)
+
+    monkeypatch.setattr(planner, "_trees", spy)
+    fixed = branching(0, fixed=6, tree=(ROOT, 0, 0, ROOT, 3, 3), branches=False)
+    control(trees=False).plan([fixed, branching(1)])
+    assert asked == []
+    control().plan([fixed, branching(1)])
+    assert asked
+
+
+def test_trees_that_are_too_large_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trees of 48 nodes are made of 14,210 ones, those of 64 of many more."""
+    sizes, list_nodes = list[int](), trees.best_nodes
+
+    def spy(depth: int, size: int) -> trees.Nodes:
+        sizes.append(size)
+        return list_nodes(depth, size)
+
+    monkeypatch.setattr(trees, "best_nodes", spy)
+    largest = trees.largest_size.__wrapped__(48, 128)
+    assert 4 < largest < 48
+    assert max(sizes) == largest + 1
+
+
+def test_the_heuristic_asks_for_more_behind_a_whole_path() -> None:
+    """A drafter that branches by itself never gets all of its drafts accepted."""
+    policy = SpecControl(PolicyConfig("heuristic", k=4), DEPTH, profile())
+    candidate = branching(0, source="merged", branches=False)
+    timing = Timing(1, 4, 4, 0, 4, 4, 1e-3, 2e-3, 1e-4)
+    found = []
+    for drafted in (
+        Drafted(0, "merged", 4, 2, (0.0, 1.0), ((1, 1),)),  # to the end of a path
+        Drafted(0, "merged", 6, 2, (0.0, 1.0, 0.0), ((1, 1),)),  # not to its end
+    ):
+        policy.plan([candidate])
+        policy.observe(timing, [drafted])
+        found += policy.plan([candidate]).ks
+    assert found == [6, 5]
 
 
 def test_a_requests_tree_is_priced_as_one() -> None:
