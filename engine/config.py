@@ -67,11 +67,13 @@ class EngineConfig:
         return max(CPU_CHUNK, 2 * rows) if self.device == "cpu" else self.max_step_tokens
 
     def check_policy(self, policy: PolicyConfig) -> None:
-        """Raise ConfigError for a policy whose k exceeds max_spec_length."""
+        """Raise ConfigError for a policy whose k exceeds max_spec_length, or whose trees `deterministic` rules out."""
         if policy.name in ("fixed", "heuristic") and policy.k > self.max_spec_length:
             raise ConfigError(
                 f"policy {policy.name} with k {policy.k} exceeds max_spec_length, which is {self.max_spec_length}"
             )
+        if policy.trees and self.deterministic:
+            raise ConfigError("policy trees cannot be honoured by a deterministic server: set trees to false")
         if policy.max_k is not None and policy.max_k > self.max_spec_length:
             raise ConfigError(f"max_k {policy.max_k} exceeds max_spec_length, which is {self.max_spec_length}")
 

@@ -442,6 +442,7 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
         ({"policy": PolicyConfig("fixed", k=1), "max_spec_length": 0}, "policy fixed with k 1 exceeds"),
         ({"suffix_tokens": -1}, "suffix_tokens must not be negative, not -1"),
         ({"max_spec_length": -1}, "max_spec_length must not be negative, not -1"),
+        ({"deterministic": True, "policy": PolicyConfig(trees=True)}, "policy trees cannot be honoured"),
     ],
 )
 def test_configurations_that_cannot_start(changes: dict[str, Any], message: str) -> None:
