@@ -135,7 +135,7 @@ class LookaheadDrafter:
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         newest, self._newest = self._newest, {}
-        if not verdict.drawn:
+        if not newest or not verdict.drawn:
             return  # nothing was proposed, or the pass failed and this is the retry without drafts
         for sequence, drawn, failed in zip(batch.sequences, verdict.drawn, verdict.non_finite, strict=True):
             if sequence.handle in newest and not failed:

@@ -77,12 +77,9 @@ def test_the_text_is_the_same_with_chosen_trees(pair: Pair) -> None:
         trees.check(part.tree)
 
 
-@pytest.mark.parametrize(
-    ("verifier", "config", "branches"),
-    [("rejection", {}, True), ("block", {}, False), ("match", {"deterministic": True}, False)],
-)
-def test_who_may_branch(pair: Pair, verifier: Verifier, config: dict[str, Any], branches: bool) -> None:
-    driven = run(pair, verifier=verifier, **config)
+@pytest.mark.parametrize(("verifier", "branches"), [("rejection", True), ("block", False)])
+def test_who_may_branch(pair: Pair, verifier: Verifier, branches: bool) -> None:
+    driven = run(pair, verifier=verifier)
     assert driven.drafted > 0
     assert any(part.tree for part in rounds(driven)) == branches
 
