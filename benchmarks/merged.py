@@ -52,7 +52,7 @@ class DraftVariant:
 
     @property
     def round_ms(self) -> float:
-        """Of a round that neither it nor the draft models read a prompt in."""
+        """The median over rounds in which no model reads a prompt: the first two of each prompt are left out."""
         return median(part.step_us for parts in self.rounds for part in parts[2:]) / 1000
 
 

@@ -197,7 +197,7 @@ def play(
 
 
 def share(played: list[list[Parents | None]]) -> float:
-    """Of the rounds with a tree."""
+    """Return the share of the rounds that had a tree."""
     return float(np.mean([any(shapes) for shapes in played]))
 
 
@@ -252,7 +252,7 @@ def test_chains_keep_their_price_beside_trees() -> None:
 
 @pytest.mark.parametrize("first", [FIRST, 0.9])
 def test_the_chances_of_siblings_are_learned(first: float) -> None:
-    """Of drafters that are better and worse than an unknown one."""
+    """One drafter is worse than an unknown one is taken to be, the other is better."""
     random, estimator = np.random.default_rng(2), Estimator(DEPTH)
     tree = (ROOT, 0, 0, 0, ROOT, ROOT, ROOT)
     for n in range(1200):

@@ -123,7 +123,7 @@ def test_more_of_two_models_is_accepted_than_of_one(engine: Engine) -> None:
 
 @pytest.mark.usefixtures("pruned_races")
 def test_the_law_is_the_targets() -> None:
-    """Of chains as long as in the test that sees wrong laws; law/test_law.py has all others."""
+    """The chains are as long as in the test that sees wrong laws; law/test_law.py tests all other lengths."""
     configuration = replace(REJECTION, k=2)
     assert g_test(draw(configuration, 800).counts, law_of(configuration.params)) > 1e-3
 
