@@ -1,6 +1,8 @@
 """Two draft models merged into one tree over each of them alone, with as many rows in a round, on the same texts.
 
-    python -m benchmarks.merged --target models/demo/target --draft models/demo/draft --second models/demo/draft2
+    python -m benchmarks.merged --target models/demo/target --draft models/demo/draft --second DIR/draft2
+
+`python -m scripts.train_demo_pair draft2 --out DIR` trains such a second draft.
 
 Under match a seeded text does not depend on the drafts, so all variants write the same texts, and only the number and
 the time of their rounds differ. A round of r rows checks r − 1 drafts: one model's chain, or the tree of both chains.

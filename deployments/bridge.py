@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from app.client import Chat, ModelCard, RenderedChat, TextField, Token
@@ -11,6 +13,7 @@ from deployments.chats import ChatRenderer
 from deployments.settings import DEFAULT_CHAT, ChatConfig
 from engine.config import PolicyConfig
 from engine.engine import Engine
+from engine.hub_id import parse_hub_id
 from engine.models.chat_template import open_template
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker
@@ -52,7 +55,7 @@ class LocalClient:
         # tokenizer that drops characters could make such a text fit; it is refused all the same.)
         self._max_characters = engine.max_model_len * longest_token
         self._tokens: dict[int, Token] = {}  # a cache: log-probabilities may name 20 tokens for each token of a prompt
-        self._refusal: str | None = None  # why the last policy that was sent is not in force
+        self._refusal: str | None = None  # why the last policy or draft that was sent is not in force
         # Only the event loop touches these four.
         self._queues: dict[str, asyncio.Queue[Output]] = {}  # by request id
         self._unreported: list[StepStats] = []
@@ -64,7 +67,9 @@ class LocalClient:
 
     @property
     def model(self) -> ModelCard:
-        return replace(self._card, policy=_policy_name(self.worker.engine.policy))
+        engine = self.worker.engine
+        can, policy = engine.intake.capabilities, _policy_name(engine.policy)
+        return replace(self._card, policy=policy, drafters=can.drafters, drafter=can.drafter)
 
     async def tokenize(
         self, text: str, field: TextField = "prompt", *, add_special_tokens: bool = True, any_length: bool = False
@@ -128,12 +133,22 @@ class LocalClient:
         self.worker.configure(policy)
         self._refusal = None
 
+    def change_draft(self, draft: str | None) -> Future[None]:
+        """Let this draft, or none, propose as soon as it is loaded. Running requests go on.
+
+        The future ends then; it has the error if the draft cannot serve, and is cancelled if another one is wanted
+        before. Raises ConfigError for a draft that conflicts with the configuration.
+        """
+        return self.worker.change_draft(draft)
+
     def refuse(self, reason: str) -> None:
-        """Remember why the last policy was refused, until `configure` accepts one."""
+        """Remember why the last policy or draft was refused, until `configure` accepts one."""
         self._refusal = reason
 
     def policy_status(self) -> Mapping[str, Any]:
-        return asdict(self.worker.engine.policy) | {"refused": self._refusal}
+        loading = _name(self.worker.loading_draft)  # looked at first: a draft that arrives now is then shown in force
+        draft = _name(self.worker.engine.config.draft)
+        return asdict(self.worker.engine.policy) | {"draft": draft, "loading": loading, "refused": self._refusal}
 
     def close(self) -> None:
         """End the engine thread. Running requests end as cancelled."""
@@ -178,6 +193,11 @@ async def _until_finish(queue: asyncio.Queue[Output]) -> AsyncIterator[Output]:
         yield output
         if output.finish_reason:
             return
+
+
+def _name(draft: str | None) -> str | None:
+    """Return a draft's hub id or the name of its directory: paths are nobody's business at the edge."""
+    return draft if draft is None or parse_hub_id(draft) is not None else Path(draft).name
 
 
 def _policy_name(policy: PolicyConfig) -> str:

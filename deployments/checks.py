@@ -30,10 +30,11 @@ def read_settings(args: Mapping[str, Any], user_config: Any = None) -> Settings:
         raise ConfigError(explain(error, Settings)) from None
     if user_config is not None:
         try:
-            policy = PolicySettings.model_validate(user_config).freeze()
+            given = PolicySettings.model_validate(user_config)
         except ValidationError as error:
             raise ConfigError(f"user_config: {explain(error, PolicySettings)}") from None
-        settings.freeze("cpu").check_policy(policy)
+        settings.freeze("cpu").check_policy(given.freeze())
+        given.draft_of(settings.freeze("cpu"))
     return settings
 
 

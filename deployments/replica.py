@@ -3,6 +3,7 @@
 import gc
 import logging
 import socket
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Replica:
 
         _show_logs()
         _keep_to_loopback()
+        self._config = config
         self._edge = edge
         self._keys = None if edge.api_key_file is None else ApiKeys.read(Path(edge.api_key_file))
         self._tracing = export.provider(_resource()) if edge.traces.level != "off" else None
@@ -79,10 +81,16 @@ class Replica:
 
         At the start an invalid user_config raises ConfigError and ends the replica. Later an invalid one changes only
         /health, which gives the reason. Serve drains a running replica whose reconfigure raises and starts no other, so
-        none would be left (Ray 2.60).
+        none would be left (Ray 2.60). Later this returns before another draft is loaded, and the old one serves until
+        then.
         """
         try:
-            self.client.configure(PolicySettings.model_validate(user_config).freeze())
+            settings = PolicySettings.model_validate(user_config)
+            draft = settings.draft_of(self._config)
+            self.client.configure(settings.freeze())
+            loaded = self.client.change_draft(draft)
+            if not self._started:
+                loaded.result()
         except (ValidationError, ConfigError) as error:
             reason = _reason(error)
             if not self._started:
@@ -91,7 +99,16 @@ class Replica:
             log.warning("the user_config is refused, and the policy stays: %s", reason)
         else:
             log.info("policy: %s", ", ".join(f"{name} {value}" for name, value in user_config.items()))
+            if self._started:
+                loaded.add_done_callback(self._tell_of_draft)
         self._started = True
+
+    def _tell_of_draft(self, loaded: "Future[None]") -> None:
+        """Tell why a draft cannot serve. Runs on the thread that loads drafts."""
+        if loaded.cancelled() or (error := loaded.exception()) is None:
+            return
+        self.client.refuse(str(error))
+        log.warning("the draft stays: %s", error, exc_info=None if isinstance(error, ConfigError) else error)
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine makes no progress. After three failures Serve replaces the replica."""

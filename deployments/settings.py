@@ -28,7 +28,7 @@ from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_TARGET = "models/demo/target"
-DEMO_DRAFT = "models/demo/draft"
+DEMO_DRAFT = "models/demo/eagle"
 
 Device = Literal["cpu", "cuda"]
 
@@ -129,11 +129,21 @@ class PolicySettings(BaseModel):
     hysteresis: Share = 0.02  # policy goodput: a plan is kept unless another one promises this share more goodput
     probe_share: Share = 0.01  # policy goodput: share of time for probes, which learn whether drafts pay again
     trees: bool = False  # policy goodput: whether a draft model's drafts may be trees
+    draft: Annotated[str | None, BeforeValidator(_none)] = None  # none: no draft; left out: that of the arguments
 
     @model_validator(mode="after")
     def _fits_the_policy(self) -> Self:
         self.freeze()
         return self
+
+    def draft_of(self, config: EngineConfig) -> str | None:
+        """Return the draft that is to serve, in place of the one that the replica was started with. None: no draft.
+
+        Raises ConfigError for one that conflicts with the configuration.
+        """
+        if "draft" not in self.model_fields_set:
+            return config.draft
+        return config.with_draft(None if self.draft is None else _checkpoint(self.draft)).draft
 
     def freeze(self) -> PolicyConfig:
         return PolicyConfig(

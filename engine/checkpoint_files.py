@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
+from engine.heads.files import head_kind, refuse_heads
 from engine.machine_memory import host_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
@@ -22,7 +23,7 @@ class CheckpointFiles:
     """What the files of a checkpoint say."""
 
     directory: Path
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: of a head, which drafts its target's tokens
     vocab_size: int  # rows of the embedding
     max_len: int | None  # tokens of its context; None: config.json does not say
     numbers: int  # in all tensors
@@ -31,14 +32,19 @@ class CheckpointFiles:
     @classmethod
     def read(cls, directory: Path) -> "CheckpointFiles":
         """Raises ConfigError, naming the file, for one that is missing, broken or of a format that is not read."""
+        if head_kind(directory) is not None:
+            return cls(directory, None, 0, None, _numbers(directory), False)
         config = read_config_file(directory)
         _check_architecture(directory, config["model_type"])
         text_config = config.get("text_config") or config
-        numbers = sum(prod(tensor.shape) for tensor in stored_tensors(directory).values())
         tokenizer = Tokenizer(str(directory))
         vocab_size = text_config.get("vocab_size", len(tokenizer.vocab))
         max_len = text_config.get("max_position_embeddings")
-        return cls(directory, tokenizer, vocab_size, max_len, numbers, "quantization_config" in config)
+        return cls(directory, tokenizer, vocab_size, max_len, _numbers(directory), "quantization_config" in config)
+
+
+def _numbers(directory: Path) -> int:
+    return sum(prod(tensor.shape) for tensor in stored_tensors(directory).values())
 
 
 def _check_architecture(directory: Path, kind: str) -> None:
@@ -54,7 +60,9 @@ def _check_architecture(directory: Path, kind: str) -> None:
 
 def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:
     """Check target and drafts against each other and against the memory of this machine. Raises ConfigError."""
-    target, *drafts = (Side(str(m.directory), m.tokenizer, frozenset(), m.vocab_size) for m in models)
+    refuse_heads([model.directory for model in models if model.tokenizer is None], models[0].directory, len(models) - 1)
+    sides = (Side(str(m.directory), m.tokenizer, frozenset(), m.vocab_size) for m in models if m.tokenizer is not None)
+    target, *drafts = sides
     check_drafts(target, drafts)
     limit = models[0].max_len
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:

@@ -1,6 +1,6 @@
 """The engine's configuration: one frozen value, checked when it is made. Imports no torch; settings.py builds it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from engine.types import DRAFTERS, VERIFIERS, DrafterName, Verifier
@@ -22,7 +22,8 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All that the engine needs to know at start-up. Only the policy can be replaced later (Engine.configure)."""
+    """All that the engine needs to know at start-up. Only the policy and the draft can be
+    replaced later (Engine.configure, Engine.put_draft)."""
 
     target: str  # directory of a Hugging Face checkpoint, or a hub id: owner/name or owner/name@revision
     draft: str | None = None  # None: no draft model, unless there are drafts
@@ -110,6 +111,18 @@ class EngineConfig:
                 f"max_step_tokens {self.max_step_tokens} cannot hold one verification of every sequence: "
                 f"max_running {self.max_running} × (1 + max_spec_length {self.max_spec_length})"
             )
+
+    def with_draft(self, draft: str | None) -> "EngineConfig":
+        """Return the configuration with another draft, or none, in place of its own.
+
+        Raises ConfigError if several drafts serve, and for a draft that conflicts with other settings.
+        """
+        if self.drafts:
+            raise ConfigError(
+                f"draft {draft or 'none'} cannot replace the drafts {', '.join(self.drafts)} while the server runs: "
+                "only a single draft can be replaced, so restart with draft in place of drafts"
+            )
+        return replace(self, draft=draft)
 
     @property
     def draft_models(self) -> tuple[str, ...]:

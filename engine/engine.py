@@ -15,7 +15,9 @@ import torch
 
 from engine.commit import commit
 from engine.config import EngineConfig
+from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.drafters.base import Drafter, try_forget
+from engine.drafters.chain import ChainedDrafter
 from engine.intake import Intake
 from engine.ledger import Ledger
 from engine.load import load_models, with_threads
@@ -68,9 +70,11 @@ class Engine:
         drafters: tuple[DrafterName, ...] = (),
         timings: Seq[Timing] = (),
         sampling_defaults: Mapping[str, float] = MappingProxyType({}),
+        room: int = 0,
     ) -> None:
         """timings: rounds that profiling.py measured. Without them the cost model learns while the engine serves.
-        sampling_defaults: for clients that leave these fields of SamplingParams out."""
+        sampling_defaults: for clients that leave these fields of SamplingParams out. room: bytes that are left beside
+        the models and their caches, for another draft."""
         self.config = config
         self.target = target
         self.drafter = drafter
@@ -84,6 +88,8 @@ class Engine:
         )
         self._profiled_s = max((t.draft_s + t.score_s for t in timings), default=0.0)
         self._repeats = 0  # of the profile
+        self._profiled = True  # whether the profile is that of the draft in force
+        self._room = room
         self._sequences: dict[str, Sequence] = {}
         self._handles = itertools.count()
         self._last_outputs: list[Output] = []  # of requests that ended since the last step; filled by _finish
@@ -106,6 +112,7 @@ class Engine:
             drafter.names,
             timings,
             models.sampling_defaults,
+            models.room,
         )
 
     def step(self) -> StepResult:
@@ -286,12 +293,14 @@ class Engine:
         assert not idle, f"{len(idle)} running sequences hold no cache slot: {idle}"
 
     def repeat_profile(self, interrupted: Callable[[], bool]) -> None:
-        """Measure rounds again if those that were served show that the profile was disturbed. The engine must be idle.
+        """Measure rounds again if those that were served show that the profile was disturbed, or if another draft has
+        come. The engine must be idle.
 
         interrupted: whether the measurement must end, because a request has come. It is tried again later.
         """
         control, config = self.speculator.control, self.config
-        if not control.timings or self._repeats >= MOST_REPEATS or control.cost.misfit < DISTURBED:
+        fits = self._profiled and control.cost.misfit < DISTURBED
+        if not control.timings or self._repeats >= MOST_REPEATS or fits:
             return
         self._repeats += 1
         try:
@@ -306,14 +315,48 @@ class Engine:
         if not timings:
             self._repeats -= 1
         elif len(timings) >= len(control.timings):  # memory or time may have sufficed for fewer
-            log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
+            if self._profiled:
+                log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
+            self._profiled = True
             control.begin(timings)
+        elif not self._profiled:
+            self._profiled = True
+            control.cost.begin_draft(control.cost.draft_cost(timings))
 
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""
         self.config.check_policy(policy)
         self.speculator.control.configure(policy)
         self.intake.policy = policy
+
+    def load_draft(self, draft: str | None) -> NewDraft:
+        """Load another draft, or none, for `put_draft`. One other thread may call it while the engine serves.
+
+        Raises ConfigError for a draft that could not be served from the start, and for one that does not fit into the
+        memory that is left.
+        """
+        return load(self.config.with_draft(draft), self.target, self._room, self.speculator.control.cost.draft_cost)
+
+    def put_draft(self, new: NewDraft) -> OldDraft:
+        """Let another draft model, or none, draft from the next round on. No text depends on it under `match`.
+
+        The new one reads each sequence's text with its next gaps. The caller releases the old one.
+        """
+        assert isinstance(self.drafter, ChainedDrafter), "the engine's drafters are chained"
+        old = OldDraft(self.drafter.model, tuple(self._sequences.values()))
+        self.drafter.put_model(new.model)
+        self.target.reader = new.reader
+        self.intake.put_drafters(self.drafter.names)
+        for sequence in old.sequences:
+            sequence.draft_text = None  # the tokens of the old model's tokenizer
+            self.intake.adopt(sequence)
+        self.speculator.control.begin_draft("model", new.cost)
+        self._profiled, self._repeats = new.model is None, 0
+        freed, taken = (num_bytes(new.config, model, self.target) for model in (old.model, new.model))
+        self._room += freed - taken
+        log.info("draft %s has replaced %s", new.config.draft or "none", self.config.draft or "none")
+        self.config = new.config
+        return old
 
     @property
     def policy(self) -> PolicyConfig:

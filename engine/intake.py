@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -12,6 +13,7 @@ from engine.sampling.noise import sequence_key
 from engine.sequence import Sequence
 from engine.speculation import Capabilities, Speculation, SpeculationFields, resolve
 from engine.types import (
+    DRAFTERS,
     SEED_RANGE,
     DrafterName,
     InvalidRequest,
@@ -22,7 +24,7 @@ from engine.types import (
 
 
 class Intake:
-    """Holds constants, and the policy in force, which is replaced as a whole. Any thread may call `check`."""
+    """Holds constants, and the policy and drafters in force, each replaced as a whole. Any thread may call `check`."""
 
     def __init__(
         self,
@@ -41,6 +43,23 @@ class Intake:
         self.eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+
+    def put_drafters(self, drafters: tuple[DrafterName, ...]) -> None:
+        """Let requests name these drafters from now on. Requests that were checked before may still name others, which
+        draft nothing."""
+        if self._config.max_spec_length:
+            self.drafters = drafters
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Let the server's own drafter serve a sequence that came while there was none, if its request left that to the
+        server."""
+        drafter = self.capabilities.drafter
+        if sequence.drafter is not None or not sequence.takes_drafts or drafter is None:
+            return
+        record = sequence.record
+        sequence.drafter = record.drafter = drafter
+        sequence.k = record.fixed_k = None
+        record.k_max = self.max_spec_length if sequence.max_k is None else sequence.max_k
 
     @property
     def capabilities(self) -> Capabilities:
@@ -113,7 +132,7 @@ class Intake:
             message = "every allowed token ends a bad word, or the text before min_tokens: no token would be left"
             raise InvalidRequest(message, "bad_words" if params.allowed_token_ids is None else "allowed_token_ids")
 
-    def _speculation(self, request: Request) -> Speculation:
+    def _speculation(self, request: Request, can: Capabilities | None = None) -> Speculation:
         """Return how the request speculates. Raises InvalidRequest for a way that this engine does not have."""
         fields = SpeculationFields(
             k=request.k,
@@ -125,7 +144,16 @@ class Intake:
             temperature=request.params.temperature,
             tree=request.tree,
         )
-        return resolve(fields, self.capabilities)
+        return resolve(fields, self.capabilities if can is None else can)
+
+    def _checked_speculation(self, request: Request) -> Speculation:
+        """Return how a checked request speculates. A drafter that it names, or the server's own, may have left since:
+        then nothing is drafted for it."""
+        can = replace(self.capabilities, drafters=DRAFTERS)
+        try:
+            return self._speculation(request, can)
+        except InvalidRequest:
+            return self._speculation(request, replace(can, drafter="model"))
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         return (frozenset() if params.ignore_eos else self.eos_ids) | frozenset(params.stop_token_ids)
@@ -138,7 +166,7 @@ class Intake:
 
     def sequence(self, request: Request, handle: int, arrived: float) -> Sequence:
         """Turn a checked request into a waiting sequence. arrived: monotonic seconds. Draws a seed if it has none."""
-        params, plan = request.params, self._speculation(request)
+        params, plan = request.params, self._checked_speculation(request)
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         prompt = list(request.prompt_ids)
         detokenizer = self._detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
@@ -174,6 +202,7 @@ class Intake:
             prediction=request.prediction_ids,
             lenience=request.lenience,
             tree=plan.tree,
+            takes_drafts=request.k is None and request.drafter is None and request.max_k != 0,
             cache_salt=request.cache_salt,
             group=request.group or request.id,
             deadline=None if within is None else record.arrived + within,

@@ -18,10 +18,11 @@ from engine.config import ConfigError, EngineConfig
 from engine.drafters.base import Drafter
 from engine.drafters.merged import MERGED, draft_models
 from engine.drafters.model import ModelDrafter
+from engine.heads.state_drafter import StateDrafter
 from engine.host_memory import out_of_memory
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import measure_activations
-from engine.models.decoder import LanguageModel
+from engine.model_runners import Model, make_runners
 from engine.models.runner import Feed, Runner, kv_shape
 from engine.profiling import ConstantDrafter, scratch_sequence
 from engine.round import run_round
@@ -34,12 +35,13 @@ BLOCK_SIZE = 32  # positions; any size would do
 
 log = logging.getLogger(__name__)
 
-MakeModels = Callable[[Runner, Seq[Runner]], list[ModelDrafter]]  # (target, drafts) → the draft models as drafters
+# (target, drafts) → the draft models, or heads without memory, as drafters
+MakeModels = Callable[[Runner, Seq[Runner]], list[ModelDrafter] | list[StateDrafter]]
 
 
 def measure_largest_rounds(
     config: EngineConfig,
-    decoders: Seq[LanguageModel],
+    decoders: Seq[Model],
     max_len: int,
     memory: DeviceMemory,
     device: torch.device,
@@ -55,8 +57,10 @@ def measure_largest_rounds(
         measured.append(measure_activations(rounds.prompt(rounds.runners(decoders, device)), device))
         ways: list[tuple[Verifier, DrafterName]] = [(verifier, "model") for verifier in VERIFIERS]
         for verifier, drafter in [*ways, ("rejection", MERGED)] if len(decoders) > 2 else ways:
-            run = rounds.verification(rounds.runners(decoders, device), verifier, make_models, drafter)
-            measured.append(measure_activations(run, device))
+            # Heads without memory draft less than other drafters may, so rounds without them count too.
+            for make in [make_models] if len(decoders) > 1 else [make_models, _no_models]:
+                run = rounds.verification(rounds.runners(decoders, device), verifier, make, drafter)
+                measured.append(measure_activations(run, device))
     except (RuntimeError, MemoryError, OSError) as error:
         if not out_of_memory(error) and not isinstance(error, OSError):
             raise
@@ -68,6 +72,10 @@ def measure_largest_rounds(
     return max(measured)
 
 
+def _no_models(target: Runner, drafts: Seq[Runner]) -> list[ModelDrafter]:
+    return []
+
+
 class LargestRounds:
     """Makes the rounds. Each gets runners of its own, because a round leaves its sequences in their caches."""
 
@@ -76,16 +84,16 @@ class LargestRounds:
         self._max_len = max_len
         self._memory = memory
 
-    def runners(self, decoders: Seq[LanguageModel], device: torch.device) -> list[Runner]:
+    def runners(self, decoders: Seq[Model], device: torch.device) -> list[Runner]:
         """With KV memory for one sequence of max_len positions, which the others share, and for everybody's drafts."""
         slots = self._config.max_running
-        made = []
+        sized = []
         for decoder in decoders:
             max_len = min(self._max_len, decoder.config.max_position_embeddings)
             apart = ceil((self._rows + 1) / BLOCK_SIZE) + 2  # blocks of a sequence that it does not share
-            layout = Layout(slots, max_len, BLOCK_SIZE, ceil(max_len / BLOCK_SIZE) + 1 + slots * apart, mapped=False)
-            made.append(Runner(decoder, layout, device))
-        return made
+            blocks = ceil(max_len / BLOCK_SIZE) + 1 + slots * apart
+            sized.append(Layout(slots, max_len, BLOCK_SIZE, blocks, mapped=False))
+        return make_runners(self._config, decoders, sized, device)
 
     @property
     def _rows(self) -> int:
@@ -108,7 +116,7 @@ class LargestRounds:
             length = runner.cache.max_len
             chunk = min(self._config.max_step_tokens, length - 1)
             sequence = _sequence(0, [0] * length, "match")
-            _hold(runner, sequence, length - 1 - chunk)
+            _hold(runner, sequence, 1 + chunk)
             plans.append((runner, Slice(sequence, chunk, 0, emits=False, prompt_rows=chunk)))
         target, *drafts = plans
 
@@ -134,7 +142,9 @@ class LargestRounds:
             sequence = _sequence(i, [token] * (length + 1), verifier, name)
             sequence.tree = self._tree if verifier == "rejection" and name != MERGED else None
             for runner in runners:
-                _hold(runner, sequence, length)
+                _hold(runner, sequence, 1)
+            if isinstance(drafter, StateDrafter):
+                drafter.imagine_inputs(sequence, target)
             ragged = 0 < i == self._config.max_running - 1  # rows of sequences with fewer drafts than others are padded
             slices.append(Slice(sequence, 1, max(0, self._rows - 1 - ragged), emits=True))
         return lambda: run_round(Plan(tuple(slices)), target, drafter)
@@ -145,13 +155,16 @@ class LargestRounds:
         return self._memory.available // (sum(shape.token_bytes for shape in shapes) * self._config.max_running)
 
 
-def _hold(runner: Runner, sequence: Sequence, length: int) -> None:
-    """Let the cache hold the sequence's first `length` positions, all zero. Equal texts share their blocks."""
-    cache = runner.cache
-    found = cache.allocate(sequence.handle, sequence.tokens[:length])
+def _hold(runner: Runner, sequence: Sequence, uncached: int) -> None:
+    """Let the cache hold all but the last `uncached` of the sequence's tokens, all zero. Equal texts share their
+    blocks."""
+    cache, tokens = runner.cache, runner.tokens(sequence)
+    length = len(tokens) - uncached
+    found = cache.allocate(sequence.handle, tokens[:length])
     cache.reserve(sequence.handle, length - found)
     cache.extend(sequence.handle, length - found)
-    cache.publish(sequence.handle, sequence.tokens)
+    cache.publish(sequence.handle, tokens)
+    runner.imagine_inputs(sequence)
 
 
 def _sequence(handle: int, tokens: list[int], verifier: Verifier, drafter: DrafterName = "model") -> Sequence:

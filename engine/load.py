@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, prod
+from itertools import islice
+from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 import torch
 
 from cache.layout import Layout
-from engine.config import ConfigError, EngineConfig, WeightForm
-from engine.drafters.chain import Chain, ChainedDrafter
+from engine.config import ConfigError, EngineConfig
+from engine.drafters.chain import Chain, ChainedDrafter, with_model
 from engine.drafters.lookahead import LookaheadDrafter
 from engine.drafters.lookup import lookup_drafter
 from engine.drafters.merged import MergedDrafter, draft_models
@@ -25,31 +27,32 @@ from engine.drafters.prediction import PredictionDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
+from engine.heads.eagle import HeadTarget
+from engine.heads.eagle_drafter import EagleDrafter
+from engine.heads.eagle_files import EagleCheckpoint, load_eagle, open_eagle
+from engine.heads.eagle_runner import HeadRunner
+from engine.heads.files import head_kind, refuse_heads
+from engine.heads.state_drafter import StateDrafter
+from engine.heads.state_loading import StateHeadsFolder
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
 from engine.largest_rounds import MakeModels, measure_largest_rounds
 from engine.machine_memory import DeviceMemory
-from engine.memory_budget import copies_bytes, device_memory, layouts
+from engine.memory_budget import COPIES_SHARE, copies_bytes, device_memory, draft_layout, layouts, room_beside
 from engine.memory_table import MemoryTable, ModelMemory
-from engine.models.decoder import DecoderConfig
+from engine.model_runners import Model, draft_runner, make_runners, states_bytes
+from engine.models.decoder import DecoderConfig, LanguageModel
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_model, open_checkpoint
 from engine.models.products import Weights
-from engine.models.quantize import GROUP
-from engine.models.quantized_checkpoints import quantisation
 from engine.models.runner import Runner, kv_shape
-from engine.models.shards import Shards
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
 from engine.pair import Side, check_drafts
+from engine.planned_weights import beside_weights, planned_weights, roles, weight_forms
 from engine.threads import choose_threads
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
-
-BYTES_OF_FORM = {
-    "int8": 1.0,
-    "int4": 0.5 + 4 / GROUP,
-}  # per number of a product; int4 with a step and an offset per group
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class LoadedModels:
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     sampling_defaults: Mapping[str, float]  # of requests, by the names of SamplingParams
+    room: int  # bytes that are left on the device once all KV memory is used
 
 
 def with_threads(config: EngineConfig) -> EngineConfig:
@@ -84,10 +88,10 @@ def load_models(config: EngineConfig) -> LoadedModels:
     began = perf_counter()
     opened = _open_checkpoints(config)
     log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)
-    make_models = partial(_model_drafters, config, opened.translation)
-    target, *drafts = _make_runners(config, opened.checkpoints, opened.max_len, device, make_models)
+    make_models = partial(_model_drafters, config, opened.translation, opened.heads)
+    (target, *drafts), room = _make_runners(config, opened, device, make_models)
     drafter = make_drafters(make_models(target, drafts), device, config.suffix_tokens, trees=not config.deterministic)
-    return LoadedModels(target, drafter, opened.tokenizer, opened.eos_ids, opened.sampling_defaults)
+    return LoadedModels(target, drafter, opened.tokenizer, opened.eos_ids, opened.sampling_defaults, room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +104,40 @@ class _OpenedCheckpoints:
     sampling_defaults: Mapping[str, float]
     translation: Translation | None  # None: the drafts have the target's token ids, or there are none
     max_len: int  # tokens
+    heads: StateHeadsFolder | None  # the draft, if it has no KV memory; then it is not among the checkpoints
+
+    def narrowed(self, config: EngineConfig) -> EngineConfig:
+        """The configuration of the checkpoints alone: without a draft that is none of them."""
+        if self.heads is None:
+            return config
+        return replace(config, draft=None, drafts=(), drafter=None, draft_weights="as_is")
 
 
 def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
     """Open the target and the drafts. Raises ConfigError naming both sides of any conflict."""
-    target = open_checkpoint(checkpoint_directory(config.target))
+    directories = [Path(checkpoint_directory(name)) for name in (config.target, *config.draft_models)]
+    kinds = {path: kind for path in directories if (kind := head_kind(path)) is not None}
+    refuse_heads(list(kinds), directories[0], len(directories) - 1)
+    target = open_checkpoint(str(directories[0]))
     tokenizer, eos_ids = Tokenizer(str(target.path)), _eos_ids(target)
     defaults = sampling_defaults(target.path) if config.generation_config == "auto" else {}
-    checkpoints, sides = [target], list[Side]()
-    for name in config.draft_models:
-        draft = open_checkpoint(checkpoint_directory(name))
+    checkpoints, sides, heads = [target], list[Side](), None
+    for name, directory in zip(config.draft_models, directories[1:], strict=True):
+        kind = kinds.get(directory)
+        if kind == "medusa" or kind == "mlp_speculator":
+            heads = StateHeadsFolder(directory, kind)
+            continue
+        if kind is not None:
+            checkpoints.append(open_eagle(directory, kind, target.shape))
+            continue
+        draft = open_checkpoint(str(directory))
         sides.append(Side(name, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size))
         checkpoints.append(draft)
     translation = check_drafts(Side(config.target, tokenizer, eos_ids, target.shape.vocab_size), sides)
     if config.deterministic:
         _check_deterministic(target)
     max_len = _max_model_len(config, target)
-    return _OpenedCheckpoints(checkpoints, tokenizer, eos_ids, defaults, translation, max_len)
+    return _OpenedCheckpoints(checkpoints, tokenizer, eos_ids, defaults, translation, max_len, heads)
 
 
 def _check_deterministic(target: Checkpoint) -> None:
@@ -134,20 +155,49 @@ def _check_deterministic(target: Checkpoint) -> None:
 
 
 def _model_drafters(
-    config: EngineConfig, translation: Translation | None, target: Runner, drafts: Seq[Runner]
-) -> list[ModelDrafter]:
+    config: EngineConfig,
+    translation: Translation | None,
+    heads: StateHeadsFolder | None,
+    target: Runner,
+    drafts: Seq[Runner],
+) -> list[ModelDrafter] | list[StateDrafter]:
     """Beside other sequences a draft model reads a chunk that takes it as long as the target's chunk takes the target,
     and at least two tokens for each running sequence."""
+    if heads is not None:
+        return [heads.drafter(config, target)]
     limit, made = config.max_step_tokens, list[ModelDrafter]()
     for rank, draft in enumerate(drafts):
         chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
         chunk = max(2 * config.max_running, chunk)
-        made.append(ModelDrafter(draft, target.vocab_size, limit, chunk, translation, rank))
+        make = EagleDrafter if isinstance(draft, HeadRunner) else ModelDrafter
+        made.append(make(draft, target.vocab_size, limit, chunk, translation, rank))
     return made
 
 
+def load_draft(config: EngineConfig, target: Runner, room: int) -> ModelDrafter | StateDrafter:
+    """Load the configuration's only draft beside a target that serves. It gets KV memory by the target's layout. The
+    target does not know yet who reads its states.
+
+    room: bytes that it may take. Raises ConfigError as load_models does, and for a draft that needs more.
+    """
+    device, dtype, opened = target.device, target.decoder.dtype, _open_checkpoints(config)
+    if opened.heads is not None:
+        room_beside(config.draft, opened.heads.load(config, target.decoder, device), 0, room)
+        return opened.heads.joining(config, target)
+    shape, beside = opened.checkpoints[1].shape, kv_shape(target.decoder.config, dtype, device)
+    kv = kv_shape(shape, dtype, device)
+    layout = draft_layout(config, target.layout, beside, kv, shape.max_position_embeddings)
+    kv_bytes = layout.tokens * kv.token_bytes
+    left = room_beside(config.draft, planned_weights(config, opened.checkpoints, dtype, device)[1], kv_bytes, room)
+    copies = [0, int(COPIES_SHARE * left)]
+    model = _load(config, opened.checkpoints, dtype, device, opened.max_len, copies, target.decoder)[1]
+    room_beside(config.draft, model.weight_bytes, kv_bytes + states_bytes(config, [model]), room)
+    runner = draft_runner(config, model, layout, device)
+    return _model_drafters(config, opened.translation, None, target, [runner])[0]
+
+
 def make_drafters(
-    models: Seq[ModelDrafter], device: torch.device, suffix_tokens: int, *, trees: bool = True
+    models: Seq[ModelDrafter] | Seq[StateDrafter], device: torch.device, suffix_tokens: int, *, trees: bool = True
 ) -> ChainedDrafter:
     """Every drafter by its name. In `cascade` the first draft model is asked only where no other drafter has an offer.
 
@@ -164,8 +214,7 @@ def make_drafters(
     }
     if models:
         model = draft_models(models)
-        chains["model"] = (("model", model),)
-        chains["cascade"] += (("model", model),)
+        chains = with_model(chains, model)
         if isinstance(model, MergedDrafter):
             chains["merged"] = (("merged", model),)
     return ChainedDrafter(chains, device)
@@ -202,57 +251,12 @@ def plan_memory(config: EngineConfig) -> MemoryTable:
     """
     device = _device(config.device)
     dtype, opened = _dtype(config.dtype, device), _open_checkpoints(config)
-    checkpoints, max_len = opened.checkpoints, opened.max_len
-    weights = _planned_weights(config, checkpoints, dtype, device)
-    memory = _beside_weights(device, weights)
+    config, checkpoints, max_len = opened.narrowed(config), opened.checkpoints, opened.max_len
+    weights = planned_weights(config, checkpoints, dtype, device)
+    memory = beside_weights(device, weights)
     shapes, contexts = [kv_shape(c.shape, dtype, device) for c in checkpoints], _contexts(c.shape for c in checkpoints)
     sized = layouts(config, shapes, sum(weights), 0, max_len, memory, contexts)
     return _memory_table(config, [c.shape for c in checkpoints], dtype, weights, sized, None, memory)
-
-
-def _planned_weights(
-    config: EngineConfig, checkpoints: Seq[Checkpoint], dtype: torch.dtype, device: torch.device
-) -> list[int]:
-    """Bytes of each model's weights in memory, at least. The copies of small products are not counted."""
-    planned = []
-    for checkpoint, form in zip(checkpoints, _forms(config), strict=True):
-        tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
-        product_bytes = BYTES_OF_FORM.get(form, dtype.itemsize)
-        if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
-            kept = quantised.bits == 8 and form != "int4" and device.type == "cpu"  # its integers are used as they are
-            head_bytes = 0 if shape.tied and device.type != "cpu" else product_bytes
-            tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
-            planned.append(ceil(tables + shape.layer_numbers * (1 if kept else product_bytes)))
-            continue
-        if not checkpoint.native:
-            planned.append(sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize)
-            continue
-        # On a CPU the head's product is packed, so a tied head is a second copy.
-        size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
-        for name, tensor in tensors.items():
-            product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
-            size += prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
-        planned.append(ceil(size))
-    return planned
-
-
-def _beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
-    """The memory that is left beside weights that are not loaded yet. Raises ConfigError if they do not fit."""
-    memory = device_memory(device)
-    if sum(weights) > memory.available:
-        parts = " and ".join(
-            f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(_roles(len(weights)), weights, strict=True)
-        )
-        raise ConfigError(
-            f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
-            "choose smaller models, a smaller dtype or int8 or int4 weights"
-        )
-    return memory._replace(available=memory.available - sum(weights))
-
-
-def _roles(count: int) -> list[str]:
-    """The roles of so many models."""
-    return ["target", "draft"] if count == 2 else ["target", *(f"draft {n + 1}" for n in range(count - 1))]
 
 
 def _steady(config: EngineConfig) -> list[bool]:
@@ -260,35 +264,21 @@ def _steady(config: EngineConfig) -> list[bool]:
     return [config.deterministic, *(False for _ in config.draft_models)]
 
 
-def _forms(config: EngineConfig) -> list[WeightForm]:
-    return [config.target_weights, *(config.draft_weights for _ in config.draft_models)]
-
-
 def _make_runners(
-    config: EngineConfig,
-    checkpoints: Seq[Checkpoint],
-    max_len: int,
-    device: torch.device,
-    make_models: MakeModels,
-) -> list[Runner]:
-    """Load each model and give it its share of the KV memory that is left beside the weights."""
+    given: EngineConfig, opened: _OpenedCheckpoints, device: torch.device, make_models: MakeModels
+) -> tuple[list[Runner], int]:
+    """Load each model and give it its share of the KV memory that is left beside the weights. Returns the runners and
+    the bytes that are left then."""
+    config, checkpoints, max_len = opened.narrowed(given), opened.checkpoints, opened.max_len
     dtype = _dtype(config.dtype, device)
-    planned = _planned_weights(config, checkpoints, dtype, device)
-    beside = _beside_weights(device, planned)
+    planned = planned_weights(config, checkpoints, dtype, device)
+    beside = beside_weights(device, planned)
     copies = copies_bytes(
         config, [kv_shape(c.shape, dtype, device) for c in checkpoints], sum(planned), max_len, beside
     )
     try:
-        decoders = [
-            load_model(
-                c,
-                dtype=dtype,
-                device=device,
-                max_len=min(max_len, c.shape.max_position_embeddings),  # a draft's context may be shorter
-                weights=Weights(form, config.quantize_head, config.products, steady, copies * size // sum(planned)),
-            )
-            for c, form, steady, size in zip(checkpoints, _forms(config), _steady(config), planned, strict=True)
-        ]
+        decoders = _load(config, checkpoints, dtype, device, max_len, [copies * n // sum(planned) for n in planned])
+        of_heads = opened.heads.load(given, cast(LanguageModel, decoders[0]), device) if opened.heads else 0
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -299,13 +289,36 @@ def _make_runners(
         activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_models)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
     contexts = _contexts(decoder.config for decoder in decoders)
-    sized = layouts(config, shapes, sum(weights), activations or 0, max_len, memory, contexts)
+    held = (activations or 0) + states_bytes(config, decoders) + of_heads
+    sized = layouts(config, shapes, sum(weights), held, max_len, memory, contexts)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
     table.tell()
-    return [
-        Runner(decoder, layout, device, deterministic=steady)
-        for decoder, layout, steady in zip(decoders, table.layouts, _steady(config), strict=True)
-    ]
+    return make_runners(config, decoders, table.layouts, device), table.room
+
+
+def _load(
+    config: EngineConfig,
+    checkpoints: Seq[Checkpoint],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    copies: Seq[int],
+    target: LanguageModel | None = None,
+) -> list[Model]:
+    """The weights of each model, the target's first. copies: bytes that second forms of its weights may take. target:
+    the target, if it is loaded already."""
+    loaded: list[Model] = [] if target is None else [target]
+    wanted = zip(checkpoints, weight_forms(config), _steady(config), copies, strict=True)
+    for checkpoint, form, steady, size in islice(wanted, len(loaded), None):
+        context = min(max_len, checkpoint.shape.max_position_embeddings)  # a draft's context may be shorter
+        weights = Weights(form, config.quantize_head, config.products, steady, size)
+        if isinstance(checkpoint, EagleCheckpoint):
+            body = cast(HeadTarget, loaded[0])
+            head = load_eagle(checkpoint, body, dtype=dtype, device=device, max_len=context, weights=weights)
+            loaded.append(head)
+        else:
+            loaded.append(load_model(checkpoint, dtype=dtype, device=device, max_len=context, weights=weights))
+    return loaded
 
 
 def _memory_table(
@@ -318,10 +331,10 @@ def _memory_table(
     memory: DeviceMemory,
 ) -> MemoryTable:
     names, device = (config.target, *config.draft_models), torch.device(config.device)
-    forms = [str(dtype).removeprefix("torch.") if form == "as_is" else form for form in _forms(config)]
+    forms = [str(dtype).removeprefix("torch.") if form == "as_is" else form for form in weight_forms(config)]
     models = [
         ModelMemory(role, name, form, size, kv_shape(shape, dtype, device).token_bytes)
-        for role, name, form, size, shape in zip(_roles(len(names)), names, forms, weights, configs, strict=True)
+        for role, name, form, size, shape in zip(roles(len(names)), names, forms, weights, configs, strict=True)
     ]
     return MemoryTable(config.device, tuple(models), tuple(sized), activations, memory)
 

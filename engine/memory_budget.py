@@ -86,6 +86,36 @@ def layouts(
     ]
 
 
+def draft_layout(config: EngineConfig, target: Layout, target_shape: KVShape, shape: KVShape, context: int) -> Layout:
+    """The layout of a draft that joins a target which serves, by the rules of `layouts`: room for as many tokens.
+    context: positions that the draft has."""
+    length = min(target.max_len, context)
+    if not target.paged:
+        return Layout(target.slots, length)
+    limit = _most_blocks(config, length, target.max_len, target.block_size)
+    blocks = target.blocks if limit is None else min(target.blocks, limit)
+    whole = replace(target, window=None, pass_tokens=0)
+    mapped = _mappings(whole, [target_shape, shape]) < max_map_count() // 2
+    layout = replace(whole, max_len=length, blocks=blocks, mapped=mapped)
+    return _sliding(layout, shape.window, config.max_step_tokens)
+
+
+def room_beside(draft: str | None, weights_bytes: int, kv_bytes: int, room: int) -> int:
+    """Bytes of `room` that are left beside a draft that joins. Raises ConfigError if it does not fit."""
+    left = room - weights_bytes - kv_bytes
+    if left < 0:
+        raise ConfigError(
+            f"draft {draft} needs {_mib(weights_bytes)} of weights and {_mib(kv_bytes)} of KV memory, and "
+            f"{_mib(max(0, room))} are left beside the models that serve: choose a smaller draft, or restart with it"
+        )
+    return left
+
+
+def _most_blocks(config: EngineConfig, length: int, max_len: int, block_size: int) -> int | None:
+    """The most blocks that a model whose sequences end at `length` can use; None: as many as the target."""
+    return config.max_running * ceil(length / block_size) + 1 if length < max_len else None
+
+
 def copies_bytes(
     config: EngineConfig, shapes: Sequence[KVShape], weights_bytes: int, max_len: int, memory: DeviceMemory
 ) -> int:
@@ -163,7 +193,7 @@ def kv_blocks(
     ConfigError as `layouts` does.
     """
     token_bytes = tuple(shape.token_bytes for shape in shapes)
-    limits = [config.max_running * ceil(n / block_size) + 1 if n < max_len else None for n in lengths]
+    limits = [_most_blocks(config, n, max_len, block_size) for n in lengths]
     usage = _Usage(block_size, token_bytes, tuple(limits) or (None,) * len(shapes))
     table = _blocks_per_sequence(config, shapes, block_size, max_len)
     if config.kv_tokens is not None:

@@ -37,6 +37,11 @@ class MemoryTable:
     def kv_bytes(self) -> int:
         return sum(layout.tokens * model.token_bytes for layout, model in zip(self.layouts, self.models, strict=True))
 
+    @property
+    def room(self) -> int:
+        """Bytes that are left on the device once all of this is used."""
+        return self.memory.available - self.kv_bytes - (self.activation_bytes or 0)
+
     def fitting(self, length: int) -> int:
         """How many requests of `length` tokens have memory at once, and a slot."""
         target = self.layouts[0]
@@ -59,8 +64,7 @@ class MemoryTable:
             yield "activations", "?", "not measured: only on CUDA or with memory_fraction, and when weights are loaded"
         else:
             yield "activations", _mib(self.activation_bytes), "of the largest round"
-        room = self.memory.available - self.kv_bytes - (self.activation_bytes or 0)
-        yield "room left", _mib(room), ""
+        yield "room left", _mib(self.room), ""
         longest = self.layouts[0].max_len
         fits = [f"{self.fitting(n):,} of {n:,}" for n in (*(n for n in LENGTHS if n < longest), longest)]
         yield "requests", "", f"at once: {', '.join(fits)} tokens (max_running {self.layouts[0].slots:,})"

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 class ProfileFile:
     """Where the profile of these models is kept."""
 
-    def __init__(self, runners: Sequence[Runner], max_running: int, depth: int) -> None:
+    def __init__(self, runners: Sequence[Runner], max_running: int, depth: int, heads: str | None = None) -> None:
+        """heads: what describes heads without memory."""
         device = runners[0].device
         self._about = {
             "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
@@ -37,6 +38,7 @@ class ProfileFile:
             ],
             "max_running": max_running,
             "depth": depth,
+            "heads": heads,
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"rounds-{name}.json"

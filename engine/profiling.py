@@ -24,6 +24,7 @@ from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import ModelDrafter
+from engine.heads.state_drafter import StateDrafter
 from engine.models.runner import Feed, Runner
 from engine.profile_cache import ProfileFile
 from engine.round import Outcome, run_round
@@ -70,10 +71,11 @@ def profile(
     no memory. A plain round of one sequence is always measured. An interrupted profile is empty.
     """
     models = _models(drafter)
-    runners = [m.runner for m in models]
+    runners = [m.runner for m in models if isinstance(m, ModelDrafter)]
+    heads = next((m for m in models if isinstance(m, StateDrafter)), None)
     began = perf_counter()
-    file = ProfileFile([target, *runners], max_running, depth)
-    bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), runners)
+    file = ProfileFile([target, *runners], max_running, depth, None if heads is None else heads.describe())
+    bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), runners, heads)
 
     def over() -> bool:
         return perf_counter() > began + budget_s or interrupted()
@@ -82,7 +84,7 @@ def profile(
         """(timings by shape, number of shapes). few: of those that confirm a profile."""
         try:
             bench.fill(max_running, depth, over, max(CHECKED_BATCHES) if few else max_running)
-            shapes = _checked_shapes(bench) if few else _shapes(bench, bool(models))
+            shapes = _checked_shapes(bench) if few else _shapes(bench, bool(runners))
             return _measure(bench, shapes, over, interrupted), len(shapes)
         finally:
             bench.clear(drafter)
@@ -155,10 +157,14 @@ class Samples:
 class ProfileBench:
     """Throw-away sequences that both models have read, and rounds over them."""
 
-    def __init__(self, target: Runner, drafter: Drafter, draft_runners: Seq[Runner]) -> None:
+    def __init__(
+        self, target: Runner, drafter: Drafter, draft_runners: Seq[Runner], heads: StateDrafter | None = None
+    ) -> None:
+        """heads: the drafter, if it is one of heads without memory."""
         self._target = target
         self._drafter = drafter
         self._drafts = draft_runners
+        self._heads = heads
         self.sequences: list[Sequence] = []
         self.depth = 0  # drafts per sequence that there is memory for
 
@@ -178,7 +184,7 @@ class ProfileBench:
         for i in range(min(count, most)):
             count_i = max(2, length - i * LENGTH_STEP % 64 * length // 96)  # a third of the length to all of it
             tokens = [draw.choice(ids) for _ in range(count_i)]
-            drafter = "model" if self._drafts else None
+            drafter = "model" if self._drafts or self._heads else None
             params = SamplingParams(temperature=0.0, ignore_eos=True)
             sequence = scratch_sequence(f"profiling-{i}", -1 - i, tokens, params, drafter=drafter, cache_salt=SALT)
             if not all(_reserve(runner, sequence, self.depth) for runner in runners):
@@ -188,6 +194,7 @@ class ProfileBench:
         num_read = self._prefill(runners, max(1, largest_pass // length), over)
         for sequence in self.sequences[num_read:]:
             _release(runners, sequence)
+            self._drafter.forget(sequence)  # a head's, whose states the target may have computed
         del self.sequences[num_read:]
         for sequence in self.sequences:
             for runner in runners:
@@ -214,8 +221,13 @@ class ProfileBench:
             _roll_back(self._target, sequence, 1)
             for runner in self._drafts:
                 _roll_back(runner, sequence, 1 if i else shape.gap)
+                runner.imagine_inputs(sequence)
+            if self._heads is not None:
+                self._heads.imagine_inputs(sequence, self._target)
         slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, shape.ks, strict=True))
-        return run_round(Plan(slices), self._target, self._drafter)
+        # Other drafters may have more drafts than there are heads.
+        beyond = self._heads is not None and max(shape.ks) > self._heads.heads.most
+        return run_round(Plan(slices), self._target, ConstantDrafter(self._target.device) if beyond else self._drafter)
 
     def clear(self, drafter: Drafter) -> None:
         for sequence in self.sequences:
@@ -301,11 +313,11 @@ def _lower_quartile(values: Seq[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
-def _models(drafter: Drafter) -> list[ModelDrafter]:
-    """The draft model of drafter `model`, if there is one."""
+def _models(drafter: Drafter) -> list[ModelDrafter | StateDrafter]:
+    """What drafter `model` asks, if there is one."""
     parts = drafter.drafters if isinstance(drafter, ChainedDrafter) else (drafter,)
     firsts = (part.models[0] if isinstance(part, MergedDrafter) else part for part in parts)
-    return [first for first in firsts if isinstance(first, ModelDrafter)]
+    return [first for first in firsts if isinstance(first, ModelDrafter | StateDrafter)]
 
 
 def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:

@@ -52,6 +52,7 @@ class Sequence:
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact
     tree: Parents | None = None  # the shape of its drafts, if its request fixes it; None: chains
+    takes_drafts: bool = False  # its request leaves to the server whether and who drafts for it
     cache_salt: str = ""  # prefixes are shared between sequences of the same salt only
     group: str = ""  # all choices of one client's request; the scheduler treats groups alike
     deadline: float | None = None  # monotonic seconds after which it ends with an error

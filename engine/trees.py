@@ -36,6 +36,13 @@ def depths(parents: Parents) -> list[int]:
     return found
 
 
+def within_depth(parents: Parents, most: int) -> Parents:
+    """The tree without the nodes that have more than `most` drafts on their path."""
+    kept = [node for node, depth in enumerate(depths(parents)) if depth <= most]
+    places = {node: place for place, node in enumerate(kept)} | {ROOT: ROOT}
+    return tuple(places[parents[node]] for node in kept)
+
+
 def ranks(parents: Parents) -> list[int]:
     """Per node the number of siblings before it."""
     siblings: dict[int, int] = {}

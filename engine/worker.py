@@ -4,12 +4,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
 
+from engine.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.engine import Engine, StepResult
 from engine.types import (
     EngineStats,
@@ -73,6 +75,7 @@ class EngineWorker:
         self._longest_step_s = 0.0  # of the steps so far, decaying
         self._audited = True  # whether an audit has run since the last step
         self._failures = 0  # failed steps since the last one that fed a token
+        self._drafts = DraftLoader(lambda: engine.config.draft, engine.load_draft, self._put_draft)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -85,6 +88,7 @@ class EngineWorker:
         self._inbox.put(_nothing)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        self._drafts.stop(timeout_s)
 
     def submit(self, *requests: Request) -> None:
         """Admit all requests or none, from any thread. Their time limits start here.
@@ -151,6 +155,43 @@ class EngineWorker:
         """Let another policy choose k from the next round on, from any thread. Raises ConfigError as Engine does."""
         self.engine.config.check_policy(policy)
         self._inbox.put(lambda: self.engine.configure(policy))
+
+    def change_draft(self, draft: str | None) -> Future[None]:
+        """Load another draft, or none, and let it draft as soon as it is loaded; see DraftLoader.want.
+
+        Raises ConfigError for a draft that conflicts with the configuration.
+        """
+        if draft != self.engine.config.draft:
+            self.engine.config.with_draft(draft)
+        return self._drafts.want(draft)
+
+    @property
+    def loading_draft(self) -> str | None:
+        """The draft that is about to serve, "none" for no draft; None: nothing changes. Any thread may read it."""
+        return self._drafts.loading
+
+    def _put_draft(self, new: NewDraft) -> OldDraft:
+        """Let the engine's thread put a draft in place between two rounds, and return the old one. Raises EngineStopped
+        if that thread has ended."""
+        answers: SimpleQueue[OldDraft | Exception] = SimpleQueue()  # keeps no reference to what was taken out of it
+        self._inbox.put(partial(self._exchange_drafts, new, answers))
+        while True:
+            try:
+                answer = answers.get(timeout=IDLE_WAIT_S)
+            except Empty:
+                if not self._thread.is_alive():
+                    raise EngineStopped("the engine stopped before the draft was in place") from None
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def _exchange_drafts(self, new: NewDraft, answers: "SimpleQueue[OldDraft | Exception]") -> None:
+        try:
+            answers.put(self.engine.put_draft(new))
+        except Exception as error:
+            answers.put(error)
+        self._audited = False
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Healthy: the thread runs, progress is recent, and not all last steps failed."""

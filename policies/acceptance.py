@@ -37,6 +37,7 @@ MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's ev
 SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
 SIBLING_WEIGHT = 8.0  # trials: weight of SIBLING_RATE
 SIBLING_TRIALS = 400.0  # weight that the trials of a rank tend to
+SIBLING_SWITCH = 0.002  # share per round that trials lose to SIBLING_RATE: chains show nothing of siblings
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
 
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
@@ -44,7 +45,8 @@ LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0
 RATES: Floats = np.exp(-LEVELS)  # [levels]
 REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
 SIBLING_RATES: Floats = SIBLING_RATE / np.arange(1, RANKS)
-BASE_RATES: Floats = np.full(RANKS - 1, BASE_RATE)
+# [3, RANKS − 1] as `counts` of learn_siblings
+SIBLINGS: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES, np.full(RANKS - 1, BASE_RATE)]) * SIBLING_WEIGHT
 NEAR: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
 BASE_LAW: Floats = (1 - BASE_TAIL) * NEAR / NEAR.sum() + BASE_TAIL / len(LEVELS)
 
@@ -56,9 +58,7 @@ class Population:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
         self._evidence: Floats = BASE_LAW * BASE_WEIGHT  # [levels], sums to its weight in rounds
-        # [3, RANKS − 1] as `counts` of learn_siblings
-        self._siblings: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES, BASE_RATES]) * SIBLING_WEIGHT
-        self.learn_siblings(np.zeros((3, RANKS - 1)))
+        self._siblings, self.siblings = SIBLINGS, _shares(SIBLINGS)
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
@@ -85,13 +85,14 @@ class Population:
         """counts [3, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on, and the sum of
         rejected_rate over the tried ones."""
         self._siblings = self._siblings * np.exp(-counts[0] / SIBLING_TRIALS) + counts
-        tried, accepted, firsts = self._siblings
-        rates = accepted / tried
-        among_rejected = rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
-        self.siblings: Floats = among_rejected * tried[0] / firsts[0]  # as in Observation
 
     def settle(self, rounds: Mapping[int, int]) -> None:
-        """Recompute the law, and move beliefs towards it. rounds: handle → rounds that the sequence took part in."""
+        """Recompute the law, move beliefs towards it, and what is known of siblings towards SIBLINGS: trees that are no
+        longer chosen must be tried again. rounds: handle → rounds that the sequence took part in."""
+        if self._siblings is not SIBLINGS:  # some were tried
+            kept = (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
+            self._siblings = SIBLINGS + kept * (self._siblings - SIBLINGS)
+            self.siblings = _shares(self._siblings)
         self.law = (1 - DOUBT) * self._evidence / self._evidence.sum() + DOUBT * BASE_LAW
         known = [handle for handle in rounds if handle in self.beliefs]
         if known:
@@ -158,10 +159,22 @@ class Estimator:
         for source, found in counts.items():
             self._populations[source].learn_siblings(found)
 
+    def forget_drafter(self, drafter: str) -> None:
+        """Another drafter has this name now."""
+        self._populations.pop(drafter, None)
+
     def forget(self, handle: int) -> None:
         """The sequence is over. An unknown handle is ignored."""
         for population in self._populations.values():
             population.beliefs.pop(handle, None)
+
+
+def _shares(counts: Floats) -> Floats:
+    """[RANKS − 1] as Observation.siblings, from counts as of Population.learn_siblings."""
+    tried, accepted, firsts = counts
+    rates = accepted / tried
+    among_rejected = rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
+    return among_rejected * tried[0] / firsts[0]
 
 
 def _evidence(outcome: Drafted, depth: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.corrections import FEW, WINDOW
 from policies.cost import CostModel, bucket
+from policies.draft_cost import DraftCost
 from policies.held_choice import Decision, HeldChoice, Rest
 from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
@@ -60,6 +61,18 @@ class SpecControl:
         """Take over a new profile."""
         self.timings = tuple(timings)
         self.cost.begin(timings)
+        self._undrafted.clear()
+
+    def begin_draft(self, drafter: str, cost: DraftCost) -> None:
+        """Another model drafts under this name from now on: forget what the old one's drafts have taught. cost: of the
+        new one, until rounds correct it."""
+        self._end_rest()
+        self._learn()
+        self.estimator.forget_drafter(drafter)
+        self.timings = tuple(replace(t, draft_s=0.0, forwards=0, read=0) for t in self.timings)
+        self.cost.begin_draft(cost)
+        self._held = None
+        self._last.clear()
         self._undrafted.clear()
 
     @property

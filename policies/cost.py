@@ -28,10 +28,20 @@ class CostModel:
     def begin(self, timings: Sequence[Timing]) -> None:
         """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
-        self._draft_cost = DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
-        self._score, self._draft, self._tree, self._host = Corrections(), Corrections(), Corrections(), HostWork()
-        self._known.cache_clear()
+        self._score, self._host = Corrections(), HostWork()
         self._rounds = 0  # learned from
+        self.begin_draft(self.draft_cost(timings))
+
+    def draft_cost(self, timings: Sequence[Timing]) -> DraftCost:
+        """The cost of a draft model by these rounds, guessed without any. The fit takes some 10 ms, so any thread may
+        ask."""
+        return DraftCost(timings, float(self._pass_cost.seconds(1, np.zeros(1))[0]))
+
+    def begin_draft(self, cost: DraftCost) -> None:
+        """Another draft model has this cost: forget what rounds have taught about the old one."""
+        self._draft_cost = cost
+        self._draft, self._tree = Corrections(), Corrections()
+        self._known.cache_clear()
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""

@@ -48,9 +48,23 @@ class ChainedDrafter:
 
     def __init__(self, chains: Mapping[DrafterName, Chain], device: torch.device) -> None:
         self._device = device
+        self._set(chains)
+
+    def _set(self, chains: Mapping[DrafterName, Chain]) -> None:
+        self._chains = chains
         self.names = tuple(chains)
         self._stages = _stages(chains)
         self.drafters = tuple(stage.drafter for stage in self._stages)
+
+    @property
+    def model(self) -> Drafter | None:
+        """The drafter of chain `model`."""
+        return next((drafter for _, drafter in self._chains.get("model", ())), None)
+
+    def put_model(self, model: Drafter | None) -> None:
+        """Let another draft model, or none, draft from the next round on. The other drafters keep what they know of
+        their sequences; the old model is not told."""
+        self._set(with_model(self._chains, model))
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
         """The first offer in the order of the sequence's chain; a drafter that raises is skipped (R9)."""
@@ -105,6 +119,17 @@ class ChainedDrafter:
         draft = try_propose(stage.drafter, batch, ks, self._device)
         names = (stage.names[s.drafter] if k else None for s, k in zip(batch.sequences, draft.ks, strict=True))
         return replace(draft, proposers=tuple(names))
+
+
+def with_model(chains: Mapping[DrafterName, Chain], model: Drafter | None) -> dict[DrafterName, Chain]:
+    """The chains with this draft model in place of theirs. None: without one. `cascade` asks it last."""
+    found: dict[DrafterName, Chain] = {
+        name: tuple(part for part in chain if part[0] != "model") for name, chain in chains.items() if name != "model"
+    }
+    if model is not None:
+        found["cascade"] += (("model", model),)
+        found["model"] = (("model", model),)
+    return found
 
 
 def _stages(chains: Mapping[DrafterName, Chain]) -> tuple[Stage, ...]:

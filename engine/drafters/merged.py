@@ -18,6 +18,7 @@ from engine.drafters.base import (
 )
 from engine.drafters.merged_chains import OwnChain, merge_chains
 from engine.drafters.model import ModelDrafter
+from engine.heads.state_drafter import StateDrafter
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
 from engine.types import DrafterName
@@ -106,9 +107,11 @@ class MergedDrafter:
         return _divide(sequence, k, [offer.max_k > 0 for offer in self._offers(sequence, k)])
 
 
-def draft_models(models: Seq[ModelDrafter]) -> ModelDrafter | MergedDrafter:
-    """The drafter of one or several draft models."""
-    return models[0] if len(models) == 1 else MergedDrafter(models)
+def draft_models(models: Seq[ModelDrafter] | Seq[StateDrafter]) -> ModelDrafter | StateDrafter | MergedDrafter:
+    """The drafter of one or several draft models, or of heads without memory."""
+    if len(models) == 1:
+        return models[0]
+    return MergedDrafter([model for model in models if isinstance(model, ModelDrafter)])
 
 
 def _divide(sequence: Sequence, k: int, able: Seq[bool]) -> list[int]:

@@ -1,8 +1,8 @@
 """The draft model as a drafter: a smaller decoder proposes k tokens one after the other, for all sequences at once."""
 
 import logging
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model_trees import FedTree, TreeDraft, mark_non_finite
+from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader, mark_non_finite
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
 from engine.models.attention import index_tensor
@@ -73,7 +73,7 @@ class ModelDrafter:
         """Up to k drafts, as far as there is memory for the gap and them. The prefix index is not searched, so the
         gap of a sequence without memory is its whole text."""
         k = min(k, self._left(sequence))
-        if k <= 0 or sequence.handle in self._given_up:
+        if k <= 0 or sequence.handle in self._given_up or not self.runner.ready(sequence):
             return NO_OFFER
         self.runner.restore_withheld()
         cache, gap = self.runner.cache, self.runner.uncached(sequence)
@@ -137,30 +137,27 @@ class ModelDrafter:
         return wanted
 
     def _draw_trees(self, batch: DraftBatch, shapes: dict[int, Parents], logits: Tensor) -> Draft:
-        trees = TreeDraft(batch, shapes, self._vocab, self.runner.device)
-        self._fed_trees = {batch.sequences[i].handle: fed for i, fed in trees.fed.items()}
-        return trees.draw(self.runner, logits)
+        reader = TreeReader(self.runner, batch, shapes)
+        self._fed_trees = {batch.sequences[i].handle: fed for i, fed in reader.fed.items()}
+        draft = TreeDraft(batch, shapes, self._vocab, self.runner.device).draw(logits, reader)
+        return replace(draft, steps=reader.steps, read=reader.read)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache, drafted, fed_trees = self.runner.cache, self._drafted, self._fed_trees
         self._drafted, self._fed_trees = set(), {}
         for i, sequence in enumerate(batch.sequences):
-            emitted, drafts = verdict.emitted[i], verdict.drafts[i]
+            drafts = verdict.drafts[i]
             has_draft = sequence.handle in drafted and drafts
             if has_draft and NO_TOKEN in drafts:
                 self._give_up(sequence)
             elif has_draft:
                 self.runner.mark_finite(sequence)
+            if not cache.holds(sequence.handle):  # then its text is not looked at: many never ask the model
+                continue
             if self._left(sequence) <= 0:
                 self.runner.release(sequence)
-            elif cache.holds(sequence.handle):
-                length = len(self.runner.tokens(sequence))
-                if fed := fed_trees.get(sequence.handle):
-                    places = fed.kept(verdict.paths.get(i, ()))
-                    self.runner.keep_paths([(sequence, length, places)])
-                    kept = length + len(places)
-                else:
-                    kept = length + self._num_fed(emitted[:-1])
+            else:
+                kept = len(self.runner.tokens(sequence)) + self._keep_accepted(sequence, i, verdict, fed_trees)
                 cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
 
     def forget(self, sequence: Sequence) -> None:
@@ -171,9 +168,13 @@ class ModelDrafter:
         self.runner.cache.audit(live)
         assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
 
-    def _num_fed(self, accepted: Seq[int]) -> int:
-        """How many of the accepted drafts stay in the memory if it holds them."""
-        translation = self.runner.translation
+    def _keep_accepted(self, sequence: Sequence, i: int, verdict: Verdict, fed_trees: Mapping[int, FedTree]) -> int:
+        """How many of the accepted drafts stay in the memory if it holds them. Moves those of a tree together."""
+        if fed := fed_trees.get(sequence.handle):
+            places = fed.kept(verdict.paths.get(i, ()))
+            self.runner.keep_paths([(sequence, len(self.runner.tokens(sequence)), places)])
+            return len(places)
+        accepted, translation = verdict.emitted[i][:-1], self.runner.translation
         return len(accepted) if translation is None else translation.num_fed(accepted)
 
     def _give_up(self, sequence: Sequence) -> None:
@@ -192,12 +193,12 @@ class ModelDrafter:
     def _reserve(self, sequence: Sequence, k: int) -> int:
         """Reserve memory for the sequence's gap and up to k drafts. Returns the number of drafts it is enough for."""
         cache = self.runner.cache
-        if self._left(sequence) <= 0 or sequence.handle in self._given_up:
+        if self._left(sequence) <= 0 or sequence.handle in self._given_up or not self.runner.ready(sequence):
             return 0
         if cache.holds(sequence.handle):
             self.runner.publish(sequence)
         elif cache.free_slots:
-            cache.allocate(sequence.handle, self.runner.tokens(sequence), sequence.cache_salt)
+            self.runner.allocate(sequence)
         else:  # a sequence that has ended still holds its slot; the audit reports it
             return 0
         gap = self._next_read(self.runner.uncached(sequence))

@@ -1,6 +1,6 @@
-"""The draft model draws trees: one pass for each depth, for all sequences and branches at once."""
+"""Draws trees: one step for each depth, for all sequences and branches at once. A draft model's step is a pass."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -12,6 +12,10 @@ from engine.models.attention import index_tensor
 from engine.models.runner import Feed, Runner
 from engine.sequence import Sequence
 from engine.trees import ROOT, Parents
+
+Node = tuple[int, int]  # (index of a sequence in the batch, node of its tree)
+# (nodes of a level, the drafts so far [B, nodes]) → (these nodes in the order of their rows, their logits [N, vocab])
+ReadLevel = Callable[[Seq[Node], Tensor], tuple[list[Node], Tensor]]
 
 
 @dataclass(slots=True)
@@ -35,6 +39,30 @@ class FedTree:
         return [places[node] for node in accepted if node in places]
 
 
+class TreeReader:
+    """Feeds the draft model a tree's nodes, level by level (ReadLevel)."""
+
+    def __init__(self, runner: Runner, batch: DraftBatch, shapes: Mapping[int, Parents]) -> None:
+        self._runner = runner
+        self._batch = batch
+        self.fed = {i: FedTree(parents) for i, parents in shapes.items()}
+        self.steps = 0  # passes
+        self.read = 0  # nodes that these passes fed
+
+    def __call__(self, level: Seq[Node], drafts: Tensor) -> tuple[list[Node], Tensor]:
+        by_sequence: dict[int, list[int]] = {}
+        for i, node in level:
+            by_sequence.setdefault(i, []).append(node)
+        # Columns beyond a sequence's own nodes are not fed.
+        width = max(map(len, by_sequence.values()))
+        columns = [nodes + [0] * (width - len(nodes)) for nodes in by_sequence.values()]
+        places = index_tensor([x for row in columns for x in row], drafts.device).view(-1, width)
+        ids = drafts[index_tensor(list(by_sequence), drafts.device)].gather(1, places)
+        feeds = [self.fed[i].feed(self._batch.sequences[i], nodes) for i, nodes in by_sequence.items()]
+        self.steps, self.read = self.steps + 1, self.read + len(level)
+        return [(i, node) for i, nodes in by_sequence.items() for node in nodes], self._runner.run(feeds, ids)
+
+
 class TreeDraft:
     """A draft of trees in the making.
 
@@ -54,35 +82,19 @@ class TreeDraft:
         self._law_rows = {i: n for n, i in enumerate(i for i in shapes if not batch.sequences[i].coupled)}
         self._laws: Tensor | None = None  # [with laws, size, vocab]
         self._children = {i: _children(parents) for i, parents in shapes.items()}
-        self.fed = {i: FedTree(parents) for i, parents in shapes.items()}
-        self.steps = 0
-        self.read = 0
 
-    def draw(self, runner: Runner, logits: Tensor) -> Draft:
-        """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes."""
-        level = [(i, ROOT) for i in self._shapes]  # the nodes that the rows of logits belong to
+    def draw(self, logits: Tensor, read: ReadLevel) -> Draft:
+        """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes.
+        `read` gives the logits behind the nodes of a level that have children."""
+        level: list[Node] = [(i, ROOT) for i in self._shapes]  # the nodes that the rows of logits belong to
         while True:
             self._draw_children(level, logits[:, : self._vocab])
             level = [(i, node) for i, parent in level for node in self._children[i][parent] if self._children[i][node]]
             if not level:
                 return self._draft()
-            level, logits = self._read(runner, level)
+            level, logits = read(level, self._tokens)
 
-    def _read(self, runner: Runner, level: Seq[tuple[int, int]]) -> tuple[list[tuple[int, int]], Tensor]:
-        """(the nodes of a level in the order of their rows, their logits)."""
-        by_sequence: dict[int, list[int]] = {}
-        for i, node in level:
-            by_sequence.setdefault(i, []).append(node)
-        # Columns beyond a sequence's own nodes are not fed.
-        width = max(map(len, by_sequence.values()))
-        columns = [nodes + [0] * (width - len(nodes)) for nodes in by_sequence.values()]
-        places = index_tensor([x for row in columns for x in row], self._tokens.device).view(-1, width)
-        ids = self._tokens[index_tensor(list(by_sequence), self._tokens.device)].gather(1, places)
-        feeds = [self.fed[i].feed(self._batch.sequences[i], nodes) for i, nodes in by_sequence.items()]
-        self.steps, self.read = self.steps + 1, self.read + len(level)
-        return [(i, node) for i, nodes in by_sequence.items() for node in nodes], runner.run(feeds, ids)
-
-    def _draw_children(self, level: Seq[tuple[int, int]], logits: Tensor) -> None:
+    def _draw_children(self, level: Seq[Node], logits: Tensor) -> None:
         """Draw the children of these nodes from their rows of logits [len(level), vocab]."""
         rows = [self._sampler.offsets[i] + 1 + node for i, node in level]
         with_law = [n for n, (i, _) in enumerate(level) if i in self._law_rows]
@@ -99,15 +111,15 @@ class TreeDraft:
             self._put(level, with_law, mark_non_finite(drawn, _take(logits, with_law)))
             self._put_laws(level, with_law, given)
 
-    def _width(self, level: Seq[tuple[int, int]], picked: Seq[int]) -> int:
+    def _width(self, level: Seq[Node], picked: Seq[int]) -> int:
         return max(len(self._children[i][node]) for i, node in (level[n] for n in picked))
 
-    def _put(self, level: Seq[tuple[int, int]], picked: Seq[int], drawn: Tensor) -> None:
+    def _put(self, level: Seq[Node], picked: Seq[int], drawn: Tensor) -> None:
         """Write the drawn siblings [len(picked), width] into the table of drafts."""
         owners, nodes, sources, ranks = self._index(self._places(level, picked))
         self._tokens[owners, nodes] = drawn[sources, ranks]
 
-    def _put_laws(self, level: Seq[tuple[int, int]], picked: Seq[int], given: Tensor) -> None:
+    def _put_laws(self, level: Seq[Node], picked: Seq[int], given: Tensor) -> None:
         """Write the laws [len(picked), width, vocab] of the drawn siblings into the table of laws."""
         if self._laws is None:
             self._laws = given.new_full((len(self._law_rows), self._tokens.shape[1], given.shape[2]), -torch.inf)
@@ -115,7 +127,7 @@ class TreeDraft:
         law_rows, nodes, sources, ranks = self._index(places)
         self._laws[law_rows, nodes] = given[sources, ranks]
 
-    def _places(self, level: Seq[tuple[int, int]], picked: Seq[int]) -> list[tuple[int, int, int, int]]:
+    def _places(self, level: Seq[Node], picked: Seq[int]) -> list[tuple[int, int, int, int]]:
         """(sequence, node, row of `picked`, rank) of each child."""
         return [
             (i, child, source, rank)
@@ -129,9 +141,7 @@ class TreeDraft:
 
     def _draft(self) -> Draft:
         ks = tuple(len(self._shapes.get(i, ())) for i in range(len(self._batch.sequences)))
-        return Draft(
-            ks, self._tokens, self._laws, self._law_rows, steps=self.steps, read=self.read, trees=dict(self._shapes)
-        )
+        return Draft(ks, self._tokens, self._laws, self._law_rows, trees=dict(self._shapes))
 
 
 def _children(parents: Parents) -> dict[int, list[int]]:

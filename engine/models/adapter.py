@@ -7,7 +7,7 @@ torch's meta device, and after the weights are loaded, by comparing a few logits
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from cache.storage import KVShape
 from engine.config import ConfigError
 from engine.host_memory import out_of_memory
 from engine.models.attention import Attention, Scoring, Span, plan_attention
-from engine.models.decoder import DecoderConfig
+from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.shards import Shards
 from engine.models.traits import Traits
 
@@ -159,18 +159,40 @@ class AdaptedModel:
         return dtype
 
     @property
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]."""
+        weight: Tensor = self._model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """The product that gives the logits, without what the model does to them."""
+        head: Callable[[Tensor], Tensor] = self._model.get_output_embeddings()
+        return head
+
+    @property
     def weight_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
 
-    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+    def forward(self, ids: Tensor, attention: Attention, watched: WatchedStates | None = None) -> Tensor:
         """As Decoder.forward, but the final norm is applied to the states."""
         self._pass.attention = attention
         try:
             positions = attention.plan.positions[None]
             mask = torch.ones_like(ids[None])  # without it transformers looks for the texts' ends, and waits for a GPU
-            output = self._base(input_ids=ids[None], attention_mask=mask, position_ids=positions, use_cache=False)
+            output = self._base(
+                input_ids=ids[None],
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=False,
+                output_hidden_states=watched is not None,
+            )
         finally:
             self._pass.attention = None
+        if watched is not None:
+            for layer, states in enumerate(output.hidden_states or ()):  # some modules give none
+                if watched.wants(layer):
+                    watched.keep(layer, states[0])
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

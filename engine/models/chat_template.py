@@ -135,12 +135,17 @@ class _LimitReachedError(BaseException):
 
 
 def _watch(limit: RenderLimit) -> Any:
-    """A trace function (sys.settrace) that ends a template at the limit: at a line of its own, or at a call."""
+    """A trace function (sys.settrace) that ends a template at the limit: at a line of its own, or at a call of jinja's.
+
+    Any other call may be one of the garbage collector's callbacks or a finaliser. Python ignores what is raised there,
+    and takes the trace function away, so the template would go on without a limit.
+    """
 
     def watch(frame: FrameType, event: str, value: Any) -> Any:
-        if limit.reached:
+        own = frame.f_code.co_filename == "<template>"
+        if limit.reached and (own or frame.f_globals.get("__name__", "").partition(".")[0] == "jinja2"):
             raise _LimitReachedError
-        return watch if frame.f_code.co_filename == "<template>" else None
+        return watch if own else None
 
     return watch
 

@@ -10,7 +10,9 @@ time on the fixed cost of kernels, so three choices keep the number of kernels p
 Fresh memory costs as much as a small kernel, so sums are written into the states.
 """
 
+import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +25,8 @@ from engine.models.linear import Product
 from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.traits import Traits
+
+log = logging.getLogger(__name__)
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -64,13 +68,44 @@ class LanguageModel(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def weight_bytes(self) -> int: ...
-    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """States [N, hidden] of N packed tokens, ids [N] int64."""
+    def forward(self, ids: Tensor, attention: Attention, watched: "WatchedStates | None" = None) -> Tensor:
+        """States [N, hidden] of N packed tokens, ids [N] int64. `watched` keeps copies of those of its layers."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """States [R, hidden] → [R, vocab]."""
         ...
+
+
+class WatchedStates:
+    """Copies of the states that enter chosen layers of a pass, for heads that draft from them.
+
+    Layer l stands for what enters layer l, counted from 0, and the number of layers for the states behind the final
+    norm. transformers numbers `hidden_states` in the same way.
+    """
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.table: Tensor | None = None  # [N, len(layers) · hidden], in the order of layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
+
+    def wants(self, layer: int) -> bool:
+        return layer in self._places
+
+    def keep(self, layer: int, states: Tensor) -> None:
+        """Copy states [N, hidden], which the pass may overwrite. A failure is logged and costs all copies of the pass,
+        not the pass (R9)."""
+        try:
+            self._copy(layer, states)
+        except Exception:
+            log.exception("the states of a pass could not be kept; heads draft nothing from it")
+            self.table = None
+            self._places.clear()
+
+    def _copy(self, layer: int, states: Tensor) -> None:
+        rows, width = states.shape
+        if self.table is None:
+            self.table = states.new_empty(rows, len(self._places) * width)
+        self.table.narrow(1, self._places[layer] * width, width).copy_(states)
 
 
 def no_norm(x: Tensor) -> Tensor:
@@ -98,7 +133,7 @@ class Decoder:
     config: DecoderConfig
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
-    norm: RMSNorm
+    norm: Norm
     head: Product  # hidden → vocab
     rotations: tuple[Tensor, ...]  # complex [max_len, 1, rotary_dim / 2]: e^(i·position·frequency)
 
@@ -113,26 +148,39 @@ class Decoder:
         embedding = 0 if self.head.weight is self.embedding else self.embedding.nbytes
         return embedding + self.head.num_bytes + sum(p.num_bytes for p in products)
 
-    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+    def forward(self, ids: Tensor, attention: Attention, watched: WatchedStates | None = None) -> Tensor:
         """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
 
         `attention` knows the position of each token and stores its k and v.
         """
-        c, residual = self.config, self.config.traits.residual_multiplier
-        rows, parts = ids.shape[0], (c.num_heads, 2 * c.num_kv_heads)
-        rotations = [self._row_rotations(table, attention.plan.positions) for table in self.rotations]
-        x = self._embed(ids)
+        rotations = self.row_rotations(attention)
+        x = self.embed(ids)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.before_attention(x))
-            for heads, norm in layer.qk_norms:
-                norm.apply_(qkv.view(rows, -1, c.head_dim)[:, heads])
-            if layer.rope is not None:
-                qkv = _rotate(qkv, rotations[layer.rope])
-            queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
-            attended = attention(index, queries, kv, layer.scoring)
-            _add(x, layer.after_attention(layer.out(attended)), residual)
-            _add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual)
+            if watched is not None and watched.wants(index):
+                watched.keep(index, x)
+            self.add_layer(index, x, layer.before_attention(x), rotations, attention)
+        if watched is not None and watched.wants(len(self.layers)):
+            watched.keep(len(self.layers), self.norm(x))
         return x
+
+    def add_layer(self, index: int, x: Tensor, inputs: Tensor, rotations: Seq[Tensor], attention: Attention) -> None:
+        """Add to the states x [N, hidden] what a layer writes. inputs [N, width] of its product qkv: the normed x, or
+        what a drafting head reads in its place."""
+        c, layer, residual = self.config, self.layers[index], self.config.traits.residual_multiplier
+        rows, parts = x.shape[0], (c.num_heads, 2 * c.num_kv_heads)
+        qkv = layer.qkv(inputs)
+        for heads, norm in layer.qk_norms:
+            norm.apply_(qkv.view(rows, -1, c.head_dim)[:, heads])
+        if layer.rope is not None:
+            qkv = _rotate(qkv, rotations[layer.rope])
+        queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
+        attended = attention(index, queries, kv, layer.scoring)
+        _add(x, layer.after_attention(layer.out(attended)), residual)
+        _add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual)
+
+    def row_rotations(self, attention: Attention) -> list[Tensor]:
+        """The factors that rotate the rows of a pass, for each table of `rotations`."""
+        return [self._row_rotations(table, attention.plan.positions) for table in self.rotations]
 
     def _row_rotations(self, table: Tensor, positions: Tensor) -> Tensor:
         """The factors of the packed q, k and v, [N, (heads + 2·kv_heads)·head_dim / 2]: 1 for what is not rotated."""
@@ -142,7 +190,8 @@ class Decoder:
         factors[:, :rotated, : rotations.shape[-1]] = rotations
         return factors.view(positions.shape[0], -1)
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
+        """The states [N, hidden] that enter the first layer, in memory of their own."""
         x = F.embedding(ids, self.embedding)
         multiplier = self.config.traits.embedding_multiplier
         # The multiplier is rounded to the weights' type, as gemma was trained.

@@ -160,7 +160,8 @@ def load_decoder(
 def _layers(config: DecoderConfig, source: TensorSource, make: ProductMaker, prefix: str) -> tuple[Layer, ...]:
     pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="weights")
     try:
-        return tuple(pool.map(lambda i: LayerReader(config, source, make, prefix, i).layer(), range(config.num_layers)))
+        readers = (LayerReader(config, source, make, f"{prefix}layers.{i}.", i) for i in range(config.num_layers))
+        return tuple(pool.map(LayerReader.layer, readers))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -217,13 +218,21 @@ class LayerReader:
     """Reads the tensors of one layer."""
 
     def __init__(
-        self, config: DecoderConfig, source: TensorSource, make: ProductMaker, prefix: str, index: int
+        self,
+        config: DecoderConfig,
+        source: TensorSource,
+        make: ProductMaker,
+        prefix: str,
+        index: int,
+        attention_width: int | None = None,
     ) -> None:
+        """prefix: of the tensors' names. attention_width: of what q, k and v are made of; None: hidden_size."""
         self._c, self._t = config, config.traits
         self._make = make
         self._source = source
-        self._prefix = f"{prefix}layers.{index}."
+        self._prefix = prefix
         self._index = index
+        self._attention_width = config.hidden_size if attention_width is None else attention_width
 
     def layer(self) -> Layer:
         c, t, names = self._c, self._t, self._t.norms
@@ -261,7 +270,9 @@ class LayerReader:
         c, names = self._c, ("q", "k", "v")
         rows = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
         orders = (self._paired(torch.arange(rows[0])), self._paired(torch.arange(rows[1])), None)
-        weight = self._source.stack(self._parts("self_attn", names, rows, "weight", c.hidden_size, orders=orders))
+        weight = self._source.stack(
+            self._parts("self_attn", names, rows, "weight", self._attention_width, orders=orders)
+        )
         if not self._t.qkv_bias:
             return weight, None
         return weight, self._tensor(self._parts("self_attn", names, rows, "bias", orders=orders))

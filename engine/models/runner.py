@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, index_tensor, plan_attention
-from engine.models.decoder import DecoderConfig, LanguageModel
+from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
 from engine.sequence import Sequence
 from engine.trees import Parents
 
@@ -33,6 +34,25 @@ class Feed:
     # The shape of the tree whose last nodes are the drafts; None: they are a chain. The tree's other nodes lie in the
     # slot already, and then nothing is committed.
     parents: Parents | None = None
+
+
+class StateReader(Protocol):
+    """What reads a target's hidden states after its passes, for a head that drafts from them. Its methods do not raise:
+    a head costs drafts and nothing else (R9)."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose states it reads, numbered as in WatchedStates."""
+        ...
+
+    def wants(self, feeds: Seq[Feed]) -> bool:
+        """Whether it reads the states of a pass over these feeds. A pass that it does not read costs nothing."""
+        ...
+
+    def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
+        """Take the states [N, len(layers) · hidden] of a pass. The i-th feed's rows belong to the positions from
+        starts[i] on. Rows of drafts are among them; the verdict comes later."""
+        ...
 
 
 class Runner:
@@ -58,6 +78,7 @@ class Runner:
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
+        self.reader: StateReader | None = None
         self._prompt_states: Tensor | None = None  # [Σ prompt_rows, hidden] of the latest pass
         self._known_finite: set[int] = set()  # handles whose memory holds finite numbers only
 
@@ -77,6 +98,17 @@ class Runner:
         """Committed tokens, as this model reads them, that the cache does not hold yet."""
         cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
         return len(self.tokens(sequence)) - cached
+
+    def allocate(self, sequence: Sequence) -> None:
+        """Give the sequence a slot, and what the prefix index holds of its committed tokens."""
+        self.cache.allocate(sequence.handle, self.tokens(sequence), sequence.cache_salt)
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Whether the model can read all of the sequence's uncached tokens. A head also needs the target's states."""
+        return True
+
+    def imagine_inputs(self, sequence: Sequence) -> None:
+        """For a throw-away sequence: let a head read zeros in place of the target's states of its uncached tokens."""
 
     def pass_s(self, tokens: int) -> float:
         """Estimated seconds of a pass of so many tokens: in proportion to the largest pass so far, and never less."""
@@ -188,9 +220,12 @@ class Runner:
         if drafts is not None and draft_rows:
             self._insert_drafts(tokens, draft_rows, drafts, draft_places)
         rows = None if len(logit_rows) >= len(ids) else index_tensor(logit_rows, self.device)
-        logits, states = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows)
+        watched = self._watch(feeds)
+        logits, states = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows, watched)
         for feed, span in zip(feeds, spans, strict=True):
             self.cache.extend(feed.sequence.handle, span.count)
+        if self.reader is not None and watched is not None and watched.table is not None:
+            self.reader.read(feeds, [span.start for span in spans], watched.table)
         self._prompt_states = states[index_tensor(prompt_rows, self.device)] if prompt_rows else None
         return logits
 
@@ -233,8 +268,18 @@ class Runner:
             self.cache.extend(handle, 1)
         return logits
 
+    def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
+        """Where a pass over these feeds keeps the states that the reader wants; None: nobody reads any."""
+        reader = self.reader
+        return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
+
     def _forward(
-        self, handles: Seq[int], tokens: Tensor, spans: Seq[Span], rows: Tensor | None
+        self,
+        handles: Seq[int],
+        tokens: Tensor,
+        spans: Seq[Span],
+        rows: Tensor | None,
+        watched: WatchedStates | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(logits of `rows` of the pass, states of all rows). rows None: all. forward_ns covers all but prompt rows."""
         started = perf_counter_ns()
@@ -249,7 +294,7 @@ class Runner:
             device=self.device,
             separate_to=self._separate_to,
         )
-        hidden = self.decoder.forward(tokens, Attention(plan, self.storage))
+        hidden = self.decoder.forward(tokens, Attention(plan, self.storage), watched)
         logits = self.decoder.logits(hidden if rows is None else hidden[rows])
         spent_ns, count = perf_counter_ns() - started, tokens.shape[0]
         self.forward_ns += spent_ns

@@ -1,0 +1,173 @@
+"""Heads without memory as a drafter: they draft from one state of the target per sequence."""
+
+import logging
+from collections.abc import Sequence as Seq
+from collections.abc import Set
+from dataclasses import replace
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
+from engine.drafters.merging import merge_drafts
+from engine.drafters.model import DraftColumns
+from engine.drafters.model_trees import Node, TreeDraft
+from engine.heads.state_heads import HeadRun, StateHeads
+from engine.heads.states import TargetStates
+from engine.models.attention import index_tensor
+from engine.models.runner import Feed, Runner
+from engine.sampling.acceptance import Verdict
+from engine.sequence import Sequence
+from engine.trees import ROOT, Parents, depths, within_depth
+
+log = logging.getLogger(__name__)
+
+
+class StateDrafter:
+    """Drafts with heads that read one state of the target and keep nothing between rounds.
+
+    A sequence of n committed tokens needs the state of position n − 2, the last one that the target has read. The
+    target's passes give it. After a prefix hit of the whole text, and after its memory was lost, a sequence has no such
+    state until its next pass, and nothing is drafted for it until then.
+
+    Drafts are drawn as a draft model's are (ModelDrafter): with each request's sampling parameters, for `match` with
+    the target's noise, for the other verifiers with the laws in `logq`. A draft is at most as deep as there are heads,
+    and a deeper tree is cut. Confidence ends chains, not trees.
+
+    Steps and read tokens of a draft are steps of the heads and rows of their logits. They grow with a draft as a draft
+    model's do, so the same cost model fits.
+
+    If a draft ends in NO_TOKEN, a head gave a law that is not finite. Nothing more is drafted for its sequence.
+    """
+
+    def __init__(
+        self, heads: StateHeads, states: TargetStates, target_vocab: int, device: torch.device, rank: int = 0
+    ) -> None:
+        """states: the reader of the target's runner, for the layer behind the final norm. rank: of the noise of draws
+        that are not coupled, as ModelDrafter's."""
+        self.heads = heads
+        self.states = states
+        self._vocab = target_vocab
+        self._device = device
+        self._rank = rank
+        self._drafted: set[int] = set()  # handles of the sequences that the latest proposal has drafts for
+        self._given_up: set[int] = set()  # handles of the sequences whose draft was not finite
+
+    def offer(self, sequence: Sequence, k: int) -> Offer:
+        """Up to k drafts, one per head. The gap is the last committed token, which every first step reads."""
+        if k <= 0 or not self._ready(sequence):
+            return NO_OFFER
+        return Offer(sequence.drafter, min(k, self.heads.most), 1, trees=True)
+
+    def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        began = perf_counter_ns()
+        ks = [k if k and self._ready(s) else 0 for s, k in zip(batch.sequences, ks, strict=True)]
+        shapes = {
+            i: within_depth(shape[: ks[i]], self.heads.most)
+            for i, shape in enumerate(batch.shapes)
+            if shape is not None and ks[i]
+        }
+        chains = [0 if i in shapes else min(k, self.heads.most) for i, k in enumerate(ks)]
+        drafts = []
+        if any(chains):
+            drafts.append(self._draw_chains(batch, chains))
+        if shapes:
+            drafts.append(self._draw_trees(batch, shapes))
+        draft = merge_drafts(drafts, len(ks))
+        self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
+        return replace(draft, forward_us=(perf_counter_ns() - began) // 1000)
+
+    def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
+        """Keep of each sequence the state that its next draft reads."""
+        drafted, self._drafted = self._drafted, set()
+        for i, sequence in enumerate(batch.sequences):
+            handle, base = sequence.handle, len(sequence.tokens)
+            accepted = verdict.paths.get(i, range(verdict.accepted[i]))
+            self.states.settle(handle, base, accepted)
+            self.states.skip(handle, base + len(accepted) - 1)
+            if handle in drafted and NO_TOKEN in verdict.drafts[i]:
+                self._give_up(sequence)
+
+    def describe(self) -> str:
+        """What their time depends on."""
+        return f"{type(self.heads).__name__}, {self.heads.most} drafts, {self.heads.weight_bytes} bytes"
+
+    def imagine_inputs(self, sequence: Sequence, target: Runner) -> None:
+        """For a throw-away sequence: read zeros in place of the state that its next draft needs."""
+        zeros = torch.zeros(1, target.decoder.config.hidden_size, dtype=target.decoder.dtype, device=self._device)
+        self.states.drop(sequence.handle)
+        self.states.read([Feed(sequence, 1)], [len(sequence.tokens) - 2], zeros)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._given_up.discard(sequence.handle)
+        self.states.drop(sequence.handle)
+
+    def audit(self, live: Set[int]) -> None:
+        self.states.audit(live)
+        assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
+
+    def _ready(self, sequence: Sequence) -> bool:
+        """Whether the state that the next draft reads is there."""
+        position = len(sequence.tokens) - 2
+        return sequence.handle not in self._given_up and position in self.states.positions(sequence.handle)
+
+    def _start(self, batch: DraftBatch, indices: Seq[int], depth: int) -> tuple[HeadRun, Tensor]:
+        """(the heads at the first step, its logits [len(indices), vocab])."""
+        sequences = [batch.sequences[i] for i in indices]
+        ends = [(s.handle, len(s.tokens) - 1) for s in sequences]
+        states = torch.cat([self.states.rows(handle, end - 1, end) for handle, end in ends])
+        run = self.heads.start(states, depth)
+        return run, run.step(None, index_tensor([s.tokens[-1] for s in sequences], self._device))
+
+    def _draw_chains(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        active = [i for i, k in enumerate(ks) if k]
+        columns = DraftColumns(batch, ks, active, self._device, self._rank)
+        run, logits = self._start(batch, active, max(ks))
+        steps, read = 1, len(active)
+        while True:
+            drawn = columns.draw(logits[:, : self._vocab])
+            if drawn is None:
+                return replace(columns.draft(), steps=steps, read=read)
+            logits = run.step(self._rows(active, columns.active), drawn)
+            active = columns.active
+            steps, read = steps + 1, read + len(active)
+
+    def _draw_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> Draft:
+        depth = max(max(depths(shape)) for shape in shapes.values())
+        run, logits = self._start(batch, list(shapes), depth)
+        reader = _TreeLevels(run, shapes, self._device)
+        draft = TreeDraft(batch, shapes, self._vocab, self._device).draw(logits, reader)
+        return replace(draft, steps=reader.steps, read=reader.read)
+
+    def _rows(self, before: Seq[int], active: Seq[int]) -> Tensor | None:
+        """The rows of the step before that go on; None: all."""
+        if len(active) == len(before):
+            return None
+        places = {i: place for place, i in enumerate(before)}
+        return index_tensor([places[i] for i in active], self._device)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        log.error(
+            "the heads gave no valid distribution for request %s; they draft no more for this request",
+            sequence.request_id,
+        )
+        self._given_up.add(sequence.handle)
+
+
+class _TreeLevels:
+    """Gives the logits behind a tree's nodes, level by level (ReadLevel)."""
+
+    def __init__(self, run: HeadRun, shapes: dict[int, Parents], device: torch.device) -> None:
+        self._run = run
+        self._shapes = shapes
+        self._device = device
+        self._rows: dict[Node, int] = {(i, ROOT): row for row, i in enumerate(shapes)}  # of the latest level
+        self.steps, self.read = 1, len(shapes)
+
+    def __call__(self, level: Seq[Node], drafts: Tensor) -> tuple[list[Node], Tensor]:
+        above = [self._rows[i, self._shapes[i][node]] for i, node in level]
+        owners, nodes = index_tensor([x for node in level for x in node], self._device).view(-1, 2).unbind(1)
+        self._rows = {node: row for row, node in enumerate(level)}
+        self.steps, self.read = self.steps + 1, self.read + len(level)
+        return list(level), self._run.step(index_tensor(above, self._device), drafts[owners, nodes])

@@ -1,0 +1,184 @@
+"""The target's hidden states that a head has not read yet (the reader of the target's Runner)."""
+
+import logging
+from collections.abc import Sequence as Seq
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.attention import index_tensor
+from engine.models.runner import Feed
+from engine.sequence import Sequence
+from engine.types import DrafterName
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The states of one sequence's consecutive positions."""
+
+    start: int  # the first position
+    rows: list[int]  # of the table, by position
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.start + len(self.rows)
+
+
+class TargetStates:
+    """Keeps states by sequence until a head has read them.
+
+    A pass also computes the states of drafts. `settle` drops those of rejected drafts, so no head reads them. A
+    sequence begins with the first position that the target computes for it: after a hit in the prefix index that is
+    not position 0. If positions are missing between two passes, the older ones are dropped.
+
+    All sequences together keep `max_rows` positions. Beyond that the longest one loses its oldest half. A head begins
+    anew behind such a hole, with less context.
+
+    The states are copied into one table, because a part of a pass's tensor would keep all of it alive. Everything else
+    moves row numbers only.
+    """
+
+    def __init__(self, layers: tuple[int, ...], drafters: Set[DrafterName], max_rows: int) -> None:
+        """drafters: the drafters that ask the head; sequences of others keep nothing."""
+        self._layers = layers
+        self._drafters = drafters
+        self._max_rows = max_rows
+        self._table: Tensor | None = None  # [max_rows, width], made by the first pass
+        self._held: dict[int, _Held] = {}  # by handle
+        self._free = _all_free(max_rows)  # rows of the table; the last one is taken next
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self._layers
+
+    def wants(self, feeds: Seq[Feed]) -> bool:
+        return any(self._serves(feed.sequence) for feed in feeds)
+
+    @torch.inference_mode()
+    def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
+        """As StateReader.read. A failure is logged and costs the states of all sequences (R9)."""
+        try:
+            sources = self._assign_rows(feeds, starts)
+            if sources:
+                self._copy(list(sources), list(sources.values()), states)
+        except Exception:
+            log.exception("the target's states could not be kept; heads draft nothing until there are new ones")
+            self._held.clear()
+            self._free = _all_free(self._max_rows)
+
+    def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
+        """Keep the states before position `base` and those of the accepted drafts. accepted: the nodes of the path in
+        their order; of a chain 0, 1, …. The i-th one moves to position base + i."""
+        held = self._held.get(handle)
+        if held is None or held.end <= base:
+            return
+        before = max(0, base - held.start)
+        path = [held.rows[place] for node in accepted if (place := base + node - held.start) >= 0]
+        if held.start > base:  # the first drafts were dropped already
+            held.start = base + len(accepted) - len(path)
+        kept = set(path)
+        self._give_back([row for row in held.rows[before:] if row not in kept])
+        held.rows[before:] = path
+
+    def positions(self, handle: int) -> range:
+        """The positions whose states are kept."""
+        held = self._held.get(handle)
+        return range(0) if held is None else range(held.start, held.end)
+
+    def rows(self, handle: int, start: int, stop: int) -> Tensor:
+        """States [stop - start, width] of these positions, which must be kept."""
+        return self.take(self.row_numbers(handle, start, stop))
+
+    def row_numbers(self, handle: int, start: int, stop: int) -> list[int]:
+        """The rows of the table that hold the states of these positions, which must be kept."""
+        held = self._held[handle]
+        assert held.start <= start <= stop <= held.end, f"{start} to {stop} is not in {held.start} to {held.end}"
+        return held.rows[start - held.start : stop - held.start]
+
+    def take(self, rows: Seq[int]) -> Tensor:
+        """States [len(rows), width] of these rows of the table, of any sequences."""
+        assert self._table is not None, "no pass was read"
+        return self._table[index_tensor(rows, self._table.device)]
+
+    def skip(self, handle: int, start: int) -> None:
+        """Drop the positions before `start`: the head has read them."""
+        if (held := self._held.get(handle)) is not None:
+            count = min(max(0, start - held.start), len(held.rows))
+            self._give_back(held.rows[:count])
+            del held.rows[:count]
+            held.start += count
+
+    def drop(self, handle: int) -> None:
+        """Forget the sequence. Idempotent."""
+        if (held := self._held.pop(handle, None)) is not None:
+            self._give_back(held.rows)
+
+    def audit(self, live: Set[int]) -> None:
+        """Raise AssertionError if states are held for other handles than those in `live`."""
+        assert self._held.keys() <= live, f"states of ended sequences are held: {sorted(self._held.keys() - live)}"
+        rows = sorted([*self._free, *(row for held in self._held.values() for row in held.rows)])
+        assert rows == list(range(self._max_rows)), "rows of the table are lost, or held twice"
+
+    def _serves(self, sequence: Sequence) -> bool:
+        return sequence.drafter in self._drafters and sequence.k != 0
+
+    def _assign_rows(self, feeds: Seq[Feed], starts: Seq[int]) -> dict[int, int]:
+        """Row of the table → row of the pass. A row that a later feed took from an earlier one is the later one's."""
+        for feed, start in zip(feeds, starts, strict=True):
+            if self._serves(feed.sequence):
+                self._begin(feed.sequence.handle, start)
+        sources: dict[int, int] = {}
+        end = 0
+        for feed in feeds:
+            count = feed.committed + feed.drafts
+            end += count
+            if self._serves(feed.sequence):
+                taken = self._append(self._held[feed.sequence.handle], count)
+                sources.update(zip(taken, range(end - len(taken), end), strict=True))
+        return sources
+
+    def _begin(self, handle: int, start: int) -> None:
+        """Drop what a pass from position `start` on replaces, and what lies before a hole."""
+        held = self._held.setdefault(handle, _Held(start, []))
+        kept = max(0, start - held.start)
+        self._give_back(held.rows[kept:])
+        del held.rows[kept:]
+        if held.end != start:
+            self._give_back(held.rows)
+            held.start, held.rows = start, []
+
+    def _append(self, held: _Held, count: int) -> list[int]:
+        """Give rows to the next `count` positions. Returns the rows of the last ones: those that there is room for."""
+        while len(self._free) < count and self._shorten():
+            pass
+        held.start += max(0, count - len(self._free))  # then nothing else is held
+        first = max(0, len(self._free) - count)
+        taken = self._free[first:][::-1]
+        del self._free[first:]
+        held.rows += taken
+        return taken
+
+    def _shorten(self) -> bool:
+        """Drop the oldest half of the longest sequence. False if nothing is held."""
+        handle, longest = max(self._held.items(), key=lambda item: len(item[1].rows))
+        self.skip(handle, longest.start + (len(longest.rows) + 1) // 2)
+        return any(held.rows for held in self._held.values())
+
+    def _copy(self, rows: list[int], sources: list[int], states: Tensor) -> None:
+        """Copy rows `sources` of a pass to rows `rows` of the table."""
+        if self._table is None:
+            self._table = states.new_empty(self._max_rows, states.shape[1])
+        picked = states if sources == list(range(len(states))) else states[index_tensor(sources, states.device)]
+        self._table.index_copy_(0, index_tensor(rows, states.device), picked)
+
+    def _give_back(self, rows: list[int]) -> None:
+        self._free += rows[::-1]
+
+
+def _all_free(count: int) -> list[int]:
+    return list(range(count))[::-1]

@@ -1,0 +1,56 @@
+"""A runner for each model of an engine."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from cache.layout import Layout
+from engine.config import EngineConfig
+from engine.heads.eagle import EagleHead
+from engine.heads.eagle_runner import HeadRunner
+from engine.heads.states import TargetStates
+from engine.models.decoder import LanguageModel
+from engine.models.runner import Runner
+from engine.types import DrafterName
+
+Model = LanguageModel | EagleHead
+HEAD_DRAFTERS: frozenset[DrafterName] = frozenset({"model", "cascade"})  # those that ask a head
+KEPT_PER_SEQUENCE = 128  # positions whose states wait for a head, on average; beside them one pass of a prompt
+
+
+def make_runners(config: EngineConfig, models: Seq[Model], layouts: Seq[Layout], device: torch.device) -> list[Runner]:
+    """A runner for each model, the target's first. The target's runner gives a head the states that the head reads."""
+    (first, *others), (layout, *of_others) = models, layouts
+    assert not isinstance(first, EagleHead), "a head is no target"
+    target = Runner(first, layout, device, deterministic=config.deterministic)
+    drafts = [draft_runner(config, *pair, device) for pair in zip(others, of_others, strict=True)]
+    target.reader = next(filter(None, map(reader_of, drafts)), None)
+    return [target, *drafts]
+
+
+def draft_runner(config: EngineConfig, model: Model, layout: Layout, device: torch.device) -> Runner:
+    """A draft's runner. A head's gets states once its reader is the target's: see `reader_of`."""
+    if not isinstance(model, EagleHead):
+        return Runner(model, layout, device)
+    states = TargetStates(model.layers, HEAD_DRAFTERS, max_states(config))
+    return HeadRunner(model, layout, device, states)
+
+
+def reader_of(draft: Runner) -> TargetStates | None:
+    """What must read the target's states for this draft: those of a head. None: it needs no states."""
+    return draft.states if isinstance(draft, HeadRunner) else None
+
+
+def max_states(config: EngineConfig) -> int:
+    """Positions whose states are kept for a head at most, all sequences together."""
+    return config.max_step_tokens + KEPT_PER_SEQUENCE * config.max_running
+
+
+def states_bytes(config: EngineConfig, models: Seq[Model]) -> int:
+    """Bytes of the target's states that wait for those of the models that are heads, at most."""
+    return sum(table_bytes(config, m.state_width, m.dtype) for m in models if isinstance(m, EagleHead))
+
+
+def table_bytes(config: EngineConfig, width: int, dtype: torch.dtype) -> int:
+    """Bytes of the target's states that wait for one head at most. width: numbers of a position."""
+    return max_states(config) * width * dtype.itemsize

@@ -1,0 +1,66 @@
+"""What the weights of an engine's models take, from their files' headers."""
+
+from collections.abc import Sequence as Seq
+from math import ceil, prod
+
+import torch
+
+from engine.config import ConfigError, EngineConfig, WeightForm
+from engine.machine_memory import DeviceMemory
+from engine.memory_budget import device_memory
+from engine.models.loader import Checkpoint
+from engine.models.quantize import GROUP
+from engine.models.quantized_checkpoints import quantisation
+from engine.models.shards import Shards
+
+# Per number of a product; int4 has a step and an offset per group.
+BYTES_OF_FORM = {"int8": 1.0, "int4": 0.5 + 4 / GROUP}
+
+
+def planned_weights(
+    config: EngineConfig, checkpoints: Seq[Checkpoint], dtype: torch.dtype, device: torch.device
+) -> list[int]:
+    """Bytes of each model's weights in memory, at least. The copies of small products are not counted."""
+    planned = []
+    for checkpoint, form in zip(checkpoints, weight_forms(config), strict=True):
+        tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
+        product_bytes = BYTES_OF_FORM.get(form, dtype.itemsize)
+        if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
+            kept = quantised.bits == 8 and form != "int4" and device.type == "cpu"  # its integers are used as they are
+            head_bytes = 0 if shape.tied and device.type != "cpu" else product_bytes
+            tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
+            planned.append(ceil(tables + shape.layer_numbers * (1 if kept else product_bytes)))
+            continue
+        if not checkpoint.native:
+            planned.append(sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize)
+            continue
+        # On a CPU the head's product is packed, so a tied head is a second copy.
+        size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
+        for name, tensor in tensors.items():
+            product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
+            size += prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
+        planned.append(ceil(size))
+    return planned
+
+
+def beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
+    """The memory that is left beside weights that are not loaded yet. Raises ConfigError if they do not fit."""
+    memory = device_memory(device)
+    if sum(weights) > memory.available:
+        parts = " and ".join(
+            f"{role} {n / 2**20:,.1f} MiB" for role, n in zip(roles(len(weights)), weights, strict=True)
+        )
+        raise ConfigError(
+            f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
+            "choose smaller models, a smaller dtype or int8 or int4 weights"
+        )
+    return memory._replace(available=memory.available - sum(weights))
+
+
+def roles(count: int) -> list[str]:
+    """The roles of so many models."""
+    return ["target", "draft"] if count == 2 else ["target", *(f"draft {n + 1}" for n in range(count - 1))]
+
+
+def weight_forms(config: EngineConfig) -> list[WeightForm]:
+    return [config.target_weights, *(config.draft_weights for _ in config.draft_models)]
