@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # Before any import of ray, transformers or tokenizers: they read these once.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -16,7 +17,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
 import pytest
 import torch
 
-from engine import engine
+from engine import engine, profiling
+from policies.observation import Timing
 from tests.examples import register_profiles
 from tests.kv import KINDS, use
 from tests.workers import RAY_GROUP, worker_group
@@ -57,11 +59,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_profiled_round() -> Iterator[float]:
-    """An engine that starts measures one kind of round, because most tests fix k. Yields the seconds that it may take
-    for all kinds while it serves."""
-    usual, engine.PROFILE_S = engine.PROFILE_S, 0.0
-    yield usual
-    engine.PROFILE_S = usual
+    """An engine that starts measures one kind of round, once, because most tests fix k. Yields the seconds that it may
+    take for all kinds while it serves."""
+    usual, profile = engine.PROFILE_S, profiling.profile
+
+    def briefly(*args: Any, **options: Any) -> list[Timing]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not engine.PROFILE_S:
+                patch.setattr(profiling, "SWEEPS", 1)
+                patch.setattr(profiling, "RUNS", 1)
+            return profile(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "PROFILE_S", 0.0)
+        patch.setattr(engine, "profile", briefly)
+        yield usual
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from engine.types import (
     SamplingParams,
     StepStats,
 )
+from engine.worker import EngineWorker
 from policies.config import PolicyConfig
 
 CONFIG = EngineConfig(
@@ -296,11 +297,27 @@ def test_a_policy_can_be_replaced_and_is_shown_at_once(live: LocalClient) -> Non
         "probe_share": 0.01,
         "trees": False,
     }
-    assert live.policy_status() == expected | {"refused": None}
+    shown = {"draft": "draft", "loading": None, "refused": None}
+    assert live.policy_status() == expected | shown
     told = within(completion(live))["metrics"]["speculative_decoding"]
     assert (told["mode"], told["policy"]) == ("auto", "fixed")
     assert told["draft_length_histogram"][2] > 0
     assert sum(told["draft_length_histogram"][3:]) == 0
+
+
+def test_a_draft_that_arrives_meanwhile_is_not_shown_as_missing(
+    live: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loading may end between two looks. Nobody may see the old draft and that nothing changes."""
+    engine = live.worker.engine
+    arrived = engine.config.with_draft(None)
+
+    def look(worker: EngineWorker) -> None:
+        monkeypatch.setattr(engine, "config", arrived)
+
+    monkeypatch.setattr(EngineWorker, "loading_draft", property(look))
+    shown = live.policy_status()
+    assert (shown["draft"], shown["loading"]) == (None, None)
 
 
 def test_a_policy_that_the_engine_cannot_have_leaves_the_old_one(live: LocalClient) -> None:

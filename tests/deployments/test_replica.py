@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
     from deployments.replica import Replica
-from engine.config import ConfigError
+from engine.config import ConfigError, EngineConfig
 from engine.types import EngineStats
 from policies.config import PolicyConfig
 
@@ -27,6 +28,7 @@ class Client:
 
     def __init__(self) -> None:
         self.policies: list[PolicyConfig] = []
+        self.drafts: list[tuple[str | None, Future[None]]] = []
         self.refused: str | None = None
 
     def configure(self, policy: PolicyConfig) -> None:
@@ -34,6 +36,13 @@ class Client:
             raise ConfigError(f"policy fixed with k {policy.k} exceeds max_spec_length, which is 16")
         self.policies.append(policy)
         self.refused = None
+
+    def change_draft(self, draft: str | None) -> Future[None]:
+        loaded = Future[None]()
+        self.drafts.append((draft, loaded))
+        if draft == "/here":
+            loaded.set_result(None)
+        return loaded
 
     def refuse(self, reason: str) -> None:
         self.refused = reason
@@ -61,6 +70,7 @@ def replica() -> Any:
     assert ours.__module__ == "deployments.replica"
     bare = ours.__new__(ours)
     bare.client, bare.meter, bare._started = Client(), Heart(), False
+    bare._config = EngineConfig(target="/target", draft="/here")
     return bare
 
 
@@ -95,6 +105,46 @@ def test_later_an_invalid_one_is_logged_and_shown_and_changes_nothing(
     assert reason in caplog.text
     replica.reconfigure({"policy": "goodput"})
     assert replica.client.refused is None
+
+
+def test_a_user_config_without_a_draft_means_that_of_the_arguments(replica: Any) -> None:
+    replica.reconfigure({"policy": "goodput"})
+    replica.reconfigure({"draft": "/there"})
+    replica.reconfigure({"draft": "none"})
+    replica.reconfigure({"policy": "off"})
+    assert [draft for draft, _ in replica.client.drafts] == ["/here", "/there", None, "/here"]
+
+
+def test_at_the_start_a_draft_that_cannot_be_loaded_ends_the_replica(replica: Any) -> None:
+    loaded = Future[None]()
+    loaded.set_exception(ConfigError("there is no directory /there"))
+    replica.client.change_draft = lambda draft: loaded
+    with pytest.raises(ConfigError, match="user_config: there is no directory /there"):
+        replica.reconfigure({"draft": "/there"})
+
+
+def test_later_such_a_draft_is_logged_and_shown(replica: Any, caplog: pytest.LogCaptureFixture) -> None:
+    replica.reconfigure({"policy": "goodput"})
+    replica.reconfigure({"draft": "/there"})
+    assert not replica.client.refused
+    with caplog.at_level(logging.WARNING, logger="deployments.replica"):
+        replica.client.drafts[-1][1].set_exception(ConfigError("there is no directory /there"))
+    assert replica.client.refused == "there is no directory /there"
+    assert "the draft stays: there is no directory /there" in caplog.text
+    replica.reconfigure({"draft": "/elsewhere"})
+    assert not replica.client.refused
+    replica.client.drafts[-1][1].cancel()  # another one is wanted before it is loaded
+    assert not replica.client.refused
+
+
+def test_several_drafts_are_not_replaced(replica: Any) -> None:
+    replica.reconfigure({"policy": "goodput"})
+    replica._config = EngineConfig(target="/target", drafts=("/one", "/two"))
+    replica.reconfigure({"policy": "off"})
+    assert not replica.client.refused
+    replica.reconfigure({"policy": "goodput", "draft": "none"})
+    assert "draft none cannot replace the drafts /one, /two" in replica.client.refused
+    assert replica.client.policies[-1].name == "off"
 
 
 def test_a_health_check_tells_the_metrics_that_the_engine_stands_still(replica: Any) -> None:

@@ -11,8 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from app.telemetry.tracer import Level, TraceConfig
+from deployments.checks import read_settings
 from deployments.settings import ROOT, ChatConfig, EdgeConfig, PolicySettings, Settings
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.hub_id import HubId, parse_hub_id
 from engine.types import DRAFTERS, VERIFIERS
 from policies.config import PolicyConfig, PolicyName
@@ -69,7 +70,7 @@ def test_the_defaults_are_the_demo_pair() -> None:
     config = Settings().freeze("cpu")
     assert config == EngineConfig(
         target=str(ROOT / "models/demo/target"),
-        draft=str(ROOT / "models/demo/draft"),
+        draft=str(ROOT / "models/demo/eagle"),
         device="cpu",
         dtype="auto",
         policy=PolicyConfig(),
@@ -98,7 +99,7 @@ def test_several_drafts_take_the_place_of_the_embedded_one(said: Any) -> None:
     assert config.draft is None
     assert config.drafts == config.draft_models == (str(ROOT / "models/demo/draft"), str(ROOT / "models/demo/target"))
     assert config.drafter == "merged"
-    assert Settings().freeze("cpu").draft_models == (str(ROOT / "models/demo/draft"),)
+    assert Settings().freeze("cpu").draft_models == (str(ROOT / "models/demo/eagle"),)
 
 
 def test_the_forms_of_the_weights_reach_the_engine() -> None:
@@ -234,7 +235,31 @@ def test_every_policy_can_be_set() -> None:
 def test_what_may_change_live_has_the_policys_own_parameters_and_defaults() -> None:
     assert PolicySettings().freeze() == PolicyConfig()
     fields = {"policy" if f.name == "name" else f.name for f in dataclasses.fields(PolicyConfig)}
-    assert PolicySettings.model_fields.keys() == fields
+    assert PolicySettings.model_fields.keys() == fields | {"draft"}
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({}, "/started"),
+        ({"draft": "none"}, None),
+        ({"draft": None}, None),
+        ({"draft": "models/demo/draft"}, str(ROOT / "models/demo/draft")),
+        ({"draft": "owner/name@main"}, "hf://owner/name@main"),
+    ],
+)
+def test_a_live_draft_is_read_as_the_arguments_one(said: dict[str, Any], meant: str | None) -> None:
+    started = EngineConfig(target="/target", draft="/started")
+    assert PolicySettings.model_validate(said).draft_of(started) == meant
+
+
+def test_a_live_draft_that_conflicts_is_refused_before_the_start() -> None:
+    arguments = {"target": "t", "drafts": "a b"}
+    assert read_settings(arguments, {"policy": "off"}).drafts == ("a", "b")
+    with pytest.raises(ConfigError, match="cannot replace the drafts"):
+        read_settings(arguments, {"draft": "c"})
+    with pytest.raises(ConfigError, match="drafter 'model' needs a draft checkpoint"):
+        read_settings({"target": "t", "draft": "d", "drafter": "model"}, {"draft": "none"})
 
 
 def test_every_live_setting_reaches_the_policy() -> None:
@@ -275,6 +300,8 @@ def test_every_live_setting_reaches_the_policy() -> None:
         ({"probe_share": True}, "probe_share"),
         ({"trees": 2}, "trees"),
         ({"trees": "some"}, "trees"),
+        ({"draft": 5}, "draft"),
+        ({"draft": ["a", "b"]}, "draft"),
         ("goodput", "dictionary"),
         (["goodput"], "dictionary"),
         (None, "dictionary"),

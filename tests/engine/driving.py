@@ -42,14 +42,16 @@ def load(pair: Pair, **config: Any) -> Engine:
 
 
 def model_drafters(engine: Engine) -> tuple[ModelDrafter, ...]:
-    """The engine's draft models as drafters."""
+    """The engine's draft models as drafters; () where it has none."""
     assert isinstance(engine.drafter, ChainedDrafter)
-    (models,) = (
-        part.models if isinstance(part, MergedDrafter) else (part,)
-        for part in engine.drafter.drafters
-        if isinstance(part, ModelDrafter | MergedDrafter)
+    return next(
+        (
+            part.models if isinstance(part, MergedDrafter) else (part,)
+            for part in engine.drafter.drafters
+            if isinstance(part, ModelDrafter | MergedDrafter)
+        ),
+        (),
     )
-    return models
 
 
 def model_drafter(engine: Engine) -> ModelDrafter:

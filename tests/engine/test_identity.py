@@ -24,7 +24,7 @@ from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
 from tests.kv import without_prefixes
 
-COUNT = 30
+COUNT = 20
 MANY = 200  # in proofs
 MAX_LEN = 128
 FILTERS: tuple[dict[str, Any], ...] = (

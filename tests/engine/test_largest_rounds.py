@@ -27,12 +27,12 @@ LIMITS: dict[str, Any] = {
     "cache": "paged",  # a slotted cache has no memory_fraction
     "memory_fraction": 0.05,
 }
-VOCAB = 8_000
+VOCAB = 4_000
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A pair whose logits are larger than all else: 64 rows take 3.9 MiB in fp64."""
+    """A pair whose logits are larger than all else: 64 rows take 2 MiB in fp64."""
     return save_pair(tmp_path_factory.mktemp("wide"), Shape(vocab=VOCAB))
 
 
@@ -122,7 +122,7 @@ def test_rounds_that_do_not_fit_are_refused(wide: Pair, monkeypatch: pytest.Monk
 
 
 def test_weights_that_do_not_fit_are_not_even_read(wide: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "device_memory", lambda device: DeviceMemory(2**30, 2**20))
+    monkeypatch.setattr("engine.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
     monkeypatch.setattr(load_module, "load_model", lambda *_, **__: pytest.fail("it was read"))
     config = EngineConfig(wide.target, wide.draft)
     for start in (load_models, plan_memory):

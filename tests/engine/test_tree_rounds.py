@@ -37,7 +37,8 @@ def requests(tree: tuple[int, ...] | None, **changes: object) -> list[Request]:
     ids=["noise", "greedy", "filters", "penalties", "exclusions"],
 )
 def test_the_text_is_what_it_is_without_a_tree(pair: Pair, changes: dict[str, object]) -> None:
-    engine = load(pair, max_running=2)
+    changes = {"max_tokens": 16, **changes}
+    engine = load(pair, max_running=4)
     plain = drive(engine, requests(None, **changes))
     accepted = 0
     for tree in SHAPES:

@@ -10,7 +10,7 @@ import pytest
 from numpy.random import Generator
 
 from engine.trees import fates
-from policies import planner, trees
+from policies import acceptance, planner, trees
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.control import SpecControl
@@ -159,12 +159,19 @@ def branching(handle: int, **changes: Any) -> Candidate:
     return Candidate(handle, **(usual | {"branches": True} | changes))
 
 
-def outcome(random: Generator, handle: int, k: int, tree: Parents | None, first: float = FIRST) -> Drafted:
+def outcome(
+    random: Generator,
+    handle: int,
+    k: int,
+    tree: Parents | None,
+    first: float = FIRST,
+    further: tuple[float, ...] = FURTHER,
+) -> Drafted:
     """A round's walk through a draft."""
     parents, path, node = tree or chain(k), list[int](), ROOT
     while True:
         children = [n for n, parent in enumerate(parents) if parent == node]
-        passes = random.random(len(children)) < (first, *FURTHER)[: len(children)]
+        passes = random.random(len(children)) < (first, *further)[: len(children)]
         if not passes.any():
             break
         node = children[int(passes.argmax())]
@@ -178,14 +185,19 @@ def outcome(random: Generator, handle: int, k: int, tree: Parents | None, first:
 
 
 def play(
-    policy: SpecControl, rounds: int, batch: int = 2, slower: float = 1.0, **changes: Any
+    policy: SpecControl,
+    rounds: int,
+    batch: int = 2,
+    slower: float = 1.0,
+    further: tuple[float, ...] = FURTHER,
+    **changes: Any,
 ) -> list[list[Parents | None]]:
     """The trees of each round. slower: how many times as long a round with trees takes."""
     random, played = np.random.default_rng(0), list[list[Parents | None]]()
     for _ in range(rounds):
         decision = policy.plan([branching(n, **changes) for n in range(batch)])
         shapes = decision.shapes or [None] * batch
-        drafted = [outcome(random, n, k, shapes[n]) for n, k in enumerate(decision.ks) if k]
+        drafted = [outcome(random, n, k, shapes[n], further=further) for n, k in enumerate(decision.ks) if k]
         forwards = max(depths_of(decision.ks, tuple(shapes)))
         count, beside = sum(decision.ks), sum(len(t) - len(set(t)) for t in shapes if t)
         factor = slower if beside else 1.0
@@ -242,6 +254,19 @@ def test_trees_that_take_too_long_are_dropped_and_tried_again_much_later() -> No
     assert share(play(policy, 2 * STALE)[-100:]) > 0.5  # they take no longer any more
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+def test_siblings_that_were_never_accepted_are_tried_again(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few rounds, and by the time that they are accepted again trees come back. Negative control: what is known of
+    siblings stays where no siblings are tried."""
+    if not forgets:
+        monkeypatch.setattr(acceptance, "SIBLING_SWITCH", 0.0)
+    policy, never = control(), (0.0, 0.0, 0.0)
+    play(policy, 400, 4, further=never)
+    hopeless = share(play(policy, 2000, 4, further=never))
+    after = share(play(policy, 600, 4)[300:])
+    assert (0 < hopeless < 0.05 and after > 0.9) if forgets else after == 0
+
+
 def test_chains_keep_their_price_beside_trees() -> None:
     policy = control()
     play(policy, 40, slower=1.1)
@@ -265,6 +290,22 @@ def test_the_chances_of_siblings_are_learned(first: float) -> None:
     assert values[1] == pytest.approx((1 - first) * FURTHER[0], rel=0.2)
     assert values[2:] == pytest.approx((left * FURTHER)[1:], abs=0.02)
     assert not estimator.siblings([branching(0)], free=False).any()
+
+
+def test_chains_spend_no_time_on_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, calls, shares = Estimator(DEPTH), 0, acceptance._shares
+
+    def count(counts: Floats) -> Floats:
+        nonlocal calls
+        calls += 1
+        return shares(counts)
+
+    known.observe([Drafted(0, "model", 4, 1)])
+    monkeypatch.setattr(acceptance, "_shares", count)
+    known.observe([Drafted(0, "model", 4, 1)], {1: 50})
+    assert calls == 0
+    known.observe([Drafted(0, "model", 4, 0, siblings=((1, 1),))])
+    assert calls == 1
 
 
 def test_siblings_that_were_not_tried_say_nothing() -> None:

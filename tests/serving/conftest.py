@@ -50,13 +50,15 @@ AUTOSCALING = {
 
 # Ray and Serve look after themselves less often than by default: that takes a third of a core of an idle cluster.
 SELDOM = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3", "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "500"}
+METRICS = {"RAY_metrics_report_interval_ms": "2000"}  # by default ten seconds, for which tests would wait
 
-# By its address: "auto" takes any cluster of this machine.
+# By its address: "auto" takes any cluster of this machine. Replicas of what it deploys get its variables.
 CONNECT = """
 import json, os, pathlib, ray
 from ray import serve
 (port,) = pathlib.Path(os.environ["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
-ray.init(f"{ray.util.get_node_ip_address()}:{port.read_text()}", log_to_driver=False)
+variables = {"env_vars": json.loads(os.environ.get("REPLICA_VARIABLES", "{}"))}
+ray.init(f"{ray.util.get_node_ip_address()}:{port.read_text()}", log_to_driver=False, runtime_env=variables)
 """
 
 _SECOND = "from deployments.build import build;"
@@ -117,13 +119,21 @@ class Served:
         return options
 
     @contextmanager
-    def beside(self, args: dict[str, Any]) -> Iterator["Served"]:
-        """A second application with these settings, below /second of the same server."""
-        self._ask(_SECOND + f"serve.run(build({args!r}), name='second', route_prefix='/second'); answer = {{}}")
+    def beside(self, args: dict[str, Any], variables: dict[str, str] | None = None) -> Iterator["Served"]:
+        """A second application with these settings, below /second of the same server. variables: of the environment of
+        its replicas, which a driver of its own then starts."""
+        driver = self.driver
+        if variables is not None:
+            environment = self.environment | {"REPLICA_VARIABLES": json.dumps(variables)}
+            driver = Driver(environment, self.log.with_name("second_driver.log"))
+        second = replace(self, url=f"{self.url}/second", driver=driver)
         try:
-            yield replace(self, url=f"{self.url}/second")
+            second._ask(_SECOND + f"serve.run(build({args!r}), name='second', route_prefix='/second'); answer = {{}}")
+            yield second
         finally:
-            self._ask("serve.delete('second'); answer = {}")
+            second._ask("serve.delete('second'); answer = {}")
+            if driver is not self.driver:
+                driver.close()
 
     def failure_of(self, args: dict[str, str]) -> str:
         """Why a second application with these arguments does not start, in the words of its status."""
@@ -205,6 +215,7 @@ def serving(
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "default",
         **SELDOM,
+        **METRICS,
     }
     if command == LAUNCH:  # for drivers that join its cluster
         environment |= ENVIRONMENT

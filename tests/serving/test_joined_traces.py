@@ -2,15 +2,15 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.serving.collector import Span
-from tests.serving.conftest import _free_port
-from tests.serving.test_tracing import CLIENT, Traced, tracing
+from tests.serving.collector import Span, collecting
+from tests.serving.conftest import AUTOSCALING, SERVE_RUN, _free_port, serving
+from tests.serving.test_exported_traces import CLIENT, Traced, traced_settings, variables
 
 # tests/app/telemetry has the default tests: test_tracer.py of the parent, test_export.py of the exporters.
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.proofs]
@@ -19,6 +19,18 @@ SERVE = {
     "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "deployments.tracing:exporters",
     "RAY_SERVE_TRACING_SAMPLING_RATIO": "1",
 }
+
+
+@contextmanager
+def tracing(folder: Path, more: dict[str, str]) -> Iterator[Traced]:
+    """The application by `serve run`, in a cluster with these variables and with a collector of its own."""
+    with collecting() as collector, ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (variables(collector) | more).items():
+                patch.setenv(name, value)
+            autoscaling = AUTOSCALING | {"max_replicas": 1}
+            served = stack.enter_context(serving(folder, traced_settings(folder), autoscaling, SERVE_RUN))
+        yield Traced(served, collector)
 
 
 @contextmanager
@@ -51,7 +63,7 @@ def test_a_request_joins_the_trace_of_serve(tmp_path: Path, proxy: str) -> None:
     """Ours hangs from the span of Serve's replica, and that, at last, from the client's; none of ours without the
     client's leave, though Serve makes its own then too (Ray 2.60)."""
     beside: AbstractContextManager[dict[str, str]] = haproxy() if proxy == "haproxy" else nullcontext({})
-    with beside as variables, tracing(tmp_path, SERVE | variables) as traced:
+    with beside as more, tracing(tmp_path, SERVE | more) as traced:
 
         def as_meant() -> list[Span] | None:
             """HAProxy makes no spans; until it knows the replica, a Python proxy stands in for it."""

@@ -1,15 +1,17 @@
-"""The policy of a real Serve application changes while it streams: by another user_config, as `serve deploy` does."""
+"""Policy and draft of a real Serve application change while it streams, by another user_config as of `serve deploy`."""
 
 import asyncio
 import copy
+import shutil
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serving.conftest import ARGS, Served
+from tests.serving.conftest import ARGS, ROOT, Served
 from tests.serving.test_serving import body, connect, stream
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -100,6 +102,57 @@ def test_the_policy_changes_in_place_and_no_stream_notices(served: Served) -> No
 
     undisturbed = asyncio.run(run())
     assert len(undisturbed) > LONG["max_tokens"] > ARGS["max_model_len"] / 2
+    assert {text for user in users for text in user.texts} == {undisturbed}
+    for moment in switched:
+        assert any(began < moment < ended for user in users for began, ended in user.times)
+
+
+def test_the_draft_changes_in_place_and_no_stream_notices(served: Served, tmp_path: Path) -> None:
+    """draft → another one → none → one that is not there → an invalid policy → draft: streams all the while, always the
+    same text."""
+    second = shutil.copytree(ROOT / "models/demo/draft", tmp_path / "second")
+    users, switched = [Streams(), Streams()], []
+    fixed = {"policy": "fixed", "k": 3}
+
+    async def scenario(client: httpx.AsyncClient) -> str:
+        undisturbed, _ = await stream(client, LONG)
+        pids = await asyncio.to_thread(served.deploy, None)
+        leave = asyncio.Event()
+        tasks = [asyncio.create_task(user.go_on(client, leave)) for user in users]
+
+        async def switch(user_config: Any, **shown: Any) -> None:
+            await asyncio.to_thread(served.deploy, with_user_config(served.config, user_config))
+            await until_shown(client, loading=None, **shown)
+            switched.append(time.monotonic())
+
+        async def drafters() -> Any:
+            return (await client.get("/v1/models")).json()["data"][0]["speculation_defaults"]
+
+        await switch(fixed | {"draft": str(second)}, draft="second", k=3, refused=None)
+        assert (await drafting(client))["num_draft_tokens"] > 0
+        await switch(fixed | {"draft": "none"}, draft=None, refused=None)
+        told = await drafters()
+        assert told["drafter"] is None
+        assert "model" not in told["drafters"]
+        reply = await client.post("/v1/completions", json=SHORT)
+        assert reply.json()["metrics"]["speculative_decoding"] is None
+        reply = await client.post("/v1/completions", json=SHORT | {"speculation": {"drafter": "model"}})
+        assert reply.status_code == 400
+        await switch(fixed | {"draft": str(tmp_path / "nothing")}, draft=None, refused="there is no directory")
+        await switch({"policy": "fixed", "k": 99, "draft": str(second)}, draft=None, refused="max_spec_length")
+        await switch({"policy": "goodput"}, draft="eagle", refused=None)
+        assert (await drafters())["drafter"] == "model"
+        assert (await drafting(client))["num_draft_tokens"] > 0
+        leave.set()
+        await asyncio.gather(*tasks)
+        assert await asyncio.to_thread(served.deploy, served.config) == pids
+        return undisturbed
+
+    async def run() -> str:
+        async with connect(served) as client:
+            return await scenario(client)
+
+    undisturbed = asyncio.run(run())
     assert {text for user in users for text in user.texts} == {undisturbed}
     for moment in switched:
         assert any(began < moment < ended for user in users for began, ended in user.times)

@@ -9,6 +9,7 @@ from typing import Any
 from zlib import crc32
 
 from engine.engine import Engine
+from engine.trees import Parents, trunk
 from engine.types import DRAFTERS, REASONS, DrafterName, Output, Request, RequestRecord, SamplingParams
 from tests.engine.law.configurations import MAX_TOKENS, SETTINGS, Configuration
 from tests.engine.law.exact import Text, exact_law
@@ -49,6 +50,8 @@ class Sample:
     proposers: set[str] = field(default_factory=set)
     lengths: set[int] = field(default_factory=set)  # of drafts, in rounds in which as many as possible were asked for
     chosen: dict[int, set[int]] = field(default_factory=dict)  # step → different k that the policy chose in it
+    trees: dict[int, set[Parents]] = field(default_factory=dict)  # step → different trees that the policy chose in it
+    beside: int = 0  # rounds that accepted a draft that is not a first child
 
     @property
     def counts(self) -> Counter[Text]:
@@ -69,6 +72,10 @@ class Sample:
                 self.chosen.setdefault(step, set()).add(k)
             if k == MOST:
                 self.lengths.add(drafted)
+        for part in record.rounds:
+            if part.reason in CHOSEN and part.tree:
+                self.trees.setdefault(part.step, set()).add(part.tree)
+            self.beside += not {*part.path} <= {*trunk(part.tree)}
 
 
 def check(configuration: Configuration, draws: int = 4000) -> float:

@@ -19,7 +19,7 @@ from engine.drafters.translation import Translation
 from engine.engine import Engine
 from engine.load import make_drafters
 from engine.models.attention import Attention
-from engine.models.decoder import Decoder, DecoderConfig
+from engine.models.decoder import Decoder, DecoderConfig, WatchedStates
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
 from policies.config import PolicyConfig
@@ -51,13 +51,20 @@ class TableDecoder:
     def dtype(self) -> torch.dtype:
         return self.table.dtype
 
-    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """The prefixes [N, 1] that end in these tokens [N], as numbers."""
+    @property
+    def weight_bytes(self) -> int:
+        return self.table.nbytes
+
+    def forward(self, ids: Tensor, attention: Attention, watched: WatchedStates | None = None) -> Tensor:
+        """The prefixes [N, 1] that end in these tokens [N], as numbers, which heads can watch as well."""
         positions = attention.plan.positions
         kv = torch.zeros(len(ids), 2, 1, dtype=self.dtype)
         kv[:, 1, 0] = (ids + 1) * POWERS[positions]
         mean = attention(0, torch.zeros(len(ids), 1, 1, dtype=self.dtype), kv)
-        return mean * (positions + 1)[:, None]
+        prefixes = mean * (positions + 1)[:, None]
+        if watched is not None:
+            watched.keep(self.config.num_layers, prefixes)
+        return prefixes
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0].round().long() % ROWS]

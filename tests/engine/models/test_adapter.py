@@ -144,7 +144,7 @@ def test_texts_do_not_depend_on_drafts_and_greedy_ones_are_transformers(kind: st
     prompts = [(*shared, 5 + i) for i in range(3)]
 
     def requests(k: int) -> list[Request]:
-        params = [SamplingParams(0.8 * (i > 0), seed=i, max_tokens=64, ignore_eos=True) for i in range(3)]
+        params = [SamplingParams(0.8 * (i > 0), seed=i, max_tokens=32, ignore_eos=True) for i in range(3)]
         return [Request(f"r{i}", prompts[i], params[i], k=k) for i in range(3)]
 
     alone = {r.id: drive(engine, [r]).tokens[r.id] for r in requests(0)}

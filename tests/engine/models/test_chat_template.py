@@ -1,5 +1,6 @@
 """Chat templates: the ids are those of transformers, and no template can hold a thread or leave its sandbox."""
 
+import gc
 import json
 import shutil
 import sys
@@ -217,6 +218,27 @@ def test_a_slow_template_ends_at_its_limit(source: str) -> None:
     with pytest.raises(InvalidRequest, match="did not finish in time"):
         ChatTemplate(source, {}).render([USER], RenderLimit(0.05))
     assert sys.gettrace() is before
+
+
+def test_a_limit_that_is_reached_in_a_callback_of_the_garbage_collector_holds() -> None:
+    """Python ignores what such a callback raises, and takes the trace function away."""
+    limit, threshold, phases = RenderLimit(1000.0), gc.get_threshold(), list[str]()
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+        limit.cancel()  # so the collection's second call of this function finds the limit reached
+
+    lists = "{% for i in range(999) %}{% set ns.x = [i, [ns.x]] %}{% endfor %}"
+    template = ChatTemplate("{% set ns = namespace(x=0) %}" + lists, {})
+    gc.callbacks.append(collected)
+    gc.set_threshold(5)
+    try:
+        with pytest.raises(InvalidRequest, match="did not finish in time"):
+            template.render([USER], limit)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collected)
+    assert phases[:2] == ["start", "stop"]
 
 
 def test_another_thread_ends_a_template() -> None:

@@ -247,7 +247,7 @@ def skip_the_residual_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plain(logp: Tensor, logq: Tensor, drafts: Tensor, table: TreeTable, lenience: Tensor) -> TreeLaw:
         whole = rejection(logp, logq, drafts, table, lenience)
-        p = logp.gather(1, table.parent_rows.clamp(min=0)[..., None].expand(-1, -1, VOCAB))
+        p = logp.gather(1, table.parent_rows.clamp(min=0)[..., None].expand(-1, -1, logp.shape[-1]))
         chances = acceptance.log_ratios(p, logq, drafts).clamp(max=0).exp()
         return replace(whole, chances=torch.where(table.parent_rows < 0, 0.0, chances))
 

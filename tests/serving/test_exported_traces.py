@@ -5,8 +5,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.serving.collector import Collector, Span, collecting
-from tests.serving.conftest import ARGS, AUTOSCALING, LAUNCH, SERVE_RUN, Served, serving
+from tests.serving.conftest import ARGS, Served
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -63,28 +62,26 @@ class Traced:
         return sum(map(float, re.findall(r"^ray_specdec_telemetry_dropped_total\{.*\} (\S+)$", text, re.MULTILINE)))
 
 
-@contextmanager
-def tracing(folder: Path, variables: dict[str, str], command: Sequence[str] = LAUNCH) -> Iterator[Traced]:
-    """The application with a collector of its own. Everything is traced; a collector that fails is given up soon."""
-    standard = {
+def variables(collector: Collector) -> dict[str, str]:
+    """Spans go to this collector, soon. One that fails is given up soon."""
+    return {
         "OTEL_BSP_SCHEDULE_DELAY": "100",
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
-        "RAY_metrics_report_interval_ms": "500",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
     }
-    with collecting() as collector, ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in (standard | variables | {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}).items():
-                patch.setenv(name, value)
-            (folder / "keys").write_text(f"{KEY}\n", encoding="utf-8")
-            settings = ARGS | {"trace_level": "rounds", "trace_steps": 1.0, "api_key_file": str(folder / "keys")}
-            served = stack.enter_context(serving(folder, settings, AUTOSCALING | {"max_replicas": 1}, command))
-        yield Traced(served, collector)
+
+
+def traced_settings(folder: Path) -> dict[str, Any]:
+    """Everything is traced."""
+    (folder / "keys").write_text(f"{KEY}\n", encoding="utf-8")
+    return ARGS | {"trace_level": "rounds", "trace_steps": 1.0, "api_key_file": str(folder / "keys")}
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    with tracing(tmp_path_factory.mktemp("traced"), {}, SERVE_RUN) as traced:
-        yield traced
+def traced(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    settings = traced_settings(tmp_path_factory.mktemp("traced")) | {"num_cpus": 0.1}  # beside the first application
+    with collecting() as collector, served.beside(settings, variables(collector)) as second:
+        yield Traced(second, collector)
 
 
 def below(spans: list[Span], parent: Span) -> dict[str, list[Span]]:
@@ -172,7 +169,7 @@ def test_what_the_resource_says(traced: Traced) -> None:
     expected = {
         "service.name": "foretoken",
         "service.version": "0.1.0",
-        "ray.serve.application": "foretoken",
+        "ray.serve.application": "second",
         "ray.serve.deployment": "Replica",
     }
     assert resource.items() >= expected.items()
