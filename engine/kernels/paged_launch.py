@@ -1,0 +1,151 @@
+"""Launches the Triton kernels of paged attention. Needs triton.
+
+A pass with more than SPLIT_ROWS rows of a sequence has programs enough: its keys are not split, so that it needs no
+memory for parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from engine.kernels import paged_kernel
+from engine.kernels.paged_rows import PagedRows
+
+MAX_PARTS = 32
+SPLIT_ROWS = 64
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes at once, and with what."""
+
+    rows: int  # packed rows: a power of two, at least 16
+    keys: int  # a power of two that divides SEGMENT, at least 16
+    warps: int
+    stages: int  # of the compiler's pipeline of loads
+
+
+def choose_tile(packed: int, width: int, itemsize: int) -> Tile:
+    """For `packed` rows of one sequence and kv head, and heads of `width` numbers of that many bytes.
+
+    Chosen so that registers are not spilled and shared memory fits in the 99 KB of compute capabilities 8.6 and 8.9
+    (benchmarks/compiled_kernels.py), not by measured times. Block numbers are loaded before keys, so it takes five
+    stages to have two tiles of keys and values.
+    """
+    if itemsize == 4:  # computed without tensor cores
+        return Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+    rows = 16 if packed <= 16 else 32 if packed <= 32 else 64
+    return Tile(rows, 32, 4 if rows * width <= 4096 else 8, 5 if width <= 128 else 3)
+
+
+def count_parts(rows: PagedRows) -> int:
+    """Into how many parts the keys of each sequence are split."""
+    if rows.max_rows > SPLIT_ROWS:
+        return 1
+    return max(1, min(MAX_PARTS, -(-rows.max_keys // paged_kernel.SEGMENT.value)))
+
+
+def supports(queries: Tensor, pool: Tensor) -> bool:
+    """Whether the kernels can compute attention of these, on their device."""
+    known = queries.dtype in (torch.float32, torch.bfloat16, torch.float16) and pool.dtype == queries.dtype
+    fits = queries.shape[-1] <= MAX_HEAD_DIM and pool.is_contiguous()
+    return known and fits and torch.cuda.get_device_capability(queries.device) >= (8, 0)
+
+
+def attend(
+    queries: Tensor,
+    pool: Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As engine.kernels.paged_attention.attend."""
+    count, heads, head_dim = queries.shape
+    parts = count_parts(rows)
+    if 0 in (count, rows.tables.numel(), rows.max_rows, rows.max_keys):
+        return queries.new_zeros(count, heads * head_dim)
+    rule = (scale, window or 0, softcap or 0.0)
+    if parts == 1:
+        out = queries.new_zeros(count, heads, head_dim)
+        _attend(queries, pool, rows, parts, rule, (out, None, None), sinks)
+        return out.flatten(1)
+    sums = queries.new_empty(count, heads, parts, head_dim, dtype=torch.float32)
+    tops, totals = queries.new_empty(2, count, heads, parts, dtype=torch.float32).unbind(0)
+    _attend(queries, pool, rows, parts, rule, (sums, tops, totals), None)
+    out = queries.new_empty(count, heads, head_dim)
+    _join(sums, tops, totals, rows, pool.shape[1], sinks, out)
+    return out.flatten(1)
+
+
+def _attend(
+    queries: Tensor,
+    pool: Tensor,
+    rows: PagedRows,
+    parts: int,
+    rule: tuple[float, int, float],
+    results: tuple[Tensor, Tensor | None, Tensor | None],
+    sinks: Tensor | None,
+) -> None:
+    """rule: scale, window and soft cap, 0 for none. results: as the kernel's out, tops and totals."""
+    scale, window, softcap = rule
+    (_, heads, head_dim), (blocks, block_size, both, _) = queries.shape, pool.shape
+    kv_heads = both // 2
+    group, width = heads // kv_heads, _width(head_dim)
+    tile = choose_tile(rows.max_rows * group, width, queries.dtype.itemsize)
+    grid = (rows.lengths.shape[0] * parts, triton.cdiv(rows.max_rows * group, tile.rows), kv_heads)
+    memory = (queries.contiguous(), pool, sinks, *results)
+    visible = (rows.positions, rows.last_visible, rows.paths, rows.bases)
+    numbers = (queries.shape[0], blocks, rows.tables.shape[1], rows.tables.stride(0), parts)
+    paged_kernel.attend_keys[grid](
+        *memory,
+        rows.tables,
+        rows.first_rows,
+        rows.lengths,
+        *visible,
+        *numbers,
+        scale if softcap else scale * paged_kernel.LOG2_E.value,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _join(
+    sums: Tensor, tops: Tensor, totals: Tensor, rows: PagedRows, block_size: int, sinks: Tensor | None, out: Tensor
+) -> None:
+    """Join each row's and head's parts [N, heads, parts …] into out [N, heads, head_dim]."""
+    count, heads, parts, head_dim = sums.shape
+    numbers = (rows.lengths.shape[0], rows.tables.shape[1] * block_size, parts)
+    paged_kernel.join_parts[(count, heads)](
+        sums,
+        tops,
+        totals,
+        sinks,
+        out,
+        rows.owners,
+        rows.first_rows,
+        rows.lengths,
+        *numbers,
+        HEAD_DIM=head_dim,
+        WIDTH=_width(head_dim),
+        ROOM=triton.next_power_of_2(MAX_PARTS),
+        num_warps=1,
+    )
+
+
+def _width(head_dim: int) -> int:
+    """Numbers of a head in a tile: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(head_dim))

@@ -1,0 +1,78 @@
+"""The kernels compile for every supported architecture, within its memory and registers, and with tensor cores."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compiled_kernels import SHARED_LIMITS, resource_usage
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
+PROBE = """
+import json
+from dataclasses import asdict
+from benchmarks.compiled_kernels import CASES, SHARED_LIMITS, compile_launch, launches_of
+for name in NAMES:
+    for launch in launches_of(CASES[name]):
+        for capability in SHARED_LIMITS:
+            print(json.dumps(asdict(compile_launch(launch, capability))))
+"""
+NAMES = ("1 row, 128", "tree of 32, 128, sinks", "prefill, 256")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    kernel: str
+    capability: int
+    shared: int
+    registers: int
+    spilled: int
+    tensor_cores: bool
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> list[Figures]:
+    """Compiled in a process of its own, because this one interprets kernels."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, "-c", f"NAMES = {NAMES}\n{PROBE}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [Figures(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_kernels_fit_the_memory_and_registers_of_every_architecture(figures: list[Figures]) -> None:
+    assert {f.capability for f in figures} == SHARED_LIMITS.keys()
+    assert {f.kernel for f in figures} == {"attend_keys", "join_parts"}
+    assert oversized(figures, SHARED_LIMITS) == []
+    assert [f for f in figures if f.spilled > 0] == []
+    assert all(0 < f.registers <= 255 for f in figures)
+
+
+def oversized(figures: list[Figures], limits: dict[int, int]) -> list[Figures]:
+    return [f for f in figures if f.shared > limits[f.capability]]
+
+
+def test_a_kernel_that_needs_too_much_shared_memory_is_seen(figures: list[Figures]) -> None:
+    found = oversized(figures, dict.fromkeys(SHARED_LIMITS, 32 << 10))
+    assert {f.capability for f in found} == SHARED_LIMITS.keys()
+
+
+def test_products_of_short_types_use_tensor_cores(figures: list[Figures]) -> None:
+    assert [f for f in figures if f.tensor_cores != (f.kernel == "attend_keys")] == []
+
+
+def test_spilled_registers_are_read_from_the_report() -> None:
+    text = " Function attend_keys:\n  REG:168 STACK:8 SHARED:45312 LOCAL:16 CONSTANT[0]:512 TEXTURE:0"
+    assert resource_usage(text) == (168, 24)
+    with pytest.raises(RuntimeError, match="nothing of registers"):
+        resource_usage("no kernels")

@@ -1,0 +1,244 @@
+"""The Triton kernels of paged attention against the reference, and the bits of a row alone and in company."""
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine.kernels.paged_attention import reference
+from engine.models.attention import Span
+from engine.models.pass_attention import PLAIN, Scoring
+from engine.trees import ROOT, branching
+from tests.engine.kernels.paged_cases import (
+    Case,
+    Heads,
+    make_case,
+    padded,
+    poisoned,
+    random_scoring,
+    random_spans,
+)
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 255, 256, 257, 511, 513, 1000, 3000)
+BUSHY = branching([2, 1, 2])
+DEEP = (ROOT, 0, 1, 2, 3, 1, 5, ROOT)
+MIXED = (
+    Span.at(0, 40, 1),
+    Span.at(1, 298, 9, (*DEEP, 4)),
+    Span.at(2, 0, 20),
+    Span.at(3, 0, 0),
+    Span.at(4, 700, 5),
+    Span.at(5, 256, 8, DEEP),
+)
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> ModuleType:
+    from engine.kernels import paged_launch
+
+    return paged_launch
+
+
+@pytest.fixture
+def wide_tiles(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time is that of its tiles, whatever their size."""
+    monkeypatch.setattr(kernels, "choose_tile", lambda *_: kernels.Tile(16, 128, 4, 1))
+
+
+def error(kernels: ModuleType, case: Case, scoring: Scoring = PLAIN) -> float:
+    """The greatest difference between the kernels' results and the reference's in fp64, over what rounding allows."""
+    device = torch.device("cpu" if kernels.paged_kernel.INTERPRETED.value else "cuda")
+    sinks = None if scoring.sinks is None else scoring.sinks.to(case.queries.dtype)
+    scoring = replace(scoring, sinks=sinks)
+    expected = reference(*case.double().args(scoring))
+    on_device = replace(scoring, sinks=None if sinks is None else sinks.to(device))
+    result = kernels.attend(*case.to(device).args(on_device)).cpu()
+    assert result.dtype == case.queries.dtype
+    assert result.shape == expected.shape
+    short = case.queries.dtype.itemsize == 2
+    allowed = 2 * torch.finfo(result.dtype).eps if short else 4e-6  # the interpreter cuts off where a GPU rounds
+    return float(((result.double() - expected).abs() / (allowed * (1 + expected.abs()))).nan_to_num(torch.inf).max())
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 5])
+def test_lengths_from_none_to_thousands(kernels: ModuleType, block_size: int) -> None:
+    spans = [Span.at(n, max(0, length - n % 4), min(length, n % 4)) for n, length in enumerate(LENGTHS)]
+    assert error(kernels, make_case(spans, Heads(block_size=block_size))) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("group", range(1, 9))
+def test_any_number_of_heads_shares_a_kv_head(kernels: ModuleType, group: int) -> None:
+    spans = [Span.at(0, 300, 3), Span.at(1, 17, 5), Span.at(2, 0, 9)]
+    assert error(kernels, make_case(spans, Heads(2, group))) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("head_dim", [8, 16, 64, 80, 96, 128, 256])
+def test_head_sizes(kernels: ModuleType, head_dim: int) -> None:
+    spans = [Span.at(0, 300, 3), Span.at(1, 17, 1)]
+    assert error(kernels, make_case(spans, Heads(2, 2, head_dim))) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types(kernels: ModuleType, dtype: torch.dtype) -> None:
+    spans = [Span.at(0, 300, 3), Span.at(1, 17, 1), Span.at(2, 0, 40)]
+    assert error(kernels, make_case(spans, Heads(dtype=dtype)), Scoring(sinks=torch.tensor([0.5, -1.0]))) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 250, 600])
+def test_windows(kernels: ModuleType, window: int) -> None:
+    spans = [*MIXED, Span.at(6, 1500, 2)]
+    assert error(kernels, make_case(spans, Heads(), window=window), Scoring(window=window)) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0])])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_soft_caps_and_sinks(
+    kernels: ModuleType, softcap: float | None, sinks: torch.Tensor | None, scale: float | None
+) -> None:
+    case = make_case(MIXED[1:4], Heads())
+    assert error(kernels, case, Scoring(scale=scale, softcap=softcap, sinks=sinks)) < 1
+
+
+def test_a_pass_with_many_rows_of_a_sequence(kernels: ModuleType) -> None:
+    case = make_case([Span.at(0, 100, 70), Span.at(1, 33, 1), Span.at(2, 0, 40)], Heads(2, 3))
+    assert kernels.count_parts(case.rows) == 1
+    assert error(kernels, case) < 1
+    assert error(kernels, case, Scoring(window=40, sinks=torch.arange(6.0))) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+def test_sequences_with_more_segments_than_parts(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MAX_PARTS", 3)
+    spans = [Span.at(0, 1800, 3), Span.at(1, 767, 1), Span.at(2, 255, 1), Span.at(3, 1030, 8, DEEP)]
+    for window in (None, 5, 400, 800):
+        assert error(kernels, make_case(spans, Heads(), window=window), Scoring(window=window)) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("seed", range(16))
+def test_random_passes(kernels: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    heads = Heads(draw.choice((1, 2)), draw.randint(1, 4), draw.choice((8, 16, 20)), draw.choice((5, 16, 32)))
+    scoring = random_scoring(draw, heads.kv_heads * heads.group)
+    case = make_case(random_spans(draw, draw.choice((40, 700))), heads, seed, scoring.window)
+    assert error(kernels, case, scoring) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+def test_nothing_that_a_row_does_not_see_reaches_it(kernels: ModuleType) -> None:
+    case = make_case(MIXED, Heads())
+    on = torch.device("cpu" if kernels.paged_kernel.INTERPRETED.value else "cuda")
+    clean, dirty = (kernels.attend(*c.to(on).args(PLAIN)) for c in (case, replace(case, pool=poisoned(case))))
+    assert torch.equal(clean, dirty)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(sinks=torch.tensor([1.0, -1.0]))], ids=["plain", "sinks"])
+@pytest.mark.parametrize("spans", [MIXED, (Span.at(0, 100, 2),), (Span.at(0, 0, 65),)], ids=["split", "short", "many"])
+def test_padding_gives_zeros(kernels: ModuleType, spans: tuple[Span, ...], scoring: Scoring) -> None:
+    case = padded(make_case(spans, Heads()))
+    assert error(kernels, case, scoring) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
+def test_bounds_above_the_true_sizes_change_no_bit(kernels: ModuleType) -> None:
+    """A captured graph keeps the bounds of its bucket."""
+    case = make_case(MIXED[:2], Heads())
+    tight = kernels.attend(*case.args(PLAIN))
+    loose = replace(case.rows, max_keys=5000)
+    assert torch.equal(kernels.attend(*replace(case, rows=loose).args(PLAIN)), tight)
+
+
+SPREAD = (Span.at(0, 0, 5), Span.at(1, 250, 4), Span.at(2, 790, 5), Span.at(3, 500, 8, BUSHY), Span.at(4, 1300, 8))
+
+
+def differing(kernels: ModuleType, case: Case, scoring: Scoring) -> int:
+    """Rows whose bits alone, with a bound on the keys of their own, are not those in company."""
+    company = kernels.attend(*case.args(scoring))
+    firsts, found = case.rows.first_rows.tolist(), 0
+    for sequence, span in enumerate(case.spans):
+        for row in sorted({0, span.count - 1}):
+            alone = kernels.attend(*case.alone(sequence, row).args(scoring))
+            found += not torch.equal(alone[0], company[firsts[sequence] + row])
+    return found
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize(
+    "scoring", [PLAIN, Scoring(window=300, softcap=5.0, sinks=torch.tensor([1.0, -1.0]))], ids=["plain", "everything"]
+)
+def test_a_row_alone_has_the_bits_that_it_has_in_company(kernels: ModuleType, scoring: Scoring) -> None:
+    assert differing(kernels, make_case(SPREAD, Heads(), window=scoring.window), scoring) == 0
+
+
+@pytest.mark.usefixtures("wide_tiles")
+def test_keys_that_are_split_otherwise_give_other_bits(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above sees a split that depends on the company."""
+    case = make_case(SPREAD, Heads())
+    split = kernels.attend(*case.args(PLAIN))
+    monkeypatch.setattr(kernels, "MAX_PARTS", 2)
+    assert not torch.equal(kernels.attend(*case.args(PLAIN)), split)
+
+
+MUTANTS = {
+    "a row misses its last place": ("place[None, :] <= last[:, None]", "place[None, :] < last[:, None]"),
+    "a row sees one place more": ("place[None, :] <= last[:, None]", "place[None, :] <= last[:, None] + 1"),
+    "paths are ignored": ("node[None, :] & (on_path == 1)", "node[None, :] & (on_path == 2)"),
+    "a path begins one place late": ("bit = place - base", "bit = place - base - 1"),
+    "the window is one longer": ("> (position - WINDOW)", ">= (position - WINDOW)"),
+    "tiles before the window are cut too far": ("- WINDOW + 1, 0)", "- WINDOW + 40, 0)"),
+    "the last tile is left out": ("_tile_number(end + KEYS - 1,", "_tile_number(end - 1,"),
+    "tables are read with a wrong stride": ("sequence * table_stride", "sequence * (table_stride - 1)"),
+    "all rows have the same query": ("queries + at * HEAD_DIM", "queries + at * 0"),
+    "values of another head": ("source + KV_HEADS * HEAD_DIM", "source + (KV_HEADS - 1) * HEAD_DIM"),
+    "a part is not joined": ("tl.minimum(tl.cdiv(length, SEGMENT), parts)", "tl.minimum(length // SEGMENT, parts)"),
+    "parts are not weighed": ("weight = tl.exp2(top - ", "weight = tl.exp2(0 * "),
+    "sinks of the first head": ("sinks + head", "sinks + head * 0"),
+    "soft caps are too high": ("(SOFTCAP * LOG2_E)", "(SOFTCAP * LOG2_E * 1.01)"),
+}
+
+
+@pytest.fixture
+def mutant(
+    request: pytest.FixtureRequest, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ModuleType:
+    """The launches of kernels that have a fault."""
+    before, after = MUTANTS[request.param]
+    text = Path(kernels.paged_kernel.__file__).read_text("utf-8")
+    assert text.count(before) == 1
+    path = tmp_path / "mutant.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(kernels, "paged_kernel", module)
+    return kernels
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, indirect=True)
+def test_a_kernel_with_a_fault_is_seen(mutant: ModuleType) -> None:
+    assert any(found > 1 for found in errors(mutant))
+
+
+def test_a_kernel_without_a_fault_passes_the_same_comparison(kernels: ModuleType) -> None:
+    assert all(found < 1 for found in errors(kernels))
+
+
+def errors(kernels: ModuleType) -> Iterator[float]:
+    spans = [Span.at(0, 37, 9, (*DEEP, 4)), Span.at(1, 0, 5), Span.at(2, 270, 1)]
+    for scoring in (PLAIN, Scoring(window=3), Scoring(softcap=1.0, sinks=torch.tensor([2.0, 1.0]))):
+        yield error(kernels, make_case(spans, Heads(), window=scoring.window), scoring)
