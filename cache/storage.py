@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cache.paged import HIDDEN, PagedCache
 from cache.slotted import SlottedCache
+from cache.transfer import index_tensor
 
 PIECE_POSITIONS = 64  # positions of a layer that are checked at once; the check needs memory for as many again
 
@@ -209,7 +210,7 @@ class Blocks:
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         self.copy_shared_blocks()
-        table = torch.tensor(self._cache.table(handle), dtype=torch.int64, device=self.pool.device)
+        table = index_tensor(self._cache.table(handle), self.pool.device)
         blocks = self.pool[layer, table]  # a copy
         blocks[table == HIDDEN] = 0
         rows = blocks.flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
@@ -218,7 +219,7 @@ class Blocks:
 
 def move_rows(memory: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
     """memory [layers, rows, …]: as Storage.move. All sources are read before any target is written."""
-    read, write = torch.tensor([sources, targets], device=memory.device).unbind(0)
+    read, write = index_tensor([*sources, *targets], memory.device).view(2, -1).unbind(0)
     memory.index_copy_(1, write, memory.index_select(1, read))
 
 

@@ -37,6 +37,7 @@ class EngineConfig:
     quantize_head: bool = True  # whether int8 and int4 include the product that gives the logits
     products: ProductForms = "auto"  # auto: measured; packed: oneDNN's layout; plain: one copy as it is stored
     deterministic: bool = False  # a seeded text does not depend, bit for bit, on k, the batch or prompt chunks
+    graphs: bool = False  # captured graphs on CUDA; off until they are measured on hardware
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
@@ -159,6 +160,8 @@ class EngineConfig:
             raise ConfigError(
                 f"deterministic needs device cpu and products auto or packed, not {self.device} and {self.products}"
             )
+        if self.graphs and (self.device == "cpu" or self.cache != "paged"):
+            raise ConfigError(f"graphs need device cuda and cache paged, not {self.device} and {self.cache}")
         if self.draft_weights != "as_is" and not self.draft_models:
             raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")
 

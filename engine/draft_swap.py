@@ -21,7 +21,8 @@ from engine.host_memory import out_of_memory
 from engine.load import load_draft
 from engine.memory_budget import device_memory
 from engine.model_runners import reader_of, states_bytes, table_bytes
-from engine.models.runner import Runner, StateReader, kv_shape
+from engine.models.feeds import StateReader
+from engine.models.runner import Runner, kv_shape
 from engine.profile_cache import ProfileFile
 from engine.sequence import Sequence
 from policies.draft_cost import DraftCost

@@ -11,9 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
-
 from engine.commit import commit
+from engine.computing import computing
 from engine.config import EngineConfig
 from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.drafters.base import Drafter, try_forget
@@ -148,7 +147,7 @@ class Engine:
         """Run the plan's round and end the requests that make it fail (R9). None: no sequence came through a round."""
         if not plan.slices:
             return None
-        with torch.inference_mode():
+        with computing(self.target.device):
             outcome, failures = run_or_rescue(plan, self.target, self.drafter)
         if outcome is not None:
             failures = failures | outcome.failures

@@ -23,7 +23,8 @@ from engine.host_memory import out_of_memory
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import measure_activations
 from engine.model_runners import Model, make_runners
-from engine.models.runner import Feed, Runner, kv_shape
+from engine.models.feeds import Feed
+from engine.models.runner import Runner, kv_shape
 from engine.profiling import ConstantDrafter, scratch_sequence
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
@@ -114,8 +115,8 @@ class LargestRounds:
         plans: list[tuple[Runner, Slice]] = []
         for runner in runners:
             length = runner.cache.max_len
-            chunk = min(self._config.max_step_tokens, length - 1)
             sequence = _sequence(0, [0] * length, "match")
+            chunk = min(self._config.max_step_tokens, len(runner.tokens(sequence)) - 1)  # a head reads one less
             _hold(runner, sequence, 1 + chunk)
             plans.append((runner, Slice(sequence, chunk, 0, emits=False, prompt_rows=chunk)))
         target, *drafts = plans

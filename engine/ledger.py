@@ -84,7 +84,7 @@ class Ledger:
             draft_tokens=outcome.draft.read if outcome else 0,
             score_us=outcome.score_us if outcome else 0,
             target_forward_us=outcome.target_forward_us if outcome else 0,
-            draft_forward_us=outcome.draft.forward_us if outcome else 0,
+            draft_forward_us=outcome.draft_forward_us if outcome else 0,
             step_us=step_us,
             running=running,
             waiting=waiting,

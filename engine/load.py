@@ -192,7 +192,7 @@ def load_draft(config: EngineConfig, target: Runner, room: int) -> ModelDrafter 
     copies = [0, int(COPIES_SHARE * left)]
     model = _load(config, opened.checkpoints, dtype, device, opened.max_len, copies, target.decoder)[1]
     room_beside(config.draft, model.weight_bytes, kv_bytes + states_bytes(config, [model]), room)
-    runner = draft_runner(config, model, layout, device)
+    runner = draft_runner(config, model, layout, target.staging)
     return _model_drafters(config, opened.translation, None, target, [runner])[0]
 
 
@@ -203,14 +203,14 @@ def make_drafters(
 
     suffix_tokens: the most tokens of finished outputs that `suffix` keeps. trees: whether a round may check trees.
     """
-    lookup, prediction = lookup_drafter(device), PredictionDrafter(device)
+    lookup, prediction = lookup_drafter(), PredictionDrafter()
     chains: dict[DrafterName, Chain] = {
-        "ngram": (("ngram", ngram_drafter(device)),),
+        "ngram": (("ngram", ngram_drafter()),),
         "lookup": (("lookup", lookup),),
         "prediction": (("prediction", prediction),),
         "cascade": (("prediction", prediction), ("lookup", lookup)),
-        "suffix": (("suffix", SuffixDrafter(device, suffix_tokens)),),
-        "lookahead": (("lookahead", LookaheadDrafter(device, trees=trees)),),
+        "suffix": (("suffix", SuffixDrafter(suffix_tokens)),),
+        "lookahead": (("lookahead", LookaheadDrafter(trees=trees)),),
     }
     if models:
         model = draft_models(models)

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from cache.layout import Layout
 from cache.mapped import map_count, mappable
 from cache.storage import KVShape
+from engine.computing import computing
 from engine.config import ConfigError, EngineConfig
 from engine.machine_memory import DeviceMemory, host_memory, read_number
 
@@ -302,7 +303,7 @@ def measure_activations(run: Callable[[], object], device: torch.device) -> int:
     heap keeps freed pages: it grew by 26.3 MB, 2.6 MB and 12 kB in three such passes in a row. Memory that libraries
     allocate without torch, a few MB, is not counted.
     """
-    with torch.inference_mode():
+    with computing(device):
         return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)
 
 

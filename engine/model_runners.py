@@ -6,11 +6,13 @@ import torch
 
 from cache.layout import Layout
 from engine.config import EngineConfig
+from engine.graphs import Graphs
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_runner import HeadRunner
 from engine.heads.states import TargetStates
 from engine.models.decoder import LanguageModel
 from engine.models.runner import Runner
+from engine.staging import Staging
 from engine.types import DrafterName
 
 Model = LanguageModel | EagleHead
@@ -22,18 +24,19 @@ def make_runners(config: EngineConfig, models: Seq[Model], layouts: Seq[Layout],
     """A runner for each model, the target's first. The target's runner gives a head the states that the head reads."""
     (first, *others), (layout, *of_others) = models, layouts
     assert not isinstance(first, EagleHead), "a head is no target"
-    target = Runner(first, layout, device, deterministic=config.deterministic)
-    drafts = [draft_runner(config, *pair, device) for pair in zip(others, of_others, strict=True)]
+    staging = Staging(device, Graphs() if config.graphs else None)
+    target = Runner(first, layout, device, deterministic=config.deterministic, staging=staging)
+    drafts = [draft_runner(config, *pair, staging) for pair in zip(others, of_others, strict=True)]
     target.reader = next(filter(None, map(reader_of, drafts)), None)
     return [target, *drafts]
 
 
-def draft_runner(config: EngineConfig, model: Model, layout: Layout, device: torch.device) -> Runner:
+def draft_runner(config: EngineConfig, model: Model, layout: Layout, staging: Staging) -> Runner:
     """A draft's runner. A head's gets states once its reader is the target's: see `reader_of`."""
     if not isinstance(model, EagleHead):
-        return Runner(model, layout, device)
+        return Runner(model, layout, staging.device, staging=staging)
     states = TargetStates(model.layers, HEAD_DRAFTERS, max_states(config))
-    return HeadRunner(model, layout, device, states)
+    return HeadRunner(model, layout, states, staging)
 
 
 def reader_of(draft: Runner) -> TargetStates | None:

@@ -36,6 +36,7 @@ class ProfileFile:
             "models": [
                 [repr(r.decoder.config), r.decoder.weight_bytes, repr(replace(r.layout, blocks=0))] for r in runners
             ],
+            "graphs": runners[0].staging.graphs is not None,
             "max_running": max_running,
             "depth": depth,
             "heads": heads,

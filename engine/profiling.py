@@ -19,15 +19,18 @@ from typing import Any
 import torch
 
 from cache.protocol import CacheFull
+from engine.computing import computing
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.merged import MergedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.heads.state_drafter import StateDrafter
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.profile_cache import ProfileFile
 from engine.round import Outcome, run_round
+from engine.round_clock import wait
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence
@@ -89,7 +92,7 @@ def profile(
         finally:
             bench.clear(drafter)
 
-    with torch.inference_mode():
+    with computing(target.device):
         known = file.read() if kept and budget_s > 0 else []
         if known:
             measured, _ = measure(few=True)
@@ -212,6 +215,8 @@ class ProfileBench:
                 if (num_read or runner is not self._target) and over():
                     return max(1, num_read)
                 runner.run([Feed(s, runner.uncached(s), outputs=0) for s in sequences])
+                wait(runner.device)  # before the clock is asked, and before a round is timed
+                runner.read_forwards()
             num_read += len(sequences)
         return num_read
 

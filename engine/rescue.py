@@ -112,4 +112,5 @@ def _join(outcomes: Seq[Outcome]) -> Outcome:
         draft_us=sum(outcome.draft_us for outcome in outcomes),
         score_us=sum(outcome.score_us for outcome in outcomes),
         target_forward_us=sum(outcome.target_forward_us for outcome in outcomes),
+        draft_forward_us=0,
     )

@@ -5,15 +5,19 @@ commits the tokens, so a round that raises leaves every sequence as it was.
 """
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from time import perf_counter_ns
+from itertools import accumulate
 
 from torch import Tensor
 
-from engine import trees
+from engine import trees, verification
+from engine.captured_round import CapturedVerdict, can_capture
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import PlannedPass, Runner
+from engine.round_clock import RoundClock, forwards_us
 from engine.sampling.acceptance import Verdict
 from engine.sampling.logprobs import (
     LogitRows,
@@ -25,11 +29,14 @@ from engine.sampling.logprobs import (
 )
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Plan, Slice
+from engine.trees import Parents
 from engine.verification import verify
 
 log = logging.getLogger(__name__)
 
 
+# The planned ks, and what verifies drafts of these lengths.
+Ahead = CapturedVerdict | PlannedPass
 FailedRequests = dict[int, str]  # sequence handle → why its request ends, safe to show to the client
 
 
@@ -46,6 +53,7 @@ class Outcome:
     draft_us: int
     score_us: int
     target_forward_us: int
+    draft_forward_us: int
 
     @property
     def siblings(self) -> int:
@@ -68,22 +76,25 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     slices = tuple(s for s in plan.slices if s.emits)
     planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
-    sampler = Sampler(sequences, planned_ks, target.vocab_size, target.device)
+    captured = can_capture(plan, target)
+    target.staging.begin(fixed=captured)
+    rows = [max(planned_ks)] * len(slices) if captured else planned_ks
+    sampler = Sampler(sequences, rows, target.vocab_size, target.device, target.staging)
     shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
-    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes)
-    started = perf_counter_ns()
+    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes, captured=captured)
+    target.take_forwards()  # of a round that failed
+    clock = RoundClock(target.device)
 
+    ahead = _prepare(plan, batch, planned_ks, target)
     draft = _propose(drafter, batch, planned_ks)
-    drafted = perf_counter_ns()
+    clock.mark_drafted()
 
-    forward_ns = target.forward_ns
-    feeds = _make_feeds(plan, draft)
-    logits = target.run(feeds, draft.tokens)
-    verdict = verify(batch, draft, logits)
+    feeds = _make_feeds(plan, draft.ks, draft.trees)
+    verdict, logits, starts = _score(batch, draft, feeds, ahead, target)
     failures: FailedRequests = {}
-    logprobs = _logprobs(batch, draft, verdict, logits, failures)
+    logprobs = _logprobs(batch, starts, verdict, logits, failures)
     prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
-    scored = perf_counter_ns()
+    draft_us, score_us = clock.stop(downloaded=bool(slices))
 
     _roll_back(batch, verdict, target)
     observed = _observe(drafter, batch, verdict)
@@ -94,9 +105,10 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
         logprobs,
         prompt_logprobs,
         failures,
-        draft_us=(drafted - started) // 1000,
-        score_us=(scored - drafted) // 1000,
-        target_forward_us=(target.forward_ns - forward_ns) // 1000,
+        draft_us=draft_us,
+        score_us=score_us,
+        target_forward_us=target.read_forwards(),
+        draft_forward_us=forwards_us(draft.forwards),
     )
 
 
@@ -137,31 +149,62 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
     return True
 
 
-def _make_feeds(plan: Plan, draft: Draft) -> list[Feed]:
-    drafted = enumerate(draft.ks)
+def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahead | None:
+    """Put what the drafts that are planned need for their verification on its way to the device, so that it goes there
+    together with what drafting needs. None: it is prepared when the drafts are known."""
+    if batch.captured:
+        return CapturedVerdict(batch, ks, target)
+    if not target.staging.deferred:
+        return None
+    shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
+    verification.prepare(batch, ks, shapes)
+    return target.prepare(_make_feeds(plan, ks, shapes))
+
+
+def _score(
+    batch: DraftBatch, draft: Draft, feeds: Seq[Feed], ahead: Ahead | None, target: Runner
+) -> tuple[Verdict, Tensor | None, Seq[int]]:
+    """Score the drafts and decide about them. ahead: what `_prepare` returned.
+
+    Returns (the verdict, the logits that led to it, the first row of each sequence among them). Without logits nobody
+    wants their log-probabilities.
+    """
+    starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))[:-1]
+    if isinstance(ahead, CapturedVerdict):
+        if ahead.fits(draft):
+            return *ahead.run(draft), batch.sampler.offsets
+    elif ahead is not None and ahead.feeds == tuple(feeds):
+        logits = target.compute(ahead, draft.tokens)
+        return verify(batch, draft, logits), logits, starts
+    verification.prepare(batch, draft.ks, draft.trees)
+    logits = target.run(feeds, draft.tokens)
+    return verify(batch, draft, logits), logits, starts
+
+
+def _make_feeds(plan: Plan, ks: Seq[int], shapes: Mapping[int, Parents]) -> list[Feed]:
+    drafted = enumerate(ks)
     feeds = []
     for s in plan.slices:
         i, k = next(drafted) if s.emits else (-1, 0)
         outputs = k + 1 if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, draft.trees.get(i)))
+        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, shapes.get(i)))
     return feeds
 
 
 def _logprobs(
-    batch: DraftBatch, draft: Draft, verdict: Verdict, logits: Tensor, failures: FailedRequests
+    batch: DraftBatch, starts: Seq[int], verdict: Verdict, logits: Tensor | None, failures: FailedRequests
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of each sequence's emitted tokens. If a request asks for them, they take a second copy to the
-    host."""
+    host. starts: each sequence's first row of the logits."""
     logprobs: list[TokenLogprobs] = [()] * len(batch.sequences)
     requests: dict[int, LogprobRequest] = {}
-    first = 0
-    for i, (sequence, k, emitted) in enumerate(zip(batch.sequences, draft.ks, verdict.emitted, strict=True)):
+    for i, (sequence, first, emitted) in enumerate(zip(batch.sequences, starts, verdict.emitted, strict=True)):
         if sequence.params.logprobs is not None:
             path = verdict.paths.get(i, range(len(emitted) - 1))  # the root's row gives the path's first token
             rows = [first, *(first + 1 + node for node in path)]
             requests[i] = LogprobRequest(rows, emitted, sequence.params.logprobs)
-        first += k + 1
-    results = compute_logprobs(LogitRows.of(logits), list(requests.values())) if requests else []
+    rows_of = None if logits is None else LogitRows.of(logits)
+    results = [] if rows_of is None or not requests else compute_logprobs(rows_of, list(requests.values()))
     for i, result in zip(requests, results, strict=True):
         if isinstance(result, LogprobFailure):
             failures[batch.sequences[i].handle] = result.reason

@@ -5,6 +5,7 @@ from enum import Enum
 
 from engine.detokenize import TextStream
 from engine.drafters.translation import DraftText
+from engine.sampling.device_penalties import DeviceText
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.penalties import History
 from engine.trees import Parents
@@ -56,7 +57,8 @@ class Sequence:
     cache_salt: str = ""  # prefixes are shared between sequences of the same salt only
     group: str = ""  # all choices of one client's request; the scheduler treats groups alike
     deadline: float | None = None  # monotonic seconds after which it ends with an error
-    history: History | None = None  # its token counts, if penalties need them; the sampler makes it
+    history: History | None = None  # its token counts, if penalties need them on the CPU; the sampler makes it
+    device_text: DeviceText | None = None  # the same on another device
     exclusions: Exclusions | None = None  # if its request excludes tokens; the sampler makes them
     draft_text: DraftText | None = None  # its tokens as a draft model with another tokenizer reads them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read

@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cache.transfer import index_tensor
 from engine.drafters.base import Draft, DraftBatch
+from engine.kernels import laws as law_kernels
+from engine.kernels.decide import decide_chains
+from engine.kernels.verdict import match_verdict
 from engine.sampling import acceptance, tree_acceptance
 from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
-from engine.sampling.sampler import Sampler
+from engine.sampling.ragged import Ragged, padded
 from engine.sampling.tree_acceptance import TreeTable
+from engine.staging import Staged
 from engine.trees import Parents, chain, is_chain, path, tried
 from engine.types import Verifier
 
@@ -38,10 +43,38 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
         if len(indices) == len(batch.sequences):
             verdict = decided
             break
-        verdict = _merge(verdict or _blank(draft, logits.device), decided, indices)
+        chosen = batch.sampler.numbers.index(indices).tensor
+        verdict = _merge(verdict or _blank(draft, logits.device), decided, chosen)
     if verdict is None:
         return Verdict([], [], [], [], 0, [])
     return copy_to_host(verdict, draft, logits.shape[-1])
+
+
+def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> None:
+    """Put what `verify` needs for ks drafts, of these trees and else chains, on its way to the device, with all else
+    that waits. Without it verify sends it in a copy of its own."""
+    if not _on_device(batch):
+        return
+    if trees:
+        batch = replace(batch, sampler=batch.sampler.on_trees(trees))
+    sampler = batch.sampler
+    for name, indices in _by_verifier(batch).items():
+        rows, _ = _rows(batch, ks, indices)
+        if len(indices) < len(batch.sequences):
+            sampler.numbers.index(_packed(ks, indices))
+            sampler.numbers.index(indices)
+        if name != "block" and (shapes := _shapes(trees, ks, indices)):
+            TreeTable.put(shapes, sampler.numbers)
+            if name == "rejection":
+                sampler.prepare_tree_coins(indices, shapes)
+        if name == "match":
+            sampler.prepare(rows)
+            _put_first_rows(batch, ks)
+        else:
+            sampler.prepare_laws(rows)
+            sampler.prepare_emit(indices)
+            _put_lenience(batch, indices)
+            _put_law_rows(batch, _expected_law_rows(batch, ks, trees, indices))
 
 
 def _by_verifier(batch: DraftBatch) -> dict[Verifier, list[int]]:
@@ -57,13 +90,32 @@ def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -
     drawn, finite = batch.sampler.draw(logits, rows, draft.tokens)
     tokens = draft.tokens
     if tokens is not None and len(indices) < len(batch.sequences):
-        tokens = tokens[list(indices)]
-    shapes = _shapes(draft, indices)
-    if tokens is None or not shapes:
+        tokens = tokens[batch.sampler.numbers.index(indices).tensor]
+    shapes = _shapes(draft.trees, draft.ks, indices)
+    if tokens is not None and not shapes and _on_device(batch) and len(indices) == len(batch.sequences):
+        verdict = _match_in_one(batch, drawn, finite, tokens[:, : max(ks)], ks)
+    elif tokens is None or not shapes:
         verdict = acceptance.match(drawn, finite, tokens, ks)
     else:
-        verdict = tree_acceptance.match(drawn, finite, tokens, TreeTable.of(shapes, logits.device), ks)
-    return replace(verdict, drawn=acceptance.padded(drawn, ks)) if draft.wants_drawn else verdict
+        verdict = tree_acceptance.match(drawn, finite, tokens, TreeTable.of(shapes, batch.sampler.numbers), ks)
+    return replace(verdict, drawn=padded(drawn, ks)) if draft.wants_drawn else verdict
+
+
+def _match_in_one(batch: DraftBatch, drawn: Tensor, finite: Tensor, drafts: Tensor, ks: Seq[int]) -> DeviceVerdict:
+    """As acceptance.match(), of the whole batch and by one operation."""
+    table = match_verdict(drawn, finite, drafts, _put_first_rows(batch, ks).tensor)
+    last_rows, tokens, row_finite = table[:, :3].unbind(1)
+    return DeviceVerdict(last_rows, tokens, row_finite, table=table)
+
+
+def _put_first_rows(batch: DraftBatch, ks: Seq[int]) -> Staged:
+    """The first row of each sequence, and the end of the last one's, [N + 1]."""
+    starts = accumulate((k + 1 for k in ks), initial=0)
+    return batch.sampler.numbers.ints(("first rows", tuple(ks)), lambda: list(starts))
+
+
+def _on_device(batch: DraftBatch) -> bool:
+    return batch.sampler.numbers.staging.deferred
 
 
 def _reject_or_block(
@@ -76,21 +128,28 @@ def _reject_or_block(
         nothing = torch.zeros(len(indices), dtype=torch.int64, device=logits.device)
         decided = Decided(nothing, nothing, laws, None)
     else:
-        drafts = draft.tokens[list(indices), :depth]
-        logp = acceptance.padded(laws, ks)
-        logq = draft_laws(draft, indices, drafts, logp)
-        legal = drafts.clamp(0, logits.shape[-1] - 1)
-        shapes = _shapes(draft, indices)
-        if verifier == "block":
-            decided = _block(sampler, indices, logp, logq, legal, ks)
-        elif shapes:
-            decided = _reject_trees(batch, indices, logp, logq, legal, shapes)
+        drafts = draft.tokens[:, :depth]
+        if len(indices) < len(batch.sequences):
+            drafts = drafts[sampler.numbers.index(indices).tensor]
+        logp = padded(laws, ks)
+        shapes = _shapes(draft.trees, draft.ks, indices) if verifier == "rejection" else []
+        if _on_device(batch):
+            logq = _device_draft_laws(batch, draft, indices, drafts, logp)
         else:
-            decided = _reject(batch, indices, logp, logq, legal, ks)
+            logq = draft_laws(draft, indices, drafts, logp)
+        if shapes:
+            legal = drafts.clamp(0, logits.shape[-1] - 1)
+            decided = _reject_trees(batch, indices, logp, logq, legal, shapes)
+        elif _on_device(batch):
+            decided = _decide_in_one(batch, indices, logp, logq, drafts, ks, verifier)
+        else:
+            legal = drafts.clamp(0, logits.shape[-1] - 1)
+            decide = _block if verifier == "block" else _reject
+            decided = decide(batch, indices, logp, logq, legal, ks)
     # A NaN in an earlier row makes these weights NaN too: rejection stops at that row, block multiplies it on.
     finite = decided.weights.amax(1).abs() < torch.inf
     emitted = sampler.emit(decided.weights, indices, decided.accepted)
-    likely = acceptance.padded(laws.argmax(1), ks) if draft.wants_drawn else None
+    likely = padded(laws.argmax(1), ks) if draft.wants_drawn else None
     return DeviceVerdict(decided.last_rows, emitted, finite, decided.overlaps, likely)
 
 
@@ -111,17 +170,34 @@ def _reject(batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, dr
     return Decided(accepted, accepted, weights, acceptance.overlaps(logp, logq, lenience))
 
 
-def _block(sampler: Sampler, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Decided:
+def _block(batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Decided:
     law = acceptance.block(logp, logq, drafts, ks)
-    accepted = acceptance.last_success(law.chances, sampler.coins(indices, max(ks)))
+    accepted = acceptance.last_success(law.chances, batch.sampler.coins(indices, max(ks)))
     weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, ks)
     return Decided(accepted, accepted, weights, acceptance.overlaps(logp, logq))
+
+
+def _decide_in_one(
+    batch: DraftBatch,
+    indices: Seq[int],
+    logp: Tensor,
+    logq: Tensor,
+    drafts: Tensor,
+    ks: Seq[int],
+    verifier: Verifier,
+) -> Decided:
+    """As _block() or _reject(), by one operation."""
+    lenience = None if verifier == "block" else _lenience(batch, indices)
+    keys, positions = batch.sampler.coin_numbers(indices)
+    lengths = batch.sampler.numbers.index(ks).tensor
+    accepted, weights, overlaps = decide_chains(logp, logq, drafts, lengths, lenience, keys, positions)
+    return Decided(accepted, accepted, weights, overlaps)
 
 
 def _reject_trees(
     batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, shapes: Seq[Parents]
 ) -> Decided:
-    table, lenience = TreeTable.of(shapes, logp.device), _lenience(batch, indices)
+    table, lenience = TreeTable.of(shapes, batch.sampler.numbers), _lenience(batch, indices)
     law = tree_acceptance.rejection(logp, logq, drafts, table, lenience)
     coins = batch.sampler.tree_coins(indices, shapes)
     last_rows = tree_acceptance.walk(coins < law.chances, table)[:, -1]
@@ -130,15 +206,20 @@ def _reject_trees(
 
 
 def _lenience(batch: DraftBatch, indices: Seq[int]) -> Tensor:
-    values = [batch.sequences[i].lenience or 1.0 for i in indices]
-    return torch.tensor(values, dtype=torch.float64, device=batch.sampler.device)
+    return _put_lenience(batch, indices).tensor
 
 
-def _shapes(draft: Draft, indices: Seq[int]) -> list[Parents]:
+def _put_lenience(batch: DraftBatch, indices: Seq[int]) -> Staged:
+    return batch.sampler.numbers.floats(
+        ("lenience", tuple(indices)), lambda: [batch.sequences[i].lenience or 1.0 for i in indices]
+    )
+
+
+def _shapes(trees: Mapping[int, Parents], ks: Seq[int], indices: Seq[int]) -> list[Parents]:
     """The shapes of these sequences' drafts; [] if all of them are chains."""
-    if not any(i in draft.trees for i in indices):
+    if not any(i in trees for i in indices):
         return []
-    return [draft.trees.get(i, chain(draft.ks[i])) for i in indices]
+    return [trees.get(i, chain(ks[i])) for i in indices]
 
 
 def _check_verifiers(batch: DraftBatch, trees: Mapping[int, Parents]) -> None:
@@ -154,36 +235,66 @@ def _check_verifiers(batch: DraftBatch, trees: Mapping[int, Parents]) -> None:
 def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
     """log q [N, K, vocab] of the drafts [N, K] of these sequences, in the dtype and vocabulary of logp.
 
-    One-hot for a token that came without a law, and for a token that its law gives no finite probability (a draft
-    model's NaN). −inf everywhere for an id outside the vocabulary.
+    What no law says is one-hot, see acceptance.fill_one_hot().
     """
     count, depth = drafts.shape
     vocab = logp.shape[-1]
     logq = logp.new_full((count, depth, vocab), -torch.inf)
     pairs = [(n, draft.logq_rows[i]) for n, i in enumerate(indices) if i in draft.logq_rows]
     if pairs and draft.logq is not None:
-        rows, sources = torch.tensor(pairs, device=logp.device).unbind(1)
-        laws = draft.logq[sources, :depth, :vocab]  # ids beyond the target's vocabulary are cut off: p excludes them
-        logq[rows, :, : laws.shape[-1]] = laws.to(logp.dtype)
-    legal = drafts.clamp(0, vocab - 1)
-    of_drafts = logq.gather(2, legal[..., None])
-    outside = (legal != drafts)[..., None]
-    one_hot = outside | ~torch.isfinite(of_drafts)
-    logq.masked_fill_(one_hot, -torch.inf)
-    return logq.scatter_(2, legal[..., None], of_drafts.masked_fill_(one_hot, 0.0).masked_fill_(outside, -torch.inf))
+        (rows, sources), laws = zip(*pairs, strict=True), draft.logq[:, :depth, :vocab]
+        # Ids beyond the target's vocabulary are cut off: p excludes them.
+        if rows == tuple(range(count)) and sources == tuple(range(len(laws))):
+            logq[:, :, : laws.shape[-1]] = laws
+        else:
+            of_rows, of_sources = index_tensor(rows + sources, logp.device).view(2, -1).unbind(0)
+            logq[of_rows, :, : laws.shape[-1]] = laws[of_sources].to(logp.dtype)
+    return acceptance.fill_one_hot(logq, drafts)
+
+
+def _device_draft_laws(batch: DraftBatch, draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
+    """As draft_laws(), by one operation."""
+    if draft.logq is None:
+        return law_kernels.draft_laws(None, None, drafts, logp)
+    rows = [draft.logq_rows.get(i, law_kernels.NO_LAW) for i in indices]
+    if rows == list(range(len(draft.logq))):
+        return law_kernels.draft_laws(draft.logq, None, drafts, logp)
+    return law_kernels.draft_laws(draft.logq, _put_law_rows(batch, rows).tensor, drafts, logp)
+
+
+def _put_law_rows(batch: DraftBatch, rows: Seq[int]) -> Staged:
+    return batch.sampler.numbers.index(rows)
+
+
+def _expected_law_rows(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents], indices: Seq[int]) -> list[int]:
+    """The rows that a draft model's laws of these sequences will have: those of chains come first. Other drafters' cost
+    a copy of their own."""
+    with_law = sorted((i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled), key=trees.__contains__)
+    rows = {i: row for row, i in enumerate(with_law)}
+    return [rows.get(i, law_kernels.NO_LAW) for i in indices]
 
 
 def _select_rows(
     batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]
-) -> tuple[Tensor, list[int], list[int]]:
+) -> tuple[Tensor, list[int], Seq[int]]:
     """(logits, rows of the sampler, ks) of these sequences."""
-    ks = [draft.ks[i] for i in indices]
-    rows = [batch.sampler.offsets[i] + j for i, k in zip(indices, ks, strict=True) for j in range(k + 1)]
-    if len(indices) == len(batch.sequences):
-        return logits, rows, ks
-    starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))
-    packed = [starts[i] + j for i, k in zip(indices, ks, strict=True) for j in range(k + 1)]
-    return logits[torch.tensor(packed, device=logits.device)], rows, ks
+    rows, ks = _rows(batch, draft.ks, indices)
+    if len(indices) < len(batch.sequences):
+        logits = logits[batch.sampler.numbers.index(_packed(draft.ks, indices)).tensor]
+    return logits, rows, ks
+
+
+def _rows(batch: DraftBatch, ks: Seq[int], indices: Seq[int]) -> tuple[list[int], Seq[int]]:
+    """(rows of the sampler, ks) of these sequences, of all the batch's ks."""
+    sampler, own = batch.sampler, [ks[i] for i in indices]
+    rows = [sampler.offsets[i] + j for i, k in zip(indices, own, strict=True) for j in range(k + 1)]
+    return rows, Ragged.put(own, sampler.numbers)
+
+
+def _packed(ks: Seq[int], indices: Seq[int]) -> list[int]:
+    """The rows of the logits that belong to these sequences."""
+    starts = tuple(accumulate((k + 1 for k in ks), initial=0))
+    return [starts[i] + j for i in indices for j in range(ks[i] + 1)]
 
 
 def _blank(draft: Draft, device: torch.device) -> DeviceVerdict:
@@ -193,9 +304,8 @@ def _blank(draft: Draft, device: torch.device) -> DeviceVerdict:
     return DeviceVerdict(zeros, zeros, zeros.bool(), zeros.new_full((count, depth), -1), drawn)
 
 
-def _merge(whole: DeviceVerdict, decided: DeviceVerdict, indices: Seq[int]) -> DeviceVerdict:
-    """The whole batch's verdict with what was decided for these sequences."""
-    rows = torch.tensor(indices, device=whole.last_rows.device)
+def _merge(whole: DeviceVerdict, decided: DeviceVerdict, rows: Tensor) -> DeviceVerdict:
+    """The whole batch's verdict with what was decided for the sequences `rows`."""
     return DeviceVerdict(
         whole.last_rows.index_copy(0, rows, decided.last_rows),
         whole.tokens.index_copy(0, rows, decided.tokens),
@@ -221,8 +331,9 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
         return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens), paths)
     depth = max(draft.ks)
     drawn, overlaps = ([] if part is None else [part] for part in (verdict.drawn, verdict.overlaps))
-    parts = [torch.stack(columns, 1), draft.tokens[:, :depth], *drawn, *overlaps]
-    rows = torch.cat(parts, 1).tolist()  # the round's one copy
+    decided = [torch.stack(columns, 1), draft.tokens[:, :depth]] if verdict.table is None else [verdict.table]
+    parts = [*decided, *drawn, *overlaps]
+    rows = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).tolist()  # the round's one copy
     end = 3 + depth
     first_overlap = end + sum(part.shape[1] for part in drawn)
     drafts = [row[3 : 3 + k] for row, k in zip(rows, draft.ks, strict=True)]

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.round_clock import Forward
 from engine.sampling.acceptance import Verdict
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -48,6 +49,7 @@ class DraftBatch:
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
     shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
     branches: tuple[bool, ...] = ()  # whether sequence i may get any tree of up to ks[i] nodes; (): none may
+    captured: bool = False  # whether parts of the round may be captured graphs: captured_round.py
 
     def wants_tree(self, i: int) -> bool:
         """Whether sequence i gets a tree of its shape in `shapes`, or any tree. `block` decides on chains only."""
@@ -70,7 +72,7 @@ class Draft:
     proposers: tuple[DrafterName | None, ...] | None = None  # by sequence; None: the drafter that was asked
     steps: int = 0  # sequential forwards of the draft model, also those that only read
     read: int = 0  # tokens that these forwards fed
-    forward_us: int = 0  # time of these forwards
+    forwards: tuple[Forward, ...] = ()  # their times, which can be read once the device has done them
     failed: bool = False  # the drafter raised while proposing (then nothing is proposed) or while observing
     # Index in the batch → the shape of its draft, ks[i] parents. A sequence that is not in here has a chain. A node's
     # row of logq is the law that it was drawn from, given its siblings before it.

@@ -8,11 +8,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
+from engine.staging import Staging
 from engine.trees import Parents, chain, is_chain, trunk
 
 MAX_PAUSE = 32  # rounds without a guess after guesses that were rejected
@@ -66,12 +67,10 @@ class GuessDrafter(Generic[G]):
     def __init__(
         self,
         make: Callable[[Sequence], G],
-        device: torch.device,
         max_pause: int = MAX_PAUSE,
         lookback: int | None = None,
     ) -> None:
         self._make = make
-        self._device = device
         self._lookback = lookback
         self._max_pause = max_pause
         self._states: dict[int, _GuesserState[G]] = {}  # by handle
@@ -101,9 +100,7 @@ class GuessDrafter(Generic[G]):
         self._unobserved, self._drafted = batch, [i for i, guess in enumerate(guesses) if guess]
         if not self._drafted:
             return Draft.none(len(guesses))
-        depth = max(map(len, guesses))
-        rows = [guess + [0] * (depth - len(guess)) for guess in guesses]
-        tokens = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        tokens = send_tokens(guesses, batch.sampler.numbers.staging)
         return Draft(tuple(map(len, guesses)), tokens, trees=trees)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
@@ -157,3 +154,10 @@ class GuessDrafter(Generic[G]):
         if state is None:
             state = self._states[sequence.handle] = _GuesserState(self._make(sequence))
         return state
+
+
+def send_tokens(guesses: Seq[Seq[int]], staging: Staging) -> Tensor:
+    """The guesses [B, longest] on the device, int64, filled up with zeros. They go there with all else that waits."""
+    width = max(map(len, guesses))
+    numbers = [token for guess in guesses for token in (*guess, *[0] * (width - len(guess)))]
+    return staging.ints(numbers).tensor.view(len(guesses), width)

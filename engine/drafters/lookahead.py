@@ -10,9 +10,8 @@ from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-import torch
-
 from engine.drafters.base import Draft, DraftBatch, Offer
+from engine.drafters.guess import send_tokens
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
 from engine.trees import ROOT, is_chain
@@ -109,9 +108,8 @@ class LookaheadDrafter:
     delay the window.
     """
 
-    def __init__(self, device: torch.device, *, trees: bool = True) -> None:
+    def __init__(self, *, trees: bool = True) -> None:
         """trees: whether a round may check trees."""
-        self._device = device
         self._trees = trees
         self._states: dict[int, _State] = {}  # by handle
         self._newest: dict[int, list[int]] = {}  # by handle: nodes of the window's newest level in the latest proposal
@@ -122,13 +120,11 @@ class LookaheadDrafter:
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
         self._newest = {}
         drafts = [self._draft(s, k) if k else ([], []) for s, k in zip(batch.sequences, ks, strict=True)]
-        depth = max(len(tokens) for tokens, _ in drafts)
-        if not depth:
+        if not any(tokens for tokens, _ in drafts):
             return Draft.none(len(ks))
-        rows = [tokens + [0] * (depth - len(tokens)) for tokens, _ in drafts]
         return Draft(
             tuple(len(tokens) for tokens, _ in drafts),
-            torch.tensor(rows, dtype=torch.int64, device=self._device),
+            send_tokens([tokens for tokens, _ in drafts], batch.sampler.numbers.staging),
             trees={i: shape for i, (_, parents) in enumerate(drafts) if not is_chain(shape := tuple(parents))},
             wants_drawn=True,
         )

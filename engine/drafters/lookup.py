@@ -3,8 +3,6 @@
 After prompt lookup decoding (Saxena 2023), over prompt and output alike, with the longest match instead of a fixed one.
 """
 
-import torch
-
 from engine.drafters.branching import draw_tree
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.trees import Parents
@@ -17,8 +15,8 @@ MAX_SOURCES = 16  # occurrences whose continuations make a tree
 Node = tuple[list[int], tuple[int, ...]]  # indices behind the occurrences that go on with the path, the path
 
 
-def lookup_drafter(device: torch.device) -> GuessDrafter["Lookup"]:
-    return GuessDrafter(lambda _: Lookup(), device)
+def lookup_drafter() -> GuessDrafter["Lookup"]:
+    return GuessDrafter(lambda _: Lookup())
 
 
 class Lookup(Guesser):

@@ -8,9 +8,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from cache.transfer import index_tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.merging import merge_drafts, with_costs_of
-from engine.models.attention import index_tensor
 from engine.trees import ROOT, Parents, is_chain
 
 Place = tuple[int, int]  # (model, column of its draft)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cache.transfer import index_tensor
 from engine.drafters.base import Draft
 
 
@@ -29,7 +30,7 @@ def with_costs_of(draft: Draft, drafts: Seq[Draft]) -> Draft:
         draft,
         steps=sum(d.steps for d in drafts),
         read=sum(d.read for d in drafts),
-        forward_us=sum(d.forward_us for d in drafts),
+        forwards=tuple(forward for d in drafts for forward in d.forwards),
         failed=any(d.failed for d in drafts),
         wants_drawn=any(d.wants_drawn for d in drafts),
     )
@@ -49,7 +50,7 @@ def _merge_tokens(drafts: Seq[Draft], owners: Seq[Draft], depth: int) -> Tensor:
     tables = torch.cat([_resize(d.tokens, depth, 0) for d in drafts if d.tokens is not None])
     start = {id(d): n * len(owners) for n, d in enumerate(drafts)}
     rows = [start[id(owner)] + i for i, owner in enumerate(owners)]
-    return tables.index_select(0, torch.tensor(rows, device=tables.device))
+    return tables.index_select(0, index_tensor(rows, tables.device))
 
 
 def _merge_laws(drafts: Seq[Draft], depth: int) -> tuple[Tensor | None, dict[int, int]]:

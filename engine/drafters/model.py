@@ -1,22 +1,24 @@
 """The draft model as a drafter: a smaller decoder proposes k tokens one after the other, for all sequences at once."""
 
 import logging
-from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from engine.drafters import captured_chains
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
 from engine.drafters.merging import merge_drafts
 from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader, mark_non_finite
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
-from engine.models.attention import index_tensor
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import PlannedPass, Runner
 from engine.sampling.acceptance import Verdict
+from engine.sampling.adjustments import put, take
 from engine.sequence import Sequence
 from engine.trees import Parents, trunk
 
@@ -87,35 +89,56 @@ class ModelDrafter:
         """Draw drafts with each request's sampling parameters: for `match` with the target's noise, so that both agree
         as often as possible; for the other verifiers with separate noise, and with the laws in `logq`.
         """
-        before = self.runner.forward_ns
+        self.runner.take_forwards()
         ks = [self._reserve(s, k) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         ks, pieces = self._catch_up(batch.sequences, ks)
+        if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
+            self._drafted, self._fed_trees = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}, {}
+            return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab).propose()
         shapes = self._shapes(batch, ks)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
         active.sort(key=lambda i: i in shapes)
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
-        first = self.runner.run(feeds) if feeds else None
+        planned = self.runner.prepare(feeds) if feeds and self.runner.staging.deferred else None
         chains = [i for i in active if i not in shapes]
+        limits = [0 if i in shapes else k for i, k in enumerate(ks)]
+        columns = DraftColumns(batch, limits, chains, self.runner.device, self._rank) if chains else None
+        steps = self._prepare_steps(batch, columns) if columns is not None else []
+        trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}) if shapes else None
+        first = self.runner.run(feeds) if planned is None and feeds else None
+        if planned is not None:
+            first = self.runner.compute(planned)
         drafts = []
-        if first is not None and chains:
-            limits = [0 if i in shapes else k for i, k in enumerate(ks)]
-            drafts.append(self._draw(batch, limits, chains, first[: len(chains)]))
+        if first is not None and columns is not None:
+            drafts.append(self._draw(batch, columns, first[: len(chains)], steps))
         self._fed_trees = {}
-        if first is not None and shapes:
-            drafts.append(self._draw_trees(batch, {i: shapes[i] for i in active if i in shapes}, first[len(chains) :]))
+        if first is not None and trees is not None:
+            drafts.append(self._draw_trees(batch, trees, first[len(chains) :]))
         draft = merge_drafts(drafts, len(ks))
         self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
         return replace(
             draft,
             steps=draft.steps + bool(feeds),
             read=draft.read + sum(feed.committed for feed in feeds),
-            forward_us=(self.runner.forward_ns - before) // 1000,
+            forwards=self.runner.take_forwards(),
         )
 
-    def _draw(self, batch: DraftBatch, max_ks: Seq[int], active: list[int], logits: Tensor) -> Draft:
-        """Draw up to max_ks[i] drafts for sequence i. The first column is drawn from `logits` [len(active), vocab], and
-        one forward gives the logits of each further column."""
-        columns = DraftColumns(batch, max_ks, active, self.runner.device, self._rank)
+    def _prepare_steps(self, batch: DraftBatch, columns: "DraftColumns") -> list[PlannedPass]:
+        """The passes that feed the drafts of all columns but the last, on their way to the device. Empty on the CPU,
+        and if a confidence decides only later who stays active."""
+        if not self.runner.staging.deferred or columns.limited:
+            return []
+        columns.prepare()
+        planned = []
+        for column, active in enumerate(columns.active_by_column()[1:]):
+            sequences = [batch.sequences[i] for i in active]
+            # The first pass closes the gaps, and the steps before this one feed a draft each.
+            planned.append(self.runner.prepare_step(sequences, [self.runner.uncached(s) + column for s in sequences]))
+        return planned
+
+    def _draw(self, batch: DraftBatch, columns: "DraftColumns", logits: Tensor, planned: Seq[PlannedPass]) -> Draft:
+        """Draw the drafts. The first column is drawn from `logits` [active, vocab], and one forward gives the logits of
+        each further column; planned: these forwards, if they are prepared."""
         steps = read = 0
         while True:
             shared = self._shared
@@ -123,7 +146,8 @@ class ModelDrafter:
             if drawn is None:
                 return replace(columns.draft(), steps=steps, read=read)
             fed = drawn if shared is None else shared.to_draft(drawn)
-            logits = self.runner.step([batch.sequences[i] for i in columns.active], fed)
+            sequences = [batch.sequences[i] for i in columns.active]
+            logits = self.runner.step(sequences, fed, *planned[steps : steps + 1])
             steps, read = steps + 1, read + len(columns.active)
 
     def _shapes(self, batch: DraftBatch, ks: list[int]) -> dict[int, Parents]:
@@ -136,15 +160,20 @@ class ModelDrafter:
             return {}
         return wanted
 
-    def _draw_trees(self, batch: DraftBatch, shapes: dict[int, Parents], logits: Tensor) -> Draft:
-        reader = TreeReader(self.runner, batch, shapes)
+    def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeReader]:
+        draft = TreeDraft(batch, shapes, self._vocab, self.runner.device)
+        return draft, TreeReader(self.runner, batch, draft)
+
+    def _draw_trees(self, batch: DraftBatch, trees: tuple[TreeDraft, TreeReader], logits: Tensor) -> Draft:
+        planned, reader = trees
+        draft = planned.draw(logits, reader)
         self._fed_trees = {batch.sequences[i].handle: fed for i, fed in reader.fed.items()}
-        draft = TreeDraft(batch, shapes, self._vocab, self.runner.device).draw(logits, reader)
         return replace(draft, steps=reader.steps, read=reader.read)
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache, drafted, fed_trees = self.runner.cache, self._drafted, self._fed_trees
         self._drafted, self._fed_trees = set(), {}
+        kept: list[tuple[Sequence, int, Seq[int]]] = []
         for i, sequence in enumerate(batch.sequences):
             drafts = verdict.drafts[i]
             has_draft = sequence.handle in drafted and drafts
@@ -157,8 +186,11 @@ class ModelDrafter:
             if self._left(sequence) <= 0:
                 self.runner.release(sequence)
             else:
-                kept = len(self.runner.tokens(sequence)) + self._keep_accepted(sequence, i, verdict, fed_trees)
-                cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), kept))
+                places = self._kept_places(i, verdict, fed_trees.get(sequence.handle))
+                kept.append((sequence, len(self.runner.tokens(sequence)), places))
+        self.runner.keep_paths(kept)
+        for sequence, base, places in kept:
+            cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), base + len(places)))
 
     def forget(self, sequence: Sequence) -> None:
         self._given_up.discard(sequence.handle)
@@ -168,14 +200,13 @@ class ModelDrafter:
         self.runner.cache.audit(live)
         assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
 
-    def _keep_accepted(self, sequence: Sequence, i: int, verdict: Verdict, fed_trees: Mapping[int, FedTree]) -> int:
-        """How many of the accepted drafts stay in the memory if it holds them. Moves those of a tree together."""
-        if fed := fed_trees.get(sequence.handle):
-            places = fed.kept(verdict.paths.get(i, ()))
-            self.runner.keep_paths([(sequence, len(self.runner.tokens(sequence)), places)])
-            return len(places)
+    def _kept_places(self, i: int, verdict: Verdict, fed: FedTree | None) -> Seq[int]:
+        """Where the accepted drafts of sequence i lie in the memory if it holds them, counted from the end of the
+        committed tokens."""
+        if fed is not None:
+            return fed.kept(verdict.paths.get(i, ()))
         accepted, translation = verdict.emitted[i][:-1], self.runner.translation
-        return len(accepted) if translation is None else translation.num_fed(accepted)
+        return range(len(accepted) if translation is None else translation.num_fed(accepted))
 
     def _give_up(self, sequence: Sequence) -> None:
         log.error(
@@ -237,27 +268,47 @@ class DraftColumns:
     def __init__(self, batch: DraftBatch, max_ks: Seq[int], active: Seq[int], device: torch.device, rank: int) -> None:
         self.active = list(active)  # indices in the batch
         self._batch = batch
+        self._numbers = batch.sampler.numbers
         self._max_ks = max_ks
         self._ks = [0] * len(max_ks)
         self._tokens = torch.zeros(max(max_ks), len(max_ks), dtype=torch.int64, device=device)
-        self._laws = DraftLaws([i for i in active if not batch.sequences[i].coupled], max(max_ks), rank)
+        # In the batch's order, in which the verification reads the laws.
+        self._laws = DraftLaws([i for i in sorted(active) if not batch.sequences[i].coupled], max(max_ks), rank)
         self._confidence = ConfidenceLimit.of(batch.confidences, device)
-        self._active_index = self._index(self.active)
         self._column = 0
         self._shortest = min(max_ks[i] for i in active)  # columns until the next sequence ends
+
+    @property
+    def limited(self) -> bool:
+        """Whether a confidence may end drafts early."""
+        return self._confidence is not None
+
+    def active_by_column(self) -> list[list[int]]:
+        """The sequences that each column draws for, if no confidence ends their drafts."""
+        return [[i for i in self.active if self._max_ks[i] > j] for j in range(max(self._max_ks))]
+
+    def prepare(self) -> None:
+        """Put what all columns need on its way to the device (Sampler.prepare)."""
+        before = self.active
+        for ahead, active in enumerate(self.active_by_column()):
+            self._numbers.index(active)
+            if len(active) < len(before):
+                self._numbers.index([n for n, i in enumerate(before) if i in set(active)])
+            self._laws.prepare(self._batch, active, ahead)
+            before = active
 
     def draw(self, logits: Tensor) -> Tensor | None:
         """Draw the next column from logits [len(active), vocab]. Returns the drafts of the sequences that stay active,
         to be fed next; None once no sequence does."""
         if self._confidence is not None:
-            logits = self._keep(self._confidence.sure_rows(logits, self._active_index), logits)
+            logits = self._keep(self._confidence.sure_rows(logits, self._index(self.active)), logits)
             if not self.active:
                 return None
         drawn = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
         ends = self._column + 1 == self._shortest
         self._tokens[self._column].index_copy_(
             0,
-            self._active_index,
+            self._index(self.active),
             # Memory that is not finite makes all later logits so: the last draft tells.
             mark_non_finite(drawn[:, None], logits)[:, 0] if ends else drawn,
         )
@@ -283,11 +334,10 @@ class DraftColumns:
         if not rows:
             return values
         self._shortest = min(self._max_ks[i] for i in self.active)
-        self._active_index = self._index(self.active)
         return values[self._index(rows)]
 
     def _index(self, values: Seq[int]) -> Tensor:
-        return index_tensor(values, self._tokens.device)
+        return self._numbers.index(values).tensor
 
 
 class DraftLaws:
@@ -299,6 +349,20 @@ class DraftLaws:
         self._depth = depth
         self._rank = rank
 
+    def prepare(self, batch: DraftBatch, active: Seq[int], ahead: int) -> None:
+        """Put what `draw` needs for these sequences after `ahead` drafts on its way to the device."""
+        sampler, with_law = batch.sampler, [n for n, i in enumerate(active) if i in self.rows]
+        rows = [sampler.offsets[i] + ahead for i in active]
+        if len(with_law) < len(active):
+            sampler.prepare(rows)
+        if not with_law:
+            return
+        if len(with_law) < len(active):
+            sampler.numbers.index(with_law)
+        sampler.prepare_laws(rows)
+        sampler.prepare_proposals([rows[n] for n in with_law], self._rank)
+        sampler.numbers.index([self.rows[active[n]] for n in with_law])
+
     def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
         """Draw the next draft of each active sequence from logits [len(active), vocab], after the drafts [B, j]."""
         sampler, ahead = batch.sampler, drafts.shape[1]
@@ -307,16 +371,15 @@ class DraftLaws:
         if not with_law:
             return sampler.draw(logits, rows, drafts, drafting=True)[0]
         scores = sampler.scores(logits, rows, drafts)
-        index = torch.tensor(with_law, device=scores.device)
         law_rows = [rows[n] for n in with_law]
-        laws = sampler.laws(scores[index], law_rows)
-        self._keep([active[n] for n in with_law], ahead, laws)
+        laws = sampler.laws(take(scores, with_law, sampler.numbers), law_rows)
+        self._keep(sampler.numbers.index([self.rows[active[n]] for n in with_law]).tensor, ahead, laws)
         drawn = sampler.propose(laws, law_rows, self._rank)
         if len(with_law) == len(active):
             return drawn
-        return sampler.sample(scores, rows, drafting=True).index_copy(0, index, drawn)
+        return put(sampler.sample(scores, rows, drafting=True), with_law, drawn, sampler.numbers)
 
-    def _keep(self, indices: Seq[int], column: int, laws: Tensor) -> None:
+    def _keep(self, rows: Tensor, column: int, laws: Tensor) -> None:
         if self.table is None:
             self.table = laws.new_full((len(self.rows), self._depth, laws.shape[-1]), -torch.inf)
-        self.table[[self.rows[i] for i in indices], column] = laws
+        self.table[:, column].index_copy_(0, rows, laws)

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
-from engine.models.attention import index_tensor
-from engine.models.runner import Feed, Runner
+from engine.kernels import laws
+from engine.models.feeds import Feed
+from engine.models.runner import PlannedPass, Runner
+from engine.sampling.adjustments import take
 from engine.sequence import Sequence
+from engine.staging import Staged
 from engine.trees import ROOT, Parents
 
 Node = tuple[int, int]  # (index of a sequence in the batch, node of its tree)
-# (nodes of a level, the drafts so far [B, nodes]) → (these nodes in the order of their rows, their logits [N, vocab])
-ReadLevel = Callable[[Seq[Node], Tensor], tuple[list[Node], Tensor]]
+# (number of one of TreeDraft's levels, the drafts so far [B, nodes]) → logits [N, vocab] behind the level's nodes
+ReadLevel = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -39,28 +42,73 @@ class FedTree:
         return [places[node] for node in accepted if node in places]
 
 
-class TreeReader:
-    """Feeds the draft model a tree's nodes, level by level (ReadLevel)."""
+@dataclass(frozen=True, slots=True)
+class _LevelPass:
+    """A pass over the nodes of a level that have children."""
 
-    def __init__(self, runner: Runner, batch: DraftBatch, shapes: Mapping[int, Parents]) -> None:
+    feeds: list[Feed]
+    columns: int  # of the table of ids; those beyond a sequence's own nodes are not fed
+    places: Staged  # [feeds · columns] where their ids stand in the table of drafts
+    planned: PlannedPass | None  # None: on the CPU
+
+
+class TreeReader:
+    """Feeds the draft model a tree's nodes, level by level (ReadLevel). On another device than the CPU, what all passes
+    need is put when the reader is made, before the pass that reads the committed tokens."""
+
+    def __init__(self, runner: Runner, batch: DraftBatch, draft: "TreeDraft") -> None:
         self._runner = runner
         self._batch = batch
-        self.fed = {i: FedTree(parents) for i, parents in shapes.items()}
+        self._size = draft.size
+        self.fed = {i: FedTree(parents) for i, parents in draft.shapes.items()}
+        self._passes = [self._plan(level) for level in draft.levels[1:]]
         self.steps = 0  # passes
         self.read = 0  # nodes that these passes fed
 
-    def __call__(self, level: Seq[Node], drafts: Tensor) -> tuple[list[Node], Tensor]:
+    def __call__(self, number: int, drafts: Tensor) -> Tensor:
+        level = self._passes[number - 1]
+        ids = drafts.view(-1).index_select(0, level.places.tensor).view(-1, level.columns)
+        self.steps, self.read = self.steps + 1, self.read + sum(feed.drafts for feed in level.feeds)
+        if level.planned is None:
+            return self._runner.run(level.feeds, ids)
+        return self._runner.compute(level.planned, ids)
+
+    def _plan(self, level: Seq[Node]) -> _LevelPass:
         by_sequence: dict[int, list[int]] = {}
         for i, node in level:
             by_sequence.setdefault(i, []).append(node)
-        # Columns beyond a sequence's own nodes are not fed.
-        width = max(map(len, by_sequence.values()))
-        columns = [nodes + [0] * (width - len(nodes)) for nodes in by_sequence.values()]
-        places = index_tensor([x for row in columns for x in row], drafts.device).view(-1, width)
-        ids = drafts[index_tensor(list(by_sequence), drafts.device)].gather(1, places)
+        columns = max(map(len, by_sequence.values()))
+        places = [
+            i * self._size + node
+            for i, nodes in by_sequence.items()
+            for node in (*nodes, *[0] * (columns - len(nodes)))
+        ]
+        # The first pass closes the gaps, and the passes before this one feed the nodes above.
+        ahead = [self._runner.uncached(self._batch.sequences[i]) + len(self.fed[i].nodes) for i in by_sequence]
         feeds = [self.fed[i].feed(self._batch.sequences[i], nodes) for i, nodes in by_sequence.items()]
-        self.steps, self.read = self.steps + 1, self.read + len(level)
-        return [(i, node) for i, nodes in by_sequence.items() for node in nodes], self._runner.run(feeds, ids)
+        planned = self._runner.prepare(feeds, ahead) if self._runner.staging.deferred else None
+        return _LevelPass(feeds, columns, self._batch.sampler.numbers.index(places), planned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Children:
+    """The children that one kind of draw gives to nodes of a level."""
+
+    parents: list[int]  # their places among the level's nodes
+    rows: list[int]  # the sampler's rows of these nodes
+    width: int  # siblings that are drawn for each of them
+    sources: Staged | None  # [n] where the children stand among those siblings; None: all are children
+    targets: Staged  # [n] where they go in the table of drafts
+    law_targets: Staged | None  # [n] where their laws go in the table of laws; None: their draws have no law
+
+
+@dataclass(frozen=True, slots=True)
+class _LevelDraw:
+    """The draws of all children of a level's nodes."""
+
+    rows: list[int]  # of the sampler, one for each node
+    coupled: _Children | None
+    with_law: _Children | None
 
 
 class TreeDraft:
@@ -72,76 +120,99 @@ class TreeDraft:
     """
 
     def __init__(self, batch: DraftBatch, shapes: Mapping[int, Parents], vocab: int, device: torch.device) -> None:
-        """shapes: index of a sequence in the batch → the shape of its draft, of at least one node."""
-        self._batch = batch
-        self._shapes = shapes
+        """shapes: index of a sequence in the batch → the shape of its draft, of at least one node. Puts what the draws
+        of all levels need on its way to the device."""
+        self.shapes = shapes
+        self.size = max(map(len, shapes.values()))
+        self._ks = tuple(len(shapes.get(i, ())) for i in range(len(batch.sequences)))
         self._vocab = vocab
         self._sampler = batch.sampler.on_trees(shapes)
-        size = max(map(len, shapes.values()))
-        self._tokens = torch.zeros(len(batch.sequences), size, dtype=torch.int64, device=device)
-        self._law_rows = {i: n for n, i in enumerate(i for i in shapes if not batch.sequences[i].coupled)}
+        self._tokens = torch.zeros(len(batch.sequences), self.size, dtype=torch.int64, device=device)
+        # In the batch's order, in which the verification reads the laws.
+        self._law_rows = {i: n for n, i in enumerate(i for i in sorted(shapes) if not batch.sequences[i].coupled)}
         self._laws: Tensor | None = None  # [with laws, size, vocab]
         self._children = {i: _children(parents) for i, parents in shapes.items()}
+        self.levels = self._find_levels()  # the nodes whose children are drawn in one step; first the roots
+        self._draws = [self._plan(level) for level in self.levels]
 
     def draw(self, logits: Tensor, read: ReadLevel) -> Draft:
         """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes.
-        `read` gives the logits behind the nodes of a level that have children."""
-        level: list[Node] = [(i, ROOT) for i in self._shapes]  # the nodes that the rows of logits belong to
-        while True:
+        `read` gives the logits behind the nodes of a later level."""
+        for number, level in enumerate(self._draws):
+            if number:
+                logits = read(number, self._tokens)
             self._draw_children(level, logits[:, : self._vocab])
-            level = [(i, node) for i, parent in level for node in self._children[i][parent] if self._children[i][node]]
-            if not level:
-                return self._draft()
-            level, logits = read(level, self._tokens)
+        return Draft(self._ks, self._tokens, self._laws, self._law_rows, trees=dict(self.shapes))
 
-    def _draw_children(self, level: Seq[Node], logits: Tensor) -> None:
-        """Draw the children of these nodes from their rows of logits [len(level), vocab]."""
-        rows = [self._sampler.offsets[i] + 1 + node for i, node in level]
+    def _find_levels(self) -> list[list[Node]]:
+        levels: list[list[Node]] = []
+        level: list[Node] = [(i, ROOT) for i in self.shapes]
+        while level:
+            levels.append(level)
+            level = [(i, node) for i, parent in level for node in self._children[i][parent] if self._children[i][node]]
+        return levels
+
+    def _plan(self, level: Seq[Node]) -> _LevelDraw:
         with_law = [n for n, (i, _) in enumerate(level) if i in self._law_rows]
         coupled = [n for n, (i, _) in enumerate(level) if i not in self._law_rows]
-        scores = self._sampler.scores(logits, rows, self._tokens)
-        if coupled:
-            picked = [rows[n] for n in coupled]
-            drawn = self._sampler.sample_top(_take(scores, coupled), picked, self._width(level, coupled))
-            self._put(level, coupled, mark_non_finite(drawn, _take(logits, coupled)))
+        rows = [self._sampler.offsets[i] + 1 + node for i, node in level]
+        if with_law and coupled:
+            self._sampler.prepare_laws(rows)
+            self._sampler.numbers.index(with_law)
+            self._sampler.numbers.index(coupled)
+        return _LevelDraw(
+            rows,
+            self._plan_children(level, coupled, rows, with_law=False) if coupled else None,
+            self._plan_children(level, with_law, rows, with_law=True) if with_law else None,
+        )
+
+    def _plan_children(self, level: Seq[Node], parents: list[int], rows: Seq[int], *, with_law: bool) -> _Children:
+        found = [(i, self._children[i][node]) for i, node in (level[n] for n in parents)]
+        picked, width, put = [rows[n] for n in parents], max(len(nodes) for _, nodes in found), self._sampler.numbers
+        places = [(i, node) for i, nodes in found for node in nodes]
+        sources = [n * width + rank for n, (_, nodes) in enumerate(found) for rank in range(len(nodes))]
         if with_law:
-            picked = [rows[n] for n in with_law]
-            laws = self._sampler.laws(_take(scores, with_law), picked)
-            drawn, given = self._sampler.propose_top(laws, picked, self._width(level, with_law))
-            self._put(level, with_law, mark_non_finite(drawn, _take(logits, with_law)))
-            self._put_laws(level, with_law, given)
+            self._sampler.prepare_proposals(picked)
+        else:
+            self._sampler.prepare(picked)
+        return _Children(
+            parents,
+            picked,
+            width,
+            put.index(sources) if len(sources) < len(parents) * width else None,
+            put.index([i * self.size + node for i, node in places]),
+            put.index([self._law_rows[i] * self.size + node for i, node in places]) if with_law else None,
+        )
 
-    def _width(self, level: Seq[Node], picked: Seq[int]) -> int:
-        return max(len(self._children[i][node]) for i, node in (level[n] for n in picked))
+    def _draw_children(self, level: _LevelDraw, logits: Tensor) -> None:
+        """Draw the children of a level's nodes from their rows of logits [nodes, vocab]."""
+        sampler = self._sampler
+        scores = sampler.scores(logits, level.rows, self._tokens)
+        if (children := level.coupled) is not None:
+            own = take(scores, children.parents, sampler.numbers)
+            self._put(children, sampler.sample_top(own, children.rows, children.width), logits)
+        if (children := level.with_law) is not None:
+            laws = sampler.laws(take(scores, children.parents, sampler.numbers), children.rows)
+            drawn, given = sampler.propose_top(laws, children.rows, children.width)
+            self._put(children, drawn, logits)
+            self._put_laws(children, given)
 
-    def _put(self, level: Seq[Node], picked: Seq[int], drawn: Tensor) -> None:
-        """Write the drawn siblings [len(picked), width] into the table of drafts."""
-        owners, nodes, sources, ranks = self._index(self._places(level, picked))
-        self._tokens[owners, nodes] = drawn[sources, ranks]
+    def _put(self, children: _Children, drawn: Tensor, logits: Tensor) -> None:
+        """Write the drawn siblings [parents, width] into the table of drafts. logits: of the level."""
+        marked = mark_non_finite(drawn, take(logits, children.parents, self._sampler.numbers))
+        self._tokens.view(-1).index_copy_(0, children.targets.tensor, _pick(marked.flatten(), children.sources))
 
-    def _put_laws(self, level: Seq[Node], picked: Seq[int], given: Tensor) -> None:
-        """Write the laws [len(picked), width, vocab] of the drawn siblings into the table of laws."""
+    def _put_laws(self, children: _Children, given: Tensor) -> None:
+        """Write the laws [parents, width, vocab] of the drawn siblings into the table of laws."""
         if self._laws is None:
-            self._laws = given.new_full((len(self._law_rows), self._tokens.shape[1], given.shape[2]), -torch.inf)
-        places = [(self._law_rows[i], *place) for i, *place in self._places(level, picked)]
-        law_rows, nodes, sources, ranks = self._index(places)
-        self._laws[law_rows, nodes] = given[sources, ranks]
+            self._laws = given.new_full((len(self._law_rows), self.size, given.shape[2]), -torch.inf)
+        assert children.law_targets is not None, "these draws have laws"
+        rows = _pick(given.flatten(0, 1), children.sources)
+        self._laws.flatten(0, 1).index_copy_(0, children.law_targets.tensor, rows)
 
-    def _places(self, level: Seq[Node], picked: Seq[int]) -> list[tuple[int, int, int, int]]:
-        """(sequence, node, row of `picked`, rank) of each child."""
-        return [
-            (i, child, source, rank)
-            for source, (i, node) in enumerate(level[n] for n in picked)
-            for rank, child in enumerate(self._children[i][node])
-        ]
 
-    def _index(self, places: Seq[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """The columns of a table of four, [n] each, on the device."""
-        return index_tensor([x for place in places for x in place], self._tokens.device).view(-1, 4).unbind(1)
-
-    def _draft(self) -> Draft:
-        ks = tuple(len(self._shapes.get(i, ())) for i in range(len(self._batch.sequences)))
-        return Draft(ks, self._tokens, self._laws, self._law_rows, trees=dict(self._shapes))
+def _pick(values: Tensor, rows: Staged | None) -> Tensor:
+    return values if rows is None else values.index_select(0, rows.tensor)
 
 
 def _children(parents: Parents) -> dict[int, list[int]]:
@@ -158,8 +229,5 @@ def mark_non_finite(drawn: Tensor, logits: Tensor) -> Tensor:
     The logits are the model's own: a request may exclude every token of its vocabulary, and that is no fault. Once the
     memory of a path is not finite, all later logits of the path are not either.
     """
-    return torch.where(logits.gather(1, drawn).abs() < torch.inf, drawn, NO_TOKEN)
-
-
-def _take(values: Tensor, rows: Seq[int]) -> Tensor:
-    return values if len(rows) == len(values) else values[index_tensor(rows, values.device)]
+    mark = laws.mark_reference if drawn.device.type == "cpu" else laws.mark_non_finite
+    return mark(drawn, logits, NO_TOKEN)

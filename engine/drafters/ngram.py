@@ -3,8 +3,6 @@
 from collections import deque
 from itertools import islice
 
-import torch
-
 from engine.drafters.branching import draw_tree
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.trees import Parents
@@ -17,8 +15,8 @@ MAX_DRAFT = 4  # tokens; guesses that build on guesses are soon wrong
 Node = tuple[tuple[int, ...], int]  # the last tokens, depth
 
 
-def ngram_drafter(device: torch.device) -> GuessDrafter["NGrams"]:
-    return GuessDrafter(lambda _: NGrams(), device, lookback=WINDOW)
+def ngram_drafter() -> GuessDrafter["NGrams"]:
+    return GuessDrafter(lambda _: NGrams(), lookback=WINDOW)
 
 
 class NGrams(Guesser):

@@ -2,8 +2,6 @@
 
 from bisect import bisect_left
 
-import torch
-
 from engine.drafters.guess import GuessDrafter, Guesser
 from engine.sequence import Sequence
 
@@ -77,8 +75,8 @@ class PredictionDrafter(GuessDrafter[PredictionFollower]):
     """Proposes the rest of the prediction while its position is known. A lost position has no offer, so it needs no
     pauses. When the sequence ends, its record gets the number of predicted tokens that came true."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(lambda s: PredictionFollower(s.prediction, s.num_prompt), device, max_pause=0)
+    def __init__(self) -> None:
+        super().__init__(lambda s: PredictionFollower(s.prediction, s.num_prompt), max_pause=0)
 
     def forget(self, sequence: Sequence) -> None:
         """Write the record from the committed tokens alone: the numbers do not depend on what was drafted."""

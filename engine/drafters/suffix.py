@@ -7,8 +7,6 @@ match bounds the depth. The counts are over the latest occurrences, so an index 
 from collections.abc import Callable, Set
 from functools import partial
 
-import torch
-
 from engine.drafters.branching import draw_tree, follow
 from engine.drafters.finished_outputs import FinishedOutputs
 from engine.drafters.guess import GuessDrafter, Guesser
@@ -113,8 +111,8 @@ class SuffixDrafter(GuessDrafter[Suffix]):
     on what was served before, and a request that repeats a seed would meet drafts that depend on its own coins.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int) -> None:
-        super().__init__(self._make_guesser, device)
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(self._make_guesser)
         self._outputs = FinishedOutputs(max_tokens)
 
     def forget(self, sequence: Sequence) -> None:

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.attention import Attention
 from engine.models.decoder import Decoder, DecoderConfig, Norm
 from engine.models.linear import Product
+from engine.models.pass_attention import PassAttention
 
 OUTSIDE = -1e4  # logit of a token outside the head's vocabulary: no probability, and finite as a faultless row must be
 
@@ -76,7 +76,7 @@ class EagleHead:
         """The outputs [N, hidden] of rows → g of the rows that follow them."""
         return self.body.norm(hidden) if self.norm_output else hidden
 
-    def forward(self, ids: Tensor, states: Tensor, attention: Attention) -> Tensor:
+    def forward(self, ids: Tensor, states: Tensor, attention: PassAttention) -> Tensor:
         """Outputs [N, hidden] of N packed rows: tokens ids [N] int64, and g [N, hidden] of the positions before."""
         body, embedded = self.body, self.body.embed(ids)
         if self.hidden_norm is None:

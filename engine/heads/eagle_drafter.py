@@ -1,6 +1,7 @@
 """An EAGLE head as a drafter."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Sequence as Seq
+from collections.abc import Set
 
 from engine.drafters.base import DraftBatch
 from engine.drafters.model import ModelDrafter
@@ -36,5 +37,5 @@ class EagleDrafter(ModelDrafter):
         super().audit(live)
         self.runner.audit(live)
 
-    def _keep_accepted(self, sequence: Sequence, i: int, verdict: Verdict, fed_trees: Mapping[int, FedTree]) -> int:
-        return 0
+    def _kept_places(self, i: int, verdict: Verdict, fed: FedTree | None) -> Seq[int]:
+        return ()

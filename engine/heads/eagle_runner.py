@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 from cache.layout import Layout
 from engine.heads.eagle import EagleHead
 from engine.heads.states import TargetStates
-from engine.models.attention import Attention, index_tensor
 from engine.models.decoder import DecoderConfig, WatchedStates
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.pass_attention import PassAttention
+from engine.models.runner import PlannedPass, Runner
 from engine.sequence import Sequence
+from engine.staging import Staged, Staging
 from engine.trees import ROOT
 
 
@@ -38,7 +40,7 @@ class HeadPass:
     def weight_bytes(self) -> int:
         return self.head.weight_bytes
 
-    def forward(self, ids: Tensor, attention: Attention, watched: WatchedStates | None = None) -> Tensor:
+    def forward(self, ids: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         assert self.states is not None, "the runner sets the states of each pass"
         states, self.states = self.states, None
         self._hidden = self.head.forward(ids, states, attention)
@@ -63,19 +65,21 @@ class _Text:
     tokens: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """What rows gave, for the rows of drafts that follow them."""
+class _Rows:
+    """Which row of a table of outputs belongs to whom. The host knows it before the device has computed the table."""
 
-    table: Tensor  # g [n, hidden]
-    rows: dict[tuple[int, int], int]  # (handle, place in its tree or ROOT) → row of the table
+    def __init__(self, handles: Seq[int]) -> None:
+        """One row for each sequence's last committed token, or for the latest draft of its chain."""
+        self._rows = {(handle, ROOT): row for row, handle in enumerate(handles)}
 
-    def take(self, keys: Seq[tuple[int, int]]) -> Tensor:
-        """g [len(keys), hidden]."""
-        rows = [self.rows[key] for key in keys]
-        if rows == list(range(len(self.table))):
-            return self.table
-        return self.table[index_tensor(rows, self.table.device)]
+    def append(self, key: tuple[int, int]) -> None:
+        """key: (handle, place in its tree)."""
+        self._rows[key] = len(self._rows)
+
+    def find(self, keys: Seq[tuple[int, int]]) -> list[int] | None:
+        """The rows of these keys; None: they are all rows, in order."""
+        rows = [self._rows[key] for key in keys]
+        return None if rows == list(range(len(self._rows))) else rows
 
 
 class HeadRunner(Runner):
@@ -90,14 +94,17 @@ class HeadRunner(Runner):
     computed twice, and such a draft only lacks the older context.
     """
 
-    def __init__(self, head: EagleHead, layout: Layout, device: torch.device, states: TargetStates) -> None:
+    def __init__(self, head: EagleHead, layout: Layout, states: TargetStates, staging: Staging) -> None:
         """states: the reader of the target's runner."""
         self._pass = HeadPass(head)
-        super().__init__(self._pass, layout, device)
+        super().__init__(self._pass, layout, staging.device, staging=staging)
         self.states = states
         self._texts: dict[int, _Text] = {}  # by handle
-        self._outputs: _Outputs | None = None  # of the last committed tokens, and of the trees' nodes behind them
-        self._steps: _Outputs | None = None  # of the latest step of the chains behind the same tokens
+        # What the next rows read is planned before it is computed. g [n, hidden] of rows …
+        self._tree_rows = _Rows(())
+        self._outputs: Tensor | None = None  # … of the last committed tokens, and of the trees' nodes behind them
+        self._chain_rows = _Rows(())
+        self._steps: Tensor | None = None  # … of the latest step of the chains behind the same tokens
 
     def tokens(self, sequence: Sequence) -> list[int]:
         return self._text(sequence).tokens
@@ -152,27 +159,52 @@ class HeadRunner(Runner):
         self.states.drop(sequence.handle)
         self.states.read([Feed(sequence, stop - start)], [start], zeros)
 
-    def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
-        """As Runner.run. All feeds have committed tokens only, or all have the nodes of trees only."""
-        grows = bool(feeds) and feeds[0].drafts > 0
-        self._pass.states = self._states_of_nodes(feeds) if grows else self._states_of_tokens(feeds)
-        logits = super().run(feeds, drafts)
-        carried = self._pass.carry()
-        if grows:
-            self._append_nodes(feeds, carried)
+    def prepare(self, feeds: Seq[Feed], ahead: Seq[int] = ()) -> PlannedPass:
+        """As Runner.prepare. All feeds have committed tokens only, or all have the nodes of trees only. Passes are
+        computed in the order in which they were prepared."""
+        planned = super().prepare(feeds, ahead)
+        if feeds and feeds[0].drafts:
+            return replace(planned, state_rows=self._put(self._parents_of(feeds)))
+        rows: list[int] = []
+        for feed in feeds:
+            first = self._next_position(feed.sequence)
+            rows += self.states.row_numbers(feed.sequence.handle, first, first + feed.committed)
+        ends = [end - 1 for end in accumulate(feed.committed for feed in feeds)]
+        self._tree_rows, self._chain_rows = _Rows(planned.handles), _Rows(planned.handles)
+        return replace(
+            planned, state_rows=self._put(rows), last_rows=self._put(ends if len(ends) < len(rows) else None)
+        )
+
+    def compute(self, planned: PlannedPass, drafts: Tensor | None = None) -> Tensor:
+        feeds = planned.feeds
+        of_nodes, rows = bool(feeds and feeds[0].drafts), planned.state_rows
+        if of_nodes:
+            self._pass.states = _take(self._outputs, rows)
         else:
-            self._restart(feeds, carried)
-            for feed in feeds:
-                self.states.skip(feed.sequence.handle, self._next_position(feed.sequence))
+            assert rows is not None, "committed tokens have rows of states"
+            self._pass.states = self._pass.head.project(self.states.take(rows.tensor))
+        logits = super().compute(planned, drafts)
+        carried = self._pass.carry()
+        if of_nodes:
+            assert self._outputs is not None
+            self._outputs = torch.cat([self._outputs, carried])
+            return logits
+        self._outputs = self._steps = _take(carried, planned.last_rows)
+        for feed in feeds:
+            self.states.skip(feed.sequence.handle, self._next_position(feed.sequence))
         return logits
 
-    def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
-        keys, before = [(s.handle, ROOT) for s in sequences], self._steps or self._outputs
-        assert before is not None, "the committed tokens are read first"
-        self._pass.states = before.take(keys)
-        logits = super().step(sequences, tokens)
-        # Beside _outputs: trees of the same round begin there.
-        self._steps = _Outputs(self._pass.carry(), {key: row for row, key in enumerate(keys)})
+    def prepare_step(self, sequences: Seq[Sequence], ahead: Seq[int] = ()) -> PlannedPass:
+        handles = [sequence.handle for sequence in sequences]
+        rows = self._chain_rows.find([(handle, ROOT) for handle in handles])
+        self._chain_rows = _Rows(handles)
+        return replace(super().prepare_step(sequences, ahead), state_rows=self._put(rows))
+
+    def step(self, sequences: Seq[Sequence], tokens: Tensor, planned: PlannedPass | None = None) -> Tensor:
+        planned = self.prepare_step(sequences) if planned is None else planned
+        self._pass.states = _take(self._steps, planned.state_rows)
+        logits = super().step(sequences, tokens, planned)
+        self._steps = self._pass.carry()  # beside _outputs: trees of the same round begin there
         return logits
 
     def _text(self, sequence: Sequence) -> _Text:
@@ -185,38 +217,24 @@ class HeadRunner(Runner):
         """The position whose state the head reads next."""
         return self._text(sequence).offset + self.cache.length(sequence.handle)
 
-    def _states_of_tokens(self, feeds: Seq[Feed]) -> Tensor:
-        """g of committed tokens, from the target's states."""
-        rows: list[int] = []
-        for feed in feeds:
-            first = self._next_position(feed.sequence)
-            rows += self.states.row_numbers(feed.sequence.handle, first, first + feed.committed)
-        return self._pass.head.project(self.states.take(rows))
-
-    def _states_of_nodes(self, feeds: Seq[Feed]) -> Tensor:
-        """g of the last nodes of trees, from their parents' outputs."""
-        assert self._outputs is not None, "the committed tokens are read first"
-        keys = []
+    def _parents_of(self, feeds: Seq[Feed]) -> list[int] | None:
+        """The rows that the last nodes of trees follow. The nodes' own rows come behind all others."""
+        keys: list[tuple[int, int]] = []
         for feed in feeds:
             assert feed.parents is not None, "a head's drafts are nodes of trees"
             keys += [(feed.sequence.handle, parent) for parent in feed.parents[-feed.drafts :]]
-        return self._outputs.take(keys)
-
-    def _restart(self, feeds: Seq[Feed], carried: Tensor) -> None:
-        """Keep the outputs of the feeds' last rows, from which drafts begin."""
-        ends = [end - 1 for end in accumulate(feed.committed for feed in feeds)]
-        table = carried if len(ends) == len(carried) else carried[index_tensor(ends, self.device)]
-        self._outputs = _Outputs(table, {(feed.sequence.handle, ROOT): row for row, feed in enumerate(feeds)})
-        self._steps = None
-
-    def _append_nodes(self, feeds: Seq[Feed], carried: Tensor) -> None:
-        """Keep the outputs of new nodes beside those of the nodes before."""
-        assert self._outputs is not None
-        rows = dict(self._outputs.rows)
-        row = len(self._outputs.table)
+        rows = self._tree_rows.find(keys)
         for feed in feeds:
-            assert feed.parents is not None
-            for place in range(len(feed.parents) - feed.drafts, len(feed.parents)):
-                rows[feed.sequence.handle, place] = row
-                row += 1
-        self._outputs = _Outputs(torch.cat([self._outputs.table, carried]), rows)
+            count = len(feed.parents or ())
+            for place in range(count - feed.drafts, count):
+                self._tree_rows.append((feed.sequence.handle, place))
+        return rows
+
+    def _put(self, rows: Seq[int] | None) -> Staged | None:
+        return None if rows is None else self.staging.ints(rows)
+
+
+def _take(table: Tensor | None, rows: Staged | None) -> Tensor:
+    """The rows of a table of outputs; None: all."""
+    assert table is not None, "the committed tokens are read first"
+    return table if rows is None else table.index_select(0, rows.tensor)

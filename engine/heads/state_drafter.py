@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import replace
-from time import perf_counter_ns
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,14 +12,16 @@ from torch import Tensor
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.merging import merge_drafts
 from engine.drafters.model import DraftColumns
-from engine.drafters.model_trees import Node, TreeDraft
+from engine.drafters.model_trees import TreeDraft
 from engine.heads.state_heads import HeadRun, StateHeads
 from engine.heads.states import TargetStates
-from engine.models.attention import index_tensor
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
+from engine.round_clock import Forward, mark
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
-from engine.trees import ROOT, Parents, depths, within_depth
+from engine.staging import RoundNumbers, Staged
+from engine.trees import Parents, depths, within_depth
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class StateDrafter:
         return Offer(sequence.drafter, min(k, self.heads.most), 1, trees=True)
 
     def propose(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        began = perf_counter_ns()
+        began = mark(self._device)
         ks = [k if k and self._ready(s) else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         shapes = {
             i: within_depth(shape[: ks[i]], self.heads.most)
@@ -69,14 +71,16 @@ class StateDrafter:
             if shape is not None and ks[i]
         }
         chains = [0 if i in shapes else min(k, self.heads.most) for i, k in enumerate(ks)]
+        columns = self._plan_chains(batch, chains) if any(chains) else None
+        trees = self._plan_trees(batch, shapes) if shapes else None
         drafts = []
-        if any(chains):
-            drafts.append(self._draw_chains(batch, chains))
-        if shapes:
-            drafts.append(self._draw_trees(batch, shapes))
+        if columns is not None:
+            drafts.append(self._draw_chains(batch, columns, max(chains)))
+        if trees is not None:
+            drafts.append(self._draw_trees(batch, *trees))
         draft = merge_drafts(drafts, len(ks))
         self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
-        return replace(draft, forward_us=(perf_counter_ns() - began) // 1000)
+        return replace(draft, forwards=(Forward(began, mark(self._device), draft.read),))
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         """Keep of each sequence the state that its next draft reads."""
@@ -112,40 +116,59 @@ class StateDrafter:
         position = len(sequence.tokens) - 2
         return sequence.handle not in self._given_up and position in self.states.positions(sequence.handle)
 
+    def _plan_chains(self, batch: DraftBatch, ks: Seq[int]) -> DraftColumns:
+        """On another device than the CPU, put what all columns need, unless a confidence decides who stays active."""
+        active, numbers = [i for i, k in enumerate(ks) if k], batch.sampler.numbers
+        columns = DraftColumns(batch, ks, active, self._device, self._rank)
+        if numbers.staging.deferred and not columns.limited:
+            self._put_start(batch, active)
+            columns.prepare()
+        return columns
+
+    def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> "tuple[TreeDraft, _TreeLevels]":
+        self._put_start(batch, list(shapes))
+        draft = TreeDraft(batch, shapes, self._vocab, self._device)
+        return draft, _TreeLevels(draft, batch.sampler.numbers)
+
+    def _put_start(self, batch: DraftBatch, indices: Seq[int]) -> tuple[Staged, Staged]:
+        """(rows of the states, last tokens) of these sequences."""
+        sequences, numbers = [batch.sequences[i] for i in indices], batch.sampler.numbers
+
+        def rows() -> list[int]:
+            ends = [(s.handle, len(s.tokens) - 1) for s in sequences]
+            return [row for handle, end in ends for row in self.states.row_numbers(handle, end - 1, end)]
+
+        tokens = numbers.ints(("last tokens", tuple(indices)), lambda: [s.tokens[-1] for s in sequences])
+        return numbers.ints(("states", tuple(indices)), rows), tokens
+
     def _start(self, batch: DraftBatch, indices: Seq[int], depth: int) -> tuple[HeadRun, Tensor]:
         """(the heads at the first step, its logits [len(indices), vocab])."""
-        sequences = [batch.sequences[i] for i in indices]
-        ends = [(s.handle, len(s.tokens) - 1) for s in sequences]
-        states = torch.cat([self.states.rows(handle, end - 1, end) for handle, end in ends])
-        run = self.heads.start(states, depth)
-        return run, run.step(None, index_tensor([s.tokens[-1] for s in sequences], self._device))
+        rows, tokens = self._put_start(batch, indices)
+        run = self.heads.start(self.states.take(rows.tensor), depth)
+        return run, run.step(None, tokens.tensor)
 
-    def _draw_chains(self, batch: DraftBatch, ks: Seq[int]) -> Draft:
-        active = [i for i, k in enumerate(ks) if k]
-        columns = DraftColumns(batch, ks, active, self._device, self._rank)
-        run, logits = self._start(batch, active, max(ks))
+    def _draw_chains(self, batch: DraftBatch, columns: DraftColumns, depth: int) -> Draft:
+        active = columns.active
+        run, logits = self._start(batch, active, depth)
         steps, read = 1, len(active)
         while True:
             drawn = columns.draw(logits[:, : self._vocab])
             if drawn is None:
                 return replace(columns.draft(), steps=steps, read=read)
-            logits = run.step(self._rows(active, columns.active), drawn)
+            logits = run.step(self._rows(batch, active, columns.active), drawn)
             active = columns.active
             steps, read = steps + 1, read + len(active)
 
-    def _draw_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> Draft:
-        depth = max(max(depths(shape)) for shape in shapes.values())
-        run, logits = self._start(batch, list(shapes), depth)
-        reader = _TreeLevels(run, shapes, self._device)
-        draft = TreeDraft(batch, shapes, self._vocab, self._device).draw(logits, reader)
-        return replace(draft, steps=reader.steps, read=reader.read)
+    def _draw_trees(self, batch: DraftBatch, draft: TreeDraft, levels: "_TreeLevels") -> Draft:
+        levels.run, logits = self._start(batch, list(draft.shapes), max(max(depths(s)) for s in draft.shapes.values()))
+        return replace(draft.draw(logits, levels), steps=levels.steps, read=levels.read)
 
-    def _rows(self, before: Seq[int], active: Seq[int]) -> Tensor | None:
+    def _rows(self, batch: DraftBatch, before: Seq[int], active: Seq[int]) -> Tensor | None:
         """The rows of the step before that go on; None: all."""
         if len(active) == len(before):
             return None
         places = {i: place for place, i in enumerate(before)}
-        return index_tensor([places[i] for i in active], self._device)
+        return batch.sampler.numbers.index([places[i] for i in active]).tensor
 
     def _give_up(self, sequence: Sequence) -> None:
         log.error(
@@ -158,16 +181,19 @@ class StateDrafter:
 class _TreeLevels:
     """Gives the logits behind a tree's nodes, level by level (ReadLevel)."""
 
-    def __init__(self, run: HeadRun, shapes: dict[int, Parents], device: torch.device) -> None:
-        self._run = run
-        self._shapes = shapes
-        self._device = device
-        self._rows: dict[Node, int] = {(i, ROOT): row for row, i in enumerate(shapes)}  # of the latest level
-        self.steps, self.read = 1, len(shapes)
+    def __init__(self, draft: TreeDraft, numbers: RoundNumbers) -> None:
+        """Puts what all levels need on its way to the device."""
+        self.run: HeadRun | None = None  # set before the first level is read
+        self._levels: list[tuple[Staged, Staged]] = []  # the rows of the level above; where the nodes' drafts stand
+        self._sizes = [len(level) for level in draft.levels]
+        for above, level in pairwise(draft.levels):
+            rows = {node: row for row, node in enumerate(above)}
+            parents = numbers.index([rows[i, draft.shapes[i][node]] for i, node in level])
+            self._levels.append((parents, numbers.index([i * draft.size + node for i, node in level])))
+        self.steps, self.read = 1, self._sizes[0]
 
-    def __call__(self, level: Seq[Node], drafts: Tensor) -> tuple[list[Node], Tensor]:
-        above = [self._rows[i, self._shapes[i][node]] for i, node in level]
-        owners, nodes = index_tensor([x for node in level for x in node], self._device).view(-1, 2).unbind(1)
-        self._rows = {node: row for row, node in enumerate(level)}
-        self.steps, self.read = self.steps + 1, self.read + len(level)
-        return list(level), self._run.step(index_tensor(above, self._device), drafts[owners, nodes])
+    def __call__(self, number: int, drafts: Tensor) -> Tensor:
+        parents, places = self._levels[number - 1]
+        self.steps, self.read = self.steps + 1, self.read + self._sizes[number]
+        assert self.run is not None, "the first step was done"
+        return self.run.step(parents.tensor, drafts.view(-1).index_select(0, places.tensor))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.models.attention import index_tensor
-from engine.models.runner import Feed
+from cache.transfer import index_tensor
+from engine.models.feeds import Feed
 from engine.sequence import Sequence
+from engine.staging import Staged, Staging
 from engine.types import DrafterName
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,16 @@ class _Held:
     def end(self) -> int:
         """The position behind the last one."""
         return self.start + len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The rows that are set aside for the states of a pass."""
+
+    served: tuple[tuple[int, int, int], ...]  # the pass: see TargetStates._name
+    rows: list[int]
+    targets: Staged  # the same rows, on their way to the device
+    sources: Staged | None  # the rows of the pass that go there; None: all
 
 
 class TargetStates:
@@ -51,6 +62,7 @@ class TargetStates:
         self._table: Tensor | None = None  # [max_rows, width], made by the first pass
         self._held: dict[int, _Held] = {}  # by handle
         self._free = _all_free(max_rows)  # rows of the table; the last one is taken next
+        self._planned: _Planned | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -59,17 +71,39 @@ class TargetStates:
     def wants(self, feeds: Seq[Feed]) -> bool:
         return any(self._serves(feed.sequence) for feed in feeds)
 
+    def prepare(self, feeds: Seq[Feed], starts: Seq[int], staging: Staging) -> None:
+        """As StateReader.prepare. Sets rows aside if so many are free. If they are not, `read` decides which states are
+        dropped, and sends the rows itself."""
+        self._drop_plan()
+        end, sources = 0, list[int]()
+        for feed in feeds:
+            begin, end = end, end + feed.committed + feed.drafts
+            if self._serves(feed.sequence):
+                sources += range(begin, end)
+        if len(sources) > len(self._free):
+            return
+        rows = self._take_free(len(sources))
+        picked = staging.ints(sources) if len(sources) < end else None
+        self._planned = _Planned(self._name(feeds, starts), rows, staging.ints(rows), picked)
+
     @torch.inference_mode()
     def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
         """As StateReader.read. A failure is logged and costs the states of all sequences (R9)."""
         try:
-            sources = self._assign_rows(feeds, starts)
-            if sources:
-                self._copy(list(sources), list(sources.values()), states)
+            planned = self._planned
+            if planned is not None and planned.served == self._name(feeds, starts):
+                self._keep(planned)
+                sources = None if planned.sources is None else planned.sources.tensor
+                self._copy(planned.targets.tensor, sources, states)
+                return
+            self._drop_plan()
+            if found := self._assign_rows(feeds, starts):
+                rows, sources = index_tensor([*found, *found.values()], states.device).view(2, -1).unbind(0)
+                self._copy(rows, None if list(found.values()) == list(range(len(states))) else sources, states)
         except Exception:
             log.exception("the target's states could not be kept; heads draft nothing until there are new ones")
             self._held.clear()
-            self._free = _all_free(self._max_rows)
+            self._planned, self._free = None, _all_free(self._max_rows)
 
     def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
         """Keep the states before position `base` and those of the accepted drafts. accepted: the nodes of the path in
@@ -90,20 +124,16 @@ class TargetStates:
         held = self._held.get(handle)
         return range(0) if held is None else range(held.start, held.end)
 
-    def rows(self, handle: int, start: int, stop: int) -> Tensor:
-        """States [stop - start, width] of these positions, which must be kept."""
-        return self.take(self.row_numbers(handle, start, stop))
-
     def row_numbers(self, handle: int, start: int, stop: int) -> list[int]:
         """The rows of the table that hold the states of these positions, which must be kept."""
         held = self._held[handle]
         assert held.start <= start <= stop <= held.end, f"{start} to {stop} is not in {held.start} to {held.end}"
         return held.rows[start - held.start : stop - held.start]
 
-    def take(self, rows: Seq[int]) -> Tensor:
+    def take(self, rows: Tensor) -> Tensor:
         """States [len(rows), width] of these rows of the table, of any sequences."""
         assert self._table is not None, "no pass was read"
-        return self._table[index_tensor(rows, self._table.device)]
+        return self._table[rows]
 
     def skip(self, handle: int, start: int) -> None:
         """Drop the positions before `start`: the head has read them."""
@@ -121,11 +151,35 @@ class TargetStates:
     def audit(self, live: Set[int]) -> None:
         """Raise AssertionError if states are held for other handles than those in `live`."""
         assert self._held.keys() <= live, f"states of ended sequences are held: {sorted(self._held.keys() - live)}"
-        rows = sorted([*self._free, *(row for held in self._held.values() for row in held.rows)])
+        planned = self._planned.rows if self._planned is not None else []
+        rows = sorted([*self._free, *planned, *(row for held in self._held.values() for row in held.rows)])
         assert rows == list(range(self._max_rows)), "rows of the table are lost, or held twice"
 
     def _serves(self, sequence: Sequence) -> bool:
         return sequence.drafter in self._drafters and sequence.k != 0
+
+    def _name(self, feeds: Seq[Feed], starts: Seq[int]) -> tuple[tuple[int, int, int], ...]:
+        """(handle, first position, positions) of each sequence whose states of the pass are kept."""
+        return tuple(
+            (feed.sequence.handle, start, feed.committed + feed.drafts)
+            for feed, start in zip(feeds, starts, strict=True)
+            if self._serves(feed.sequence)
+        )
+
+    def _keep(self, planned: _Planned) -> None:
+        """Give the planned rows to their sequences."""
+        self._planned = None
+        first = 0
+        for handle, start, count in planned.served:
+            self._begin(handle, start)
+            self._held[handle].rows += planned.rows[first : first + count]
+            first += count
+
+    def _drop_plan(self) -> None:
+        """A pass that was planned does not come."""
+        if self._planned is not None:
+            self._give_back(self._planned.rows)
+            self._planned = None
 
     def _assign_rows(self, feeds: Seq[Feed], starts: Seq[int]) -> dict[int, int]:
         """Row of the table → row of the pass. A row that a later feed took from an earlier one is the later one's."""
@@ -157,10 +211,14 @@ class TargetStates:
         while len(self._free) < count and self._shorten():
             pass
         held.start += max(0, count - len(self._free))  # then nothing else is held
-        first = max(0, len(self._free) - count)
+        taken = self._take_free(min(count, len(self._free)))
+        held.rows += taken
+        return taken
+
+    def _take_free(self, count: int) -> list[int]:
+        first = len(self._free) - count
         taken = self._free[first:][::-1]
         del self._free[first:]
-        held.rows += taken
         return taken
 
     def _shorten(self) -> bool:
@@ -169,12 +227,11 @@ class TargetStates:
         self.skip(handle, longest.start + (len(longest.rows) + 1) // 2)
         return any(held.rows for held in self._held.values())
 
-    def _copy(self, rows: list[int], sources: list[int], states: Tensor) -> None:
-        """Copy rows `sources` of a pass to rows `rows` of the table."""
+    def _copy(self, rows: Tensor, sources: Tensor | None, states: Tensor) -> None:
+        """Copy rows `sources` of a pass to rows `rows` of the table. None: all rows of the pass."""
         if self._table is None:
             self._table = states.new_empty(self._max_rows, states.shape[1])
-        picked = states if sources == list(range(len(states))) else states[index_tensor(sources, states.device)]
-        self._table.index_copy_(0, index_tensor(rows, states.device), picked)
+        self._table.index_copy_(0, rows, states if sources is None else states[sources])
 
     def _give_back(self, rows: list[int]) -> None:
         self._free += rows[::-1]

@@ -24,8 +24,9 @@ from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.config import ConfigError
 from engine.host_memory import out_of_memory
-from engine.models.attention import Attention, Scoring, Span, plan_attention
+from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import DecoderConfig, WatchedStates
+from engine.models.pass_attention import PassAttention, Scoring
 from engine.models.shards import Shards
 from engine.models.traits import Traits
 
@@ -59,7 +60,7 @@ class AttentionCall:
 class Pass:
     """The pass that a model computes: what its attention modules share."""
 
-    attention: Attention | None = None  # None: the model is examined, and nothing is computed
+    attention: PassAttention | None = None  # None: the model is examined, and nothing is computed
     calls: list[AttentionCall] = field(default_factory=list)
 
 
@@ -174,11 +175,11 @@ class AdaptedModel:
     def weight_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
 
-    def forward(self, ids: Tensor, attention: Attention, watched: WatchedStates | None = None) -> Tensor:
+    def forward(self, ids: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         """As Decoder.forward, but the final norm is applied to the states."""
         self._pass.attention = attention
         try:
-            positions = attention.plan.positions[None]
+            positions = attention.positions[None]
             mask = torch.ones_like(ids[None])  # without it transformers looks for the texts' ends, and waits for a GPU
             output = self._base(
                 input_ids=ids[None],

@@ -11,7 +11,6 @@ a key's place in the slot is not its position there. The mask is made as if a no
 the keys of its path are shown to it.
 """
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache.storage import Storage
+from cache.transfer import index_tensor
+from engine.models.pass_attention import PLAIN, Scoring
 from engine.trees import Parents, depths, is_chain, seen_pairs
 
 GROUP_WASTE = 3  # a group may compute at most this many times the attention scores that its spans need
@@ -68,19 +69,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """How the queries of a layer score keys."""
-
-    scale: float | None = None  # None: 1 / √head_dim
-    window: int | None = None  # a query sees so many keys, its own included; None: all up to its own
-    softcap: float | None = None  # a score s becomes softcap · tanh(s / softcap)
-    sinks: Tensor | None = None  # [heads]: one more score for each head, whose value is zero
-
-
-PLAIN = Scoring()
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """Spans computed by one attention call over slots [first_slot, first_slot + slots)."""
 
@@ -107,13 +95,6 @@ class AttentionPlan:
     first_row: int | None  # where the rows are those from this one on, in order; None: they are not
     groups: tuple[Group, ...]
     separate: bool = False  # each query is computed by itself, so that its result does not depend on the others
-
-
-def index_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [n]. torch.tensor takes three times as long for a short list."""
-    if not values:  # frombuffer takes no empty buffer
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.frombuffer(array("q", values), dtype=torch.int64).to(device)
 
 
 def plan_attention(
@@ -159,7 +140,8 @@ def plan_attention(
 
 
 class Attention:
-    """The attention of one pass. The views of the cache's memory and the masks are made once, not once per layer."""
+    """The attention of one pass over views of a cache's memory. The views and the masks are made once, not once per
+    layer."""
 
     def __init__(self, plan: AttentionPlan, storage: Storage) -> None:
         self.plan = plan
@@ -169,11 +151,12 @@ class Attention:
         self._views = [storage.view(g.first_slot, g.slots, g.keys) for g in plan.groups]
         self._slid: dict[tuple[int, int], tuple[int, Tensor | None]] = {}  # (group, window) → (first key, mask)
 
-    def __call__(self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Store kv [N, 2·kv_heads, head_dim], then attend with queries [N, heads, head_dim] → [N, heads·head_dim].
+    @property
+    def positions(self) -> Tensor:
+        return self.plan.positions
 
-        Queries and keys must be rotated already.
-        """
+    def __call__(self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """As PassAttention."""
         if self._run is None:
             self._rows[layer].index_copy_(0, self.plan.cache_rows, kv)
         else:

@@ -14,16 +14,17 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.attention import Attention, Scoring
 from engine.models.linear import Product
 from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
+from engine.models.pass_attention import PassAttention, Scoring
 from engine.models.traits import Traits
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class LanguageModel(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def weight_bytes(self) -> int: ...
-    def forward(self, ids: Tensor, attention: Attention, watched: "WatchedStates | None" = None) -> Tensor:
+    def forward(self, ids: Tensor, attention: PassAttention, watched: "WatchedStates | None" = None) -> Tensor:
         """States [N, hidden] of N packed tokens, ids [N] int64. `watched` keeps copies of those of its layers."""
         ...
 
@@ -148,7 +149,7 @@ class Decoder:
         embedding = 0 if self.head.weight is self.embedding else self.embedding.nbytes
         return embedding + self.head.num_bytes + sum(p.num_bytes for p in products)
 
-    def forward(self, ids: Tensor, attention: Attention, watched: WatchedStates | None = None) -> Tensor:
+    def forward(self, ids: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         """Hidden states [N, hidden] (before the final norm) of N packed tokens, ids [N] int64.
 
         `attention` knows the position of each token and stores its k and v.
@@ -163,7 +164,9 @@ class Decoder:
             watched.keep(len(self.layers), self.norm(x))
         return x
 
-    def add_layer(self, index: int, x: Tensor, inputs: Tensor, rotations: Seq[Tensor], attention: Attention) -> None:
+    def add_layer(
+        self, index: int, x: Tensor, inputs: Tensor, rotations: Seq[Tensor], attention: PassAttention
+    ) -> None:
         """Add to the states x [N, hidden] what a layer writes. inputs [N, width] of its product qkv: the normed x, or
         what a drafting head reads in its place."""
         c, layer, residual = self.config, self.layers[index], self.config.traits.residual_multiplier
@@ -178,9 +181,9 @@ class Decoder:
         _add(x, layer.after_attention(layer.out(attended)), residual)
         _add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual)
 
-    def row_rotations(self, attention: Attention) -> list[Tensor]:
+    def row_rotations(self, attention: PassAttention) -> list[Tensor]:
         """The factors that rotate the rows of a pass, for each table of `rotations`."""
-        return [self._row_rotations(table, attention.plan.positions) for table in self.rotations]
+        return [self._row_rotations(table, attention.positions) for table in self.rotations]
 
     def _row_rotations(self, table: Tensor, positions: Tensor) -> Tensor:
         """The factors of the packed q, k and v, [N, (heads + 2·kv_heads)·head_dim / 2]: 1 for what is not rotated."""
@@ -195,7 +198,7 @@ class Decoder:
         x = F.embedding(ids, self.embedding)
         multiplier = self.config.traits.embedding_multiplier
         # The multiplier is rounded to the weights' type, as gemma was trained.
-        return x if multiplier == 1 else x.mul_(torch.tensor(multiplier, dtype=x.dtype).item())
+        return x if multiplier == 1 else x.mul_(_rounded(multiplier, x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] → [R, vocab]."""
@@ -205,6 +208,12 @@ class Decoder:
         if traits.logit_softcap is not None:
             logits = logits.div_(traits.logit_softcap).tanh_().mul_(traits.logit_softcap)
         return logits
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    rounded: float = torch.tensor(number, dtype=dtype).item()
+    return rounded
 
 
 def _add(x: Tensor, y: Tensor, factor: float) -> None:

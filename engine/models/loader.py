@@ -14,12 +14,12 @@ from transformers import __version__ as version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ConfigError
-from engine.models.attention import Scoring
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
 from engine.models.families import read_config
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
+from engine.models.pass_attention import Scoring
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.quantize import IntegerWeight
 from engine.models.quantized_checkpoints import QuantisedSource, quantisation

@@ -1,58 +1,50 @@
 """One model with its KV cache: feed the uncached tokens, get logits for the rows that are asked for (R1, R2)."""
 
+import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from cache.gathered import GatheredStorage
 from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.drafters.translation import DraftText, Translation
-from engine.models.attention import Attention, Span, index_tensor, plan_attention
+from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
+from engine.models.feeds import Feed, StateReader
+from engine.models.paged_attention import PagedAttention, PagedPlan
+from engine.round_clock import Forward, elapsed_ns, forwards_us, mark
 from engine.sequence import Sequence
-from engine.trees import Parents
+from engine.staging import Staged, Staging
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """What one sequence contributes to a pass: `committed` of its uncached tokens, then `drafts` draft tokens."""
+class PlannedPass:
+    """A pass that can be computed: what the host knows of it is on its way to the device."""
 
-    sequence: Sequence
-    committed: int
-    drafts: int = 0
-    outputs: int = 1  # rows of logits, counted from the end of the feed
-    prompt_rows: int = 0  # rows of states from its beginning, for the log-probabilities of the prompt's next tokens
-    # The shape of the tree whose last nodes are the drafts; None: they are a chain. The tree's other nodes lie in the
-    # slot already, and then nothing is committed.
-    parents: Parents | None = None
-
-
-class StateReader(Protocol):
-    """What reads a target's hidden states after its passes, for a head that drafts from them. Its methods do not raise:
-    a head costs drafts and nothing else (R9)."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers whose states it reads, numbered as in WatchedStates."""
-        ...
-
-    def wants(self, feeds: Seq[Feed]) -> bool:
-        """Whether it reads the states of a pass over these feeds. A pass that it does not read costs nothing."""
-        ...
-
-    def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
-        """Take the states [N, len(layers) · hidden] of a pass. The i-th feed's rows belong to the positions from
-        starts[i] on. Rows of drafts are among them; the verdict comes later."""
-        ...
+    feeds: tuple[Feed, ...]
+    handles: list[int]
+    spans: list[Span]
+    ids: Staged | None  # [N] int64; 0 for drafts; None: a step's ids come with the call
+    draft_rows: Staged | None  # rows of the pass that are drafts; None: there are none
+    draft_places: Staged | None  # … and where their ids stand, as (feed with outputs, column) pairs; None: in order
+    logit_rows: Staged | None  # rows that give logits; None: all
+    prompt_rows: Staged | None
+    paged: PagedPlan | None  # where attention reads the blocks themselves
+    state_rows: Staged | None = None  # where a head finds the target's states of the rows
+    last_rows: Staged | None = None  # the last row of each feed, if a head needs to know
 
 
 class Runner:
@@ -64,19 +56,29 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: LanguageModel, layout: Layout, device: torch.device, *, deterministic: bool = False
+        self,
+        decoder: LanguageModel,
+        layout: Layout,
+        device: torch.device,
+        *,
+        deterministic: bool = False,
+        staging: Staging | None = None,
     ) -> None:
-        """deterministic: a row's result does not depend on the other rows of a pass, if the decoder's products keep
+        """staging: what takes numbers to the device, shared by all that a round runs; None: one of its own.
+        deterministic: a row's result does not depend on the other rows of a pass, if the decoder's products keep
         to that. It does not hold for a node of a tree: attention adds in another order where keys of other branches lie
         between the keys that the node sees."""
         self.decoder = decoder
+        self.number = next(_numbers)  # no other runner of the process has it
         self._separate_to = layout.max_len if deterministic else None
         self.device = device
-        self.forward_ns = 0  # spent in forwards so far, by the host's clock: a GPU may still be at work
+        self.staging = Staging(device) if staging is None else staging
+        self._forwards: list[Forward] = []  # that nobody has taken: the device may still be at work
         self._largest_pass = (1, 0)  # tokens of the largest pass so far, nanoseconds of the latest pass of that size
         self.layout = layout
         self.cache = make_cache(layout)
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
+        self._reads_blocks = device.type != "cpu" and isinstance(self.storage, GatheredStorage)
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
         self.reader: StateReader | None = None
         self._prompt_states: Tensor | None = None  # [Σ prompt_rows, hidden] of the latest pass
@@ -110,8 +112,22 @@ class Runner:
     def imagine_inputs(self, sequence: Sequence) -> None:
         """For a throw-away sequence: let a head read zeros in place of the target's states of its uncached tokens."""
 
+    def take_forwards(self) -> tuple[Forward, ...]:
+        """The forwards since the last call. Their times can be read once the device has done them."""
+        forwards, self._forwards = tuple(self._forwards), []
+        return forwards
+
+    def read_forwards(self) -> int:
+        """Microseconds of the forwards that nobody has taken. The device must have done them."""
+        forwards = self.take_forwards()
+        for forward in forwards:
+            if forward.tokens >= self._largest_pass[0]:
+                self._largest_pass = forward.tokens, elapsed_ns(forward.begin, forward.end)
+        return forwards_us(forwards)
+
     def pass_s(self, tokens: int) -> float:
-        """Estimated seconds of a pass of so many tokens: in proportion to the largest pass so far, and never less."""
+        """Estimated seconds of a pass of so many tokens: in proportion to the largest pass that was timed, and never
+        less."""
         count, spent_ns = self._largest_pass
         return max(1.0, tokens / count) * spent_ns / 1e9
 
@@ -187,47 +203,93 @@ class Runner:
             return False
 
     def run(self, feeds: Seq[Feed], drafts: Tensor | None = None) -> Tensor:
-        """Run one pass over all feeds and extend the cache by them. Returns logits [Σ outputs, vocab].
+        """Prepare and compute a pass."""
+        return self.compute(self.prepare(feeds), drafts)
 
-        The logits of prompt rows can be many, so only their states are kept, until the next pass: see `prompt_logits`.
-        drafts [B, ≥ max drafts]: row i holds the draft ids of the i-th feed with outputs.
-        Raises CacheFull, before anything is computed, if no memory is reserved for a feed and none is free.
+    def prepare(self, feeds: Seq[Feed], ahead: Seq[int] = ()) -> PlannedPass:
+        """Reserve memory for a pass over all feeds, and put what it needs on its way to the device.
+
+        ahead: the pass comes when the cache holds ahead[i] more tokens of the i-th feed's sequence; (): no more. Raises
+        CacheFull if no memory is reserved for a feed and none is free.
         """
         ids: list[int] = []
         spans: list[Span] = []
         logit_rows: list[int] = []
         prompt_rows: list[int] = []
         draft_rows: list[int] = []
-        draft_places: list[tuple[int, int]] = []
+        draft_places: list[int] = []
         draft_index = -1
-        for feed in feeds:
+        for feed, more in zip(feeds, ahead or [0] * len(feeds), strict=True):
             draft_index += feed.outputs > 0
             handle = feed.sequence.handle
-            self._known_finite.discard(handle)
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
-            start, count = self.cache.length(handle), feed.committed + feed.drafts
-            self.cache.reserve(handle, count)
+            start, count = self.cache.length(handle) + more, feed.committed + feed.drafts
+            self.cache.reserve(handle, more + count)
             spans.append(Span.at(self.cache.slot(handle), start, count, feed.parents))
             prompt_rows += range(len(ids), len(ids) + feed.prompt_rows)
             ids += self.tokens(feed.sequence)[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
-            draft_places += [(draft_index, j) for j in range(feed.drafts)]
+            for j in range(feed.drafts):
+                draft_places += (draft_index, j)
             ids += [0] * feed.drafts
             logit_rows += range(len(ids) - feed.outputs, len(ids))
+        if self.reader is not None and self.staging.deferred and self.reader.wants(feeds):
+            self.reader.prepare(feeds, [span.start for span in spans], self.staging)
+        put, last = self.staging.ints, self.vocab_size - 1
         # A draft model's vocabulary may be smaller than the target's. A wrong id costs drafts; a fault costs the pass.
-        tokens = index_tensor(ids, self.device).clamp_(max=self.vocab_size - 1)
-        if drafts is not None and draft_rows:
-            self._insert_drafts(tokens, draft_rows, drafts, draft_places)
-        rows = None if len(logit_rows) >= len(ids) else index_tensor(logit_rows, self.device)
-        watched = self._watch(feeds)
-        logits, states = self._forward([feed.sequence.handle for feed in feeds], tokens, spans, rows, watched)
-        for feed, span in zip(feeds, spans, strict=True):
-            self.cache.extend(feed.sequence.handle, span.count)
+        legal = ids if not ids or max(ids) <= last else [min(token, last) for token in ids]
+        return PlannedPass(
+            tuple(feeds),
+            [feed.sequence.handle for feed in feeds],
+            spans,
+            put(legal),
+            put(draft_rows) if draft_rows else None,
+            put(draft_places) if draft_rows and _ragged(feeds) else None,
+            None if len(logit_rows) >= len(ids) else put(logit_rows),
+            put(prompt_rows) if prompt_rows else None,
+            self._plan_blocks([feed.sequence.handle for feed in feeds], spans),
+        )
+
+    def compute(self, planned: PlannedPass, drafts: Tensor | None = None) -> Tensor:
+        """Compute a pass and extend the cache by its feeds. Returns logits [Σ outputs, vocab].
+
+        The logits of prompt rows can be many, so only their states are kept, until the next pass: see `prompt_logits`.
+        drafts [B, ≥ max drafts]: row i holds the draft ids of the i-th feed with outputs.
+        """
+        self._known_finite.difference_update(planned.handles)
+        assert planned.ids is not None, "a step has its own ids"
+        tokens = planned.ids.tensor
+        if drafts is not None and planned.draft_rows is not None:
+            self._insert_drafts(tokens, planned.draft_rows, drafts, planned.draft_places)
+        watched = self._watch(planned.feeds)
+        logits, states = self._forward(planned, tokens, watched)
+        for handle, span in zip(planned.handles, planned.spans, strict=True):
+            self.cache.extend(handle, span.count)
         if self.reader is not None and watched is not None and watched.table is not None:
-            self.reader.read(feeds, [span.start for span in spans], watched.table)
-        self._prompt_states = states[index_tensor(prompt_rows, self.device)] if prompt_rows else None
+            self.reader.read(planned.feeds, [span.start for span in planned.spans], watched.table)
+        rows = planned.prompt_rows
+        self._prompt_states = None if rows is None else states[rows.tensor]
         return logits
+
+    def run_captured(self, key: Hashable | None, region: Callable[[], T], counts: Mapping[int, int]) -> T:
+        """Do the region's work, which feeds counts[handle] tokens of each sequence, by a captured graph if there is one
+        (graphs.py). Its memory is reserved, and the numbers that it reads are put.
+
+        key: what the region depends on beside this model, with the layout of its numbers; None: it is not captured.
+        """
+        self.staging.send()
+        self._known_finite.difference_update(counts)
+        self._prompt_states = None
+        graphs = self.staging.graphs
+        assert graphs is not None, "only an engine with graphs has captured rounds"
+        fixed = key is not None and self.staging.layout is not None
+        began = mark(self.device)
+        result = graphs.run((self.number, key) if fixed else None, region)
+        self._forwards.append(Forward(began, mark(self.device), sum(counts.values())))
+        for handle, length in counts.items():
+            self.cache.extend(handle, length)
+        return result
 
     def keep_paths(self, paths: Iterable[tuple[Sequence, int, Seq[int]]]) -> None:
         """Move the keys and values of accepted nodes to where those of a chain lie. All sequences and layers share one
@@ -257,36 +319,46 @@ class Runner:
         assert self._prompt_states is not None, "the latest pass had prompt rows"
         return self.decoder.logits(self._prompt_states[rows])
 
-    def step(self, sequences: Seq[Sequence], tokens: Tensor) -> Tensor:
-        """Feed each sequence one more token, ids [B] on the device. Returns logits [B, vocab]."""
-        handles = [s.handle for s in sequences]
-        for handle in handles:
-            self.cache.reserve(handle, 1)
-        spans = [Span.at(self.cache.slot(h), self.cache.length(h), 1) for h in handles]
-        logits, _ = self._forward(handles, tokens, spans, None)
-        for handle in handles:
+    def step(self, sequences: Seq[Sequence], tokens: Tensor, planned: PlannedPass | None = None) -> Tensor:
+        """Feed each sequence one more token, ids [B] on the device. Returns logits [B, vocab].
+
+        planned: what `prepare_step` returned for these sequences at this place.
+        """
+        planned = self.prepare_step(sequences) if planned is None else planned
+        logits, _ = self._forward(planned, tokens, None)
+        for handle in planned.handles:
             self.cache.extend(handle, 1)
         return logits
+
+    def prepare_step(self, sequences: Seq[Sequence], ahead: Seq[int] = ()) -> PlannedPass:
+        """As `prepare`, for a step that comes when the cache holds ahead[i] more tokens of sequence i; (): no more."""
+        handles, spans = [s.handle for s in sequences], list[Span]()
+        for handle, more in zip(handles, ahead or [0] * len(handles), strict=True):
+            self.cache.reserve(handle, 1 + more)
+            spans.append(Span.at(self.cache.slot(handle), self.cache.length(handle) + more, 1))
+        return PlannedPass((), handles, spans, None, None, None, None, None, self._plan_blocks(handles, spans))
 
     def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
         """Where a pass over these feeds keeps the states that the reader wants; None: nobody reads any."""
         reader = self.reader
         return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
 
-    def _forward(
-        self,
-        handles: Seq[int],
-        tokens: Tensor,
-        spans: Seq[Span],
-        rows: Tensor | None,
-        watched: WatchedStates | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(logits of `rows` of the pass, states of all rows). rows None: all. forward_ns covers all but prompt rows."""
-        started = perf_counter_ns()
-        config = self.decoder.config
+    def _plan_blocks(self, handles: Seq[int], spans: Seq[Span]) -> PagedPlan | None:
+        """The plan of a pass whose attention reads the blocks themselves; None: `plan_attention` makes it later."""
+        if not self._reads_blocks:
+            return None
+        assert isinstance(self.storage, GatheredStorage)
         self.storage.prepare(handles)
+        return PagedPlan.of(spans, self.storage, self.staging)
+
+    def _attention(self, planned: PlannedPass) -> Attention | PagedAttention:
+        if planned.paged is not None:
+            assert isinstance(self.storage, GatheredStorage)
+            return PagedAttention(planned.paged, self.storage)
+        config = self.decoder.config
+        self.storage.prepare(planned.handles)
         plan = plan_attention(
-            spans,
+            planned.spans,
             self.storage,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -294,24 +366,32 @@ class Runner:
             device=self.device,
             separate_to=self._separate_to,
         )
-        hidden = self.decoder.forward(tokens, Attention(plan, self.storage), watched)
-        logits = self.decoder.logits(hidden if rows is None else hidden[rows])
-        spent_ns, count = perf_counter_ns() - started, tokens.shape[0]
-        self.forward_ns += spent_ns
-        if count >= self._largest_pass[0]:
-            self._largest_pass = count, spent_ns
+        return Attention(plan, self.storage)
+
+    def _forward(self, planned: PlannedPass, tokens: Tensor, watched: WatchedStates | None) -> tuple[Tensor, Tensor]:
+        """(logits of the rows that give any, states of all rows). What is timed leaves out prompt rows."""
+        began = mark(self.device)
+        hidden = self.decoder.forward(tokens, self._attention(planned), watched)
+        rows = planned.logit_rows
+        logits = self.decoder.logits(hidden if rows is None else hidden[rows.tensor])
+        self._forwards.append(Forward(began, mark(self.device), tokens.shape[0]))
         return logits, hidden
 
-    def _insert_drafts(self, tokens: Tensor, rows: list[int], drafts: Tensor, places: list[tuple[int, int]]) -> None:
+    def _insert_drafts(self, tokens: Tensor, rows: Staged, drafts: Tensor, places: Staged | None) -> None:
         """Write drafts[places] into rows `rows` of tokens, without a copy to the host."""
         # The verifier rejects an illegal id; here it must not fault the embedding.
         legal = drafts.clamp(0, self.vocab_size - 1)
-        if len(places) == drafts.numel():
-            values = legal.flatten()
+        if places is None:
+            values = legal[:, : len(rows.tensor) // len(legal)].flatten()
         else:
-            index = torch.tensor(places, device=self.device)
-            values = legal[index[:, 0], index[:, 1]]
-        tokens[index_tensor(rows, self.device)] = values
+            owners, columns = places.tensor.view(-1, 2).unbind(1)
+            values = legal[owners, columns]
+        tokens.index_copy_(0, rows.tensor, values)
+
+
+def _ragged(feeds: Seq[Feed]) -> bool:
+    """Whether the feeds with outputs have different numbers of drafts."""
+    return len({feed.drafts for feed in feeds if feed.outputs}) > 1
 
 
 def kv_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> KVShape:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import elementwise
+from engine.sampling.ragged import Lengths, is_draft, lengths, padded
 
 OVERLAP_SCALE = 1_000_000  # overlaps are integers, in millionths
 
@@ -52,6 +53,7 @@ class DeviceVerdict:
     finite: Tensor  # bool: whether the emitted tokens were drawn from finite scores
     overlaps: Tensor | None = None  # [N, ≤ K] int64: see `overlaps`; −1: no draft
     drawn: Tensor | None = None  # [N, ≤ K + 1] int64: see `drawn`
+    table: Tensor | None = None  # [N, 3 + K] int64: last_rows, tokens, finite and the drafts, where they lie together
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) ->
     return DeviceVerdict(accepted[:, 0], table.gather(1, accepted)[:, 0], all_finite[:, 0].bool())
 
 
-def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience: Tensor) -> AcceptanceLaw:
+def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Lengths, lenience: Tensor) -> AcceptanceLaw:
     """Token by token: accept with probability min(1, p / (l·q)), else draw from norm(max(p − l·q, 0)).
 
     Leviathan et al. 2023, Algorithm 1 and appendix A.5; Chen et al. 2023, Algorithm 2. lenience l [N] in (0, 1]; with
@@ -94,7 +96,7 @@ def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int], lenience
     return AcceptanceLaw(_within(chances, ks), log_scales)
 
 
-def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> AcceptanceLaw:
+def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Lengths) -> AcceptanceLaw:
     """Jointly: keep the longest prefix that any coin accepts (Sun et al. 2024, arXiv 2403.10444, Algorithm 2).
 
     The emitted tokens follow p. In expectation it accepts at least as many drafts as `rejection`.
@@ -110,7 +112,7 @@ def block(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Acceptanc
         inner = log_scales[:, 1:-1]
         mass = residual_mass(logp[:, 1:-1], logq[:, 1:], inner[..., None])
         room = mass - torch.expm1(inner)
-        last = torch.tensor(ks, device=logp.device)[:, None] == torch.arange(1, chances.shape[1], device=logp.device)
+        last = lengths(ks, logp.device)[:, None] == torch.arange(1, chances.shape[1], device=logp.device)
         # 0/0 is 1. NaN is 1 as well: the draft is reached, and the sequence then ends, as under rejection. Behind a
         # draft that p excludes the chance is 0: those rows do not matter.
         inside = torch.where(room > 0, mass / room, 1.0).masked_fill(inner == -torch.inf, 0.0)
@@ -145,11 +147,11 @@ def last_success(chances: Tensor, coins: Tensor) -> Tensor:
     return ((coins < chances) * lengths).amax(1)
 
 
-def emitted_law(logp: Tensor, logq: Tensor, log_scales: Tensor, accepted: Tensor, ks: Seq[int]) -> Tensor:
+def emitted_law(logp: Tensor, logq: Tensor, log_scales: Tensor, accepted: Tensor, ks: Lengths) -> Tensor:
     """Log-weights [N, vocab] of the token after `accepted` [N] drafts: the residual, or p itself after all k."""
     rows = torch.arange(len(accepted), device=logp.device)
     p = logp[rows, accepted]
-    complete = accepted == torch.tensor(ks, device=logp.device)
+    complete = accepted == lengths(ks, logp.device)
     q = logq[rows, accepted.clamp(max=logq.shape[1] - 1)].masked_fill(complete[:, None], -torch.inf)
     return law_after(p, q, log_scales[rows, accepted].masked_fill(complete, 0)[:, None])
 
@@ -189,21 +191,20 @@ def log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:
     return (p - q).masked_fill(q == -torch.inf, -torch.inf)
 
 
-def _within(chances: Tensor, ks: Seq[int]) -> Tensor:
-    return chances.double().masked_fill(~is_draft(ks, chances.device), 0.0)
+def fill_one_hot(logq: Tensor, drafts: Tensor) -> Tensor:
+    """The log-laws logq [N, K, vocab] of drafts [N, K], changed in place where they say nothing.
+
+    One-hot for a token that its law gives no finite probability: it came without a law, or its model's numbers are NaN.
+    −inf everywhere for an id outside the vocabulary.
+    """
+    legal = drafts.clamp(0, logq.shape[-1] - 1)
+    of_drafts = logq.gather(2, legal[..., None])
+    outside = (legal != drafts)[..., None]
+    one_hot = outside | ~torch.isfinite(of_drafts)
+    logq.masked_fill_(one_hot, -torch.inf)
+    return logq.scatter_(2, legal[..., None], of_drafts.masked_fill_(one_hot, 0.0).masked_fill_(outside, -torch.inf))
 
 
-def is_draft(ks: Seq[int], device: torch.device) -> Tensor:
-    """[N, K] bool: whether the entry is one of the sequence's k drafts."""
-    return torch.arange(max(ks), device=device) < torch.tensor(ks, device=device)[:, None]
-
-
-def padded(values: Tensor, ks: Seq[int]) -> Tensor:
-    """[R, …] with k + 1 rows per sequence → [N, K + 1, …], filled up with the sequence's last row."""
-    depth, first, index = max(ks), 0, []
-    if min(ks) == depth:
-        return values.view(len(ks), depth + 1, *values.shape[1:])
-    for k in ks:
-        index.append([first + min(j, k) for j in range(depth + 1)])
-        first += k + 1
-    return values[torch.tensor(index, device=values.device)]
+def _within(chances: Tensor, ks: Lengths) -> Tensor:
+    inside = torch.arange(chances.shape[1], device=chances.device) < lengths(ks, chances.device)[:, None]
+    return chances.double().masked_fill(~inside, 0.0)

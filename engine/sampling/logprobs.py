@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache.transfer import index_tensor
 from engine.host_memory import out_of_memory
 from engine.types import TokenLogprob
 
@@ -73,31 +74,53 @@ def _compute(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogp
     step = max(1, SLICE_BYTES // (LOGIT_BYTES * logits.vocab_size))
     found: list[TokenLogprob] = []
     for part in (slice(first, first + step) for first in range(0, len(rows), step)):
-        taken = logits.take(torch.tensor(rows[part], device=logits.device))
-        found += token_logprobs(taken, tokens[part], top_counts[part])
+        index, ids = index_tensor([*rows[part], *tokens[part]], logits.device).view(2, -1).unbind(0)
+        found += token_logprobs(logits.take(index), ids, tokens[part], top_counts[part])
     entries = iter(found)
     return [tuple(next(entries) for _ in request.rows) for request in requests]
 
 
-def token_logprobs(logits: Tensor, tokens: Seq[int], top_counts: Seq[int]) -> list[TokenLogprob]:
+def token_logprobs(logits: Tensor, ids: Tensor, tokens: Seq[int], top_counts: Seq[int]) -> list[TokenLogprob]:
     """For each row of logits [R, vocab]: the log-probability of its token and of its top_counts[i] likeliest tokens.
 
-    Among equal log-probabilities the lower id comes first.
+    ids [R]: the tokens, on the device. Among equal log-probabilities the lower id comes first.
     """
     logp = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    of_tokens = logp.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    best = _likeliest(logp, min(max(top_counts), logits.shape[-1]))
+    count = min(max(top_counts), logits.shape[-1])
+    likeliest = _likeliest if logits.device.type == "cpu" else _likeliest_on_device
+    of_tokens, best = likeliest(logp, logp.gather(1, ids[:, None]), count)
     return [
         TokenLogprob(token, value, tuple(sorted(top, key=lambda pair: (-pair[1], pair[0]))[:count]))
         for token, value, top, count in zip(tokens, of_tokens, best, top_counts, strict=True)
     ]
 
 
-def _likeliest(logp: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` best (id, logprob) of each row, and all that equal the last of these, in any order."""
+Likeliest = tuple[list[float], list[list[tuple[int, float]]]]
+
+
+def _likeliest(logp: Tensor, of_tokens: Tensor, count: int) -> Likeliest:
+    """(of_tokens [R, 1] as a list, the `count` best (id, logprob) of each row and all that equal the last of these, in
+    any order)."""
     best: list[list[tuple[int, float]]] = [[] for _ in logp]
     if count:
         rows, ids = (logp >= logp.topk(count).values[:, -1:]).nonzero(as_tuple=True)
         for row, token, value in zip(rows.tolist(), ids.tolist(), logp[rows, ids].tolist(), strict=True):
             best[row].append((token, value))
-    return best
+    return of_tokens[:, 0].tolist(), best
+
+
+def _likeliest_on_device(logp: Tensor, of_tokens: Tensor, count: int) -> Likeliest:
+    """As _likeliest, in one copy to the host. Of the tokens that equal the last one, those with the lowest ids."""
+    if not count:
+        return of_tokens[:, 0].tolist(), [[] for _ in logp]
+    values, ids = logp.topk(count)
+    numbers, nobody = torch.arange(logp.shape[-1], device=logp.device), logp.shape[-1]
+    equal = torch.where(logp == values[:, -1:], numbers, nobody).topk(count, largest=False).values
+    rows = torch.cat([of_tokens.double(), values.double(), ids.double(), equal.double()], 1).tolist()
+    best = []
+    for _, *numbers_of_row in rows:
+        row_values, row_ids, row_equal = (numbers_of_row[n * count : (n + 1) * count] for n in range(3))
+        last = row_values[-1]
+        above = [(int(token), value) for token, value in zip(row_ids, row_values, strict=True) if value > last]
+        best.append(above + [(int(token), last) for token in row_equal if token < nobody])
+    return [row[0] for row in rows], best

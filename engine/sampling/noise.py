@@ -4,6 +4,7 @@ There is no global generator. The bits are the same on every device.
 """
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,36 +61,34 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 
-class GumbelRace:
-    """Draws tokens by adding Gumbel noise to scores. Keys and positions [R] int64, temperatures [R] fp64, positive.
-
-    The noise is made once and used for several draws: by the draft and by the target for the same row.
-    """
-
-    def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
-        self._host: BlockNoise | TokenNoise | None = None
-        if keys.device.type == "cpu":
-            kind = BlockNoise if vocab_size > DENSE_NOISE_LIMIT else TokenNoise
-            self._host = kind(keys, positions, temperatures, vocab_size)
-        else:
-            self._noise = gumbel_noise(keys, positions, vocab_size).mul_(temperatures[:, None])
+class Race(Protocol):
+    """Draws tokens by adding Gumbel noise to scores. The same noise serves several draws for the same rows."""
 
     def run(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """Ids [n] for `rows` [n], drawn from softmax(scores / temperature) as argmax(scores + temperature · noise).
 
         scores [n, vocab'] in fp32 or fp64, −inf for excluded tokens; vocab' ≤ vocab_size. Ties take the lowest id.
         """
-        if self._host is not None:
-            return torch.from_numpy(self._host.race(scores, np.array(rows)))
-        noise = self._noise[:, : scores.shape[1]]
-        if list(rows) != list(range(len(noise))):
-            noise = noise[torch.tensor(rows, device=noise.device)]
-        return argmax(noise + scores)
+        ...
+
+
+class GumbelRace:
+    """A race on the CPU. Keys and positions [R] int64, temperatures [R] fp64, positive.
+
+    The noise is made once and used for several draws: by the draft and by the target for the same row.
+    """
+
+    def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
+        kind = BlockNoise if vocab_size > DENSE_NOISE_LIMIT else TokenNoise
+        self._noise: BlockNoise | TokenNoise = kind(keys, positions, temperatures, vocab_size)
+
+    def run(self, scores: Tensor, rows: Seq[int]) -> Tensor:
+        """As Race.run."""
+        return torch.from_numpy(self._noise.race(scores, np.array(rows)))
 
     def run_kept(self, kept: KeptTokens, rows: Seq[int]) -> Tensor:
-        """As run(), where only the kept tokens are left, on the CPU. Token 0 for a row without any."""
-        assert self._host is not None, "only races on the CPU run over kept tokens"
-        return torch.from_numpy(self._host.race_few(np.array(rows)[kept.rows], kept, len(rows)))
+        """As run(), where only the kept tokens are left. Token 0 for a row without any."""
+        return torch.from_numpy(self._noise.race_few(np.array(rows)[kept.rows], kept, len(rows)))
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Bias and penalties: the first part of the one transform (R4).
 
-In transformers' order: logit_bias, repetition penalty, then frequency and presence penalty as OpenAI defines them.
+In transformers' order: logit_bias, repetition penalty, then frequency and presence penalty as OpenAI defines them. Here
+are the penalties on the CPU, which touch the tokens of a row's text only; device_penalties.py has those of a device.
 """
 
 from collections.abc import Sequence as Seq
@@ -8,77 +9,133 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from cache.transfer import index_tensor
+from engine.staging import RoundNumbers, Staged
 from engine.types import SamplingParams
 
 
 class History:
-    """A penalised sequence's committed text, on the device.
+    """A penalised sequence's committed text, on the CPU.
 
     `tokens`: prompt and output, for the repetition penalty (as in transformers and vLLM). `counts` [vocab]: how often a
     token is in the output, for presence and frequency penalties (as OpenAI defines them).
     """
 
-    def __init__(self, params: SamplingParams, num_prompt: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
         self.params = params
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.counts = torch.zeros(vocab_size)
         self._num_prompt = num_prompt
-        self._counted = 0
-        self.tokens = torch.empty(0, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.counts)
 
     def sync(self, tokens: Seq[int]) -> None:
-        """Count the tokens that were committed since the last call."""
-        new = torch.tensor(tokens[self._counted :], dtype=torch.int64, device=self.tokens.device)
-        self.tokens = torch.cat([self.tokens, new])
-        output = new[max(0, self._num_prompt - self._counted) :]
-        self.counts.index_add_(0, output, torch.ones(len(output), device=output.device))
-        self._counted = len(tokens)
+        """Add the tokens that were committed since the last call."""
+        if len(tokens) > self.length:
+            new = index_tensor(tokens[self.length :], self.tokens.device)
+            prompt = max(0, self._num_prompt - self.length)
+            self.tokens = torch.cat([self.tokens, new])
+            self.counts.index_add_(0, new[prompt:], torch.ones(len(new[prompt:])))
 
 
-def biased(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Logits [A, vocab'] plus each row's logit_bias; vocab' may be a draft model's smaller vocabulary."""
-    vocab = logits.shape[-1]
-    entries = [(row, t, value) for row, p in enumerate(params) for t, value in p.logit_bias if t < vocab]
-    if not entries:
-        return logits
-    rows, ids, values = zip(*entries, strict=True)
-    index = torch.tensor([rows, ids], device=logits.device)
-    bias = torch.tensor(values, dtype=logits.dtype, device=logits.device)
-    return logits.index_put((index[0], index[1]), bias, accumulate=True)
+class Bias:
+    """The logit_bias of A rows."""
+
+    def __init__(self, params: Seq[SamplingParams], numbers: RoundNumbers, name: tuple[int, ...]) -> None:
+        """name: of these rows in the round."""
+        self._entries = [(row, t, value) for row, p in enumerate(params) for t, value in p.logit_bias]
+        self._numbers, self._name = numbers, name
+        self._put(self._entries, None)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits [A, vocab'] plus the bias; vocab' may be a draft model's smaller vocabulary."""
+        vocab = logits.shape[-1]
+        known, cut = [entry for entry in self._entries if entry[1] < vocab], None
+        if len(known) < len(self._entries):
+            cut = vocab
+        if not known:
+            return logits
+        index, values = self._put(known, cut)
+        rows, ids = index.tensor.view(2, -1).unbind(0)
+        return logits.index_put((rows, ids), values.tensor.to(logits.dtype), accumulate=True)
+
+    def _put(self, entries: Seq[tuple[int, int, float]], vocab: int | None) -> tuple[Staged, Staged]:
+        name = self._name, vocab
+        index = self._numbers.ints(("biased", *name), lambda: [e[0] for e in entries] + [e[1] for e in entries])
+        return index, self._numbers.floats(("bias", *name), lambda: [e[2] for e in entries])
 
 
-def penalised(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-    """Logits [A, vocab'] with the penalties of each row's history; vocab' may be a draft model's smaller vocabulary.
+class PenaltyRows:
+    """The penalties of A rows on the CPU. Row n sees the text of histories[n] and the drafts that `seen` names."""
 
-    drafted [D]: draft tokens that rows see besides their history; owners [D]: the row that sees each of them. Position
-    j of a round sees the committed tokens and the first j drafts.
-    """
-    vocab = logits.shape[-1]
-    own = torch.tensor([len(h.tokens) for h in histories], device=logits.device)
-    rows = torch.cat([torch.arange(len(histories), device=logits.device).repeat_interleave(own), owners])
-    tokens = torch.cat([*(h.tokens for h in histories), drafted])
-    committed = torch.cat([*(h.counts[h.tokens] for h in histories), _counts_of(histories, drafted, owners)])
-    # A token that a row sees twice gets the same logit twice.
-    places, drafts = rows * len(histories[0].counts) + tokens, owners * len(histories[0].counts) + drafted
-    in_order = drafts.sort().values
-    seen = torch.searchsorted(in_order, places, right=True) - torch.searchsorted(in_order, places)
-    counts = (committed + seen).to(logits.dtype)
+    def __init__(
+        self,
+        histories: Seq[History],
+        seen: Seq[tuple[int, int, int]],
+        numbers: RoundNumbers,
+        name: tuple[int, ...],
+    ) -> None:
+        """seen [D]: (row, sequence of the round, column) of each draft that a row sees. name: of these rows in the
+        round."""
+        self._histories = histories
+        own = [history.length for history in histories]
+        distinct = {id(h): n for n, h in enumerate(dict.fromkeys(histories))}  # rows of a sequence share its history
+        owners = [row for row, _, _ in seen]
+        self._num_seen = len(seen)
+        self._index = numbers.ints(
+            ("penalties", name),
+            lambda: [
+                *own,
+                *owners,
+                *(i for _, i, _ in seen),
+                *(column for _, _, column in seen),
+                *(distinct[id(histories[owner])] for owner in owners),
+            ],
+        )
+        names = "repetition_penalty", "frequency_penalty", "presence_penalty"
+        self._params = numbers.floats(
+            ("penalty parameters", name), lambda: [getattr(h.params, p) for p in names for h in histories]
+        )
 
-    def column(name: str) -> Tensor:
-        values = [getattr(h.params, name) for h in histories]
-        return torch.tensor(values, dtype=logits.dtype, device=logits.device)[rows]
+    def apply(self, logits: Tensor, drafts: Tensor | None) -> Tensor:
+        """Logits [A, vocab'] with the penalties; vocab' may be a draft model's smaller vocabulary. drafts [B, ≥ the
+        columns that are seen]; None if none is seen."""
+        vocab, size = logits.shape[-1], self._histories[0].vocab_size
+        lengths, *of_drafts = self._index.tensor.split([len(self._histories), *[self._num_seen] * 4])
+        owners, sequences, columns, distinct = of_drafts
+        of_texts = torch.arange(len(lengths)).repeat_interleave(lengths)
+        # An illegal draft is rejected, so the rows behind it do not matter.
+        drafted = owners if drafts is None else drafts[sequences, columns].clamp(0, size - 1)
+        rows = torch.cat([of_texts, owners])
+        tokens = torch.cat([*(h.tokens for h in self._histories), drafted])
+        committed = torch.cat([*(h.counts[h.tokens] for h in self._histories), self._counts_of(distinct, drafted)])
+        # A token that a row sees twice gets the same logit twice.
+        places, draft_places = rows * size + tokens, owners * size + drafted
+        counts = (committed + occurrences(places, draft_places)).to(logits.dtype)
+        repetition, frequency, presence = self._params.tensor.to(logits.dtype).view(3, -1)[:, rows].unbind(0)
+        if vocab < size:
+            known = tokens < vocab
+            rows, tokens, counts = rows[known], tokens[known], counts[known]
+            repetition, frequency, presence = repetition[known], frequency[known], presence[known]
+        old = logits[rows, tokens]
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        new = new - (frequency * counts + presence * (counts > 0))
+        return logits.index_put((rows, tokens), new)
 
-    known = tokens < vocab
-    old = logits[rows, tokens.clamp(max=vocab - 1)]
-    repetition = column("repetition_penalty")
-    new = torch.where(old > 0, old / repetition, old * repetition)
-    new = new - (column("frequency_penalty") * counts + column("presence_penalty") * (counts > 0))
-    return logits.index_put((rows[known], tokens[known]), new[known])
+    def _counts_of(self, distinct: Tensor, tokens: Tensor) -> Tensor:
+        """How often each draft is in the output of its row's history."""
+        if not len(tokens):
+            return tokens.float()
+        return torch.stack([h.counts for h in dict.fromkeys(self._histories)])[distinct, tokens]
 
 
-def _counts_of(histories: Seq[History], tokens: Tensor, owners: Tensor) -> Tensor:
-    """How often each token [D] is in the output of the history that `owners` [D] tells."""
-    if not len(tokens):
-        return tokens.float()
-    numbers = {id(h): n for n, h in enumerate(dict.fromkeys(histories))}  # rows of a sequence share its history
-    of_row = torch.tensor([numbers[id(h)] for h in histories], device=tokens.device)
-    return torch.stack([h.counts for h in dict.fromkeys(histories)])[of_row[owners], tokens]
+def occurrences(numbers: Tensor, among: Tensor) -> Tensor:
+    """How often each of the numbers [n] is among others [m], int64 [n]."""
+    in_order = among.sort().values
+    return torch.searchsorted(in_order, numbers, right=True) - torch.searchsorted(in_order, numbers)

@@ -9,9 +9,11 @@ node's path and gives the token after them. All rows of one depth share the nois
 round walks along one path, so it uses the noise of a depth for one row only, and the drafts and coins of smaller depths
 alone decide for which.
 
-The transform, in transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no token
-that the request excludes (exclusions.py), no end tokens before min_tokens, temperature, top-k, top-p, min-p
+The transform, in transformers' order: what changes single logits (adjustments.py), temperature, top-k, top-p, min-p
 (filters.py).
+
+On another device than the CPU, what draws need is put ahead by the prepare… methods, so that a round sends it in one
+copy (staging.py).
 """
 
 from collections.abc import Mapping
@@ -22,11 +24,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from cache.transfer import index_tensor
+from engine.kernels.decide import uniforms as device_uniforms
+from engine.kernels.laws import log_law, log_law_reference
+from engine.sampling.adjustments import Adjustments, RoundRows, put, take
 from engine.sampling.candidates import NO_TOKENS, CutRows
-from engine.sampling.exclusions import Exclusions
+from engine.sampling.device_draws import DeviceFilters, DeviceRace
 from engine.sampling.filters import (
     Filters,
-    apply_temperature,
     cut_without_sorting,
     cuts_without_sorting,
     truncated,
@@ -39,14 +44,15 @@ from engine.sampling.noise import (
     RESIDUAL_STREAM,
     TARGET_STREAM,
     GumbelRace,
+    Race,
     argmax,
     sibling_stream,
     stream_key,
     uniforms,
 )
-from engine.sampling.penalties import History, biased, penalised
 from engine.sampling.siblings import Siblings
 from engine.sequence import Sequence
+from engine.staging import RoundNumbers, Staged, Staging
 from engine.trees import Parents, depths, path, ranks
 
 
@@ -57,32 +63,38 @@ class Sampler:
     logits' vocabulary may be smaller than the target's: a draft model's.
     """
 
-    def __init__(self, sequences: Seq[Sequence], ks: Seq[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        sequences: Seq[Sequence],
+        ks: Seq[int],
+        vocab_size: int,
+        device: torch.device,
+        staging: Staging | None = None,
+    ) -> None:
+        """staging: what takes numbers to the device; None: one of its own."""
         self.device = device
+        self.numbers = RoundNumbers(Staging(device) if staging is None else staging)
+        self._on_device = self.numbers.staging.deferred
         self._sequences = sequences
         self._vocab_size = vocab_size
         self.offsets = tuple(accumulate((k + 1 for k in ks), initial=0))[:-1]
-        self._rows = [
-            (i, j) for i, k in enumerate(ks) for j in range(k + 1)
-        ]  # (sequence, number of drafts that the row sees)
-        self._paths: dict[int, list[int]] = {}  # row of a tree's node → columns of the drafts that it sees
+        self._rows = RoundRows([(i, j) for i, k in enumerate(ks) for j in range(k + 1)])
         self._latest: tuple[Mapping[int, Parents], Sampler] | None = None  # trees, and the sampler for them
-        self._params = params = [sequences[i].params for i, _ in self._rows]
-        noisy = [row for row, (i, _) in enumerate(self._rows) if params[row].temperature and sequences[i].coupled]
+        self._params = params = [sequences[i].params for i, _ in self._rows.places]
+        places = self._rows.places
+        noisy = [row for row, (i, _) in enumerate(places) if params[row].temperature and sequences[i].coupled]
         self._noisy = dict.fromkeys(noisy)  # in order
-        self._race_row = {self._rows[row]: n for n, row in enumerate(noisy)}
+        self._race_row = {places[row]: n for n, row in enumerate(noisy)}
         self._race: GumbelRace | None = None  # of all noisy rows, made when the first draft is drawn
         truncating = {i for i, s in enumerate(sequences) if truncates(s.params)}
-        truncated_rows = [row for row, (i, _) in enumerate(self._rows) if i in truncating] if truncating else []
+        truncated_rows = [row for row, (i, _) in enumerate(places) if i in truncating] if truncating else []
         self._filter_row = {row: n for n, row in enumerate(truncated_rows)}
-        self._biased = frozenset(row for row, p in enumerate(params) if p.logit_bias)
-        self._penalised = frozenset(row for row, p in enumerate(params) if p.penalised)
-        self._banned = self._bans()
         self._filters = (
-            Filters.make([params[row] for row in truncated_rows], vocab_size, device) if truncated_rows else None
+            Filters.make([params[row] for row in truncated_rows], vocab_size, device)
+            if truncated_rows and not self._on_device
+            else None
         )
-        self._exclusions = {i: self._excluded(s) for i, s in enumerate(sequences) if s.params.excludes}
-        self._histories = [self._history(s) for s in sequences] if self._penalised else []
+        self._adjustments = Adjustments(sequences, self._rows, vocab_size, self.numbers)
 
     def on_trees(self, trees: Mapping[int, Parents]) -> "Sampler":
         """The same round's sampler, with the same noise, for drafts that are trees. Other sequences keep their chains.
@@ -93,32 +105,34 @@ class Sampler:
         if self._latest is not None and self._latest[0] == trees:
             return self._latest[1]
         other = copy(self)
-        other._rows, other._paths = list(self._rows), {}
+        other._rows = rows = RoundRows(list(self._rows.places), {})
+        other.numbers = RoundNumbers(self.numbers.staging)
         for i, parents in trees.items():
             for node in range(len(parents)):
                 row, columns = self.offsets[i] + 1 + node, path(parents, node)
-                other._rows[row], other._paths[row] = (i, len(columns)), columns
-        other._banned = other._bans()
+                rows.places[row], rows.paths[row] = (i, len(columns)), columns
+        other._adjustments = Adjustments(self._sequences, rows, self._vocab_size, other.numbers)
         if self._race is None:
-            places = dict.fromkeys(other._rows[row] for row in self._noisy)
+            places = dict.fromkeys(rows.places[row] for row in self._noisy)
             other._race_row = {place: n for n, place in enumerate(places)}
         self._latest = dict(trees), other
         return other
 
-    def _bans(self) -> dict[int, tuple[int, ...]]:
-        """Row → end tokens that it must not draw."""
-        rows = [(row, i, ahead) for row, (i, ahead) in enumerate(self._rows) if self._params[row].min_tokens]
-        return {row: ids for row, i, ahead in rows if (ids := _banned(self._sequences[i], ahead))}
-
-    def _seen(self, row: int) -> Seq[int]:
-        """Columns of the drafts that the row sees."""
-        return self._paths[row] if row in self._paths else range(self._rows[row][1])
+    def prepare(self, rows: Seq[int]) -> None:
+        """Put what draws for these rows need on its way to the device, with all else that waits. Without it the first
+        draw does, in a copy of its own."""
+        if self._on_device:
+            self._adjustments.prepare(rows)
+            self._device_filters(rows)
+            self._race_numbers(rows)
 
     def draw(
         self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None, *, drafting: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(token ids [R], whether each one's score is finite), as sample(scores(…)). On the CPU no scores are made for
         rows that keep few tokens."""
+        if self._on_device:
+            return self._device_race(rows).draw(self.scores(logits, rows, drafts))
         logits = self._before_filters(logits, rows, drafts)
         if cuts_without_sorting(logits) and all(row in self._filter_row and row in self._noisy for row in rows):
             return self._draw_kept(logits.contiguous(), rows, drafting)
@@ -146,66 +160,97 @@ class Sampler:
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
         """The transform without the division by the temperature, [R, vocab] → [R, vocab]; −inf for excluded tokens.
 
-        drafts [B, ≥ what the rows see]: the round's drafts so far; None if no row sees any. `logits` is not changed.
+        drafts [B, ≥ what the rows see]: the round's drafts so far; None if no row sees any. `logits` is not changed. On
+        the CPU scores are in fp32 or fp64. The operations of other devices also take scores in 16 bits.
         """
+        if self._on_device and not self._adjustments.touches(rows):
+            return self._device_filters(rows).cut(logits)
         return self._filtered(self._before_filters(logits, rows, drafts), rows)
 
     def _before_filters(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
         if logits.dtype.itemsize < 4:
             logits = logits.float()
-        if picked := [n for n, row in enumerate(rows) if row in self._biased]:
-            logits = _put(logits, picked, biased(_take(logits, picked), [self._params[rows[n]] for n in picked]))
-        if picked := [n for n, row in enumerate(rows) if row in self._penalised]:
-            logits = _put(logits, picked, self._penalise(_take(logits, picked), [rows[n] for n in picked], drafts))
-        if self._exclusions:
-            logits = self._without_excluded(logits, rows, drafts)
-        if self._banned:
-            logits = self._without_banned(logits, rows)
-        return logits
+        return self._adjustments.apply(logits, rows, drafts)
 
     def _filtered(self, logits: Tensor, rows: Seq[int]) -> Tensor:
+        if self._on_device:
+            return self._device_filters(rows).cut(logits)
         picked = [n for n, row in enumerate(rows) if row in self._filter_row]
         if not picked:
             return logits
         filters = self._filters_of([rows[n] for n in picked])
-        return _put(logits, picked, truncated(_take(logits, picked), filters))
+        return put(logits, picked, truncated(take(logits, picked, self.numbers), filters), self.numbers)
 
     def _filters_of(self, rows: Seq[int]) -> Filters:
         assert self._filters is not None
         return self._filters.pick(self._index([self._filter_row[row] for row in rows]))
+
+    def _device_filters(self, rows: Seq[int]) -> DeviceFilters:
+        return DeviceFilters([self._params[row] for row in rows], self.numbers, tuple(rows))
+
+    def _device_race(self, rows: Seq[int]) -> DeviceRace:
+        """The race of these rows, in which those of the target's own stream have noise."""
+        keys_and_positions, temperatures = self._race_numbers(rows)
+        keys, positions = keys_and_positions.tensor.view(2, -1).unbind(0)
+        return DeviceRace(keys, positions, temperatures.tensor, self._vocab_size)
+
+    def _race_numbers(self, rows: Seq[int]) -> tuple[Staged, Staged]:
+        """(keys, then positions, of these rows; temperatures, 0 for a row without noise)."""
+
+        def keys_and_positions() -> list[int]:
+            places = [self._rows.places[row] for row in rows]
+            keys = {i: _key(self._sequences[i], TARGET_STREAM, False) for i, _ in places}
+            return [*(keys[i] for i, _ in places), *(len(self._sequences[i].tokens) + ahead for i, ahead in places)]
+
+        name = tuple(rows)
+        temperatures = [self._params[row].temperature if row in self._noisy else 0.0 for row in rows]
+        noise = self.numbers.floats(("noise", name), lambda: temperatures)
+        return self.numbers.ints(("race", name), keys_and_positions), noise
 
     def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:
         """Token ids [R], drawn for these rows from the target's own stream (stream 0). Ties take the lowest id.
 
         drafting: the target will draw for the same rows, so the noise of all rows is made and kept.
         """
+        if self._on_device:
+            return self._device_race(rows).draw(scores)[0]
         noisy = [n for n, row in enumerate(rows) if row in self._noisy]
         if not noisy:
             return argmax(scores)
         race, numbers = self._race_of([rows[n] for n in noisy], drafting)
-        drawn = race.run(_take(scores, noisy), numbers)
-        return drawn if len(noisy) == len(rows) else _put(argmax(scores), noisy, drawn)
+        drawn = race.run(take(scores, noisy, self.numbers), numbers)
+        return drawn if len(noisy) == len(rows) else put(argmax(scores), noisy, drawn, self.numbers)
 
     def _race_of(self, rows: Seq[int], drafting: bool) -> tuple[GumbelRace, Seq[int]]:
         """(a race, the numbers that these noisy rows have in it)."""
-        if (drafting or self._paths) and self._race is None:
+        if (drafting or self._rows.paths) and self._race is None:
             self._race = self._make_race(list(self._race_row))
         if self._race is None:
-            return self._make_race([self._rows[row] for row in rows]), range(len(rows))
-        return self._race, [self._race_row[self._rows[row]] for row in rows]
+            return self._make_race([self._rows.places[row] for row in rows]), range(len(rows))
+        return self._race, [self._race_row[self._rows.places[row]] for row in rows]
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """The log of the law [R, vocab] of these rows' tokens, in fp32 or fp64. Their temperature must be positive."""
-        return apply_temperature(scores, self._temperatures(rows)).log_softmax(-1)
+        make = log_law if self._on_device else log_law_reference
+        return make(scores, self._staged_temperatures(rows).tensor)
 
     def propose(self, laws: Tensor, rows: Seq[int], rank: int = 0) -> Tensor:
         """Draft token ids [R], drawn from these rows' log-laws [R, vocab] (stream 1). Draws of other ranks for the same
         rows are independent."""
         return self._draft_race(rows, laws, rank).run(laws, range(len(rows)))
 
-    def _draft_race(self, rows: Seq[int], laws: Tensor, rank: int = 0) -> GumbelRace:
-        indices, ahead = zip(*(self._rows[row] for row in rows), strict=True)
-        return self._race_in(sibling_stream(DRAFT_STREAM, rank), indices, self._index(ahead), laws.shape[1])
+    def _draft_race(self, rows: Seq[int], laws: Tensor, rank: int = 0) -> Race:
+        keys, positions, temperatures = self._draft_numbers(rows, rank)
+        return self._race_with(keys.tensor, positions.tensor, temperatures.tensor, laws.shape[1])
+
+    def _draft_numbers(self, rows: Seq[int], rank: int) -> tuple[Staged, Staged, Staged]:
+        """(keys, positions, temperatures, which are 1) of draws from the drafts' own laws."""
+        places, name = [self._rows.places[row] for row in rows], (rank, tuple(rows))
+        return (
+            self._staged_keys(sibling_stream(DRAFT_STREAM, rank), [i for i, _ in places]),
+            self.numbers.ints(("drafts", *name), lambda: [len(self._sequences[i].tokens) + j for i, j in places]),
+            self._ones(len(places)),
+        )
 
     def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> Tensor:
         """Siblings [R, width]: the best tokens of the race in which sample() draws the first of them; at temperature 0
@@ -213,9 +258,9 @@ class Sampler:
 
         A row with fewer tokens repeats its first one, of which no verifier accepts the second.
         """
-        siblings, left = Siblings(), scores.clone()
-        for _ in range(width):
-            siblings.add(left, self.sample(left, rows, drafting=True))
+        siblings = Siblings(scores, self.sample(scores, rows, drafting=True), width)
+        for _ in range(1, width):
+            siblings.add(self.sample(siblings.left, rows, drafting=True))
         return siblings.tokens()
 
     def propose_top(self, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor]:
@@ -225,23 +270,50 @@ class Sampler:
         The best tokens of a Gumbel race are draws without replacement (Kool et al. 2019, arXiv 1903.06059), and
         propose() draws the first of them. A row with fewer tokens repeats its first one, with a one-hot law.
         """
-        siblings, left, race = Siblings(), laws.clone(), self._draft_race(rows, laws)
-        given = []
-        for rank in range(width):
-            law = left.log_softmax(-1) if rank else laws
-            found = siblings.add(left, race.run(left, range(len(rows))))
+        race, given = self._draft_race(rows, laws), [laws]
+        siblings = Siblings(laws, race.run(laws, range(len(rows))), width)
+        for _ in range(1, width):
+            law = siblings.left.log_softmax(-1)
+            found = siblings.add(race.run(siblings.left, range(len(rows))))
             one_hot = torch.full_like(law, -torch.inf).scatter_(1, siblings.first[:, None], 0.0)
-            given.append(torch.where(found[:, None], law, one_hot) if rank else law)
-        return siblings.tokens(), torch.stack(given, 1)
+            given.append(torch.where(found[:, None], law, one_hot))
+        return siblings.tokens(), torch.stack(given, 1) if width > 1 else laws[:, None]
 
     def emit(self, weights: Tensor, indices: Seq[int], ahead: Tensor) -> Tensor:
         """The recovered or bonus tokens [N] of these sequences, drawn from log-weights [N, vocab] (stream 3) at `ahead`
         [N] positions past their committed text."""
-        return self._race_in(RESIDUAL_STREAM, indices, ahead, weights.shape[1]).run(weights, range(len(indices)))
+        ones = self._ones(len(indices))
+        keys, positions = self._keys(RESIDUAL_STREAM, indices), self._ends(indices) + ahead
+        return self._race_with(keys, positions, ones.tensor, weights.shape[1]).run(weights, range(len(indices)))
 
-    def _race_in(self, stream: int, indices: Seq[int], ahead: Tensor, vocab_size: int) -> GumbelRace:
-        ones = torch.ones(len(indices), dtype=torch.float64, device=self.device)
-        return GumbelRace(self._keys(stream, indices), self._ends(indices) + ahead, ones, vocab_size)
+    def prepare_emit(self, indices: Seq[int]) -> None:
+        """As prepare(), for coins() and emit()."""
+        if self._on_device:
+            self._staged_keys(RESIDUAL_STREAM, indices)
+            self._staged_keys(COIN_STREAM, indices)
+            self._staged_ends(indices)
+            self._ones(len(indices))
+
+    def prepare_laws(self, rows: Seq[int]) -> None:
+        """As prepare(), for laws()."""
+        if self._on_device:
+            self._adjustments.prepare(rows)
+            self._device_filters(rows)
+            self._staged_temperatures(rows)
+
+    def prepare_proposals(self, rows: Seq[int], rank: int = 0) -> None:
+        """As prepare(), for propose() from the laws of these rows."""
+        if self._on_device:
+            self.prepare_laws(rows)
+            self._draft_numbers(rows, rank)
+
+    def _race_with(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> Race:
+        kind = DeviceRace if self._on_device else GumbelRace
+        return kind(keys, positions, temperatures, vocab_size)
+
+    def coin_numbers(self, indices: Seq[int]) -> tuple[Tensor, Tensor]:
+        """(keys, positions of the first coins) [N] that coins() are made of."""
+        return self._keys(COIN_STREAM, indices), self._ends(indices)
 
     def coins(self, indices: Seq[int], depth: int) -> Tensor:
         """Uniform numbers [N, depth] in [0, 1), fp64, that decide about the drafts of these sequences."""
@@ -251,104 +323,67 @@ class Sampler:
     def tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> Tensor:
         """As coins(), [N, largest number of nodes] for the nodes of these trees. A node's position and rank give its
         coin, and a chain gets the coins of coins()."""
-        width = max(map(len, trees))
-        keys, positions = [], []
-        for i, parents in zip(indices, trees, strict=True):
-            sequence, rest = self._sequences[i], [0] * (width - len(parents))
-            streams = [sibling_stream(COIN_STREAM, rank) for rank in ranks(parents)]
-            by_stream = {stream: _key(sequence, stream, True) for stream in set(streams)}
-            keys.append([*(by_stream[stream] for stream in streams), *rest])
-            positions.append([*(len(sequence.tokens) + depth - 1 for depth in depths(parents)), *rest])
-        table = torch.tensor([keys, positions], dtype=torch.int64, device=self.device)
-        return uniforms(table[0], table[1])
+        table = self._staged_tree_coins(indices, trees).tensor.view(2, len(trees), -1)
+        make = device_uniforms if self._on_device else uniforms
+        return make(table[0], table[1])
+
+    def prepare_tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> None:
+        """As prepare(), for tree_coins()."""
+        if self._on_device:
+            self._staged_tree_coins(indices, trees)
+
+    def _staged_tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> Staged:
+        """Keys, then positions, of the coins of all nodes."""
+
+        def keys_and_positions() -> list[int]:
+            width = max(map(len, trees))
+            keys, positions = list[int](), list[int]()
+            for i, parents in zip(indices, trees, strict=True):
+                sequence, rest = self._sequences[i], [0] * (width - len(parents))
+                streams = [sibling_stream(COIN_STREAM, rank) for rank in ranks(parents)]
+                by_stream = {stream: _key(sequence, stream, True) for stream in set(streams)}
+                keys += [*(by_stream[stream] for stream in streams), *rest]
+                positions += [*(len(sequence.tokens) + depth - 1 for depth in depths(parents)), *rest]
+            return keys + positions
+
+        return self.numbers.ints(("coins", tuple(indices), tuple(trees)), keys_and_positions)
 
     def _keys(self, stream: int, indices: Seq[int]) -> Tensor:
         """Keys [N] of a stream. All but the target's stream have new keys in every round (R5)."""
-        per_round = stream != TARGET_STREAM
-        keys = {i: _key(self._sequences[i], stream, per_round) for i in set(indices)}
-        return self._index([keys[i] for i in indices])
+        return self._staged_keys(stream, indices).tensor
+
+    def _staged_keys(self, stream: int, indices: Seq[int]) -> Staged:
+        def keys() -> list[int]:
+            by_sequence = {i: _key(self._sequences[i], stream, stream != TARGET_STREAM) for i in set(indices)}
+            return [by_sequence[i] for i in indices]
+
+        return self.numbers.ints(("keys", stream, tuple(indices)), keys)
 
     def _make_race(self, places: Seq[tuple[int, int]]) -> GumbelRace:
         """The race of (sequence, number of drafts that are seen) pairs."""
         keys = self._keys(TARGET_STREAM, [i for i, _ in places])
         positions = [len(self._sequences[i].tokens) + ahead for i, ahead in places]
-        temperatures = self._column([self._sequences[i].params.temperature for i, _ in places])
-        return GumbelRace(keys, self._index(positions), temperatures, self._vocab_size)
+        temperatures = [self._sequences[i].params.temperature for i, _ in places]
+        column = torch.tensor(temperatures, dtype=torch.float64, device=self.device)
+        return GumbelRace(keys, self._index(positions), column, self._vocab_size)
 
     def _ends(self, indices: Seq[int]) -> Tensor:
-        return self._index([len(self._sequences[i].tokens) for i in indices])
+        return self._staged_ends(indices).tensor
 
-    def _temperatures(self, rows: Seq[int]) -> Tensor:
-        return self._column([self._params[row].temperature for row in rows])
+    def _staged_ends(self, indices: Seq[int]) -> Staged:
+        return self.numbers.ints(("ends", tuple(indices)), lambda: [len(self._sequences[i].tokens) for i in indices])
 
-    def _column(self, values: Seq[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+    def _staged_temperatures(self, rows: Seq[int]) -> Staged:
+        return self.numbers.floats(
+            ("temperatures", tuple(rows)), lambda: [self._params[row].temperature for row in rows]
+        )
 
-    def _history(self, sequence: Sequence) -> History | None:
-        """The sequence's token counts, up to its end; made in its first round. None if it has no penalties."""
-        if not sequence.params.penalised:
-            return None
-        if sequence.history is None:
-            sequence.history = History(sequence.params, sequence.num_prompt, self._vocab_size, self.device)
-        sequence.history.sync(sequence.tokens)
-        return sequence.history
-
-    def _penalise(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
-        numbered = [self._rows[row] for row in rows]
-        histories = [h for h in (self._histories[i] for i, _ in numbered) if h is not None]
-        seen = [(n, i, j) for n, (i, _) in enumerate(numbered) for j in self._seen(rows[n])]
-        owners, sequences, columns = self._index([x for triple in seen for x in triple]).view(-1, 3).unbind(1)
-        # An illegal draft is rejected, so the rows behind it do not matter.
-        drafted = owners if drafts is None else drafts[sequences, columns].clamp(0, self._vocab_size - 1)
-        return penalised(logits, histories, drafted, owners)
-
-    def _excluded(self, sequence: Sequence) -> Exclusions:
-        """The sequence's exclusions, up to its end; made in its first round."""
-        if sequence.exclusions is None:
-            sequence.exclusions = Exclusions(sequence.params, self._vocab_size, self.device)
-        return sequence.exclusions
-
-    def _without_excluded(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
-        logits = logits.clone()
-        for i, exclusions in self._exclusions.items():
-            picked = [n for n, row in enumerate(rows) if self._rows[row][0] == i]
-            if not picked:
-                continue
-            sequence, columns = self._sequences[i], [self._seen(rows[n]) for n in picked]
-            tail = sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - exclusions.width) :]
-            index = self._index(picked)
-            logits[index] = exclusions.apply(logits[index], tail, None if drafts is None else drafts[i], columns)
-        return logits
-
-    def _without_banned(self, logits: Tensor, rows: Seq[int]) -> Tensor:
-        pairs = [(i, t) for i, row in enumerate(rows) for t in self._banned.get(row, ()) if t < logits.shape[-1]]
-        if not pairs:
-            return logits
-        row, token = self._index([x for pair in pairs for x in pair]).view(-1, 2).unbind(1)
-        return logits.index_put((row, token), logits.new_tensor(-torch.inf))
+    def _ones(self, count: int) -> Staged:
+        return self.numbers.floats(("ones", count), lambda: [1.0] * count)
 
     def _index(self, values: Seq[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _banned(sequence: Sequence, ahead: int) -> tuple[int, ...]:
-    """Tokens that would end the text before min_tokens, if drawn `ahead` positions past its end."""
-    early = sequence.num_output + ahead < sequence.params.min_tokens
-    return tuple(sorted(sequence.end_ids)) if early else ()
+        return index_tensor(values, self.device)
 
 
 def _key(sequence: Sequence, stream: int, per_round: bool) -> int:
     return stream_key(sequence.key, stream, len(sequence.tokens) if per_round else None)
-
-
-def _take(values: Tensor, rows: Seq[int]) -> Tensor:
-    """values[rows]; `values` itself if these are all its rows in order."""
-    whole = list(rows) == list(range(values.shape[0]))
-    return values if whole else values[torch.tensor(rows, device=values.device)]
-
-
-def _put(values: Tensor, rows: Seq[int], new: Tensor) -> Tensor:
-    """A copy of values with these rows replaced; `new` itself if these are all rows."""
-    if len(rows) == values.shape[0]:
-        return new
-    return values.index_copy(0, torch.tensor(rows, device=values.device), new)

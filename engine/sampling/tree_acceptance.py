@@ -9,6 +9,7 @@ A round walks from the root down. At each row it tries the row's children in the
 that passes.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from engine.sampling import acceptance
 from engine.sampling.acceptance import DeviceVerdict
+from engine.sampling.ragged import padded
+from engine.staging import RoundNumbers, Staged
 from engine.trees import Parents, depths, ranks
 
 NONE = -1
@@ -33,22 +36,35 @@ class TreeTable:
     height: int  # the largest depth
 
     @classmethod
-    def of(cls, trees: Seq[Parents], device: torch.device) -> "TreeTable":
+    def put(cls, trees: Seq[Parents], numbers: RoundNumbers) -> Staged:
+        """The numbers of the table, on their way to the device."""
+        return numbers.ints(("trees", tuple(trees)), lambda: [x for part in _numbers(trees) for x in part])
+
+    @classmethod
+    def of(cls, trees: Seq[Parents], numbers: RoundNumbers) -> "TreeTable":
         size = max(map(len, trees))
-        rows, by_rank = [], list[list[tuple[int, int, int]]]()
-        for n, parents in enumerate(trees):
-            last = [NONE] * (size + 1)
-            for node, (parent, rank) in enumerate(zip(parents, ranks(parents), strict=True)):
-                by_rank += [[]] if rank == len(by_rank) else []
-                by_rank[rank].append((n, node, last[parent + 1]))
-                last[parent + 1] = node
-            rest = [NONE] * (size - len(parents))
-            rows.append([*(parent + 1 for parent in parents), *rest, 0, *depths(parents), *rest, *last])
-        table = torch.tensor(rows, dtype=torch.int64, device=device)
-        parent_rows, row_depths, last_children = table.split([size, size + 1, size + 1], 1)
-        found = tuple(torch.tensor(nodes, dtype=torch.int64, device=device).t() for nodes in by_rank)
+        nodes_of_rank = Counter(rank for parents in trees for rank in ranks(parents))
+        parts = [len(trees) * (3 * size + 2), *(3 * nodes_of_rank[rank] for rank in sorted(nodes_of_rank))]
+        first, *of_ranks = cls.put(trees, numbers).tensor.split(parts)
+        parent_rows, row_depths, last_children = first.view(len(trees), -1).split([size, size + 1, size + 1], 1)
+        found = tuple(nodes.view(-1, 3).t() for nodes in of_ranks)
         height = max(max(depths(parents), default=0) for parents in trees)
         return cls(parent_rows, row_depths, last_children, found, height)
+
+
+def _numbers(trees: Seq[Parents]) -> list[list[int]]:
+    """The first three tensors side by side, then each entry of by_rank, transposed."""
+    size = max(map(len, trees))
+    rows, by_rank = list[int](), list[list[int]]()
+    for n, parents in enumerate(trees):
+        last = [NONE] * (size + 1)
+        for node, (parent, rank) in enumerate(zip(parents, ranks(parents), strict=True)):
+            by_rank += [[]] if rank == len(by_rank) else []
+            by_rank[rank] += (n, node, last[parent + 1])
+            last[parent + 1] = node
+        rest = [NONE] * (size - len(parents))
+        rows += [*(parent + 1 for parent in parents), *rest, 0, *depths(parents), *rest, *last]
+    return [rows, *by_rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,7 @@ class TreeLaw:
 def match(drawn: Tensor, finite: Tensor, drafts: Tensor, table: TreeTable, ks: Seq[int]) -> DeviceVerdict:
     """As acceptance.match: a node passes if its token is what the target itself drew for its parent's row. Only the
     first of equal siblings can be reached."""
-    tokens, row_finite = acceptance.padded(drawn, ks), acceptance.padded(finite, ks)  # [N, K + 1]
+    tokens, row_finite = padded(drawn, ks), padded(finite, ks)  # [N, K + 1]
     passes = drafts[:, : tokens.shape[1] - 1] == tokens.gather(1, table.parent_rows.clamp(min=0))
     visited = walk(passes, table)
     last = visited[:, -1:]

@@ -1,0 +1,101 @@
+"""All draft steps of a round with their draws, as one captured graph."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from cache.gathered import GatheredStorage
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.model_trees import mark_non_finite
+from engine.models import padded_pass
+from engine.models.attention import Span
+from engine.models.padded_pass import PaddedPlans
+from engine.models.paged_attention import PagedAttention
+from engine.models.runner import Runner
+
+MOST_GAP = 2  # tokens that the first pass reads of a sequence: one after a rejection, two after a full acceptance
+
+
+def can_capture(runner: Runner, batch: DraftBatch, ks: Seq[int]) -> bool:
+    """Whether the chains of a round with these ks may come from a captured graph."""
+    if not batch.captured or not any(ks) or not padded_pass.can_capture(runner):
+        return False
+    return all(runner.uncached(s) <= MOST_GAP for s, k in zip(batch.sequences, ks, strict=True) if k)
+
+
+class CapturedChains:
+    """The chains that a draft model draws for the sequences of a round. Every sequence has rows in each pass. Those of
+    one that drafts nothing, or no more, are padding, and what is drawn for it means nothing."""
+
+    def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int) -> None:
+        """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
+        from there on are not drawn."""
+        self._runner, self._batch, self._ks, self._vocab = runner, batch, tuple(ks), vocab
+        self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
+        runner.staging.note("chains", max(ks), vocab)
+        self._ids = runner.staging.ints(self._gap_ids())
+        self._attentions = self._put_passes()
+        self._columns = [[offset + j for offset in batch.sampler.offsets] for j in range(max(ks))]
+        for rows in self._columns:
+            batch.sampler.prepare(rows)
+        self._key = runner.staging.layout
+
+    def propose(self) -> Draft:
+        """Draw the chains, and extend the cache by what the passes read."""
+        self._runner.take_forwards()
+        counts = {
+            sequence.handle: gap + k - 1  # the last draft is not fed
+            for sequence, gap, k in zip(self._batch.sequences, self._gaps, self._ks, strict=True)
+            if k
+        }
+        tokens = self._runner.run_captured(self._key, self._draw, counts)
+        # A copy, because another model's graph may run before the verification.
+        return Draft(
+            self._ks,
+            tokens.clone(),
+            steps=max(self._ks),
+            read=sum(counts.values()),
+            forwards=self._runner.take_forwards(),
+        )
+
+    def _draw(self) -> Tensor:
+        """Drafts [B, max k]. The region of the graph."""
+        decoder, sampler = self._runner.decoder, self._batch.sampler
+        drafts: list[Tensor] = []
+        fed, last = self._ids.tensor, slice(max(self._gaps) - 1, None, max(self._gaps))
+        for rows, attention in zip(self._columns, self._attentions, strict=True):
+            logits = decoder.logits(decoder.forward(fed, attention)[last])[:, : self._vocab]
+            fed, last = sampler.draw(logits, rows)[0], slice(None)
+            drafts.append(mark_non_finite(fed[:, None], logits))
+        return torch.cat(drafts, 1)
+
+    def _gap_ids(self) -> list[int]:
+        """What the first pass reads: padding, then the gap, of each sequence."""
+        ids: list[int] = []
+        for sequence, gap in zip(self._batch.sequences, self._gaps, strict=True):
+            tokens = self._runner.tokens(sequence)
+            # A draft model's vocabulary may be smaller than the target's.
+            read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
+            ids += [0] * (max(self._gaps) - gap) + read
+        return ids
+
+    def _put_passes(self) -> list[PagedAttention]:
+        """The pass over the gaps, then one over each column of drafts but the last."""
+        cache, storage = self._runner.cache, self._runner.storage
+        assert isinstance(storage, GatheredStorage)
+        handles = [s.handle if k else None for s, k in zip(self._batch.sequences, self._ks, strict=True)]
+        storage.prepare([handle for handle in handles if handle is not None])
+        slots = [None if handle is None else cache.slot(handle) for handle in handles]
+        starts = [0 if handle is None else cache.length(handle) for handle in handles]
+        plans = PaddedPlans(slots, storage, self._runner.staging)
+        counts, rows, put = self._gaps, max(self._gaps), list[PagedAttention]()
+        for column in range(1, max(self._ks) + 1):
+            spans = [
+                None if slot is None or not count else Span.at(slot, start, count)
+                for slot, start, count in zip(slots, starts, counts, strict=True)
+            ]
+            put.append(PagedAttention(plans.put(spans, rows, at_end=True), storage))
+            starts = [start + count for start, count in zip(starts, counts, strict=True)]
+            counts, rows = [int(k > column) for k in self._ks], 1
+        return put

@@ -1,0 +1,48 @@
+"""What a pass of a model reads, and who reads along."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.sequence import Sequence
+from engine.staging import Staging
+from engine.trees import Parents
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one sequence contributes to a pass: `committed` of its uncached tokens, then `drafts` draft tokens."""
+
+    sequence: Sequence
+    committed: int
+    drafts: int = 0
+    outputs: int = 1  # rows of logits, counted from the end of the feed
+    prompt_rows: int = 0  # rows of states from its beginning, for the log-probabilities of the prompt's next tokens
+    # The shape of the tree whose last nodes are the drafts; None: they are a chain. The tree's other nodes lie in the
+    # slot already, and then nothing is committed.
+    parents: Parents | None = None
+
+
+class StateReader(Protocol):
+    """What reads a target's hidden states after its passes, for a head that drafts from them. Its methods do not raise:
+    a head costs drafts and nothing else (R9)."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose states it reads, numbered as in WatchedStates."""
+        ...
+
+    def wants(self, feeds: Seq[Feed]) -> bool:
+        """Whether it reads the states of a pass over these feeds. A pass that it does not read costs nothing."""
+        ...
+
+    def prepare(self, feeds: Seq[Feed], starts: Seq[int], staging: Staging) -> None:
+        """Put what `read` needs after a pass over these feeds on its way to the device, if there is a need to."""
+        ...
+
+    def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
+        """Take the states [N, len(layers) · hidden] of a pass. The i-th feed's rows belong to the positions from
+        starts[i] on. Rows of drafts are among them; the verdict comes later."""
+        ...

@@ -1,0 +1,76 @@
+"""Passes whose shapes depend on few numbers: every sequence has the same number of rows. So they can be captured.
+
+Where a sequence has fewer tokens, its other rows are padding. What padding computes means nothing. Its keys and values
+go to the storage's spare block, which nobody reads, and it reads its own sequence's keys only.
+"""
+
+from collections.abc import Sequence as Seq
+from itertools import repeat
+
+from cache.gathered import GatheredStorage
+from engine.models.attention import Span
+from engine.models.decoder import Decoder
+from engine.models.paged_attention import PagedPlan
+from engine.models.runner import Runner
+from engine.staging import Staged, Staging
+
+
+def can_capture(runner: Runner) -> bool:
+    """Whether passes of the runner's model may be captured. What chooses experts waits for the device."""
+    decoder, graphs = runner.decoder, runner.staging.graphs
+    known = isinstance(decoder, Decoder) and decoder.config.traits.experts is None
+    return known and graphs is not None and isinstance(runner.storage, GatheredStorage)
+
+
+class PaddedPlans:
+    """Plans of passes over the same S sequences. They share the tables of blocks, whose width is a power of two."""
+
+    def __init__(self, slots: Seq[int | None], storage: GatheredStorage, staging: Staging) -> None:
+        """slots: prepared ones, with all memory that the passes need; None: the sequence has no tokens in any pass."""
+        tables = [[] if slot is None else storage.table(slot) for slot in slots]
+        self._width = 1 << (max(map(len, tables)) - 1).bit_length()
+        self._storage, self._staging = storage, staging
+        staging.note("table width", self._width)
+        self._tables = staging.int32s([block for table in tables for block in _filled(table, self._width)])
+        self._shapes: dict[int, tuple[Staged, Staged]] = {}  # rows per sequence → (first rows, owners)
+
+    def put(self, spans: Seq[Span | None], rows: int, *, at_end: bool = False) -> PagedPlan:
+        """The plan of a pass with `rows` rows of each sequence, on its way to the device. None: it has no tokens.
+
+        at_end: a sequence's tokens have the last of its rows, not the first.
+        """
+        positions: list[int] = []
+        cache_rows: list[int] = []
+        for span in spans:
+            own = range(0) if span is None else range(span.start, span.end)
+            stored = [] if span is None else self._storage.row_numbers(span.slot, span.start, span.end)
+            padding = rows - len(own)
+            like = [own[-1] if own else 0] * padding
+            spare = [self._storage.spare_row] * padding
+            positions += [*like, *own] if at_end else [*own, *like]
+            cache_rows += [*spare, *stored] if at_end else [*stored, *spare]
+        first_rows, owners = self._shape(len(spans), rows)
+        return PagedPlan(
+            self._staging.ints(positions),
+            self._staging.ints(cache_rows),
+            self._tables,
+            first_rows,
+            self._staging.int32s([0 if span is None else span.end for span in spans]),
+            owners,
+            rows,
+            self._width * self._storage.block_size,
+            self._staging,
+            None,
+        )
+
+    def _shape(self, sequences: int, rows: int) -> tuple[Staged, Staged]:
+        if rows not in self._shapes:
+            self._staging.note("rows per sequence", rows)
+            first_rows = self._staging.int32s([n * rows for n in range(sequences + 1)])
+            owners = self._staging.int32s([n for n in range(sequences) for _ in range(rows)])
+            self._shapes[rows] = first_rows, owners
+        return self._shapes[rows]
+
+
+def _filled(table: Seq[int], width: int) -> list[int]:
+    return [*table, *repeat(0, width - len(table))]

@@ -1,0 +1,133 @@
+"""Attention that reads a paged cache's blocks where they lie, by one operation for all sequences of a pass.
+
+It serves memory on other devices than the CPU (GatheredStorage). Nothing is grouped, padded or gathered: the operation
+gets the tables of blocks (engine/kernels/paged_attention.py). What a pass needs is put on its way to the device when it
+is planned.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from cache.gathered import GatheredStorage
+from engine.kernels.paged_attention import attend
+from engine.kernels.paged_rows import MAX_NODES, PagedRows, path_bits
+from engine.models.attention import Span
+from engine.models.pass_attention import PLAIN, Scoring
+from engine.staging import Staged, Staging
+from engine.trees import depths
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTrees:
+    """What rows of trees see besides the committed tokens."""
+
+    last_visible: Staged  # [N] int64
+    bases: Staged  # [S] int32: the place of each sequence's first node
+    paths: Staged  # [N] int64: bits of the nodes on each row's path
+    spans: tuple[Span, ...]
+    depth: int  # of the deepest node
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """S sequences with N rows, made once per pass for all layers."""
+
+    positions: Staged  # [N] int64
+    cache_rows: Staged  # [N] int64: the storage's row of each token
+    tables: Staged  # [S · width] int32
+    first_rows: Staged  # [S + 1] int32
+    lengths: Staged  # [S] int32
+    owners: Staged  # [N] int32
+    max_rows: int
+    max_keys: int
+    staging: Staging
+    trees: PagedTrees | None
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], storage: GatheredStorage, staging: Staging) -> "PagedPlan | None":
+        """The plan of a pass over these spans, whose memory is prepared. None if a tree has too many nodes for it."""
+        if any(len(s.parents or ()) > MAX_NODES for s in spans):
+            return None
+        tables = [storage.table(s.slot) for s in spans]
+        width = max(map(len, tables))
+        return cls(
+            staging.ints([p for s in spans for p in s.positions()]),
+            staging.ints([row for s in spans for row in storage.row_numbers(s.slot, s.start, s.end)]),
+            staging.int32s([block for table in tables for block in (*table, *[0] * (width - len(table)))]),
+            staging.int32s([*accumulate((s.count for s in spans), initial=0)]),
+            staging.int32s([s.end for s in spans]),
+            staging.int32s([n for n, s in enumerate(spans) for _ in range(s.count)]),
+            max(s.count for s in spans),
+            max(s.end for s in spans),
+            staging,
+            _trees(spans, staging),
+        )
+
+
+def _trees(spans: Sequence[Span], staging: Staging) -> PagedTrees | None:
+    if all(s.parents is None for s in spans):
+        return None
+    return PagedTrees(
+        staging.ints([place for s in spans for place in s.last_visible()]),
+        staging.int32s([s.base for s in spans]),
+        staging.ints(_paths(spans, None)),
+        tuple(spans),
+        max(max(depths(s.parents)) for s in spans if s.parents is not None),
+    )
+
+
+class PagedAttention:
+    """The attention of one pass over a storage's blocks."""
+
+    def __init__(self, plan: PagedPlan, storage: GatheredStorage) -> None:
+        self._plan = plan
+        self._storage = storage
+        self._rows: dict[int | None, PagedRows] = {}  # by window, if it cuts the paths of trees
+
+    @property
+    def positions(self) -> Tensor:
+        return self._plan.positions.tensor
+
+    def __call__(self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """As Attention."""
+        self._storage.rows[layer].index_copy_(0, self._plan.cache_rows.tensor, kv)
+        return attend(queries, self._storage.blocks[layer], self._rows_within(scoring.window), scoring)
+
+    def _rows_within(self, window: int | None) -> PagedRows:
+        trees = self._plan.trees
+        cut = window if trees is not None and window is not None and window <= trees.depth else None
+        if cut not in self._rows:
+            self._rows[cut] = self._make_rows(trees, cut)
+        return self._rows[cut]
+
+    def _make_rows(self, trees: PagedTrees | None, window: int | None) -> PagedRows:
+        plan, positions = self._plan, self.positions
+        first_rows, paths = plan.first_rows.tensor, None
+        if trees is not None:
+            staged = trees.paths if window is None else plan.staging.ints(_paths(trees.spans, window))
+            paths = staged.tensor
+        return PagedRows(
+            plan.tables.tensor.view(len(first_rows) - 1, -1),
+            first_rows,
+            plan.lengths.tensor,
+            plan.owners.tensor,
+            positions,
+            positions if trees is None else trees.last_visible.tensor,
+            paths,
+            None if trees is None else trees.bases.tensor,
+            plan.max_rows,
+            plan.max_keys,
+        )
+
+
+def _paths(spans: Sequence[Span], window: int | None) -> list[int]:
+    """Per row the bits of the nodes on its path; 0 for a row that is no node."""
+    bits: list[int] = []
+    for s in spans:
+        nodes = path_bits(s.parents, window) if s.parents is not None else []
+        new = min(s.count, len(nodes))
+        bits += [0] * (s.count - new) + nodes[len(nodes) - new :]
+    return bits

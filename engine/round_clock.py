@@ -1,0 +1,80 @@
+"""Times the parts of a round by the device that does the work.
+
+On a CPU the work is done when a call returns, so the host's clock tells. On CUDA a call only queues the work, and by
+the host's clock drafts would seem to cost nothing. There the marks between the parts are events in the device's stream.
+They are read once the round has waited for the device: its download of the verdict comes behind all of them.
+"""
+
+from collections.abc import Iterable
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import torch
+
+Mark = int | torch.cuda.Event  # nanoseconds of the host's clock, or an event in the device's stream
+
+
+class Forward(NamedTuple):
+    """A forward of a model: where it begins and ends, and the tokens that it reads."""
+
+    begin: Mark
+    end: Mark
+    tokens: int
+
+
+class RoundClock:
+    """Times one round. It begins when the clock is made, on a device that has done all that was asked of it before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began_ns = perf_counter_ns()
+        self._began = mark(device)
+        self._drafted = self._began
+
+    def mark_drafted(self) -> None:
+        """The drafters have asked the device for all their work."""
+        self._drafted = mark(self._device)
+
+    def stop(self, *, downloaded: bool) -> tuple[int, int]:
+        """(microseconds of the drafts, microseconds of the rest). downloaded: whether the round has waited for the
+        device by a download. A round without one, such as a chunk of a prompt, waits here: its time and its faults
+        would appear in the next round otherwise."""
+        if not downloaded:
+            wait(self._device)
+        whole_ns = perf_counter_ns() - self._began_ns
+        draft_ns = min(whole_ns, elapsed_ns(self._began, self._drafted))  # an event rounds to half a microsecond
+        return draft_ns // 1000, (whole_ns - draft_ns) // 1000
+
+
+def mark(device: torch.device) -> Mark:
+    """The point in the device's work that all calls so far lead to."""
+    if not _queues(device):
+        return perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait(device: torch.device) -> None:
+    """Return when the device has done all that was asked of it."""
+    if _queues(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def elapsed_ns(begin: Mark, end: Mark) -> int:
+    """Nanoseconds between two marks of one device, which must have come to both."""
+    if isinstance(begin, int) and isinstance(end, int):
+        return end - begin
+    assert not isinstance(begin, int), "the marks are of one clock"
+    assert not isinstance(end, int), "the marks are of one clock"
+    return round(1e6 * begin.elapsed_time(end))
+
+
+def forwards_us(forwards: Iterable[Forward]) -> int:
+    """Microseconds of these forwards together. The device must have done them."""
+    return sum(elapsed_ns(forward.begin, forward.end) for forward in forwards) // 1000
+
+
+def _queues(device: torch.device) -> bool:
+    """Whether calls return before the device has done their work."""
+    return device.type == "cuda"

@@ -1,0 +1,131 @@
+"""Penalties on another device than the CPU: a table of all penalised texts stays there; one operation applies it."""
+
+from collections.abc import Sequence as Seq
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from engine.kernels.penalise import NO_COLUMN, NO_ROW, penalise, record_texts
+from engine.staging import RoundNumbers, Staged, Staging
+from engine.types import SamplingParams
+
+
+class TextTable:
+    """How often each token is in the text of each penalised sequence, [texts, vocab] on the device (record_texts).
+
+    A text has a row from its first round on, until it is collected. Tokens are put on their way once per round and
+    taken in when the table is read.
+    """
+
+    def __init__(self, staging: Staging, vocab_size: int) -> None:
+        self._staging = staging
+        self._uses = torch.zeros(0, vocab_size, dtype=torch.int32, device=staging.device)
+        self._num_rows = 0  # that were ever given to a text
+        self._free: list[int] = []
+        self._started: list[int] = []  # rows of new texts, and tokens that no round has put on their way yet
+        self._new: list[tuple[int, int, int]] = []
+        self._waiting: list[tuple[Staged | None, Staged | None]] = []  # (rows to clear, tokens to add), in order
+
+    @classmethod
+    def of(cls, staging: Staging, vocab_size: int) -> "TextTable":
+        """The one table of this staging's device."""
+        return staging.keep(("texts", vocab_size), lambda: cls(staging, vocab_size))
+
+    def start(self, num_prompt: int) -> "DeviceText":
+        """A new, empty text. Its row is free again once the text is collected."""
+        if not self._free:
+            self._free.append(self._num_rows)
+            self._num_rows += 1
+        row = self._free.pop()
+        self._started.append(row)
+        text = DeviceText(self, row, num_prompt)
+        finalize(text, self._free.append, row).atexit = False
+        return text
+
+    def add(self, row: int, tokens: Seq[int], num_prompt: int) -> None:
+        """Add tokens to a row's text; the first num_prompt of them belong to the prompt."""
+        self._new += [(row, token, int(n >= num_prompt)) for n, token in enumerate(tokens)]
+
+    def put(self) -> None:
+        """Put what was added on its way to the device."""
+        started, self._started = self._started, []
+        new, self._new = self._new, []
+        if started or new:
+            cleared = self._staging.ints(started) if started else None
+            tokens = self._staging.ints([x for column in zip(*new, strict=True) for x in column]) if new else None
+            self._waiting.append((cleared, tokens))
+
+    @property
+    def uses(self) -> Tensor:
+        """[≥ texts, vocab] int32, with all that was put on its way. What raises is taken in at the next read."""
+        if len(self._uses) < self._num_rows:
+            grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses)), self._uses.shape[1])
+            grown[: len(self._uses)] = self._uses
+            self._uses = grown
+        while self._waiting:
+            cleared, tokens = self._waiting[0]
+            if cleared is not None:
+                self._uses.index_fill_(0, cleared.tensor, 0)
+            if tokens is not None:
+                record_texts(self._uses, tokens.tensor)
+            del self._waiting[0]
+        return self._uses
+
+
+class DeviceText:
+    """A penalised sequence's committed text: a row of the table."""
+
+    def __init__(self, table: TextTable, row: int, num_prompt: int) -> None:
+        self.table = table
+        self.row = row
+        self.length = 0  # tokens that were added
+        self._num_prompt = num_prompt
+
+    def sync(self, tokens: Seq[int]) -> None:
+        """Add the tokens that were committed since the last call."""
+        if len(tokens) > self.length:
+            self.table.add(self.row, tokens[self.length :], self._num_prompt - self.length)
+            self.length = len(tokens)
+
+
+class DevicePenalties:
+    """The penalties of A rows, of which some have none."""
+
+    def __init__(
+        self,
+        table: TextTable,
+        texts: Seq[DeviceText | None],
+        params: Seq[SamplingParams],
+        places: Seq[tuple[int, Seq[int]]],
+        numbers: RoundNumbers,
+        name: tuple[int, ...],
+    ) -> None:
+        """texts and params [A]: of each row's sequence. places [A]: (sequence of the round, columns of the drafts that
+        the row sees). name: of these rows in the round."""
+        self._table = table
+        width = max(len(columns) for _, columns in places)
+
+        def index() -> list[int]:
+            rows = zip(texts, places, strict=True)
+            return [x for text, place in rows for x in _index_row(text, *place, width)]
+
+        self._index = numbers.ints(("penalties", name), index)
+        names = "repetition_penalty", "frequency_penalty", "presence_penalty"
+        self._params = numbers.floats(
+            ("penalty parameters", name), lambda: [getattr(p, n) for n in names for p in params]
+        )
+
+    def apply(self, logits: Tensor, drafts: Tensor | None) -> Tensor:
+        """Logits [A, vocab'] with the penalties; vocab' may be a draft model's smaller vocabulary. drafts [B, ≥ the
+        columns that are seen]; None if none is seen."""
+        count = len(logits)
+        index, params = self._index.tensor.view(count, -1), self._params.tensor.view(3, count)
+        return penalise(logits, self._table.uses, index, params, drafts if index.shape[1] > 2 else None)
+
+
+def _index_row(text: DeviceText | None, sequence: int, columns: Seq[int], width: int) -> list[int]:
+    """A row of the index of penalise()."""
+    if text is None:
+        return [NO_ROW, sequence, *[NO_COLUMN] * width]
+    return [text.row, sequence, *columns, *[NO_COLUMN] * (width - len(columns))]

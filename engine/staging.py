@@ -1,0 +1,155 @@
+"""Numbers on their way to the device. What a round puts together before it reads any of it goes there in one copy.
+
+A copy from ordinary memory blocks the host until the device has done all its work. One from pinned memory does not, but
+each costs about as much as a small kernel. So the parts of a round put their numbers first and read them later.
+"""
+
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cache.transfer import index_tensor
+from engine.graphs import Graphs
+
+FIXED_NUMBERS = 1 << 17  # of 64 bits, that the memory of captured rounds holds
+
+T = TypeVar("T")
+
+
+class Staged:
+    """Numbers [n] that wait for the copy to the device, or have arrived there."""
+
+    __slots__ = ("_staging", "_tensor")
+
+    def __init__(self, staging: "Staging", tensor: Tensor | None) -> None:
+        self._staging = staging
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The numbers on the device. The first read sends all that wait."""
+        if self._tensor is None:
+            self._staging.send()
+        assert self._tensor is not None, "sending brings all numbers that wait"
+        return self._tensor
+
+    def arrive(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+
+class Staging:
+    """Collects numbers for one device. On the CPU they have arrived at once.
+
+    With graphs, the numbers of a round that may be captured go to fixed memory, one after the other from its start: two
+    such rounds of equal layout have equal addresses.
+    """
+
+    def __init__(self, device: torch.device, graphs: Graphs | None = None) -> None:
+        """graphs: of work that reads these numbers; None: nothing is captured."""
+        self.device = device
+        self.graphs = graphs
+        self._fixed = None if graphs is None else torch.empty(FIXED_NUMBERS, dtype=torch.int64, device=device)
+        self._used: int | None = None  # numbers in the fixed memory; None: this round's numbers are not all there
+        self._layout: list[Hashable] = []
+        self.deferred = device.type != "cpu"
+        self._numbers = array("q")  # other types by their bits
+        self._waiting: list[tuple[Staged, slice, torch.dtype, int | None]] = []  # (…, its 64 bits, type, how many)
+        self._kept: dict[Hashable, Any] = {}
+
+    def begin(self, *, fixed: bool = False) -> None:
+        """A round begins. fixed: it may be captured. The numbers of the last such round are gone then."""
+        self.send()  # what a round that failed has left
+        self._used = 0 if fixed and self._fixed is not None else None
+        self._layout = []
+
+    @property
+    def layout(self) -> Hashable | None:
+        """The types and counts of the round's numbers so far, with all that was noted; None: this round cannot be
+        captured. Equal layouts have equal addresses."""
+        return None if self._used is None else tuple(self._layout)
+
+    def note(self, name: str, *numbers: int) -> None:
+        """Add numbers of the host that shape the device's work to the layout."""
+        self._layout.append((name, *numbers))
+
+    def ints(self, values: Sequence[int]) -> Staged:
+        """int64 [len(values)]."""
+        if not self.deferred:
+            return Staged(self, index_tensor(values, self.device))
+        return self._wait(array("q", values), torch.int64)
+
+    def int32s(self, values: Sequence[int]) -> Staged:
+        """int32 [len(values)]."""
+        if not self.deferred:
+            return Staged(self, torch.tensor(values, dtype=torch.int32))
+        odd = len(values) % 2
+        return self._wait(array("q", array("i", [*values, 0] if odd else values).tobytes()), torch.int32, len(values))
+
+    def floats(self, values: Sequence[float]) -> Staged:
+        """fp64 [len(values)]."""
+        if not self.deferred:
+            return Staged(self, torch.tensor(values, dtype=torch.float64))
+        return self._wait(array("q", array("d", values).tobytes()), torch.float64)
+
+    def keep(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What stays on the device between rounds under this name; made at the first call."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: T = self._kept[name]
+        return kept
+
+    def send(self) -> None:
+        """Copy all numbers that wait to the device. The host does not wait for it. If it raises, they go on waiting."""
+        if not self._waiting:
+            return
+        numbers = self._numbers
+        sent = self._copy(numbers) if numbers else index_tensor((), self.device)
+        waiting, self._waiting, self._numbers = self._waiting, [], array("q")
+        for staged, place, dtype, count in waiting:
+            part = sent[place]
+            staged.arrive(part if dtype is torch.int64 else part.view(dtype)[:count])
+
+    def _copy(self, numbers: "array[int]") -> Tensor:
+        used, self._used = self._used, None
+        if used is None or self._fixed is None or used + len(numbers) > len(self._fixed):
+            return index_tensor(numbers, self.device)
+        self._used = used + len(numbers)
+        place = self._fixed[used : self._used]
+        return place.copy_(torch.frombuffer(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
+
+    def _wait(self, numbers: "array[int]", dtype: torch.dtype, count: int | None = None) -> Staged:
+        """count: of the numbers of this type; None: all that fit."""
+        staged, first = Staged(self, None), len(self._numbers)
+        self._numbers.extend(numbers)
+        self._waiting.append((staged, slice(first, len(self._numbers)), dtype, count))
+        if self._used is not None:
+            self._layout.append((dtype, len(numbers) if count is None else count))
+        return staged
+
+
+class RoundNumbers:
+    """The numbers that one round needs on the device, each list under a name. A list is made and put once."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self._staged: dict[Hashable, Staged] = {}
+
+    def ints(self, name: Hashable, make: Callable[[], Sequence[int]]) -> Staged:
+        """The list that `make` returns. The same name stands for the same list during the whole round."""
+        staged = self._staged.get(name)
+        if staged is None:
+            staged = self._staged[name] = self.staging.ints(make())
+        return staged
+
+    def index(self, values: Sequence[int]) -> Staged:
+        """These numbers themselves, for an index."""
+        return self.ints(tuple(values), lambda: values)
+
+    def floats(self, name: Hashable, make: Callable[[], Sequence[float]]) -> Staged:
+        staged = self._staged.get(name)
+        if staged is None:
+            staged = self._staged[name] = self.staging.floats(make())
+        return staged
