@@ -1,0 +1,75 @@
+"""How often a steady decode round of eight sequences with four drafts each makes host and device meet, and how many
+operations it runs outside of the models. The budgets only fall: a count below its budget fails too, so that the table
+is tightened."""
+
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.engine.shadow.counting import Counts
+from tests.engine.shadow.report import KINDS, main, measure, pair_of
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    uploads: int
+    downloads: int
+    stalls: int  # how often the host waits for the device
+    outside: int  # operations outside of the models
+
+
+BUDGETS = {
+    "greedy": Budget(1, 1, 1, 17),
+    "match": Budget(1, 1, 1, 17),
+    "rejection": Budget(1, 1, 1, 34),
+    "block, top-p, penalties": Budget(1, 1, 1, 50),
+    "match, logprobs": Budget(2, 2, 2, 32),
+    "lookup": Budget(1, 1, 1, 5),
+    "tree": Budget(3, 1, 1, 48),
+    "tree, rejection": Budget(3, 1, 1, 153),
+    "eagle": Budget(1, 1, 1, 20),
+    "eagle, tree": Budget(2, 1, 1, 51),
+    "medusa": Budget(1, 1, 1, 18),
+    "medusa, tree": Budget(2, 1, 1, 46),
+}
+
+
+def check_budget(kind: str, counts: Counts) -> None:
+    """Raise AssertionError unless the counts are exactly those of the table."""
+    found, budget = Budget(counts.uploads, counts.downloads, counts.stalls, counts.outside), BUDGETS[kind]
+    if found == budget:
+        return
+    over = any(n > most for n, most in zip(astuple(found), astuple(budget), strict=True))
+    advice = "the round asks more of the device than before" if over else "write the smaller counts into BUDGETS"
+    raise AssertionError("\n".join([f"{kind}: {found}, not {budget}: {advice}", *counts.lines()]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_keeps_to_its_budget(folder: Path, kind: str) -> None:
+    check_budget(kind, measure(pair_of(KINDS[kind], folder), KINDS[kind]))
+
+
+def test_a_count_beside_its_budget_is_told_by_line() -> None:
+    counts = Counts()
+    counts.cross("H2D copy", "an upload")
+    with pytest.raises(AssertionError, match=r"smaller counts(.|\n)*H2D copy .*test_crossings.py:\d+"):
+        check_budget("greedy", counts)
+    for _ in range(BUDGETS["greedy"].outside + 1):
+        counts.operate("an operation")
+    with pytest.raises(AssertionError, match=r"asks more of the device(.|\n)*\d+ operations .*test_crossings.py:\d+"):
+        check_budget("greedy", counts)
+
+
+def test_the_report_prints_the_counts_and_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["lookup"])
+    header, cells, *lines = capsys.readouterr().out.splitlines()
+    budget = BUDGETS["lookup"]
+    assert header.split()[:4] == ["round", "uploads", "downloads", "stalls"]
+    assert cells.split()[:5] == ["lookup", *(str(n) for n in astuple(budget))]
+    assert sum("D2H copy" in line and "engine/verification.py" in line for line in lines) == budget.downloads

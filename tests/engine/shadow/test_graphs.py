@@ -1,0 +1,399 @@
+"""Rounds that are captured graphs say what the engine on the CPU says, while lengths, members and drafts change. One
+graph is captured per bucket. Faults that only a replay would show are put in one by one, and each is seen."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache.gathered import GatheredStorage
+from cache.paged import PagedCache
+from cache.transfer import index_tensor
+from engine import captured_round, model_runners
+from engine import round as round_module
+from engine.captured_round import CapturedVerdict
+from engine.drafters.base import Draft, DraftBatch
+from engine.drafters.captured_chains import CapturedChains
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.graphs import Graphs
+from engine.models.runner import Runner
+from engine.sampling.filters import truncates
+from engine.scheduler import Plan
+from engine.sequence import Sequence
+from engine.staging import Staging
+from engine.types import Request, SamplingParams
+from policies.config import PolicyConfig
+from tests.engine.driving import load
+from tests.engine.models.families import CASES, random_checkpoint
+from tests.engine.pairs import Pair
+from tests.engine.shadow.both import Arrivals, Both, run_both, without_measurements
+from tests.engine.shadow.counting import Counts
+from tests.engine.shadow.device import active
+from tests.engine.shadow.emulator import Emulator, emulated_graphs
+
+Patch = pytest.MonkeyPatch
+PARAMS = SamplingParams(temperature=0.8, max_tokens=16, seed=1, ignore_eos=True)
+REPLAYED = 100  # rounds of the long run that are replays at least
+SETTINGS: dict[str, Any] = {
+    "policy": PolicyConfig("fixed", k=3),
+    "cache": "paged",
+    "block_size": 16,
+    "kv_tokens": 800,
+    "max_running": 3,
+    "max_spec_length": 4,
+    "max_model_len": 64,
+    "prefill_chunk": 40,  # or the schedule would depend on the device
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_measurements() -> Iterator[None]:
+    with without_measurements():
+        yield
+
+
+@pytest.fixture
+def emulator(monkeypatch: Patch) -> Iterator[Emulator]:
+    """No graph goes for want of room."""
+    monkeypatch.setattr(model_runners, "Graphs", partial(Graphs, most=1000))
+    with emulated_graphs() as emulator:
+        yield emulator
+
+
+def run(pair: Pair, arrivals: Arrivals, **options: Any) -> Both:
+    config = {name: value for name, value in options.items() if name != "act"}
+    acts = {"act": options["act"]} if "act" in options else {}
+    return run_both(
+        lambda device: load(pair, device=device, graphs=device != "cpu", **{**SETTINGS, **config}), arrivals, **acts
+    )
+
+
+# --- a long run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Watch:
+    """The rounds of an engine, and the parts of them that may be captured."""
+
+    captured: list[bool] = field(default_factory=list)  # by round in which every sequence decodes
+    keys: list[tuple[str, Hashable]] = field(default_factory=list)  # of each part
+    buckets: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # what a part's work depends on → its keys
+
+    def install(self, patch: Patch) -> None:
+        can_capture = captured_round.can_capture
+
+        def watching(plan: Plan, target: Runner) -> bool:
+            captured = can_capture(plan, target)
+            if all(s.emits and s.committed == 1 for s in plan.slices) and target.staging.graphs is not None:
+                self.captured.append(captured)
+            return captured
+
+        patch.setattr(round_module, "can_capture", watching)
+        begin_verdict, begin_chains = CapturedVerdict.__init__, CapturedChains.__init__
+
+        def verdict(part: CapturedVerdict, batch: DraftBatch, ks: Seq[int], target: Runner) -> None:
+            begin_verdict(part, batch, ks, target)
+            logprobs = any(s.params.logprobs is not None for s in batch.sequences)
+            truncated = any(truncates(s.params) for s in batch.sequences)
+            self._note("verdict", part._key, len(ks), _bucket(batch.sequences, ks, target), truncated, logprobs)
+
+        def chains(part: CapturedChains, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int) -> None:
+            active = [s for s, k in zip(batch.sequences, ks, strict=True) if k]
+            gap = max(map(runner.uncached, active))
+            before = runner.staging.layout  # the verdict's numbers lie before the chains'
+            begin_chains(part, runner, batch, ks, vocab)
+            self._note("chains", part._key, before, _bucket(active, ks, runner), gap)
+
+        patch.setattr(CapturedVerdict, "__init__", verdict)
+        patch.setattr(CapturedChains, "__init__", chains)
+
+    def _note(self, part: str, key: Hashable, *bucket: Hashable) -> None:
+        self.keys.append((part, key))
+        self.buckets.setdefault((part, *bucket), set()).add(key)
+
+
+def _bucket(sequences: Seq[Sequence], ks: Seq[int], runner: Runner) -> Hashable:
+    """(most drafts, blocks of the longest of these sequences up to a power of two)."""
+    cache = runner.cache
+    assert isinstance(cache, PagedCache)
+    most = max(len(cache.slot_table(cache.slot(s.handle))) for s in sequences)
+    return max(ks), next(2**n for n in range(20) if 2**n >= most)
+
+
+def random_requests(count: int) -> dict[int, list[Request]]:
+    """Requests of all kinds. One in six is of a kind that is never captured."""
+    choose, step = random.Random(7), 0
+    shared = tuple(range(30, 47))  # a block, which its readers must not write to, and a token
+    arrivals: dict[int, list[Request]] = {}
+    for i in range(count):
+        params = SamplingParams(
+            temperature=choose.choice([0.0, 0.7, 1.3]),
+            top_p=choose.choice([1.0, 1.0, 0.8]),
+            logprobs=choose.choice([None, None, None, 2]),
+            max_tokens=choose.choice([12, 36]),
+            seed=i,
+            ignore_eos=True,
+        )
+        if i % 6 == 5:
+            params = replace(params, frequency_penalty=0.4, max_tokens=6)
+        prompt = tuple(choose.randrange(20, 300) for _ in range(choose.randrange(3, 9)))
+        drafter, k = choose.choice(["model", "model", "lookup"]), choose.choice([0, 1, 3, 3])
+        request = Request(f"r{i}", (shared if i % 3 == 0 else ()) + prompt, params, k=k, drafter=drafter)  # type: ignore[arg-type]
+        arrivals.setdefault(step, []).append(request)
+        step += choose.choice([0, 5, 10])
+    return arrivals
+
+
+def test_captured_rounds_say_what_the_cpu_says(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    watch = Watch()
+    watch.install(monkeypatch)
+    both = run(pair, random_requests(40))
+    both.check()
+    both.check_drafts()
+    assert sum(watch.captured) >= 200
+    assert not all(watch.captured), "no round had to run operation by operation"
+    asked = Counter(watch.keys)
+    assert len(emulator.tapes) == sum(n > 1 for n in asked.values()), "a bucket was captured twice, or never"
+    assert emulator.replays == sum(n - 1 for n in asked.values())
+    assert emulator.replays >= REPLAYED
+    assert {len(keys) for keys in watch.buckets.values()} == {1}, "a part's work depends on more than its bucket"
+    assert len(watch.buckets) == len(asked), "two buckets share a graph"
+
+
+# --- single properties -----------------------------------------------------------------------------------------------
+
+
+def steady_requests(count: int = 2, **fields: Any) -> list[Request]:
+    """Their drafts have different lengths in every round, and their memory grows by a block."""
+    params = replace(PARAMS, **fields)
+    return [Request(f"r{i}", tuple(range(20 + i, 31)), replace(params, seed=i), k=3 - i) for i in range(count)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_replayed_round_crosses_twice_and_asks_for_four_operations(
+    pair: Pair, emulator: Emulator, temperature: float
+) -> None:
+    """The graph of the drafts, two copies of its result, and the graph of the verdict."""
+    rounds, before, replays = list[tuple[int, Counts]](), Counts(), 0
+
+    def act(engine: Engine, step: int) -> None:
+        nonlocal before, replays
+        if engine.config.graphs:
+            counts = active().counts.copy()
+            rounds.append((emulator.replays - replays, counts.since(before)))
+            before, replays = counts, emulator.replays
+
+    run(pair, steady_requests(temperature=temperature, top_p=0.9, max_tokens=30), act=act).check()
+    replayed = [counts for graphs, counts in rounds if graphs == 2]
+    assert len(replayed) > 2
+    found = {(counts.uploads, counts.downloads, counts.stalls, counts.inside, counts.outside) for counts in replayed}
+    assert (1, 1, 1, 0, 4) in found  # a round that captures a graph also counts the operations of the capture
+    assert all(counts[:3] == (1, 1, 1) for counts in found)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request("bias", (20, 21), replace(PARAMS, logit_bias=((20, 3.0),))),
+        Request("penalty", (20, 21), replace(PARAMS, presence_penalty=0.5)),
+        Request("exclusion", (20, 21), replace(PARAMS, allowed_token_ids=(20, 21, 22))),
+        Request("minimum", (20, 21), replace(PARAMS, min_tokens=16, ignore_eos=False)),
+        Request("rejection", (20, 21), PARAMS, verifier="rejection"),
+        Request("tree", (20, 21), PARAMS, tree=(2, 1)),
+    ],
+    ids=lambda request: request.id,
+)
+def test_other_rounds_run_operation_by_operation(pair: Pair, emulator: Emulator, request_: Request) -> None:
+    both = run(pair, [request_])
+    both.check()
+    assert both.shadow.run.drafted
+    assert not emulator.tapes
+
+
+def test_a_minimum_that_is_reached_does_not_matter_any_more(pair: Pair, emulator: Emulator) -> None:
+    run(pair, [Request("minimum", (20, 21), replace(PARAMS, min_tokens=4, ignore_eos=False))]).check()
+    assert emulator.tapes
+
+
+def check_replaced_draft(pair: Pair, other: str) -> None:
+    def act(engine: Engine, step: int) -> None:
+        if step == 6:
+            engine.put_draft(engine.load_draft(other)).release()
+
+    both = run(pair, steady_requests(max_tokens=36), act=act)
+    both.check()
+    both.check_drafts()
+
+
+def test_graphs_are_not_those_of_a_draft_that_was_replaced(
+    pair: Pair, drafts: tuple[str, str], emulator: Emulator
+) -> None:
+    check_replaced_draft(pair, drafts[1])
+    assert emulator.replays > 8
+
+
+def test_negative_control_of_a_draft_that_was_replaced(
+    pair: Pair, drafts: tuple[str, str], emulator: Emulator, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("engine.models.runner._numbers", repeat(0))
+    with pytest.raises(AssertionError):
+        check_replaced_draft(pair, drafts[1])
+
+
+def test_two_draft_models_keep_their_results_apart(pair: Pair, drafts: tuple[str, str], emulator: Emulator) -> None:
+    requests = [replace(r, drafter="merged") for r in steady_requests(max_tokens=36)]
+    both = run(pair, requests, drafts=drafts)
+    both.check()
+    both.check_drafts()
+    assert emulator.replays > 8
+
+
+@pytest.mark.parametrize(("family", "captured"), [("mistral", True), ("gemma2", True), ("mixtral", False)])
+def test_windows_and_caps_are_captured_and_experts_are_not(
+    tmp_path: Path, emulator: Emulator, family: str, captured: bool
+) -> None:
+    case = CASES[family]
+    target = random_checkpoint(case, tmp_path / "target")
+    pair = Pair(target, random_checkpoint(case, tmp_path / "draft", seed=8, like=target))
+    run(pair, steady_requests(temperature=0.3, max_tokens=30), block_size=5).check()
+    assert (emulator.replays > 4) is captured
+
+
+def cut_drafts(patch: Patch) -> None:
+    """The first sequence gets one draft less than the planned ones. Those behind it would be accepted."""
+    propose = ModelDrafter.propose
+
+    def proposing(drafter: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
+        draft = propose(drafter, batch, ks)
+        return replace(draft, ks=(max(0, draft.ks[0] - 1), *draft.ks[1:]))
+
+    patch.setattr(ModelDrafter, "propose", proposing)
+
+
+def test_drafts_beyond_a_sequences_own_are_not_accepted(twins: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    cut_drafts(monkeypatch)
+    both = run(twins, steady_requests(max_tokens=30))
+    both.check()
+    assert both.shadow.run.accepted == both.shadow.run.drafted
+    assert emulator.replays > 4
+
+
+def test_negative_control_of_drafts_beyond_a_sequences_own(twins: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    cut_drafts(monkeypatch)
+    decide = CapturedVerdict._decide
+
+    def deciding(part: CapturedVerdict) -> tuple[Tensor, Tensor | None]:
+        part._limits.tensor.fill_(part._depth)
+        return decide(part)
+
+    monkeypatch.setattr(CapturedVerdict, "_decide", deciding)
+    with pytest.raises(AssertionError, match="the texts differ"):
+        run(twins, steady_requests()).check()
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def an_upload(patch: Patch) -> None:
+    with_region(patch, lambda part: index_tensor([1], part._target.device))
+
+
+def a_download(patch: Patch) -> None:
+    with_region(patch, lambda part: part._limits.tensor.tolist())
+
+
+def work_on_the_host(patch: Patch) -> None:
+    with_region(patch, lambda part: torch.zeros(1))
+
+
+def with_region(patch: Patch, ask: Callable[[CapturedVerdict], object]) -> None:
+    decide = CapturedVerdict._decide
+
+    def deciding(part: CapturedVerdict) -> tuple[Tensor, Tensor | None]:
+        ask(part)
+        return decide(part)
+
+    patch.setattr(CapturedVerdict, "_decide", deciding)
+
+
+def a_number_of_the_host(patch: Patch) -> None:
+    """The graph keeps the number that it was captured with."""
+    decide = CapturedVerdict._decide
+
+    def deciding(part: CapturedVerdict) -> tuple[Tensor, Tensor | None]:
+        part._ids.tensor.fill_(part._batch.sequences[0].tokens[-1])
+        return decide(part)
+
+    patch.setattr(CapturedVerdict, "_decide", deciding)
+
+
+def numbers_behind_those_of_the_last_round(patch: Patch) -> None:
+    begin = Staging.begin
+
+    def beginning(staging: Staging, *, fixed: bool = False) -> None:
+        used = staging._used
+        begin(staging, fixed=fixed)
+        staging._used = used if fixed and used else staging._used
+
+    patch.setattr(Staging, "begin", beginning)
+
+
+def numbers_in_memory_of_their_own(patch: Patch) -> None:
+    patch.setattr(Staging, "_copy", lambda staging, numbers: index_tensor(numbers, staging.device))
+
+
+def a_key_without_the_layout(patch: Patch) -> None:
+    patch.setattr(Staging, "layout", property(lambda staging: None if staging._used is None else "one for all"))
+
+
+def padding_in_a_block_of_a_sequence(patch: Patch) -> None:
+    begin = GatheredStorage.__init__
+
+    def beginning(storage: GatheredStorage, *args: Any) -> None:
+        begin(storage, *args)
+        storage.spare_row = 0
+
+    patch.setattr(GatheredStorage, "__init__", beginning)
+
+
+REFUSED, OTHER = "cannot be captured", "the texts differ"
+FAULTS: list[tuple[Callable[[Patch], None], str]] = [
+    (an_upload, REFUSED),
+    (a_download, REFUSED),
+    (work_on_the_host, REFUSED),
+    (a_number_of_the_host, OTHER),
+    (numbers_behind_those_of_the_last_round, OTHER),
+    (numbers_in_memory_of_their_own, OTHER),
+    (padding_in_a_block_of_a_sequence, OTHER),
+    (a_key_without_the_layout, "IndexError"),
+]
+
+
+def check_steady_rounds(pair: Pair) -> None:
+    both = run(pair, steady_requests())
+    both.check()
+    both.check_drafts()
+
+
+@pytest.mark.parametrize(("fault", "told"), FAULTS)
+def test_a_fault_is_seen(
+    pair: Pair, emulator: Emulator, fault: Callable[[Patch], None], told: str, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=told):
+        check_steady_rounds(pair)
+
+
+def test_without_a_fault_the_check_passes(pair: Pair, emulator: Emulator) -> None:
+    check_steady_rounds(pair)
+    assert emulator.replays > 4

@@ -1,0 +1,107 @@
+"""Where the numbers of a round go: those of captured rounds to fixed memory, so that equal layouts have equal
+addresses."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine import staging as staging_module
+from engine.graphs import Graphs
+from engine.staging import Staged, Staging
+from tests.engine.shadow.cuda import shadow_cuda
+from tests.engine.shadow.device import CUDA, ShadowTensor
+
+
+@pytest.fixture(autouse=True)
+def _shadow() -> Iterator[None]:
+    with shadow_cuda():
+        yield
+
+
+def address(staged: Staged) -> int:
+    assert isinstance(staged.tensor, ShadowTensor)
+    return staged.tensor.elem.data_ptr()
+
+
+def put_round(staging: Staging, first: int, *, fixed: bool = True) -> list[Staged]:
+    staging.begin(fixed=fixed)
+    return [
+        staging.ints(range(first, first + 3)),
+        staging.int32s([first] * 5),
+        staging.floats([first / 3]),
+        staging.ints([]),
+    ]
+
+
+def test_rounds_of_equal_layout_have_equal_addresses() -> None:
+    staging = Staging(CUDA, Graphs())
+    earlier = put_round(staging, 1)
+    before, layout = [address(s) for s in earlier], staging.layout
+    later = put_round(staging, 70)
+    assert [address(s) for s in later] == before
+    assert staging.layout == layout is not None
+    assert [s.tensor.tolist() for s in later] == [[70, 71, 72], [70] * 5, [70 / 3], []]
+    assert earlier[0].tensor.tolist() == [70, 71, 72]  # its memory is the later round's now
+
+
+def test_numbers_that_are_sent_later_in_a_round_lie_behind_the_earlier_ones() -> None:
+    staging = Staging(CUDA, Graphs())
+    together = [address(s) for s in put_round(staging, 1)]
+    parts = put_round(staging, 1)
+    staging.send()
+    more = staging.ints([5])
+    assert [address(s) for s in parts] == together
+    assert address(more) not in together
+    assert parts[0].tensor.tolist() == [1, 2, 3]
+
+
+def test_a_layout_tells_types_counts_and_what_was_noted() -> None:
+    staging = Staging(CUDA, Graphs())
+
+    def layout(*, ints: int = 2, floats: int = 2, note: int = 3) -> object:
+        staging.begin(fixed=True)
+        staging.note("width", note)
+        staging.ints([0] * ints)
+        staging.floats([0.0] * floats)
+        return staging.layout
+
+    kinds = [layout(), layout(ints=3, floats=1), layout(note=4), layout(ints=3)]
+    assert len(set(kinds)) == 4
+    assert layout() == kinds[0]
+
+
+def test_other_rounds_have_memory_of_their_own() -> None:
+    for staging in (Staging(CUDA), Staging(CUDA, Graphs())):
+        earlier = put_round(staging, 1, fixed=staging.graphs is None)
+        assert earlier[0].tensor.tolist() == [1, 2, 3]
+        put_round(staging, 70, fixed=staging.graphs is None)[0].tensor.tolist()
+        assert earlier[0].tensor.tolist() == [1, 2, 3]
+        assert staging.layout is None
+
+
+def test_a_round_that_does_not_fit_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "FIXED_NUMBERS", 8)
+    staging = Staging(CUDA, Graphs())
+    fits = put_round(staging, 1)
+    assert address(fits[0])
+    assert staging.layout is not None
+    more = staging.ints([4, 5])
+    assert more.tensor.tolist() == [4, 5]
+    assert staging.layout is None
+    assert fits[0].tensor.tolist() == [1, 2, 3]
+    put_round(staging, 1)
+    assert staging.layout is not None
+
+
+def test_what_a_failed_round_has_left_does_not_move_the_next_one() -> None:
+    staging = Staging(CUDA, Graphs())
+    before = [address(s) for s in put_round(staging, 1)]
+    put_round(staging, 2)  # nobody reads it
+    assert [address(s) for s in put_round(staging, 3)] == before
+
+
+def test_on_the_cpu_nothing_is_fixed() -> None:
+    staging = Staging(torch.device("cpu"))
+    assert put_round(staging, 1)[0].tensor.tolist() == [1, 2, 3]
+    assert staging.layout is None
