@@ -11,9 +11,10 @@ from torch import Tensor
 from benchmarks.lab.analysis import coupling_acceptance, rejection_acceptance
 from cache.layout import Layout
 from engine.detokenize import Detokenizer, TextStream
+from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, Weights
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from engine.sequence import Sequence as EngineSequence
 from engine.types import RequestRecord, SamplingParams
 

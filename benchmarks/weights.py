@@ -38,9 +38,10 @@ from cache.layout import Layout
 from engine.config import WeightForm
 from engine.host_memory import keep_freed_memory
 from engine.llm import LLM
+from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 
 CONTEXT = 128  # tokens before those of a timed pass
 ROWS = (1, 9)

@@ -1,0 +1,57 @@
+"""Check and measure the engine on a machine with a GPU, in less than nine minutes.
+
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --device cpu --dry-run
+
+Steps: the machine; parity with transformers over several families, in fp32 and bf16; the text with drafts against the
+text without; captured graphs against none; how often a round lets the host wait for the device; and the speed of
+generated pairs with the shapes of 1B → 3B, 1B → 8B and 0.5B → 7B in bf16 at a set acceptance. Each step is a process of
+its own, so none suffers from another's failure. The output ends with a Markdown table and one JSON line. Exit status 1:
+a step failed. A speed that misses its aim is only told. --dry-run does all of it with tiny shapes.
+
+Needs torch, transformers, tokenizers, safetensors and numpy; on CUDA also triton.
+"""
+
+import argparse
+import os
+import sys
+from functools import partial
+
+import torch
+
+from benchmarks.gpu import machine, parity, rounds, speed
+from benchmarks.gpu.steps import Step, json_line, markdown, run_steps
+
+BUDGET_S = 9 * 60.0 - 20  # of all steps; the rest is for the start and the report
+
+
+def all_steps(*, dry: bool) -> list[Step]:
+    pairs = {"tiny pair": speed.DRY_PAIR} if dry else speed.PAIRS
+    return [
+        Step("machine", machine.describe, 40),
+        Step("parity with transformers", parity.compare_families, 90, must_meet=True),
+        Step("text with drafts", parity.compare_texts, 60, must_meet=True),
+        Step("captured graphs", rounds.compare_graphs, 60, must_meet=True),
+        Step("waits for the device", rounds.count_waits, 60, must_meet=True),
+        *(Step(f"speed, {name}", partial(speed.measure_pair, pair), 150) for name, pair in pairs.items()),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default cuda)")
+    p.add_argument("--dry-run", action="store_true", help="tiny shapes, to see that all steps run")
+    p.add_argument("--only", help="steps whose names hold this text")
+    args = p.parse_args(argv)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # all checkpoints are made here
+    steps = [step for step in all_steps(dry=args.dry_run) if (args.only or "") in step.name]
+    if not steps:
+        p.error(f"no step's name holds {args.only!r}")
+    results = run_steps(steps, args.device, dry=args.dry_run, budget_s=BUDGET_S)
+    print("\n" + markdown(results))
+    print(json_line(results, torch=torch.__version__, device=args.device, dry_run=args.dry_run))
+    return int(any(result.status == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The dry run of benchmarks.gpu, and what becomes of it when a step fails."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import parity, rounds, speed
+from benchmarks.gpu.checkpoints import FAMILIES
+from benchmarks.gpu.generated import ModelShape, Texts, write_sparse
+from benchmarks.gpu.steps import Recorder, Result, Row, Skipped, Step, markdown, run_steps
+from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
+from engine.models.loader import load_decoder, open_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+# Names that no step may import, here as missing as on a machine with a GPU. An engine's start measures one round.
+DRY_RUN = """
+import sys
+for name in ("ray", "pydantic", "starlette", "fastapi", "uvicorn", "opentelemetry"):
+    sys.modules[name] = None
+from engine import engine
+engine.PROFILE_S = 0.0
+from benchmarks.gpu.__main__ import main
+sys.exit(main(["--device", "cpu", "--dry-run"]))
+"""
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", DRY_RUN], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows_of(report: dict[str, Any], step: str) -> dict[str, Any]:
+    return next({row["what"]: row["value"] for row in s["rows"]} for s in report["steps"] if s["name"] == step)
+
+
+def test_every_step_of_the_dry_run_ends_well_without_the_server_s_packages(report: dict[str, Any]) -> None:
+    states = {step["name"]: step["status"] for step in report["steps"]}
+    assert len(states) >= 6
+    assert states.pop("captured graphs") in ("ok", "skipped")
+    assert set(states.values()) == {"ok"}, report
+    assert all(step["rows"] for step in report["steps"] if step["status"] == "ok")
+
+
+def test_the_figures_of_a_pair_are_all_there(report: dict[str, Any]) -> None:
+    rows = rows_of(report, "speed, tiny pair")
+    for what in (
+        "decode step over its byte floor, batch 1",
+        "target's forward, 1 + 5 rows over one, batch 1",
+        "goodput over plain at acceptance 0.8, batch 1",
+        "goodput over plain at acceptance 0.8, batch 2",
+    ):
+        assert rows[what] > 0
+    assert rows["accepted share of reached drafts, batch 1"] == pytest.approx(speed.ACCEPTANCE, abs=0.2)
+
+
+# What a step can do to a run
+
+
+def works(recorder: Recorder) -> None:
+    recorder.at_most("figure", 1.0, 2.0)
+
+
+def fails(recorder: Recorder) -> None:
+    recorder.note("before the fault", 3.0)
+    raise RuntimeError("no kernel")
+
+
+def dies(recorder: Recorder) -> None:
+    recorder.note("before the end", 4.0)
+    os._exit(7)
+
+
+def hangs(recorder: Recorder) -> None:
+    recorder.note("before it hangs", 5.0)
+    time.sleep(600)
+
+
+def misses(recorder: Recorder) -> None:
+    recorder.at_least("share", 0.5, 1.0)
+
+
+def skips(recorder: Recorder) -> None:
+    raise Skipped("there is no such device")
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def run(*steps: Callable[[Recorder], None], must_meet: bool = False, limit_s: float = 20.0) -> list[Result]:
+    made = [Step(step.__name__, step, limit_s, must_meet) for step in steps]
+    return run_steps(made, "cpu", dry=True, budget_s=60, say=silent)
+
+
+@forking
+@pytest.mark.parametrize(
+    ("step", "reason", "told"),
+    [
+        (fails, "RuntimeError: no kernel", [Row("before the fault", 3.0)]),
+        (dies, "its process ended with exit code 7", [Row("before the end", 4.0)]),
+        (hangs, "it took too long, so it was ended", [Row("before it hangs", 5.0)]),
+    ],
+)
+def test_a_step_that_fails_is_recorded_and_the_others_run(
+    step: Callable[[Recorder], None], reason: str, told: list[Row]
+) -> None:
+    first, broken, last = run(works, step, works, limit_s=2.0 if step is hangs else 20.0)
+    assert first.status == last.status == "ok"
+    assert first.rows == last.rows == [Row("figure", 1.0, "≤ 2", True)]
+    assert (broken.status, broken.reason, broken.rows) == ("failed", reason, told)
+    assert f"| **{step.__name__}** | failed: {reason} |" in markdown([first, broken, last])
+
+
+@forking
+def test_an_aim_that_is_missed_fails_a_step_only_where_it_must_be_met() -> None:
+    assert [result.status for result in run(misses, works)] == ["ok", "ok"]
+    assert [result.status for result in run(misses, works, must_meet=True)] == ["failed", "ok"]
+
+
+def test_steps_for_cuda_are_processes_that_share_nothing_with_this_one() -> None:
+    step = Step("works", partial(Recorder.note, what="figure", value=1.0), 60)
+    (result,) = run_steps([step], "cuda", dry=True, budget_s=60, say=silent)
+    assert (result.status, result.rows) == ("ok", [Row("figure", 1.0)]), result.reason
+
+
+@forking
+def test_a_skipped_step_tells_why() -> None:
+    (result,) = run(skips)
+    assert (result.status, result.reason) == ("skipped", "there is no such device")
+
+
+@forking
+def test_no_step_begins_after_the_whole_time() -> None:
+    steps = [Step("long", hangs, 60), Step("late", works, 60)]
+    long, late = run_steps(steps, "cpu", dry=True, budget_s=1, say=silent)
+    assert (long.status, late.status, late.reason, late.rows) == ("failed", "failed", "no time is left", [])
+
+
+def test_a_measurement_that_would_end_too_late_is_not_begun() -> None:
+    recorder = Recorder("cpu", True, time.monotonic() + 10, lambda row: None)
+    recorder.check_time(5)
+    with pytest.raises(TimeoutError):
+        recorder.check_time(11)
+
+
+# Generated pairs
+
+TINY = ModelShape("qwen2", 2, 128, 192, 4, 2, 64, 4352)
+
+
+def test_a_generated_checkpoint_is_sparse_and_has_norms_of_one(tmp_path: Path) -> None:
+    path = write_sparse(tmp_path / "made", TINY, torch.float32)
+    stored = (tmp_path / "made" / "model.safetensors").stat()
+    assert stored.st_size > TINY.num_bytes(torch.float32)
+    assert stored.st_blocks * 512 < stored.st_size / 4
+    decoder = load_decoder(open_checkpoint(path), dtype=torch.float32, device=CPU, max_len=64)
+    norm: Any = decoder.norm
+    assert (norm.weight == norm.weight[0]).all()
+    assert norm.weight[0] > 0
+    assert not decoder.layers[1].qkv.weight.any()
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.8, 1.0])
+def test_the_draft_s_permutation_agrees_for_the_set_share(acceptance: float) -> None:
+    texts = Texts.draw(4096, acceptance)
+    count = len(texts.tokens)
+    assert len(texts.target.unique()) == len(texts.draft.unique()) == count
+    assert int((texts.target == texts.draft).sum()) / count == pytest.approx(acceptance, abs=0.01)
+    text = texts.after(int(texts.tokens[0]), count)
+    assert len(set(text)) == count  # no text repeats itself
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.8])
+def test_a_generated_pair_has_the_acceptance_that_was_set(
+    acceptance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts are checked by Bench.run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recorder = Recorder("cpu", True, time.monotonic() + 60, lambda row: None)
+    bench = speed.Bench(speed.DRY_PAIR, acceptance, recorder, tmp_path / "pair", (2,))
+    bench.new_tokens = 300
+    run = bench.run(2, 3)
+    assert run.alpha == pytest.approx(acceptance, abs=0.08)
+
+
+def test_a_batch_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make = Engine.from_config
+
+    def small(config: EngineConfig) -> Engine:
+        if config.max_running > 1:
+            raise ConfigError("it does not fit")
+        return make(config)
+
+    monkeypatch.setattr(Engine, "from_config", small)
+    rows = list[Row]()
+    recorder = Recorder("cpu", True, time.monotonic() + 60, rows.append)
+    bench = speed._largest_bench(speed.DRY_PAIR, recorder, tmp_path)
+    assert bench.batches == (1,)
+    assert rows == [Row("batch 2 is left out", "it does not fit")]
+
+
+def test_a_pair_that_writes_another_text_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recorder = Recorder("cpu", True, time.monotonic() + 60, lambda row: None)
+    bench = speed.Bench(speed.DRY_PAIR, 0.8, recorder, tmp_path / "pair", (1,))
+    bench.engine.target.decoder.head.weight.neg_()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="not what the pair was made to write"):
+        bench.run(1, 0)
+
+
+# Waits for the device
+
+
+def test_each_wait_that_torch_tells_of_is_counted_at_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = list[str]()
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with rounds._told_waits(torch.device("cuda")) as told:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("another matter", stacklevel=1)
+    assert len(told) == 3
+    assert len(set(told)) == 1
+    assert told[0].startswith("tests/benchmarks/test_gpu.py:")
+    assert modes == ["warn", "default"]
+
+
+# Parity
+
+
+def test_another_model_is_no_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: transformers computes other weights than the engine."""
+    rows = list[Row]()
+    recorder = Recorder("cpu", True, time.monotonic() + 60, rows.append)
+    reference = parity._reference
+
+    def disturbed(*arguments: Any) -> Any:
+        model = reference(*arguments)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+        return model
+
+    monkeypatch.setattr(parity, "_reference", disturbed)
+    parity.compare_family(recorder, "llama", FAMILIES["llama"], tmp_path / "llama")
+    assert [row.met for row in rows] == [False, False, False]
