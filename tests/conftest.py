@@ -10,6 +10,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # transformers imports triton; 0 compiles kernels, for a GPU
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
     CACHE = tempfile.TemporaryDirectory(prefix="foretoken-tests-", ignore_cleanup_errors=True)
     os.environ["XDG_CACHE_HOME"] = CACHE.name

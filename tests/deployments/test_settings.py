@@ -111,6 +111,14 @@ def test_the_forms_of_the_weights_reach_the_engine() -> None:
     assert (config.products, config.deterministic) == ("packed", True)
 
 
+def test_graphs_reach_an_engine_on_cuda() -> None:
+    settings = Settings.model_validate({"graphs": "true", "device": "cuda"})
+    assert settings.freeze("cuda").graphs
+    assert not Settings().freeze("cuda").graphs
+    with pytest.raises(ValidationError, match="graphs need device cuda and cache paged, not cpu and paged"):
+        Settings.model_validate({"graphs": "true"})
+
+
 def test_what_the_cache_may_take_reaches_the_engine() -> None:
     config = Settings.model_validate(
         {

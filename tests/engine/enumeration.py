@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft
 from engine.sampling import acceptance
+from engine.sampling.ragged import is_draft
 from engine.types import Verifier
 from engine.verification import draft_laws
 
@@ -82,7 +83,7 @@ def batch_of(starts: Seq[Start]) -> Batch:
     ks: list[int] = lengths.tolist()
     rows = {n: n for n, i in enumerate(owners.tolist()) if starts[i].claimed or starts[i].fixed is None}
     logq = draft_laws(Draft(tuple(ks), drafts, claimed, rows), range(len(ks)), drafts, logp)
-    logq[~acceptance.is_draft(ks, logq.device)] = nan
+    logq[~is_draft(ks, logq.device)] = nan
     leniences = torch.tensor([starts[i].lenience for i in owners.tolist()])
     return Batch(logp, logq, drafts.clamp(0, VOCAB - 1), ks, masses, owners, leniences)
 

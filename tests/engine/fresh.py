@@ -14,7 +14,8 @@ from cache.paged import HIDDEN, PagedCache
 from cache.prefix import Node
 from cache.storage import Blocks, SlottedStorage
 from engine.engine import Engine
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sequence import Sequence
 from tests.engine.driving import make_sequence, model_drafters
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.drafters.base import DraftBatch
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sampling.acceptance import Verdict
 from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter

@@ -12,9 +12,10 @@ from engine.config import ConfigError, EngineConfig
 from engine.load import load_models
 from engine.models import steady_linear
 from engine.models.decoder import _add
+from engine.models.feeds import Feed
 from engine.models.mlp import Gating, gating
 from engine.models.products import ProductMaker, Weights
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from engine.models.steady_linear import TRIAL_CHANNELS, RowRange, SteadyLinear
 from engine.models.traits import Activation
 from engine.types import Request, SamplingParams

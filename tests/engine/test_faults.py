@@ -15,7 +15,8 @@ from cache.storage import Blocks
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sampling import acceptance
 from engine.sampling.acceptance import DeviceVerdict, Verdict, match
 from engine.sequence import Sequence

@@ -443,6 +443,8 @@ def test_end_tokens_of_a_request(engine: Engine) -> None:
         ({"suffix_tokens": -1}, "suffix_tokens must not be negative, not -1"),
         ({"max_spec_length": -1}, "max_spec_length must not be negative, not -1"),
         ({"deterministic": True, "policy": PolicyConfig(trees=True)}, "policy trees cannot be honoured"),
+        ({"graphs": True}, "graphs need device cuda and cache paged, not cpu and paged"),
+        ({"graphs": True, "device": "cuda", "cache": "slotted"}, "graphs need .*, not cuda and slotted"),
     ],
 )
 def test_configurations_that_cannot_start(changes: dict[str, Any], message: str) -> None:

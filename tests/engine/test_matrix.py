@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import engine.sampling.sampler as sampling_module
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.chain import ChainedDrafter
 from engine.engine import Engine
@@ -27,7 +26,8 @@ from engine.sampling import acceptance
 from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.noise import sequence_key
-from engine.sampling.penalties import penalised
+from engine.sampling.penalties import PenaltyRows
+from engine.sampling.ragged import padded
 from engine.types import (
     DRAFTERS,
     VERIFIERS,
@@ -342,7 +342,7 @@ def test_alone(
 
 def accept_all(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
     accepted = torch.tensor(ks)
-    last = acceptance.padded(drawn, ks).gather(1, accepted[:, None])[:, 0]
+    last = padded(drawn, ks).gather(1, accepted[:, None])[:, 0]
     return DeviceVerdict(accepted, last, torch.ones(len(ks), dtype=torch.bool))
 
 
@@ -365,9 +365,8 @@ def test_negative_control_penalties_that_do_not_see_the_drafts(
     engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """The rows of a round then have the penalties of its first row."""
-    monkeypatch.setattr(
-        sampling_module, "penalised", lambda x, h, drafted, owners: penalised(x, h, drafted[:0], owners[:0])
-    )
+    put = PenaltyRows.__init__
+    monkeypatch.setattr(PenaltyRows, "__init__", lambda self, h, seen, *others: put(self, h, (), *others))
     wanted = [j for d in DRAFTERS for j in cells(whole, d, "match", case=case)]
     results = got(hear(engine, [j.request() for j in wanted]))
     assert any(not same(results[j.name], expected(j, plain)) for j in wanted)

@@ -14,7 +14,8 @@ from engine import profiling
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.profile_cache import ProfileFile
 from engine.profiling import profile
 from engine.round import Outcome, run_round

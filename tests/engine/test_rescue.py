@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sampling import logprobs
 from engine.sampling.penalties import History
 from engine.types import Request, SamplingParams, TokenLogprob
@@ -200,10 +200,10 @@ def tell_or_fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, Seq[int]
     """`fails` is asked with the rows of a call and the numbers of alternatives that are to be told for them."""
     tell = logprobs.token_logprobs
 
-    def failing(logits: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
+    def failing(logits: Tensor, ids: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
         if fails(len(tokens), counts):
             raise error
-        return tell(logits, tokens, counts)
+        return tell(logits, ids, tokens, counts)
 
     monkeypatch.setattr(logprobs, "token_logprobs", failing)
 

@@ -20,7 +20,7 @@ from engine import round as round_module
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.model import DraftLaws
 from engine.engine import Engine
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence

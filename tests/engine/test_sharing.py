@@ -16,7 +16,8 @@ from cache.prefix import Node, PrefixIndex
 from cache.storage import Blocks
 from engine import scheduler as scheduler_module
 from engine.engine import Engine
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.scheduler import MIN_SHARED, Scheduler
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams

@@ -15,7 +15,7 @@ from engine.config import ConfigError
 from engine.drafters.base import Offer
 from engine.engine import MOST_REPEATS, Engine
 from engine.models.decoder import Decoder
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sequence import Sequence
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
 from policies.config import PolicyConfig

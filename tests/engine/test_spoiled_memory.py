@@ -14,7 +14,8 @@ from torch import Tensor
 from cache.paged import PagedCache
 from cache.storage import Blocks, Storage
 from engine.engine import Engine
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, model_drafter

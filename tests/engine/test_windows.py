@@ -14,7 +14,7 @@ from cache.paged import HIDDEN, PagedCache
 from engine.config import ConfigError
 from engine.engine import Engine
 from engine.models.decoder import Decoder
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from engine import engine as engine_module
+from engine import round_clock
 from engine import worker as worker_module
 from engine.commit import Committed, commit
 from engine.engine import Engine, StepResult
-from engine.models import runner as runner_module
 from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.types import (
@@ -512,7 +512,7 @@ def test_the_first_step_of_a_large_model_is_no_stall(
     ticks = itertools.count()
     with monkeypatch.context() as patch:
         if slow:
-            patch.setattr(runner_module, "perf_counter_ns", lambda: next(ticks) * 10**10)
+            patch.setattr(round_clock, "perf_counter_ns", lambda: next(ticks) * 10**10)
         engine = load(pair, max_running=2, max_step_tokens=40)
     held, gate, run = threading.Event(), threading.Event(), engine.target.run
 

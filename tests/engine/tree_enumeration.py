@@ -18,6 +18,7 @@ from engine import trees
 from engine.drafters.base import Draft
 from engine.sampling import tree_acceptance
 from engine.sampling.tree_acceptance import TreeTable
+from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
 from engine.verification import draft_laws
 from tests.engine.enumeration import (
@@ -165,7 +166,7 @@ def _rows(start: TreeStart, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def tree_emissions(starts: Seq[TreeStart]) -> list[Tensor]:
     """Entry a [S, vocab^(a + 1)]: the probability that the round emits exactly this text, a drafts and one token."""
     batch = drafts_of(starts)
-    table = TreeTable.of(batch.shapes, batch.logp.device)
+    table = TreeTable.of(batch.shapes, RoundNumbers(Staging(batch.logp.device)))
     law = tree_acceptance.rejection(batch.logp, batch.logq, batch.drafts, table, batch.leniences)
     chance = _ends(law.chances, table)
     sizes, heights = (

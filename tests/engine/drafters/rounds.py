@@ -4,14 +4,16 @@ from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from engine.drafters.base import Draft, DraftBatch, Drafter
+from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 
 
 def make_batch(*sequences: Sequence) -> DraftBatch:
-    """A round of these. Only a model draws with the sampler, so there is none."""
-    sampler: Any = None
-    return DraftBatch(sequences, sampler)
+    """A round of these. Only a model draws with the sampler, so it has no rows."""
+    return DraftBatch(sequences, Sampler((), [], 1, torch.device("cpu")))
 
 
 def make_verdict(*accepted: int) -> Any:

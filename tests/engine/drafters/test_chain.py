@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine import trees
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
 from engine.drafters.chain import ChainedDrafter
+from engine.round_clock import Forward
 from engine.sequence import Sequence
 from engine.types import DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows
@@ -57,7 +58,7 @@ class Fake:
         self._may_fail("propose")
         offered = [min(k, self.script.get(s.handle, 0)) for s, k in zip(batch.sequences, ks, strict=True)]
         n = self.number
-        nothing = replace(Draft.none(len(ks)), steps=n + 1, read=7 * n, forward_us=10 * n)
+        nothing = replace(Draft.none(len(ks)), steps=n + 1, read=7 * n, forwards=(Forward(0, n, n),))
         if not any(offered):
             return nothing
         depth = max(offered) + self.wider
@@ -164,7 +165,7 @@ def test_every_mix_of_chains_offers_and_laws(
     called = [fake for fake in fakes.values() if fake.asked]
     assert draft.steps == sum(fake.number + 1 for fake in called)
     assert draft.read == sum(7 * fake.number for fake in called)
-    assert draft.forward_us == sum(10 * fake.number for fake in called)
+    assert sorted(forward.tokens for forward in draft.forwards) == sorted(fake.number for fake in called)
     assert not draft.failed
 
 

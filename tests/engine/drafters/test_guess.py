@@ -40,7 +40,7 @@ def echoes(most: int = 99, max_pause: int = MAX_PAUSE) -> tuple[GuessDrafter[Ech
         made.append(Echo(most))
         return made[-1]
 
-    return GuessDrafter(make, CPU, max_pause), made
+    return GuessDrafter(make, max_pause), made
 
 
 def offered(drafter: GuessDrafter[Echo], sequence: Sequence, accepted: int, k: int = 2) -> int:
@@ -80,7 +80,7 @@ def test_tokens_before_the_lookback_are_not_fed() -> None:
         made.append(Echo())
         return made[-1]
 
-    drafter = GuessDrafter(make, CPU, lookback=5)
+    drafter = GuessDrafter(make, lookback=5)
     sequence = make_sequence(0, [*range(40)])
     for length, fed in ((40, [*range(35, 40)]), (42, [40, 41]), (42, []), (60, [*range(55, 60)])):
         sequence.tokens[:] = range(length)
@@ -99,7 +99,7 @@ class Pronged(Echo):
 
 def test_trees_where_they_are_allowed() -> None:
     """A tree that is a chain is told as a chain. `block` gets chains."""
-    drafter = GuessDrafter(lambda _: Pronged(), CPU)
+    drafter = GuessDrafter(lambda _: Pronged())
     sequences = [make_sequence(i, [1, 2, 3]) for i in range(5)]
     sequences[3].verifier = "block"
     batch = replace(make_batch(*sequences), branches=(True, False, True, True, True))
@@ -110,7 +110,7 @@ def test_trees_where_they_are_allowed() -> None:
 
 
 def test_trees_of_a_wanted_shape() -> None:
-    drafter = GuessDrafter(lambda _: Pronged(), CPU)
+    drafter = GuessDrafter(lambda _: Pronged())
     sequences = [make_sequence(i, [1, 2, 3]) for i in range(3)]
     batch = replace(make_batch(*sequences), shapes=((ROOT, 0, ROOT), None, (ROOT, 0, 0)))
     draft = drafter.propose(batch, [3, 3, 3])
@@ -119,7 +119,7 @@ def test_trees_of_a_wanted_shape() -> None:
 
 
 def test_an_offer_for_a_wanted_tree_is_not_cut_to_a_chain() -> None:
-    drafter = GuessDrafter(lambda _: Echo(most=1), CPU)
+    drafter = GuessDrafter(lambda _: Echo(most=1))
     chained, branched, silent = make_sequence(0, [1, 2]), make_sequence(1, [1, 2]), make_sequence(2, [])
     branched.tree = silent.tree = (ROOT, ROOT, ROOT)
     assert [drafter.offer(s, 3).max_k for s in (chained, branched, silent)] == [1, 3, 0]
@@ -140,7 +140,7 @@ def test_a_pause_and_an_offer_hold_for_trees_too() -> None:
         made.append(Pronged())
         return made[-1]
 
-    drafter = GuessDrafter(make, CPU)
+    drafter = GuessDrafter(make)
     sequence = make_sequence(0, [1, 2])
     told = []
     for _ in range(5):

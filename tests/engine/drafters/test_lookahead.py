@@ -106,7 +106,7 @@ class SlowLookahead:
 def test_drafts_are_those_of_a_slow_reference(seed: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead, "MOST_BRANCHES", 1000)  # the reference forgets nothing
     draw = random.Random(seed)
-    drafter, slow = LookaheadDrafter(CPU), SlowLookahead()
+    drafter, slow = LookaheadDrafter(), SlowLookahead()
     sequence = make_sequence(0, [draw.randrange(5) for _ in range(draw.randint(2, 9))])
     sequence.params, sequence.verifier = SamplingParams(temperature=1.0), "match" if tree else "block"
     accepted, k = 0, 0
@@ -148,7 +148,7 @@ def drafts_of(drafter: LookaheadDrafter, sequence: Sequence, rounds: int = 4) ->
 
 
 def test_a_sequence_that_lost_its_memory_begins_anew() -> None:
-    drafter, sequence = LookaheadDrafter(CPU), make_sequence(0, [1, 2, 3])
+    drafter, sequence = LookaheadDrafter(), make_sequence(0, [1, 2, 3])
     first = drafts_of(drafter, sequence)
     drafter.forget(sequence)
     drafter.forget(sequence)
@@ -161,7 +161,7 @@ def test_a_sequence_that_lost_its_memory_begins_anew() -> None:
 
 def test_a_round_that_is_tried_again_without_drafts_teaches_nothing() -> None:
     """Nor does the next round of others: its rows are not those of the failed round's drafts."""
-    drafter, sequence, other = LookaheadDrafter(CPU), make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3])
+    drafter, sequence, other = LookaheadDrafter(), make_sequence(0, [1, 2, 3]), make_sequence(1, [1, 2, 3])
     draft = drafter.propose(make_batch(sequence, other), [8, 8])
     drafter.observe(make_batch(sequence, other), make_verdict())
     of_others = make_batch(sequence, other)

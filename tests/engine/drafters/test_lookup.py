@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,17 +116,17 @@ def test_guesses(tokens: list[int], k: int, guess: list[int]) -> None:
 def test_the_drafter_on_a_copy_and_on_text_without_any() -> None:
     rng = random.Random(2)
     text = [rng.randrange(4000) for _ in range(120)]
-    copied = play(lookup_drafter(torch.device("cpu")), make_sequence(0, text), text, k=4)
+    copied = play(lookup_drafter(), make_sequence(0, text), text, k=4)
     assert copied[:4] == [(0, 0), (0, 0), (0, 0), (4, 4)]
     assert sum(accepted for _, accepted in copied) >= 0.75 * len(text)
-    fresh = play(lookup_drafter(torch.device("cpu")), make_sequence(0, text[:60]), text[60:], k=4)
+    fresh = play(lookup_drafter(), make_sequence(0, text[:60]), text[60:], k=4)
     assert not any(drafted for drafted, _ in fresh)
 
 
 def test_misleading_text_is_soon_left_alone() -> None:
     """Every fourth token is new, so that each match is wrong about what comes next."""
     output = [token for i in range(100) for token in (1, 2, 3, 100 + i)]
-    played = play(lookup_drafter(torch.device("cpu")), make_sequence(0, [1, 2, 3, 9]), output, k=1)
+    played = play(lookup_drafter(), make_sequence(0, [1, 2, 3, 9]), output, k=1)
     drafted = [i for i, (offered, _) in enumerate(played) if offered]
     assert not any(accepted for _, accepted in played)
     assert 4 <= len(drafted) <= 20  # of a hundred chances

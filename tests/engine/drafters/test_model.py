@@ -12,7 +12,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models import attention
 from engine.models.attention import AttentionPlan
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams, Verifier

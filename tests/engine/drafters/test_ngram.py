@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,7 +115,7 @@ def test_the_first_look_at_a_long_prompt_is_one_at_the_window(monkeypatch: pytes
 
     monkeypatch.setattr(NGrams, "push", counted)
     prompt = [i % 97 for i in range(5000)]
-    offer = ngram_drafter(torch.device("cpu")).offer(make_sequence(0, prompt), 3)
+    offer = ngram_drafter().offer(make_sequence(0, prompt), 3)
     assert pushes == prompt[-512:]
     assert offer.max_k == 3
 
@@ -165,6 +164,6 @@ def test_a_window_without_room_for_the_longest_n_gram() -> None:
 
 def test_the_drafter_on_a_refrain() -> None:
     sequence = make_sequence(0, [7, 8, 9, 10, 11, 12])
-    played = play(ngram_drafter(torch.device("cpu")), sequence, [7, 8, 9, 10, 11, 12] * 5, k=6)
+    played = play(ngram_drafter(), sequence, [7, 8, 9, 10, 11, 12] * 5, k=6)
     assert played[:2] == [(0, 0), (4, 4)]
     assert all(accepted == drafted > 0 for drafted, accepted in played[1:-1])

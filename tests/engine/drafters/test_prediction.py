@@ -120,7 +120,7 @@ def test_a_guess_with_one_error_in_ten(kind: str) -> None:
     """Each error costs the drafts around it, and everything else is offered: nothing is lost for good."""
     rng = random.Random(kind)
     text = [rng.randrange(1000) for _ in range(600)]
-    drafter, sequence = PredictionDrafter(CPU), make_predicted([5], tuple(edited(rng, text, [kind] * 60)))
+    drafter, sequence = PredictionDrafter(), make_predicted([5], tuple(edited(rng, text, [kind] * 60)))
     played = play(drafter, sequence, text, k=4)
     drafter.forget(sequence)
     assert sequence.tokens == [5, *text]
@@ -137,7 +137,7 @@ def test_errors_in_blocks() -> None:
     guess = list(text)
     for place, dropped, inserted in [(550, 10, 0), (450, 0, 10), (350, 10, 10), (250, 10, 3), (150, 3, 10), (50, 7, 7)]:
         guess[place : place + dropped] = [-1 - i for i in range(inserted)]
-    drafter, sequence = PredictionDrafter(CPU), make_predicted([5], tuple(guess))
+    drafter, sequence = PredictionDrafter(), make_predicted([5], tuple(guess))
     played = play(drafter, sequence, text, k=8)
     drafter.forget(sequence)
     differing = 10 + 10 + 10 + 3 + 7
@@ -147,7 +147,7 @@ def test_errors_in_blocks() -> None:
 
 def test_a_guess_that_is_right() -> None:
     sequence = make_predicted([5], GUESS)
-    drafter = PredictionDrafter(CPU)
+    drafter = PredictionDrafter()
     assert play(drafter, sequence, list(GUESS), k=4) == [(4, 4)] * 4
     drafter.forget(sequence)
     assert (sequence.record.prediction_tokens, sequence.record.prediction_accepted) == (20, 20)
@@ -155,7 +155,7 @@ def test_a_guess_that_is_right() -> None:
 
 def test_a_guess_that_is_wrong_costs_one_draft() -> None:
     """The first token differs, then the second: from there on it is lost and says nothing."""
-    played = play(PredictionDrafter(CPU), make_predicted([5], GUESS), list(range(100, 140)), k=4)
+    played = play(PredictionDrafter(), make_predicted([5], GUESS), list(range(100, 140)), k=4)
     assert [drafted for drafted, _ in played] == [4, 4] + [0] * 38
 
 
@@ -178,7 +178,7 @@ def test_the_record_does_not_depend_on_drafting() -> None:
     """Neither on rounds without drafts, nor on how often it is forgotten; a sequence never drafted for has one too."""
     output = [10, 11, 99, 13, 14]
     drafted, plain = make_predicted([5], GUESS), make_predicted([5], GUESS)
-    drafter = PredictionDrafter(CPU)
+    drafter = PredictionDrafter()
     play(drafter, drafted, output[:2], k=3)
     drafted.tokens += output[2:]
     plain.tokens += output
@@ -190,7 +190,7 @@ def test_the_record_does_not_depend_on_drafting() -> None:
 
 
 def test_a_sequence_without_a_prediction() -> None:
-    sequence, drafter = make_sequence(0, [1, 2, 3]), PredictionDrafter(CPU)
+    sequence, drafter = make_sequence(0, [1, 2, 3]), PredictionDrafter()
     assert play(drafter, sequence, [1, 2, 3, 1, 2, 3], k=4) == [(0, 0)] * 6
     drafter.forget(sequence)
     drafter.audit(set())
@@ -198,7 +198,7 @@ def test_a_sequence_without_a_prediction() -> None:
 
 
 def test_what_cannot_be_counted_is_forgotten_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequence, drafter = make_predicted([1], GUESS), PredictionDrafter(CPU)
+    sequence, drafter = make_predicted([1], GUESS), PredictionDrafter()
     drafter.propose(make_batch(sequence), [2])
     monkeypatch.setattr(PredictionFollower, "push", lambda *_: 1 / 0)
     sequence.tokens.append(10)

@@ -187,7 +187,7 @@ def proposed(drafter: SuffixDrafter, sequence: Sequence, k: int = 3) -> list[int
 
 
 def test_a_tenant_sees_its_own_outputs_only() -> None:
-    drafter = SuffixDrafter(CPU, 100)
+    drafter = SuffixDrafter(100)
     ended(drafter, 0, [1, 2, 3, 4], salt="a")
     ended(drafter, 1, [1, 2, 8, 9], salt="b")
     assert proposed(drafter, salted(2, [7, 1, 2], salt="a")) == [3, 4]
@@ -198,20 +198,20 @@ def test_a_tenant_sees_its_own_outputs_only() -> None:
 
 @pytest.mark.parametrize(("verifier", "guess"), [("match", [3, 4]), ("rejection", []), ("block", [])])
 def test_a_text_that_depends_on_its_drafts_gets_none_from_other_requests(verifier: Verifier, guess: list[int]) -> None:
-    drafter = SuffixDrafter(CPU, 100)
+    drafter = SuffixDrafter(100)
     ended(drafter, 0, [1, 2, 3, 4])
     assert proposed(drafter, salted(1, [7, 1, 2], verifier=verifier)) == guess
     assert proposed(drafter, salted(2, [1, 2, 5, 1, 2], verifier=verifier), 1) == [5]  # the longer match is its own
 
 
 def test_prompts_are_not_kept() -> None:
-    drafter = SuffixDrafter(CPU, 100)
+    drafter = SuffixDrafter(100)
     ended(drafter, 0, [1, 2])
     assert proposed(drafter, salted(1, [7, 50])) == []
 
 
 def test_an_output_counts_once_and_only_when_it_has_ended() -> None:
-    drafter = SuffixDrafter(CPU, 100)
+    drafter = SuffixDrafter(100)
     sequence = salted(0, [50])
     sequence.start()
     drafter.offer(sequence, 1)
@@ -233,7 +233,7 @@ def test_an_output_counts_once_and_only_when_it_has_ended() -> None:
 
 
 def test_a_request_with_another_drafter_leaves_nothing() -> None:
-    drafter = SuffixDrafter(CPU, 100)
+    drafter = SuffixDrafter(100)
     sequence = salted(0, [50])
     sequence.start()
     sequence.tokens += [1, 2]
@@ -246,24 +246,24 @@ def test_a_request_with_another_drafter_leaves_nothing() -> None:
 
 
 def test_a_repeated_output_is_known_from_its_first_tokens() -> None:
-    drafter, output = SuffixDrafter(CPU, 100), [*range(60, 90)]
+    drafter, output = SuffixDrafter(100), [*range(60, 90)]
     ended(drafter, 0, output)
     played = play(drafter, salted(1, [50, 51]), output, k=8)
     assert sum(accepted for _, accepted in played) >= 24
     assert len(played) <= 6
-    assert not any(accepted for _, accepted in play(SuffixDrafter(CPU, 0), salted(1, [50, 51]), output, k=8))
+    assert not any(accepted for _, accepted in play(SuffixDrafter(0), salted(1, [50, 51]), output, k=8))
 
 
 def test_misleading_text_is_soon_left_alone() -> None:
     """Every fourth token is new, so that each match is wrong about what comes next."""
     output = [token for i in range(100) for token in (1, 2, 3, 100 + i)]
-    played = play(SuffixDrafter(CPU, 100), salted(0, [1, 2, 3, 9]), output, k=1)
+    played = play(SuffixDrafter(100), salted(0, [1, 2, 3, 9]), output, k=1)
     wrong = [i for i, (offered, accepted) in enumerate(played) if offered and not accepted]
     assert 2 <= len(wrong) < len(played) / 2
 
 
 def test_only_a_longer_match_than_the_wrong_one_is_tried_in_a_pause() -> None:
-    drafter, sequence = SuffixDrafter(CPU, 100), salted(0, [1, 2, 3, 4, 5, 6, 20, 1])
+    drafter, sequence = SuffixDrafter(100), salted(0, [1, 2, 3, 4, 5, 6, 20, 1])
     # Each time what is proposed and what the target says instead: it is always wrong.
     told = [([2], 4), ([], 30), ([], 5), ([6], 1), ([], 4), ([30], 40)]
     for offered, token in told:

@@ -14,7 +14,7 @@ from engine.heads.eagle import EagleHead
 from engine.heads.eagle_drafter import EagleDrafter
 from engine.heads.eagle_runner import HeadRunner
 from engine.heads.states import TargetStates
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.types import DrafterName, Request, SamplingParams
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
 from tests.engine.heads.eagles import FORMATS, SlowHead, save_eagle_pair
@@ -86,7 +86,7 @@ def test_negative_control_wrong_state(eagle: Pair) -> None:
     sequence.drafter = "model"
     with torch.inference_mode():
         target.run([Feed(sequence, LENGTH, outputs=0)])
-        states = head.states.rows(1, 0, LENGTH).roll(1, 0)
+        states = head.states.take(torch.tensor(head.states.row_numbers(1, 0, LENGTH))).roll(1, 0)
         head.states.drop(1)
         head.states.read([Feed(sequence, LENGTH)], [0], states)
         head.allocate(sequence)

@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_runner import HeadRunner
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sequence import Sequence
 from engine.types import DrafterName, Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence, model_drafter

@@ -21,13 +21,14 @@ from engine.drafters.model_trees import TreeDraft
 from engine.engine import Engine
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_drafter import EagleDrafter
-from engine.heads.eagle_runner import HeadRunner, _Outputs
+from engine.heads.eagle_runner import HeadRunner, _Rows
 from engine.heads.states import TargetStates
 from engine.load import make_drafters
 from engine.models.attention import Attention
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
+from engine.staging import Staging
 from engine.types import Verifier
 from policies.config import PolicyConfig
 from tests.engine.law.checking import Sample, check_speculation, draw, law_of, refuses
@@ -106,7 +107,7 @@ def head_engine() -> Engine:
     layout = kv_layout(slots, MAX_LEN) if kv_kind() == "slotted" else Layout(slots, MAX_LEN, 4, slots * 5 + 1)
     target = Runner(cast(Decoder, TableDecoder(TARGET)), layout, CPU)
     target.reader = states = TargetStates((1,), {"model", "cascade"}, max_rows=20_000)
-    head = HeadRunner(cast(EagleHead, TableHead()), layout, CPU, states)
+    head = HeadRunner(cast(EagleHead, TableHead()), layout, states, Staging(CPU))
     drafter = make_drafters([EagleDrafter(head, VOCAB, config.max_step_tokens, 512)], CPU, suffix_tokens=100)
     return Engine(config, target, drafter, cast(Tokenizer, Letters()), frozenset({END}), drafter.names)
 
@@ -143,7 +144,7 @@ def test_another_law_than_a_draft_was_drawn_from_is_seen(verifier: Verifier, mon
     """q of the batch's next sequence. (Under match no q is looked at.)"""
     keep = DraftLaws._keep
 
-    def of_another_row(self: DraftLaws, indices: Seq[int], column: int, laws: Tensor) -> None:
+    def of_another_row(self: DraftLaws, indices: Tensor, column: int, laws: Tensor) -> None:
         keep(self, indices, column, laws.roll(1, 0))
 
     monkeypatch.setattr(DraftLaws, "_keep", of_another_row)
@@ -153,8 +154,8 @@ def test_another_law_than_a_draft_was_drawn_from_is_seen(verifier: Verifier, mon
 def test_another_law_than_a_node_was_drawn_from_is_seen(monkeypatch: Patch) -> None:
     put = TreeDraft._put_laws
 
-    def of_another_row(self: TreeDraft, level: Any, picked: Any, given: Tensor) -> None:
-        put(self, level, picked, given.roll(1, 0))
+    def of_another_row(self: TreeDraft, children: Any, given: Tensor) -> None:
+        put(self, children, given.roll(1, 0))
 
     monkeypatch.setattr(TreeDraft, "_put_laws", of_another_row)
     assert refuses(asked("rejection"), engine=head_engine(), **of_tree(TREES[1]))
@@ -186,14 +187,14 @@ def read_the_latest_states(monkeypatch: Patch) -> None:
 
 
 def carry_another_sequence(monkeypatch: Patch) -> None:
-    take = _Outputs.take
-    monkeypatch.setattr(_Outputs, "take", lambda self, keys: take(self, keys).roll(1, 0))
+    find = _Rows.find
+    monkeypatch.setattr(_Rows, "find", lambda self, keys: find(self, [*keys[-1:], *keys[:-1]]))
 
 
 def carry_the_roots(monkeypatch: Patch) -> None:
     """Every node follows the committed text."""
-    take = _Outputs.take
-    monkeypatch.setattr(_Outputs, "take", lambda self, keys: take(self, [(handle, -1) for handle, _ in keys]))
+    find = _Rows.find
+    monkeypatch.setattr(_Rows, "find", lambda self, keys: find(self, [(handle, -1) for handle, _ in keys]))
 
 
 @pytest.mark.parametrize(

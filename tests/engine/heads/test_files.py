@@ -23,8 +23,8 @@ from engine.largest_rounds import measure_largest_rounds
 from engine.load import load_models, plan_memory
 from engine.memory_budget import measure_activations
 from engine.model_runners import max_states
+from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
-from engine.models.runner import Feed
 from engine.types import Request, SamplingParams
 from tests.engine.driving import load, make_sequence, model_drafter
 from tests.engine.heads.eagles import (

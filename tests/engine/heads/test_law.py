@@ -145,7 +145,7 @@ def test_another_law_than_the_drafts_were_drawn_from_is_seen(
     """The laws before the temperature in place of those behind it."""
     keep, cold = DraftLaws._keep, SETTINGS["temperature"].temperature
 
-    def raw(self: DraftLaws, sequences: Seq[int], column: int, laws: Tensor) -> None:
+    def raw(self: DraftLaws, sequences: Tensor, column: int, laws: Tensor) -> None:
         keep(self, sequences, column, (laws * cold).log_softmax(-1))
 
     monkeypatch.setattr(DraftLaws, "_keep", raw)

@@ -18,8 +18,9 @@ import engine.round as round_module
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
 from engine.engine import Engine
 from engine.heads.state_drafter import StateDrafter
+from engine.heads.state_heads import HeadRun
 from engine.heads.states import TargetStates
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.trees import branching
@@ -28,6 +29,7 @@ from engine.verification import verify
 from tests.engine.driving import Drive, drive, make_sequence
 from tests.engine.fresh import memory
 from tests.engine.heads.fitted import CPU, HIDDEN, Fitted, Recorder, make_requests, randn
+from tests.engine.late_device import LateDevice
 from tests.engine.pairs import VOCAB
 from tests.kv import without_prefixes
 
@@ -59,6 +61,31 @@ def mixed_ks(requests: Seq[Request]) -> list[Request]:
 
 def assert_partial(run: Drive) -> None:
     assert 0.05 * run.drafted < run.accepted < 0.95 * run.drafted
+
+
+# Their time
+
+
+def test_they_take_the_time_of_a_device_that_works_while_the_host_goes_on(
+    fitted: Fitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, device = fitted.engine(max_running=2), LateDevice()
+    kind, step_us = type(drafter_of(engine).heads), 3000
+    start = kind.start
+
+    class LateRun:
+        def __init__(self, run: HeadRun) -> None:
+            self._run = run
+
+        def step(self, *arguments: Any) -> Tensor:
+            device.launch(1000 * step_us)
+            return self._run.step(*arguments)
+
+    monkeypatch.setattr(kind, "start", lambda *arguments: LateRun(start(*arguments)))
+    device.install(monkeypatch)
+    run = drive(engine, make_requests(0.8)[:2])
+    assert sum(step.draft_steps for step in run.steps) > 2
+    assert all(step.draft_forward_us == step.draft_us == step.draft_steps * step_us for step in run.steps)
 
 
 # The text
@@ -217,11 +244,11 @@ def test_states_of_a_rejected_path_are_noticed(fitted: Fitted, monkeypatch: pyte
 def test_the_state_of_a_rejected_draft_is_noticed(fitted: Fitted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last state that the target computed in place of the last one of the text."""
 
-    def last_computed(self: TargetStates, handle: int, start: int, stop: int) -> Tensor:
-        return self.take(self._held[handle].rows[-1:])
+    def last_computed(self: TargetStates, handle: int, start: int, stop: int) -> list[int]:
+        return self._held[handle].rows[-1:]
 
     monkeypatch.setattr(TargetStates, "settle", lambda self, handle, base, accepted: None)
-    monkeypatch.setattr(TargetStates, "rows", last_computed)
+    monkeypatch.setattr(TargetStates, "row_numbers", last_computed)
     engine = fitted.engine(max_running=3)
     recorder = Recorder(engine)
     drive(engine, make_requests(0.0))

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from engine.heads.states import TargetStates
 from engine.models.adapter import ReplacedBase, States
 from engine.models.decoder import WatchedStates
+from engine.models.feeds import Feed
 from engine.models.loader import load_model, open_checkpoint
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from engine.sequence import Sequence
+from engine.staging import Staging
 from engine.trees import Parents, path
 from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, InFP64, random_checkpoint
@@ -48,6 +50,9 @@ class Recorder:
 
     def wants(self, feeds: Seq[Feed]) -> bool:
         return True
+
+    def prepare(self, feeds: Seq[Feed], starts: Seq[int], staging: Staging) -> None:
+        pass
 
     def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
         parts = states.split([feed.committed + feed.drafts for feed in feeds])
@@ -187,6 +192,11 @@ class Modelled:
     kept: dict[int, float] = field(default_factory=dict)  # position → state
 
 
+def states_of(states: TargetStates, handle: int, positions: range) -> Tensor:
+    """The states [n, width] that are kept of these positions."""
+    return states.take(torch.tensor(states.row_numbers(handle, positions.start, positions.stop)))
+
+
 class StatesMachine(RuleBasedStateMachine):
     """TargetStates beside a dictionary of each sequence's positions."""
 
@@ -218,6 +228,8 @@ class StatesMachine(RuleBasedStateMachine):
         fits = sum(len(m.kept) for m in self.modelled.values()) <= self.max_rows
         table = torch.tensor(values)[:, None].expand(-1, 2).contiguous()
         assert self.states.wants(feeds)
+        if data.draw(st.booleans()):
+            self.states.prepare(feeds, starts, Staging(CPU))
         self.states.read(feeds, starts, table)
         table.fill_(-1.0)  # the pass's memory goes to others
         for handle, modelled in self.modelled.items():
@@ -227,6 +239,11 @@ class StatesMachine(RuleBasedStateMachine):
             else:
                 assert held.stop == max(modelled.kept) + 1
             modelled.kept = {p: s for p, s in modelled.kept.items() if p in held}
+
+    @rule(handles=st.sets(st.sampled_from(SERVED), min_size=1), count=st.integers(1, 5), start=st.integers(0, 9))
+    def prepare_a_pass_that_does_not_come(self, handles: set[int], count: int, start: int) -> None:
+        feeds = [Feed(drafting(handle), count) for handle in handles]
+        self.states.prepare(feeds, [start] * len(feeds), Staging(CPU))
 
     def _continue(self, data: st.DataObject, handle: int, count: int, drafts: int, new: list[float]) -> int:
         """Where the pass begins: behind the last token, earlier if a pass is tried again, later behind a hole; of a new
@@ -273,7 +290,7 @@ class StatesMachine(RuleBasedStateMachine):
             held = self.states.positions(handle)
             assert list(held) == sorted(modelled.kept)
             if held:
-                table = self.states.rows(handle, held.start, held.stop)
+                table = states_of(self.states, handle, held)
                 assert table.tolist() == [[modelled.kept[p]] * 2 for p in held]
 
     @invariant()
@@ -315,9 +332,20 @@ def skip_one_more(self: TargetStates, handle: int, start: int) -> None:
 settle, begin, skip = TargetStates.settle, TargetStates._begin, TargetStates.skip
 
 
+def lose_the_rows_of_a_plan(self: TargetStates) -> None:
+    """The rows of a pass that does not come are lost."""
+    self._planned = None
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("settle", keep_the_first_rows), ("settle", keep_all), ("_begin", begin_behind), ("skip", skip_one_more)],
+    [
+        ("_drop_plan", lose_the_rows_of_a_plan),
+        ("settle", keep_the_first_rows),
+        ("settle", keep_all),
+        ("_begin", begin_behind),
+        ("skip", skip_one_more),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_negative_controls(name: str, wrong: Callable[..., Any], monkeypatch: Patch) -> None:
@@ -340,7 +368,7 @@ def test_a_pass_beyond_the_bound_keeps_its_end() -> None:
     states.read([Feed(drafting(0), 3)], [0], torch.arange(3.0)[:, None])
     states.read([Feed(drafting(0), 9)], [3], torch.arange(3.0, 12.0)[:, None])
     assert states.positions(0) == range(7, 12)
-    assert states.rows(0, 7, 12)[:, 0].tolist() == [7, 8, 9, 10, 11]
+    assert states_of(states, 0, range(7, 12))[:, 0].tolist() == [7, 8, 9, 10, 11]
     states.audit({0})
 
 

@@ -18,7 +18,8 @@ from transformers.generation.logits_process import (
 )
 
 from engine.models.decoder import Decoder
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, make_sequence
 from tests.engine.law.checking import LENGTH, PREDICTION, PROMPT

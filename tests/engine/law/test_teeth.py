@@ -18,7 +18,8 @@ from engine.drafters.model import DraftLaws, ModelDrafter
 from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
-from engine.sampling.penalties import History, penalised
+from engine.sampling.penalties import History, PenaltyRows
+from engine.sampling.ragged import is_draft
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import Verifier
@@ -61,7 +62,7 @@ def test_the_draft_models_raw_law_returned(verifier: Verifier, monkeypatch: Patc
     """transformers #47932: q before the temperature."""
     keep = DraftLaws._keep
 
-    def raw(self: DraftLaws, sequences: Seq[int], column: int, laws: Tensor) -> None:
+    def raw(self: DraftLaws, sequences: Tensor, column: int, laws: Tensor) -> None:
         keep(self, sequences, column, (laws * COLD).log_softmax(-1))
 
     monkeypatch.setattr(DraftLaws, "_keep", raw)
@@ -98,7 +99,7 @@ def at_coin_zero(monkeypatch: Patch, verifier: Verifier) -> float:
 
     def within(chances: Tensor, ks: Seq[int]) -> Tensor:
         """Nothing beyond a sequence's own drafts can be accepted, not even with ≤."""
-        return chances.double().masked_fill(~acceptance.is_draft(ks, chances.device), -1.0)
+        return chances.double().masked_fill(~is_draft(ks, chances.device), -1.0)
 
     monkeypatch.setattr(acceptance, "_within", within)
     monkeypatch.setattr(Sampler, "coins", lambda self, which, depth: torch.zeros(len(which), depth).double())
@@ -147,10 +148,12 @@ def test_the_bonus_from_raw_logits(verifier: Verifier, monkeypatch: Patch) -> No
 def test_penalties_frozen_at_the_rounds_start(verifier: Verifier, setting: str, monkeypatch: Patch) -> None:
     """text-generation-inference's utils/tokens.py; SGLang calls it a relaxed version of penalties."""
 
-    def frozen(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-        return penalised(logits, histories, drafted[:0], owners[:0])
+    put = PenaltyRows.__init__
 
-    monkeypatch.setattr(sampler, "penalised", frozen)
+    def frozen(self: PenaltyRows, histories: Seq[History], seen: Any, *others: Any) -> None:
+        put(self, histories, (), *others)
+
+    monkeypatch.setattr(PenaltyRows, "__init__", frozen)
     assert refuses(ask(verifier, setting), 4000)
 
 

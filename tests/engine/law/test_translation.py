@@ -73,7 +73,7 @@ def test_a_law_that_is_not_renormalised_is_seen(verifier: Verifier, monkeypatch:
         missing[:] = [restricted.logsumexp(1) - logits.logsumexp(1)]
         return restricted
 
-    def raw(self: DraftLaws, indices: Seq[int], column: int, laws: Tensor) -> None:
+    def raw(self: DraftLaws, indices: Tensor, column: int, laws: Tensor) -> None:
         keep(self, indices, column, laws + missing[0][:, None])
 
     monkeypatch.setattr(SharedTokens, "restrict", remembering)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cache.layout import Layout
 from engine.models.decoder import LanguageModel
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sequence import Sequence
 from engine.trees import ROOT, Parents, chain, path
 from tests.engine.driving import make_sequence

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from engine.models.attention import AttentionPlan, Span, plan_attention
 from engine.models.decoder import Decoder, LanguageModel
+from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from tests.engine.driving import make_sequence
 from tests.kv import kv_layout
 

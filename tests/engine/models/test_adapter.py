@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import ConfigError
 from engine.models import adapter
-from engine.models.attention import Scoring
 from engine.models.loader import load_model, open_checkpoint
+from engine.models.pass_attention import Scoring
 from engine.models.products import Weights
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.models import attention
+from engine.models.feeds import Feed
 from engine.models.loader import TensorNames, load_decoder, open_checkpoint
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from engine.models.traits import Traits
 from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, WINDOW, random_checkpoint, reference

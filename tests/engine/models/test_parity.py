@@ -12,7 +12,8 @@ import engine.models.attention as attention
 import engine.models.runner as runner_module
 from cache.storage import Storage
 from engine.models.attention import AttentionPlan, Span, plan_attention
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from tests.engine.driving import make_sequence
 from tests.engine.models.reader import LENGTH, SLOTS, Reader, load_alone
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint

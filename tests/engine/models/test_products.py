@@ -8,12 +8,13 @@ from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
 from engine.load import _dtype
 from engine.models import products
 from engine.models.decoder import Decoder
+from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
 from engine.models.int8_linear import Int8Linear
 from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
 from tests.engine.models.test_int4_linear import needs_int4

@@ -17,12 +17,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.load import plan_memory
 from engine.models.decoder import Decoder
+from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
 from engine.models.int8_linear import Int8Linear
 from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
-from engine.models.runner import Feed, Runner
+from engine.models.runner import Runner
 from tests.engine.driving import make_sequence
 from tests.engine.models import families
 from tests.engine.models.families import CASES, random_checkpoint

@@ -19,7 +19,9 @@ from engine import round as round_module
 from engine.models import attention
 from engine.models.attention import Span
 from engine.models.decoder import LanguageModel
-from engine.models.runner import Feed, Runner
+from engine.models.feeds import Feed
+from engine.models.pass_attention import Scoring
+from engine.models.runner import Runner
 from engine.trees import ROOT, Parents, branching, chain, seen_pairs
 from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, random_checkpoint
@@ -211,7 +213,7 @@ def test_nodes_that_earlier_passes_fed_are_not_fed_again(window: int | None, fed
             )
             rows = torch.cat([packed[start:end], packed[:1]])
             call = attention.Attention(plan, runner.storage)
-            outputs.append(call(0, rows[:, :heads], rows[:, heads:], attention.Scoring(window=window))[:count])
+            outputs.append(call(0, rows[:, :heads], rows[:, heads:], Scoring(window=window))[:count])
             assert plan.positions[:count].tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 7, 7, 8][start:end]
             start = end
         results.append(torch.cat(outputs))

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from engine import trees
 from engine.sampling import acceptance, tree_acceptance
+from engine.sampling.ragged import is_draft
 from engine.sampling.tree_acceptance import TreeLaw, TreeTable
+from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
 from tests.engine.enumeration import (
     EXACT,
@@ -126,11 +128,11 @@ def test_two_rounds_emit_p(children: str) -> None:
 def test_a_chain_given_as_a_tree_decides_as_the_chain(kind: str) -> None:
     """The same chances, overlaps and weights to the last bit, with k = 0 … 3 and lenience."""
     batch = batch_of([replace(start, lenience=0.7 if n % 3 else 1.0) for n, start in enumerate(starts_of(kind))])
-    table = TreeTable.of([trees.chain(k) for k in batch.ks], CPU)
+    table = TreeTable.of([trees.chain(k) for k in batch.ks], RoundNumbers(Staging(CPU)))
     law = tree_acceptance.rejection(batch.logp, batch.logq, batch.drafts, table, batch.leniences)
     chain = acceptance.rejection(batch.logp, batch.logq, batch.drafts, batch.ks, batch.leniences)
     assert torch.equal(law.chances, chain.chances)
-    within = acceptance.is_draft(batch.ks, CPU)
+    within = is_draft(batch.ks, CPU)
     overlaps = acceptance.overlaps(batch.logp, batch.logq, batch.leniences)
     assert torch.equal(law.overlaps[within], overlaps[within])
     for pattern in itertools.product((0.1, 0.9), repeat=3):
@@ -179,7 +181,7 @@ def test_overlaps_are_the_chances_of_the_siblings_that_are_tried(children: str) 
     """Summed over the drafts of a node: Σ min(P_r, q_r), given the siblings before it and their rejection."""
     for start in (next(starts_over([(ROOT, ROOT, ROOT)], kind, children, depth=2)) for kind in KINDS):
         batch = drafts_of([start])
-        table = TreeTable.of(batch.shapes, CPU)
+        table = TreeTable.of(batch.shapes, RoundNumbers(Staging(CPU)))
         law = tree_acceptance.rejection(batch.logp, batch.logq, batch.drafts, table, batch.leniences)
         before = torch.zeros(len(batch.drafts), dtype=torch.int64)
         for rank in range(3):

@@ -21,10 +21,12 @@ from engine.drafters.base import DraftBatch
 from engine.engine import Engine, StepResult
 from engine.memory_budget import measure_activations
 from engine.models.decoder import Decoder
-from engine.models.runner import Feed
+from engine.models.feeds import Feed
 from engine.sampling.logprobs import (
     LogitRows,
     LogprobRequest,
+    _likeliest,
+    _likeliest_on_device,
     compute_logprobs,
     compute_logprobs_alone,
     token_logprobs,
@@ -209,8 +211,8 @@ def test_sampling_parameters_do_not_change_them(engine: Engine, reference: Refer
 def test_negative_control_of_the_transformed_logits(
     engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def scaled(logits: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
-        return token_logprobs(logits / 0.9, tokens, counts)
+    def scaled(logits: Tensor, ids: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
+        return token_logprobs(logits / 0.9, ids, tokens, counts)
 
     monkeypatch.setattr(logprobs_module, "token_logprobs", scaled)
     requests = make_requests()
@@ -222,8 +224,8 @@ def test_negative_control_of_the_transformed_logits(
 def test_negative_control_of_rows_that_are_one_off(
     engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch, shift: int
 ) -> None:
-    def shifted(logits: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
-        return token_logprobs(logits.roll(shift, 0), tokens, counts)
+    def shifted(logits: Tensor, ids: Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
+        return token_logprobs(logits.roll(shift, 0), ids, tokens, counts)
 
     monkeypatch.setattr(logprobs_module, "token_logprobs", shifted)
     requests = make_requests()
@@ -427,3 +429,17 @@ def test_the_log_probabilities_of_a_long_prompt_stay_within_their_slice(
     request = LogprobRequest(range(400), [7] * 400, 20)
     peak = measure_activations(lambda: compute_logprobs_alone(logits, request), states.device)
     assert 2**21 < peak <= 2**23
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 9])
+def test_the_likeliest_on_a_device_are_those_on_the_cpu(count: int) -> None:
+    """With equal numbers inside and at the end of the list, with nothing but −inf, and with a NaN."""
+    generator = torch.Generator().manual_seed(0)
+    logp = torch.randint(-4, 0, (40, 9), generator=generator).double()
+    logp[0], logp[1, 3], logp[2, 5:] = -torch.inf, torch.nan, -torch.inf
+    of_tokens = torch.arange(40.0)[:, None]
+    expected, found = (find(logp, of_tokens, count) for find in (_likeliest, _likeliest_on_device))
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
+        first, second = (sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count] for pairs in (one, other))
+        assert first == second

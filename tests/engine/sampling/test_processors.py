@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from math import inf
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.intake import Intake
 from engine.models.tokenizer import Tokenizer
 from engine.sampling import penalties
-from engine.sampling.penalties import History
+from engine.sampling.penalties import History, PenaltyRows, occurrences
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
@@ -179,22 +179,24 @@ ALL = SamplingParams(
 )
 TELLING = Case(prompt=(1, 3, 3, 4), output=(3, 5), drafts=(5, 6, 6, 1), params=ALL, seed=1)
 
-penalised, sync = penalties.penalised, History.sync
+Seen = Seq[tuple[int, int, int]]
+
+put_penalties, sync = PenaltyRows.__init__, History.sync
 
 
 def freeze_at_the_rounds_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def frozen(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-        return penalised(logits, histories, drafted[:0], owners[:0])
+    def frozen(self: PenaltyRows, histories: Seq[History], seen: Seen, *others: Any) -> None:
+        put_penalties(self, histories, (), *others)
 
-    monkeypatch.setattr("engine.sampling.sampler.penalised", frozen)
+    monkeypatch.setattr(PenaltyRows, "__init__", frozen)
 
 
 def see_one_draft_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-        newest = torch.cat([owners[1:] != owners[:-1], torch.tensor([True])])
-        return penalised(logits, histories, drafted[~newest], owners[~newest])
+    def late(self: PenaltyRows, histories: Seq[History], seen: Seen, *others: Any) -> None:
+        newest = {row: entry for entry in seen for row in entry[:1]}
+        put_penalties(self, histories, [entry for entry in seen if entry != newest[entry[0]]], *others)
 
-    monkeypatch.setattr("engine.sampling.sampler.penalised", late)
+    monkeypatch.setattr(PenaltyRows, "__init__", late)
 
 
 def count_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,18 +216,17 @@ def look_at_the_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once(logits: Tensor, histories: Seq[History], drafted: Tensor, owners: Tensor) -> Tensor:
-        unique = torch.stack([owners, drafted], 1).unique(dim=0)
-        return penalised(logits, histories, unique[:, 1], unique[:, 0])
+    def once(numbers: Tensor, among: Tensor) -> Tensor:
+        return occurrences(numbers, among).clamp(max=1)
 
-    monkeypatch.setattr("engine.sampling.sampler.penalised", once)
+    monkeypatch.setattr(penalties, "occurrences", once)
 
 
 def ban_as_if_all_rows_were_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_rows(sequence: Sequence, ahead: int) -> tuple[int, ...]:
         return tuple(sorted(sequence.end_ids)) if sequence.num_output < sequence.params.min_tokens else ()
 
-    monkeypatch.setattr("engine.sampling.sampler._banned", first_rows)
+    monkeypatch.setattr("engine.sampling.adjustments.banned", first_rows)
 
 
 @pytest.mark.parametrize(
@@ -298,13 +299,13 @@ def test_a_law_that_lies_inside_a_smaller_table_is_the_same_there(knobs: dict[st
 @examples(40)
 @given(PROMPTS, st.lists(TEXTS, max_size=5))
 def test_a_history_counted_in_pieces_is_one_counted_at_once(prompt: tuple[int, ...], commits: list[list[int]]) -> None:
-    pieces = History(ALL, len(prompt), VOCAB, CPU)
+    pieces = History(ALL, len(prompt), VOCAB)
     tokens = list(prompt)
     pieces.sync(tokens)
     for commit in commits:
         tokens += commit
         pieces.sync(tokens)
-        once = History(ALL, len(prompt), VOCAB, CPU)
+        once = History(ALL, len(prompt), VOCAB)
         once.sync(tokens)
         assert torch.equal(pieces.tokens, once.tokens)
         assert torch.equal(pieces.counts, once.counts)
@@ -315,7 +316,7 @@ def test_a_history_counted_in_pieces_is_one_counted_at_once(prompt: tuple[int, .
 
 def test_a_history_first_counted_inside_the_prompt() -> None:
     """Commits that end before the prompt does are prompt to the last token."""
-    history = History(ALL, 4, VOCAB, CPU)
+    history = History(ALL, 4, VOCAB)
     for n in (2, 3, 6):
         history.sync([1, 3, 3, 4, 3, 5][:n])
     assert history.counts.nonzero().flatten().tolist() == [3, 5]

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import acceptance
 from engine.sampling.acceptance import first_failure, last_success, log_residual
+from engine.sampling.ragged import is_draft
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams, Verifier
@@ -159,7 +160,7 @@ def test_a_draft_that_p_forbids_has_no_chance_at_all(verifier: Verifier) -> None
     decided = decide(batch, verifier)
     p = batch.logp[:, :-1].gather(2, batch.drafts[..., None])[..., 0]
     dead = (p == -inf).cumsum(1) > 0
-    within = acceptance.is_draft(batch.ks, CPU)
+    within = is_draft(batch.ks, CPU)
     assert (dead & within).any()
     if verifier == "block":
         assert (decided.chances[dead & within] == 0).all()
@@ -251,7 +252,7 @@ def test_verify_decides_by_these_laws() -> None:
     # Lenience is rejection's; the others take turns, so that no verifier has the whole batch.
     verifiers: list[Verifier] = ["rejection" if o >= 16 or o % 2 else "block" for o in batch.owners.tolist()]
     ks, temperature = batch.ks, 0.5
-    given = batch.logq.masked_fill(~acceptance.is_draft(ks, CPU)[..., None], -inf)
+    given = batch.logq.masked_fill(~is_draft(ks, CPU)[..., None], -inf)
     draft = Draft(tuple(ks), batch.drafts, given, {i: i for i in range(len(ks))})
     logits = packed(batch.logp, ks) * temperature + 3.0  # whatever gives p at this temperature
     decisions = {name: decide(batch, name) for name in ("rejection", "block")}

@@ -17,6 +17,7 @@ from engine import trees
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import sampler as sampler_module
 from engine.sampling import tree_acceptance
+from engine.sampling.adjustments import RoundRows
 from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
@@ -93,7 +94,7 @@ def test_a_row_sees_the_drafts_on_its_path(seed: int) -> None:
 
 def test_rows_that_see_the_drafts_before_them_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a sibling in place of the path."""
-    monkeypatch.setattr(Sampler, "_seen", lambda self, row: range(self._rows[row][1]))
+    monkeypatch.setattr(RoundRows, "seen", lambda self, row: range(self.places[row][1]))
     assert sum(rows_apart(seed) for seed in range(6)) > 5
 
 
@@ -341,7 +342,7 @@ def forget_the_siblings_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def see_a_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the target's rows see a sibling. The draft model's laws stay what its tokens were drawn from."""
-    monkeypatch.setattr(Sampler, "_seen", lambda self, row: range(self._rows[row][1]))
+    monkeypatch.setattr(RoundRows, "seen", lambda self, row: range(self.places[row][1]))
 
 
 def descend_from_a_rejected_node(monkeypatch: pytest.MonkeyPatch) -> None:

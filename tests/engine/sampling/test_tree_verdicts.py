@@ -18,6 +18,7 @@ from engine.sampling.acceptance import OVERLAP_SCALE, Verdict
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
+from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
 from engine.types import SamplingParams, Verifier
 from engine.verification import copy_to_host, verify
@@ -53,7 +54,9 @@ def test_match_walks_down_every_shape() -> None:
     table = torch.tensor([[*drafts, *[0] * (4 - len(drafts))] for _, drafts, _ in cases])
     drawn = torch.tensor([token for row, _, _ in cases for token in row])
     shapes = [shape for _, _, shape in cases]
-    decided = tree_acceptance.match(drawn, torch.ones_like(drawn).bool(), table, TreeTable.of(shapes, CPU), ks)
+    decided = tree_acceptance.match(
+        drawn, torch.ones_like(drawn).bool(), table, TreeTable.of(shapes, RoundNumbers(Staging(CPU))), ks
+    )
     verdict = copy_to_host(decided, Draft(tuple(ks), table, trees=dict(enumerate(shapes))), 2)
     for i, (row, drafts, shape) in enumerate(cases):
         path = walked(row, drafts, shape)
@@ -209,7 +212,7 @@ def test_log_probabilities_are_those_of_the_rows_on_the_path() -> None:
         sequence.params = params
     batch = DraftBatch(tuple(sequences), Sampler(sequences, draft.ks, VOCAB, CPU))
     verdict = verify(batch, draft, logits)
-    found = _logprobs(batch, draft, verdict, logits, {})
+    found = _logprobs(batch, batch.sampler.offsets, verdict, logits, {})
     assert any(path != list(range(len(path))) for path in verdict.paths.values())
     for i, emitted in enumerate(verdict.emitted):
         first = sum(draft.ks[:i]) + i
