@@ -41,7 +41,7 @@ from engine.trees import ROOT, Parents, chain
 from engine.types import DrafterName, SamplingParams
 
 KINDS = ("tool", "log", "edit")
-NO_SAMPLER = cast(Sampler, None)  # only a draft model draws with it
+NO_SAMPLER = Sampler((), [], 1, torch.device("cpu"))  # guesses are not drawn
 WINDOW = (30, 70)  # lines of a file that an agent reads
 TOOLS = """\
 You are an agent. Call one tool per turn, as JSON: {"tool": "search", "arguments": {"pattern": …, "path": …}},

@@ -5,6 +5,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -408,6 +409,7 @@ def test_a_gpus_numbers_come_from_its_allocator(monkeypatch: pytest.MonkeyPatch)
 
     fakes = {
         "synchronize": lambda _: None,
+        "device": lambda _: nullcontext(),
         "reset_peak_memory_stats": forget,
         "memory_allocated": lambda _: state.allocated,
         "max_memory_allocated": lambda _: state.peak,
