@@ -33,10 +33,13 @@ class Captured:
 
 def capture(region: Callable[[], Any], pool: Any) -> Captured:
     """Capture the region's work without doing it. pool: of an earlier graph; None: there is none."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may load a model meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = region()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads may load a model meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = region()
+    finally:
+        torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that cannot be ended
     return Captured(graph.replay, result, graph.pool())
 
 
