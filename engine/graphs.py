@@ -55,6 +55,11 @@ class Graphs:
         self._eager = OrderedDict[Hashable, bool]()  # keys without a graph → whether the next call may capture one
         self._pool: Any = None
 
+    @property
+    def count(self) -> int:
+        """Graphs that are kept."""
+        return len(self._graphs)
+
     def run(self, key: Hashable | None, region: Callable[[], T]) -> T:
         """Do the region's work and return its result. All graphs share their memory: the result's tensors hold until
         another graph runs. key: equal for equal work; None: never captured."""
