@@ -79,28 +79,31 @@ class CapturedVerdict:
         return short and not (draft.trees or draft.logq_rows or draft.wants_drawn)
 
     def run(self, draft: Draft) -> tuple[Verdict, Tensor | None]:
-        """(the verdict, logits [B · (1 + K), vocab] if a request wants log-probabilities). They hold until the next
-        round. Extends the cache by the planned drafts: those that did not come have tokens that are rejected."""
+        """(the verdict, logits [B · (1 + K), vocab] if a request wants log-probabilities). Extends the cache by the
+        planned drafts: those that did not come have tokens that are rejected."""
         if draft.tokens is not None:
             width = min(self._depth, draft.tokens.shape[1])
             self._drafts[:, :width].copy_(draft.tokens[:, :width])
         if draft.ks != self._ks:
             ks = self._target.staging.ints(draft.ks)
             self._limits.tensor.copy_(ks.tensor)
-        table, logits = self._target.run_captured(self._key, self._decide, self._counts)
+        table, states = self._target.run_captured(self._key, self._decide, self._counts)
+        # Each graph keeps its results, and the logits of some graphs would fill the memory: they are computed again.
+        logits = None if states is None else self._target.decoder.logits(states)
         accepted, tokens, finite = table[:, :3].unbind(1)
         verdict = DeviceVerdict(accepted, tokens, finite, table=table)
         return copy_to_host(verdict, draft, self._target.vocab_size), logits
 
     def _decide(self) -> tuple[Tensor, Tensor | None]:
-        """(the table of match_verdict, logits if they are wanted). The region of the graph."""
+        """(the table of match_verdict, states [B · (1 + K), hidden] if logits are wanted). The region of the graph."""
         decoder, tokens, drafts = self._target.decoder, self._ids.tensor, self._drafts
         if self._depth:
             columns = torch.arange(self._depth, device=drafts.device)
             drafts = drafts.masked_fill(columns >= self._limits.tensor[:, None], NO_TOKEN)  # never accepted
             legal = drafts.clamp(0, self._target.vocab_size - 1)
             tokens = torch.cat([tokens[:, None], legal], 1).flatten()
-        logits = decoder.logits(decoder.forward(tokens, self._attention))
+        states = decoder.forward(tokens, self._attention)
+        logits = decoder.logits(states)
         drawn, finite = self._batch.sampler.draw(logits, self._rows)
         table = match_verdict(drawn, finite, drafts, self._plan.first_rows.tensor)
-        return table, logits if self._wants_logits else None
+        return table, states if self._wants_logits else None

@@ -33,10 +33,13 @@ class Captured:
 
 def capture(region: Callable[[], Any], pool: Any) -> Captured:
     """Capture the region's work without doing it. pool: of an earlier graph; None: there is none."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may load a model meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = region()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads may load a model meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = region()
+    finally:
+        torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that cannot be ended
     return Captured(graph.replay, result, graph.pool())
 
 
@@ -51,6 +54,11 @@ class Graphs:
         self._graphs = OrderedDict[Hashable, Captured]()
         self._eager = OrderedDict[Hashable, bool]()  # keys without a graph → whether the next call may capture one
         self._pool: Any = None
+
+    @property
+    def count(self) -> int:
+        """Graphs that are kept."""
+        return len(self._graphs)
 
     def run(self, key: Hashable | None, region: Callable[[], T]) -> T:
         """Do the region's work and return its result. All graphs share their memory: the result's tensors hold until

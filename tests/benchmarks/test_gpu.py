@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from benchmarks.gpu import parity, rounds, speed
 from benchmarks.gpu.checkpoints import FAMILIES
 from benchmarks.gpu.generated import ModelShape, Texts, write_sparse
 from benchmarks.gpu.steps import Recorder, Result, Row, Skipped, Step, markdown, run_steps
+from engine import graphs
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
+from engine.graphs import Captured, Graphs
 from engine.models.loader import load_decoder, open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,3 +264,29 @@ def test_another_model_is_no_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parity, "_reference", disturbed)
     parity.compare_family(recorder, "llama", FAMILIES["llama"], tmp_path / "llama")
     assert [row.met for row in rows] == [False, False, False]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_graphs_must_be_captured(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be captured gives the same texts too."""
+
+    class FakeLLM:
+        def __init__(self, *names: str, graphs: bool, **settings: Any) -> None:
+            kept = Graphs()
+            if graphs and captures:
+                kept.run("a", list)
+                kept.run("a", list)
+            self.engine = SimpleNamespace(target=SimpleNamespace(staging=SimpleNamespace(graphs=kept)))
+
+        def generate(self, prompts: list[list[int]], params: object, k: int) -> list[Any]:
+            return [SimpleNamespace(token_ids=(1, 2))] * len(prompts)
+
+    monkeypatch.setattr(graphs, "capture", lambda region, pool: Captured(lambda: None, region(), pool))
+    monkeypatch.setattr(rounds, "LLM", FakeLLM)
+    monkeypatch.setattr(rounds, "make_pair", lambda folder: (folder, folder))
+    told = list[Row]()
+    rounds.compare_graphs(Recorder("cuda", True, time.monotonic() + 60, told.append))
+    assert {row.what: row.met for row in told} == {
+        "graphs that were captured": captures,
+        "share of texts that are the same with graphs": True,
+    }

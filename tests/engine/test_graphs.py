@@ -1,11 +1,13 @@
 """Which graphs are kept, and when a region is captured. The graphs themselves are those of a fake."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from engine import graphs as graphs_module
 from engine.graphs import Captured, Graphs
@@ -100,6 +102,34 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_logged_once(
     (record,) = caplog.records
     assert "cannot be captured" in record.message
     assert "not permitted" in caplog.text
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = "the engine's stream"
+
+    def set_stream(stream: str) -> None:
+        nonlocal current
+        current = stream
+
+    @contextmanager
+    def graph(*args: object, **options: object) -> Iterator[None]:
+        """As torch.cuda.graph, which leaves its stream only if the capture can be ended."""
+        set_stream("the capture's stream")
+        yield
+        raise RuntimeError("the capture was invalidated")
+
+    for name, value in {
+        "CUDAGraph": object,
+        "graph": graph,
+        "current_stream": lambda: current,
+        "set_stream": set_stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    streams = list[str]()
+    graphs = Graphs()
+    for _ in range(3):
+        graphs.run("a", lambda: streams.append(current))
+    assert streams == ["the engine's stream", "the capture's stream", *["the engine's stream"] * 2]
 
 
 def test_an_error_of_the_work_itself_reaches_the_caller(fake: FakeCapture) -> None:

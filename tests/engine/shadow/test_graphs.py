@@ -220,6 +220,23 @@ def test_other_rounds_run_operation_by_operation(pair: Pair, emulator: Emulator,
     assert not emulator.tapes
 
 
+def test_no_graph_keeps_logits(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    """Each of many graphs keeps its results, and logits are as wide as the vocabulary."""
+    widths, vocab = list[int](), set[int]()
+    run_captured = Runner.run_captured
+
+    def running(runner: Runner, *args: Any) -> Any:
+        result = run_captured(runner, *args)
+        widths.extend(t.shape[-1] for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
+        vocab.add(runner.vocab_size)
+        return result
+
+    monkeypatch.setattr(Runner, "run_captured", running)
+    run(pair, steady_requests(logprobs=2)).check()
+    assert emulator.replays > 4
+    assert max(widths) < min(vocab)
+
+
 def test_a_minimum_that_is_reached_does_not_matter_any_more(pair: Pair, emulator: Emulator) -> None:
     run(pair, [Request("minimum", (20, 21), replace(PARAMS, min_tokens=4, ignore_eos=False))]).check()
     assert emulator.tapes
