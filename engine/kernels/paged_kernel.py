@@ -127,7 +127,7 @@ def join_parts(
 
 @triton.jit
 def _operand(x: tl.tensor) -> tl.tensor:
-    """Of a matrix product. The interpreter multiplies the bit patterns of bf16 numbers."""
+    """Make x fit for a matrix product. The interpreter would multiply the bit patterns of bf16 numbers."""
     if INTERPRETED:
         x = x.to(tl.float32)
     return x

@@ -37,7 +37,7 @@ class Case:
     def args(
         self, scoring: Scoring
     ) -> tuple[Tensor, Tensor, PagedRows, float, int | None, float | None, Tensor | None]:
-        """Of an implementation of paged attention."""
+        """Return the arguments of an implementation of paged attention."""
         scale = scoring.scale or self.queries.shape[-1] ** -0.5
         return self.queries, self.pool, self.rows, scale, scoring.window, scoring.softcap, scoring.sinks
 
