@@ -3,10 +3,14 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 
 
-@torch.library.custom_op("foretoken::match_verdict", mutates_args=())
+def _match_verdict_shapes(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
+    return drafts.new_empty(drafts.shape[0], 3 + drafts.shape[1])
+
+
+@operation("verdict_kernel.match_verdict", shapes=_match_verdict_shapes)
 def match_verdict(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
     """Accept drafts while they equal the target's own draws, as engine.sampling.acceptance.match().
 
@@ -19,18 +23,6 @@ def match_verdict(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Ten
     is finite, else 0; the drafts.
     """
     return verdict_reference(drawn, finite, drafts, first_rows)
-
-
-@match_verdict.register_fake
-def _(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
-    return drafts.new_empty(drafts.shape[0], 3 + drafts.shape[1])
-
-
-@match_verdict.register_kernel("cuda")
-def _verdict_on_cuda(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
-    kernels = triton_module("engine.kernels.verdict_kernel")
-    run = verdict_reference if kernels is None else kernels.match_verdict
-    return run(drawn, finite, drafts, first_rows)
 
 
 def verdict_reference(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
