@@ -66,13 +66,3 @@ def decide_reference(
         accepted = acceptance.first_failure(law.chances, coins)
     weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, lengths)
     return accepted, weights, acceptance.overlaps(logp, logq, lenience)
-
-
-def _uniforms_shapes(keys: Tensor, positions: Tensor) -> Tensor:
-    return torch.empty_like(keys, dtype=torch.float64, memory_format=torch.contiguous_format)
-
-
-@operation("decide_kernel.uniforms", shapes=_uniforms_shapes)
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """As engine.sampling.noise.uniforms(), for keys and positions int64 of one shape."""
-    return noise.uniforms(keys, positions)

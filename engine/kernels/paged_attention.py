@@ -21,6 +21,7 @@ from engine.kernels.triton_modules import triton_module
 
 REFERENCE_SCORES = 1 << 24  # scores of all heads and sequences that the reference holds at once
 
+
 def attend(queries: Tensor, pool: Tensor, rows: PagedRows, scoring: ScoreRule) -> Tensor:
     """queries [N, heads, head_dim] → [N, heads·head_dim], over the keys and values that the pass has stored already.
 
@@ -40,6 +41,7 @@ def attend(queries: Tensor, pool: Tensor, rows: PagedRows, scoring: ScoreRule) -
         rows.paths,
         rows.bases,
         rows.max_rows,
+        rows.split_rows,
         rows.max_keys,
         scale,
         scoring.window,
@@ -160,6 +162,7 @@ def paged_attention(
     paths: Tensor | None,
     bases: Tensor | None,
     max_rows: int,
+    split_rows: int,
     max_keys: int,
     scale: float,
     window: int | None,
@@ -167,7 +170,8 @@ def paged_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """As `attend`, with the fields of PagedRows and ScoreRule one by one."""
-    rows = PagedRows(tables, first_rows, lengths, owners, positions, last_visible, paths, bases, max_rows, max_keys)
+    visible = (positions, last_visible, paths, bases)
+    rows = PagedRows(tables, first_rows, lengths, owners, *visible, max_rows, split_rows, max_keys)
     kernels: Any = triton_module("engine.kernels.paged_launch") if queries.is_cuda else None
     run = reference if kernels is None or not kernels.supports(queries, pool) else kernels.attend
     return run(queries, pool, rows, scale, window, softcap, sinks)

@@ -11,7 +11,9 @@ from engine.kernels.operations import operation
 from engine.sampling.noise import DENSE_NOISE_LIMIT, argmax, gumbel_noise
 
 
-def _race_shapes(scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
+def _race_shapes(
+    scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, blocks: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
 
 
