@@ -54,7 +54,7 @@ class Case:
         return replace(self, queries=self.queries.double(), pool=self.pool.double())
 
     def alone(self, sequence: int, row: int) -> "Case":
-        """One row of one sequence; the memory and the bound on a sequence's rows stay."""
+        """One row of one sequence; the memory and the bounds on a sequence's rows stay."""
         rows, at = self.rows, int(self.rows.first_rows[sequence]) + row
         one, own = slice(at, at + 1), slice(sequence, sequence + 1)
         single = replace(
