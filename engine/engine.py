@@ -339,19 +339,25 @@ class Engine:
     def put_draft(self, new: NewDraft) -> OldDraft:
         """Let another draft model, or none, draft from the next round on. No text depends on it under `match`.
 
-        The new one reads each sequence's text with its next gaps. The caller releases the old one.
+        It reads each sequence's text with its next gaps. The caller releases the old one. An error changes nothing.
         """
         assert isinstance(self.drafter, ChainedDrafter), "the engine's drafters are chained"
-        old = OldDraft(self.drafter.model, tuple(self._sequences.values()))
-        self.drafter.put_model(new.model)
-        self.target.reader = new.reader
-        self.intake.put_drafters(self.drafter.names)
-        for sequence in old.sequences:
-            sequence.draft_text = None  # the tokens of the old model's tokenizer
-            self.intake.adopt(sequence)
-        self.speculator.control.begin_draft("model", new.cost)
-        self._profiled, self._repeats = new.model is None, 0
+        old, reader = OldDraft(self.drafter.model, tuple(self._sequences.values())), self.target.reader
         freed, taken = (num_bytes(new.config, model, self.target) for model in (old.model, new.model))
+        try:
+            self.drafter.put_model(new.model)
+            self.target.reader = new.reader
+            self.intake.put_drafters(self.drafter.names)
+            for sequence in old.sequences:
+                sequence.draft_text = None  # the tokens of the old model's tokenizer
+                self.intake.adopt(sequence)
+            self.speculator.control.begin_draft("model", new.cost)
+        except Exception:
+            self.drafter.put_model(old.model)
+            self.target.reader = reader
+            self.intake.put_drafters(self.drafter.names)
+            raise
+        self._profiled, self._repeats = new.model is None, 0
         self._room += freed - taken
         log.info("draft %s has replaced %s", new.config.draft or "none", self.config.draft or "none")
         self.config = new.config
