@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.chain import ChainedDrafter
+from engine.drafters.model import ModelDrafter
 from engine.intake import Intake
 from engine.ledger import Ledger
 from engine.load import load_models, with_threads
@@ -344,6 +345,8 @@ class Engine:
         assert isinstance(self.drafter, ChainedDrafter), "the engine's drafters are chained"
         old = OldDraft(self.drafter.model, tuple(self._sequences.values()))
         self.drafter.put_model(new.model)
+        if isinstance(old.model, ModelDrafter):
+            self.target.staging.drop(old.model.runner.number)
         self.target.reader = new.reader
         self.intake.put_drafters(self.drafter.names)
         for sequence in old.sequences:
