@@ -80,7 +80,7 @@ def test_keys_that_do_not_come_again_are_forgotten(fake: FakeMemory, monkeypatch
     monkeypatch.setattr(graphs_module, "MOST_SEEN", 3)
     graphs = Graphs(CPU)
     run(graphs, "abcda")
-    assert not fake.captures
+    assert not fake.tries
     run(graphs, "a")
     assert fake.captures == 1
 
