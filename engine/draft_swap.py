@@ -19,7 +19,7 @@ from engine.heads.eagle_runner import HeadPass
 from engine.heads.state_drafter import StateDrafter
 from engine.host_memory import out_of_memory
 from engine.load import load_draft
-from engine.memory_budget import device_memory
+from engine.memory_budget import device_memory, kv_bytes
 from engine.model_runners import reader_of, states_bytes, table_bytes
 from engine.models.feeds import StateReader
 from engine.models.runner import Runner, kv_shape
@@ -93,7 +93,7 @@ def num_bytes(config: EngineConfig, model: Drafter | None, target: Runner) -> in
     decoder, runner = model.runner.decoder, model.runner
     token_bytes = kv_shape(decoder.config, decoder.dtype, runner.device).token_bytes
     states = states_bytes(config, [decoder.head]) if isinstance(decoder, HeadPass) else 0
-    return decoder.weight_bytes + runner.layout.tokens * token_bytes + states
+    return decoder.weight_bytes + kv_bytes(runner.layout, token_bytes, runner.device) + states
 
 
 @dataclass(frozen=True, slots=True)

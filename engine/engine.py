@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.chain import ChainedDrafter
+from engine.drafters.model import ModelDrafter
 from engine.intake import Intake
 from engine.ledger import Ledger
 from engine.load import load_models, with_threads
@@ -357,6 +358,8 @@ class Engine:
             self.target.reader = reader
             self.intake.put_drafters(self.drafter.names)
             raise
+        if isinstance(old.model, ModelDrafter):
+            self.target.staging.drop(old.model.runner.number)
         self._profiled, self._repeats = new.model is None, 0
         self._room += freed - taken
         log.info("draft %s has replaced %s", new.config.draft or "none", self.config.draft or "none")

@@ -9,6 +9,7 @@ chains. Contexts are not computed: their memory holds zeros.
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -25,10 +26,10 @@ from engine.memory_budget import measure_activations
 from engine.model_runners import Model, make_runners
 from engine.models.feeds import Feed
 from engine.models.runner import Runner, kv_shape
-from engine.profiling import ConstantDrafter, scratch_sequence
+from engine.profiling import ConstantDrafter
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence
+from engine.sequence import Sequence, scratch_sequence
 from engine.trees import Parents, chain
 from engine.types import MAX_LOGPROBS, VERIFIERS, DrafterName, SamplingParams, Verifier
 
@@ -94,7 +95,8 @@ class LargestRounds:
             apart = ceil((self._rows + 1) / BLOCK_SIZE) + 2  # blocks of a sequence that it does not share
             blocks = ceil(max_len / BLOCK_SIZE) + 1 + slots * apart
             sized.append(Layout(slots, max_len, BLOCK_SIZE, blocks, mapped=False))
-        return make_runners(self._config, decoders, sized, device)
+        # A captured round is no larger than these, and a first round of its kind would reset the peak that is measured.
+        return make_runners(replace(self._config, graphs=False), decoders, sized, device)
 
     @property
     def _rows(self) -> int:

@@ -14,13 +14,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import log as ln
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from cache.protocol import CacheFull
 from engine.computing import computing
-from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.merged import MergedDrafter
@@ -33,8 +31,8 @@ from engine.round import Outcome, run_round
 from engine.round_clock import wait
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence
-from engine.types import RequestRecord, SamplingParams
+from engine.sequence import Sequence, scratch_sequence
+from engine.types import SamplingParams
 from policies.observation import Timing
 
 log = logging.getLogger(__name__)
@@ -350,20 +348,3 @@ def _release(runners: Seq[Runner], sequence: Sequence) -> None:
         if runner.cache.holds(sequence.handle):
             runner.cache.discard(sequence.handle)
         runner.release(sequence)
-
-
-def scratch_sequence(name: str, handle: int, tokens: list[int], params: SamplingParams, **fields: Any) -> Sequence:
-    """A sequence that no request owns and nobody reads. fields: what differs from a request without speculation."""
-    return Sequence(
-        handle=handle,
-        request_id=name,
-        tokens=tokens,
-        num_prompt=len(tokens),
-        params=params,
-        k=None,
-        key=0,
-        max_len=len(tokens) + params.max_tokens,
-        text=TextStream(Detokenizer(lambda ids: ""), ()),
-        record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
-        **fields,
-    )

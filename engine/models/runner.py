@@ -283,9 +283,9 @@ class Runner:
         self._prompt_states = None
         graphs = self.staging.graphs
         assert graphs is not None, "only an engine with graphs has captured rounds"
-        fixed = key is not None and self.staging.layout is not None
+        layout = None if self.staging.layout is None else key
         began = mark(self.device)
-        result = graphs.run((self.number, key) if fixed else None, region)
+        result = graphs.run(self.number, layout, region)
         self._forwards.append(Forward(began, mark(self.device), sum(counts.values())))
         for handle, length in counts.items():
             self.cache.extend(handle, length)
