@@ -47,6 +47,7 @@ class OldDraft:
 
     model: Drafter | None
     sequences: tuple[Sequence, ...]  # those that may hold its memory
+    reader: StateReader | None = None  # of the target's states
 
     def release(self) -> None:
         """Free what it holds for its sequences, and audit it. Any thread may call it, once. Does not raise."""
