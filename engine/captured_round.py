@@ -26,7 +26,7 @@ from engine.verification import copy_to_host
 
 def can_capture(plan: Plan, target: Runner) -> bool:
     """Whether parts of the plan's round may be captured graphs. All other rounds run operation by operation."""
-    known = target.reader is None and padded_pass.can_capture(target)
+    known = target.reader is None and target.look_ahead is None and padded_pass.can_capture(target)
     return known and bool(plan.slices) and all(map(_decodes, plan.slices))
 
 

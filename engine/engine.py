@@ -344,7 +344,7 @@ class Engine:
         assert isinstance(self.drafter, ChainedDrafter), "the engine's drafters are chained"
         old = OldDraft(self.drafter.model, tuple(self._sequences.values()))
         self.drafter.put_model(new.model)
-        self.target.reader = new.reader
+        self.target.reader, self.target.look_ahead = new.reader, new.look_ahead
         self.intake.put_drafters(self.drafter.names)
         for sequence in old.sequences:
             sequence.draft_text = None  # the tokens of the old model's tokenizer
