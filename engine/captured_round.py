@@ -50,6 +50,8 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
     """Why no part of the plan's round can be captured."""
     if target.reader is not None:
         return "a head reads the target's states"
+    if target.look_ahead is not None:
+        return "look-ahead tokens ride in the target's passes"
     if not padded_pass.can_capture(target):
         return "the target's pass cannot be captured"
     return next(filter(None, map(_obstacle_of, plan.slices)), None)

@@ -341,7 +341,7 @@ class Engine:
         It reads each sequence's text with its next gaps. The caller releases the old one. An error changes nothing.
         """
         assert isinstance(self.drafter, ChainedDrafter), "the engine's drafters are chained"
-        old = OldDraft(self.drafter.model, tuple(self._sequences.values()), self.target.reader)
+        old = OldDraft(self.drafter.model, tuple(self._sequences.values()), self.target.reader, self.target.look_ahead)
         freed, taken = (num_bytes(new.config, model, self.target) for model in (old.model, new.model))
         try:
             self._draft_by(self.drafter, new)
@@ -361,7 +361,7 @@ class Engine:
 
     def _draft_by(self, drafter: ChainedDrafter, draft: NewDraft | OldDraft) -> None:
         drafter.put_model(draft.model)
-        self.target.reader = draft.reader
+        self.target.reader, self.target.look_ahead = draft.reader, draft.look_ahead
         self.intake.put_drafters(drafter.names)
 
     @property

@@ -135,7 +135,7 @@ def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
     checkpoints, sides, heads = [target], list[Side](), None
     for name, directory in zip(config.draft_models, directories[1:], strict=True):
         kind = kinds.get(directory)
-        if kind == "medusa" or kind == "mlp_speculator":
+        if kind == "medusa" or kind == "mlp_speculator" or kind == "pass":
             heads = StateHeadsFolder(directory, kind)
             continue
         if kind is not None:

@@ -227,9 +227,13 @@ class ProfileBench:
                 runner.imagine_inputs(sequence)
             if self._heads is not None:
                 self._heads.imagine_inputs(sequence, self._target)
-        slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, shape.ks, strict=True))
         # Other drafters may have more drafts than there are heads.
         beyond = self._heads is not None and max(shape.ks) > self._heads.heads.most
+        riding = None if beyond else self._target.look_ahead
+        slices = tuple(
+            Slice(s, 1, k, emits=True, ahead=0 if riding is None else riding.reserve(self._target.cache, s, k)[0])
+            for s, k in zip(batch, shape.ks, strict=True)
+        )
         return run_round(Plan(slices), self._target, ConstantDrafter(self._target.device) if beyond else self._drafter)
 
     def clear(self, drafter: Drafter) -> None:

@@ -16,6 +16,7 @@ from engine import trees, verification
 from engine.captured_round import CapturedVerdict, can_capture, filled_up, is_surprising
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.feeds import Feed
+from engine.models.look_ahead import LookAheadFault
 from engine.models.runner import PlannedPass, Runner
 from engine.round_clock import RoundClock, forwards_us
 from engine.sampling.acceptance import Verdict
@@ -92,6 +93,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
 
     feeds = _make_feeds(plan, draft.ks, draft.trees)
     verdict, logits, starts = _score(batch, draft, feeds, ahead, target)
+    _check_look_ahead(slices, verdict, target)
     failures: FailedRequests = {}
     logprobs = _logprobs(batch, starts, verdict, logits, failures)
     prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
@@ -122,6 +124,16 @@ def _propose(drafter: Drafter, batch: DraftBatch, planned_ks: Seq[int]) -> Draft
     except Exception:
         log.exception("the drafter failed; this round runs without drafts")
         return Draft.none(len(planned_ks), failed=True)
+
+
+def _check_look_ahead(slices: Seq[Slice], verdict: Verdict, target: Runner) -> None:
+    """Raise LookAheadFault if look-ahead tokens may have spoilt scores: such a sequence gets no more of them, and the
+    round is tried again."""
+    spoilt = [s.sequence for s, bad in zip(slices, verdict.non_finite, strict=True) if bad and s.ahead]
+    if target.look_ahead is not None and spoilt:
+        for sequence in spoilt:
+            target.look_ahead.refuse(sequence)
+        raise LookAheadFault(f"scores of {len(spoilt)} sequences are not finite beside look-ahead tokens")
 
 
 def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner) -> None:
@@ -188,7 +200,7 @@ def _make_feeds(plan: Plan, ks: Seq[int], shapes: Mapping[int, Parents]) -> list
     for s in plan.slices:
         i, k = next(drafted) if s.emits else (-1, 0)
         outputs = k + 1 if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, shapes.get(i)))
+        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, shapes.get(i), s.ahead))
     return feeds
 
 
