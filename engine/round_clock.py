@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+QUEUES = ("cuda",)  # types of devices on which calls return before their work is done
 Mark = int | torch.cuda.Event  # nanoseconds of the host's clock, or an event in the device's stream
 
 
@@ -48,7 +49,7 @@ class RoundClock:
 
 def mark(device: torch.device) -> Mark:
     """The point in the device's work that all calls so far lead to."""
-    if device.type != "cuda":  # calls return when their work is done
+    if device.type not in QUEUES:
         return perf_counter_ns()
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
@@ -57,7 +58,7 @@ def mark(device: torch.device) -> Mark:
 
 def wait(device: torch.device) -> None:
     """Return when the device has done all that was asked of it."""
-    if device.type == "cuda":
+    if device.type in QUEUES:
         torch.cuda.current_stream(device).synchronize()
 
 
