@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from engine.kernels.paged_rows import PagedRows
+from engine.kernels.paged_rows import PagedRows, max_split_rows
 
 SHARED_LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of shared memory per program
 TENSOR_CORE = {torch.bfloat16: r"mma\.sync\S*\.bf16|wgmma\S*\.bf16", torch.float16: r"mma\.sync\S*\.f16|wgmma\S*\.f16"}
@@ -108,6 +108,7 @@ def some_rows(case: KernelCase) -> PagedRows:
         paths=rows if tree else None,
         bases=numbers(16) if tree else None,
         max_rows=case.max_rows,
+        split_rows=max_split_rows([case.max_rows]),
         max_keys=4096,
     )
 

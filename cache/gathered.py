@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cache.paged import HIDDEN, PagedCache
 from cache.storage import Blocks, KVShape, KVView, move_rows
+from cache.transfer import index_tensor
 
 BESIDE = 2  # blocks that a storage has beside those of its cache
 
@@ -30,6 +31,11 @@ class GatheredStorage(Blocks):
         return self._all_rows.narrow(1, first, count).unbind(0)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        read, write = index_tensor([*sources, *targets], self._all_rows.device).view(2, -1).unbind(0)
+        self.move_rows(read, write)
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """As move(), with row numbers [n] int64 on the memory's device. The spare row may be a target several times."""
         move_rows(self._all_rows, sources, targets)
 
     def prepare(self, handles: Sequence[int]) -> None:

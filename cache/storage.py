@@ -125,7 +125,8 @@ class Contiguous:
         return self._all_rows.narrow(1, first, count).unbind(0)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        move_rows(self._all_rows, sources, targets)
+        read, write = index_tensor([*sources, *targets], self._all_rows.device).view(2, -1).unbind(0)
+        move_rows(self._all_rows, read, write)
 
     def row_numbers(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)
@@ -217,10 +218,10 @@ class Blocks:
         return rows[: self._kv_heads], rows[self._kv_heads :]
 
 
-def move_rows(memory: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """memory [layers, rows, …]: as Storage.move. All sources are read before any target is written."""
-    read, write = index_tensor([*sources, *targets], memory.device).view(2, -1).unbind(0)
-    memory.index_copy_(1, write, memory.index_select(1, read))
+def move_rows(memory: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """memory [layers, rows, …]: as Storage.move, with row numbers [n] int64 on the memory's device. All sources are
+    read before any target is written."""
+    memory.index_copy_(1, targets, memory.index_select(1, sources))
 
 
 def _all_finite(pieces: Iterable[Tensor]) -> bool:

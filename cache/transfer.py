@@ -12,7 +12,7 @@ def index_tensor(values: Sequence[int], device: torch.device) -> Tensor:
     short list."""
     if not values:  # frombuffer takes no empty buffer
         return torch.empty(0, dtype=torch.int64, device=device)
-    numbers = torch.frombuffer(values if isinstance(values, array) else array("q", values), dtype=torch.int64)
+    numbers = torch.frombuffer(values if type(values) is array else array("q", values), dtype=torch.int64)
     if device.type == "cpu":
         return numbers
     # torch keeps the pinned memory until the copy is done.

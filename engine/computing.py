@@ -1,14 +1,18 @@
 """The state of a thread while it computes rounds."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 
-@contextmanager
-def computing(device: torch.device) -> Iterator[None]:
+def computing(device: torch.device) -> AbstractContextManager[object]:
     """Computes without autograd. On CUDA `device` is the thread's current one meanwhile: Triton launches kernels there,
     whichever GPU their tensors lie on, and a new thread begins with the first GPU."""
-    with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    return _computing_on(device) if device.type == "cuda" else torch.inference_mode()
+
+
+@contextmanager
+def _computing_on(device: torch.device) -> Iterator[None]:
+    with torch.inference_mode(), torch.cuda.device(device):
         yield

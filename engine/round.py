@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Self
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_f
 from engine.models.feeds import Feed
 from engine.models.look_ahead import LookAheadFault
 from engine.models.runner import PlannedPass, Runner
+from engine.models.tree_moves import HeldTree, PlannedMoves
 from engine.round_clock import RoundClock, forwards_us
 from engine.sampling.acceptance import Verdict
 from engine.sampling.logprobs import (
@@ -36,8 +38,25 @@ from engine.verification import verify
 log = logging.getLogger(__name__)
 
 
-# The planned ks, and what verifies drafts of these lengths.
-Ahead = CapturedVerdict | PlannedPass
+@dataclass(frozen=True, slots=True)
+class PlannedScores:
+    """The target's pass over a round's drafts, and how it keeps the accepted nodes of trees."""
+
+    scored: PlannedPass
+    moves: PlannedMoves | None  # None: the host moves them, if there are any
+
+    @classmethod
+    def of(cls, feeds: Seq[Feed], batch: DraftBatch, shapes: Mapping[int, Parents], target: Runner) -> Self:
+        scored, sequences = target.prepare(feeds), batch.sequences
+        held = [
+            HeldTree(i, sequences[i], len(sequences[i].tokens), parents, range(len(parents)))
+            for i, parents in shapes.items()
+        ]
+        return cls(scored, PlannedMoves.of(target, held))
+
+
+# What verifies drafts of the planned lengths and shapes.
+Ahead = CapturedVerdict | PlannedScores
 FailedRequests = dict[int, str]  # sequence handle → why its request ends, safe to show to the client
 
 
@@ -92,14 +111,14 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     clock.mark_drafted()
 
     feeds = _make_feeds(plan, draft.ks, draft.trees)
-    verdict, logits, starts = _score(batch, draft, feeds, ahead, target)
+    verdict, logits, starts, moves = _score(batch, draft, feeds, ahead, target)
     _check_look_ahead(slices, verdict, target)
     failures: FailedRequests = {}
     logprobs = _logprobs(batch, starts, verdict, logits, failures)
     prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
     draft_us, score_us = clock.stop(downloaded=bool(slices))
 
-    _roll_back(batch, verdict, target)
+    _roll_back(batch, verdict, target, moves)
     observed = _observe(drafter, batch, verdict)
     return Outcome(
         slices,
@@ -136,10 +155,13 @@ def _check_look_ahead(slices: Seq[Slice], verdict: Verdict, target: Runner) -> N
         raise LookAheadFault(f"scores of {len(spoilt)} sequences are not finite beside look-ahead tokens")
 
 
-def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner) -> None:
+def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner, moves: PlannedMoves | None) -> None:
     """Drop the rejected drafts from the target's cache. The accepted ones of a tree move together before."""
-    paths = [(i, path) for i, path in verdict.paths.items() if not verdict.non_finite[i]]
-    target.keep_paths((batch.sequences[i], len(batch.sequences[i].tokens), path) for i, path in paths)
+    if moves is not None and verdict.last_rows is not None:
+        moves.run(verdict.last_rows)
+    else:
+        paths = [(i, path) for i, path in verdict.paths.items() if not verdict.non_finite[i]]
+        target.keep_paths((batch.sequences[i], len(batch.sequences[i].tokens), path) for i, path in paths)
     for sequence, accepted, non_finite in zip(batch.sequences, verdict.accepted, verdict.non_finite, strict=True):
         # A sequence with non-finite scores keeps all its memory until the engine clears it: others could get a part.
         if not non_finite:
@@ -171,27 +193,26 @@ def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahe
         return None
     shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
     verification.prepare(batch, ks, shapes)
-    return target.prepare(_make_feeds(plan, ks, shapes))
+    return PlannedScores.of(_make_feeds(plan, ks, shapes), batch, shapes, target)
 
 
 def _score(
     batch: DraftBatch, draft: Draft, feeds: Seq[Feed], ahead: Ahead | None, target: Runner
-) -> tuple[Verdict, Tensor | None, Seq[int]]:
+) -> tuple[Verdict, Tensor | None, Seq[int], PlannedMoves | None]:
     """Score the drafts and decide about them. ahead: what `_prepare` returned.
 
-    Returns (the verdict, the logits that led to it, the first row of each sequence among them). Without logits nobody
-    wants their log-probabilities.
+    Returns (the verdict, the logits that led to it, the first row of each sequence among them, how accepted nodes are
+    kept). Without logits nobody wants their log-probabilities.
     """
     starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))[:-1]
     if batch.captured and CapturedVerdict.fits(draft):
         ahead = ahead if isinstance(ahead, CapturedVerdict) else CapturedVerdict(batch, draft.ks, target)
-        return *ahead.run(draft), ahead.starts
-    if isinstance(ahead, PlannedPass) and ahead.feeds == tuple(feeds):
-        logits = target.compute(ahead, draft.tokens)
-        return verify(batch, draft, logits), logits, starts
-    verification.prepare(batch, draft.ks, draft.trees)
-    logits = target.run(feeds, draft.tokens)
-    return verify(batch, draft, logits), logits, starts
+        return *ahead.run(draft), ahead.starts, None
+    if not isinstance(ahead, PlannedScores) or ahead.scored.feeds != tuple(feeds):
+        verification.prepare(batch, draft.ks, draft.trees)
+        ahead = PlannedScores.of(feeds, batch, draft.trees, target)
+    logits = target.compute(ahead.scored, draft.tokens)
+    return verify(batch, draft, logits), logits, starts, ahead.moves
 
 
 def _make_feeds(plan: Plan, ks: Seq[int], shapes: Mapping[int, Parents]) -> list[Feed]:

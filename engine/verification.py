@@ -14,13 +14,14 @@ from cache.transfer import index_tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.kernels import laws as law_kernels
 from engine.kernels.decide import decide_chains
+from engine.kernels.decide_trees import decide_trees
 from engine.kernels.verdict import match_verdict
 from engine.sampling import acceptance, tree_acceptance
 from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
 from engine.sampling.ragged import Ragged, padded
-from engine.sampling.tree_acceptance import TreeTable
+from engine.sampling.tree_acceptance import NONE, TreeTable
 from engine.staging import Staged
-from engine.trees import Parents, chain, is_chain, path, tried
+from engine.trees import Parents, chain, is_chain, path, ranks, tried
 from engine.types import Verifier
 
 
@@ -47,7 +48,10 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
         verdict = _merge(verdict or _blank(draft, logits.device), decided, chosen)
     if verdict is None:
         return Verdict([], [], [], [], 0, [])
-    return copy_to_host(verdict, draft, logits.shape[-1])
+    decided_on_host = copy_to_host(verdict, draft, logits.shape[-1])
+    if draft.trees and _on_device(batch):
+        return replace(decided_on_host, last_rows=verdict.last_rows)
+    return decided_on_host
 
 
 def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> None:
@@ -59,17 +63,17 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
         batch = replace(batch, sampler=batch.sampler.on_trees(trees))
     sampler = batch.sampler
     for name, indices in _by_verifier(batch).items():
-        rows, _ = _rows(batch, ks, indices)
+        rows, own_ks = _rows(batch, ks, indices)
         if len(indices) < len(batch.sequences):
             sampler.numbers.index(_packed(ks, indices))
             sampler.numbers.index(indices)
         if name != "block" and (shapes := _shapes(trees, ks, indices)):
-            TreeTable.put(shapes, sampler.numbers)
+            _put_parents(batch, shapes)
             if name == "rejection":
                 sampler.prepare_tree_coins(indices, shapes)
         if name == "match":
             sampler.prepare(rows)
-            _put_first_rows(batch, ks)
+            _put_first_rows(batch, own_ks)
         else:
             sampler.prepare_laws(rows)
             sampler.prepare_emit(indices)
@@ -92,8 +96,8 @@ def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -
     if tokens is not None and len(indices) < len(batch.sequences):
         tokens = tokens[batch.sampler.numbers.index(indices).tensor]
     shapes = _shapes(draft.trees, draft.ks, indices)
-    if tokens is not None and not shapes and _on_device(batch) and len(indices) == len(batch.sequences):
-        verdict = _match_in_one(batch, drawn, finite, tokens[:, : max(ks)], ks)
+    if tokens is not None and max(ks) and _on_device(batch):
+        verdict = _match_in_one(batch, drawn, finite, tokens[:, : max(ks)], ks, shapes)
     elif tokens is None or not shapes:
         verdict = acceptance.match(drawn, finite, tokens, ks)
     else:
@@ -101,9 +105,12 @@ def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -
     return replace(verdict, drawn=padded(drawn, ks)) if draft.wants_drawn else verdict
 
 
-def _match_in_one(batch: DraftBatch, drawn: Tensor, finite: Tensor, drafts: Tensor, ks: Seq[int]) -> DeviceVerdict:
-    """As acceptance.match(), of the whole batch and by one operation."""
-    table = match_verdict(drawn, finite, drafts, _put_first_rows(batch, ks).tensor)
+def _match_in_one(
+    batch: DraftBatch, drawn: Tensor, finite: Tensor, drafts: Tensor, ks: Seq[int], shapes: Seq[Parents]
+) -> DeviceVerdict:
+    """As acceptance.match(), or as tree_acceptance.match() for these shapes, by one operation."""
+    parents = _put_parents(batch, shapes).tensor.view(len(ks), -1) if shapes else None
+    table = match_verdict(drawn, finite, drafts, _put_first_rows(batch, ks).tensor, parents)
     last_rows, tokens, row_finite = table[:, :3].unbind(1)
     return DeviceVerdict(last_rows, tokens, row_finite, table=table)
 
@@ -112,6 +119,15 @@ def _put_first_rows(batch: DraftBatch, ks: Seq[int]) -> Staged:
     """The first row of each sequence, and the end of the last one's, [N + 1]."""
     starts = accumulate((k + 1 for k in ks), initial=0)
     return batch.sampler.numbers.ints(("first rows", tuple(ks)), lambda: list(starts))
+
+
+def _put_parents(batch: DraftBatch, shapes: Seq[Parents]) -> Staged:
+    """The row of each node's parent, for all sequences as many as the largest tree has nodes."""
+    size = max(map(len, shapes))
+    return batch.sampler.numbers.ints(
+        ("parents", tuple(shapes)),
+        lambda: [row for shape in shapes for row in (*(p + 1 for p in shape), *[NONE] * (size - len(shape)))],
+    )
 
 
 def _on_device(batch: DraftBatch) -> bool:
@@ -137,13 +153,13 @@ def _reject_or_block(
             logq = _device_draft_laws(batch, draft, indices, drafts, logp)
         else:
             logq = draft_laws(draft, indices, drafts, logp)
+        legal = drafts if _on_device(batch) else drafts.clamp(0, logits.shape[-1] - 1)
         if shapes:
-            legal = drafts.clamp(0, logits.shape[-1] - 1)
-            decided = _reject_trees(batch, indices, logp, logq, legal, shapes)
+            reject = _reject_trees_in_one if _on_device(batch) else _reject_trees
+            decided = reject(batch, indices, logp, logq, legal, shapes)
         elif _on_device(batch):
             decided = _decide_in_one(batch, indices, logp, logq, drafts, ks, verifier)
         else:
-            legal = drafts.clamp(0, logits.shape[-1] - 1)
             decide = _block if verifier == "block" else _reject
             decided = decide(batch, indices, logp, logq, legal, ks)
     # A NaN in an earlier row makes these weights NaN too: rejection stops at that row, block multiplies it on.
@@ -203,6 +219,16 @@ def _reject_trees(
     last_rows = tree_acceptance.walk(coins < law.chances, table)[:, -1]
     weights = tree_acceptance.emitted_law(law, logq, table, last_rows)
     return Decided(last_rows, table.depths.gather(1, last_rows[:, None])[:, 0], weights, law.overlaps)
+
+
+def _reject_trees_in_one(
+    batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, shapes: Seq[Parents]
+) -> Decided:
+    """As _reject_trees(), by one operation."""
+    parents = _put_parents(batch, shapes).tensor.view(len(indices), -1)
+    numbers = batch.sampler.tree_coin_numbers(indices, shapes)
+    width = 1 + max(max(ranks(shape), default=0) for shape in shapes)
+    return Decided(*decide_trees(logp, logq, drafts, parents, _lenience(batch, indices), *numbers, width))
 
 
 def _lenience(batch: DraftBatch, indices: Seq[int]) -> Tensor:
@@ -309,7 +335,7 @@ def _merge(whole: DeviceVerdict, decided: DeviceVerdict, rows: Tensor) -> Device
     return DeviceVerdict(
         whole.last_rows.index_copy(0, rows, decided.last_rows),
         whole.tokens.index_copy(0, rows, decided.tokens),
-        whole.finite.index_copy(0, rows, decided.finite),
+        whole.finite.index_copy(0, rows, decided.finite.bool()),
         _merge_columns(whole.overlaps, decided.overlaps, rows),
         _merge_columns(whole.drawn, decided.drawn, rows),
     )

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,29 @@ def rule(package: str) -> frozenset[str]:
     }[package]
 
 
+def without_kernels(modules: list[str]) -> list[str]:
+    """The modules that are imported where Triton is not installed: engine.kernels.triton_modules imports the others."""
+    return [name for name in modules if not imports_triton(ROOT / f"{name.replace('.', '/')}.py")]
+
+
+def imports_triton(path: Path) -> bool:
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return any(line.startswith(("import triton", "from triton")) for line in lines)
+
+
 @pytest.mark.parametrize("package", ["app", "engine", "policies"])
 def test_no_module_of_a_package_loads_what_its_package_must_not(package: str) -> None:
     modules = modules_under(ROOT, package)
     assert package in modules
+    modules = modules if find_spec("triton") else without_kernels(modules)
     assert violations(ROOT, modules, rule(package)) == {}
+
+
+def test_all_modules_of_the_engine_but_kernels_are_imported_without_triton() -> None:
+    modules = without_kernels(modules_under(ROOT, "engine"))
+    assert {"engine.engine", "engine.kernels.race", "engine.kernels.paged_attention"} <= set(modules)
+    assert not {"engine.kernels.race_kernel", "engine.kernels.paged_launch"} & set(modules)
+    assert "triton" not in loaded_by(ROOT, [",".join(modules)]).popitem()[1]
 
 
 def test_in_cache_only_what_touches_memory_may_load_torch() -> None:

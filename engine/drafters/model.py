@@ -17,6 +17,7 @@ from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
 from engine.models.feeds import Feed
 from engine.models.runner import PlannedPass, Runner
+from engine.models.tree_moves import HeldTree, PlannedMoves
 from engine.sampling.acceptance import Verdict
 from engine.sampling.adjustments import put, take
 from engine.sequence import Sequence
@@ -69,6 +70,7 @@ class ModelDrafter:
         self._rank = rank
         self._drafted: set[int] = set()  # handles of the sequences that the latest proposal has drafts for
         self._fed_trees: dict[int, FedTree] = {}  # by handle: what the model has read of the latest proposal's trees
+        self._moves: PlannedMoves | None = None  # of these trees' accepted nodes
         self._given_up: set[int] = set()  # handles of the sequences whose draft was not finite
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
@@ -90,6 +92,7 @@ class ModelDrafter:
         as often as possible; for the other verifiers with separate noise, and with the laws in `logq`.
         """
         self.runner.take_forwards()
+        self._moves = None
         ks = [self._reserve(s, k) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         ks, pieces = self._catch_up(batch.sequences, ks)
         if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
@@ -162,7 +165,14 @@ class ModelDrafter:
 
     def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeReader]:
         draft = TreeDraft(batch, shapes, self._vocab, self.runner.device)
-        return draft, TreeReader(self.runner, batch, draft)
+        reader = TreeReader(self.runner, batch, draft)
+        self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, reader))
+        return draft, reader
+
+    def _held_trees(self, batch: DraftBatch, reader: TreeReader) -> list[HeldTree]:
+        """The nodes that the reader will have fed, where their keys and values are of use after the round."""
+        sequences = [(i, batch.sequences[i], fed) for i, fed in reader.fed.items()]
+        return [HeldTree(i, s, len(self.runner.tokens(s)), fed.parents, fed.nodes) for i, s, fed in sequences]
 
     def _draw_trees(self, batch: DraftBatch, trees: tuple[TreeDraft, TreeReader], logits: Tensor) -> Draft:
         planned, reader = trees
@@ -173,6 +183,10 @@ class ModelDrafter:
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache, drafted, fed_trees = self.runner.cache, self._drafted, self._fed_trees
         self._drafted, self._fed_trees = set(), {}
+        moves, rows = self._moves, verdict.last_rows
+        self._moves = None
+        if moves is not None and rows is not None:  # before any memory is cleared or given back
+            moves.run(rows)
         kept: list[tuple[Sequence, int, Seq[int]]] = []
         for i, sequence in enumerate(batch.sequences):
             drafts = verdict.drafts[i]
@@ -188,7 +202,8 @@ class ModelDrafter:
             else:
                 places = self._kept_places(i, verdict, fed_trees.get(sequence.handle))
                 kept.append((sequence, len(self.runner.tokens(sequence)), places))
-        self.runner.keep_paths(kept)
+        if moves is None or rows is None:
+            self.runner.keep_paths(kept)
         for sequence, base, places in kept:
             cache.truncate_to(sequence.handle, min(cache.length(sequence.handle), base + len(places)))
 

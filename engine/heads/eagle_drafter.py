@@ -5,8 +5,9 @@ from collections.abc import Set
 
 from engine.drafters.base import DraftBatch
 from engine.drafters.model import ModelDrafter
-from engine.drafters.model_trees import FedTree
+from engine.drafters.model_trees import FedTree, TreeReader
 from engine.heads.eagle_runner import HeadRunner
+from engine.models.tree_moves import HeldTree
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
 
@@ -36,6 +37,9 @@ class EagleDrafter(ModelDrafter):
     def audit(self, live: Set[int]) -> None:
         super().audit(live)
         self.runner.audit(live)
+
+    def _held_trees(self, batch: DraftBatch, reader: TreeReader) -> list[HeldTree]:
+        return []
 
     def _kept_places(self, i: int, verdict: Verdict, fed: FedTree | None) -> Seq[int]:
         return ()

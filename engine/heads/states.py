@@ -73,7 +73,13 @@ class TargetStates:
 
     def prepare(self, feeds: Seq[Feed], starts: Seq[int], staging: Staging) -> None:
         """As StateReader.prepare. Sets rows aside if so many are free. If they are not, `read` decides which states are
-        dropped, and sends the rows itself."""
+        dropped, and sends the rows itself. A failure is logged and costs the states of all sequences (R9)."""
+        try:
+            self._plan(feeds, starts, staging)
+        except Exception:
+            self._lose_all()
+
+    def _plan(self, feeds: Seq[Feed], starts: Seq[int], staging: Staging) -> None:
         self._drop_plan()
         end, sources = 0, list[int]()
         for feed in feeds:
@@ -101,9 +107,13 @@ class TargetStates:
                 rows, sources = index_tensor([*found, *found.values()], states.device).view(2, -1).unbind(0)
                 self._copy(rows, None if list(found.values()) == list(range(len(states))) else sources, states)
         except Exception:
-            log.exception("the target's states could not be kept; heads draft nothing until there are new ones")
-            self._held.clear()
-            self._planned, self._free = None, _all_free(self._max_rows)
+            self._lose_all()
+
+    def _lose_all(self) -> None:
+        """Forget all states: an exception has left them in an unknown state."""
+        log.exception("the target's states could not be kept; heads draft nothing until there are new ones")
+        self._held.clear()
+        self._planned, self._free = None, _all_free(self._max_rows)
 
     def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
         """Keep the states before position `base` and those of the accepted drafts. accepted: the nodes of the path in

@@ -7,11 +7,23 @@ operations of fixed shapes that never wait for the device.
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 from engine.sampling import acceptance, noise
 
 
-@torch.library.custom_op("foretoken::decide_chains", mutates_args=())
+def _decide_chains_shapes(
+    logp: Tensor,
+    logq: Tensor,
+    drafts: Tensor,
+    lengths: Tensor,
+    lenience: Tensor | None,
+    keys: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(lengths), logp.new_empty(logp.shape[0], logp.shape[2]), drafts.new_empty(drafts.shape)
+
+
+@operation("decide_kernel.decide", shapes=_decide_chains_shapes)
 def decide_chains(
     logp: Tensor,
     logq: Tensor,
@@ -34,34 +46,6 @@ def decide_chains(
     return decide_reference(logp, logq, drafts, lengths, lenience, keys, ends)
 
 
-@decide_chains.register_fake
-def _(
-    logp: Tensor,
-    logq: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    lenience: Tensor | None,
-    keys: Tensor,
-    ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(lengths), logp.new_empty(logp.shape[0], logp.shape[2]), drafts.new_empty(drafts.shape)
-
-
-@decide_chains.register_kernel("cuda")
-def _decide_on_cuda(
-    logp: Tensor,
-    logq: Tensor,
-    drafts: Tensor,
-    lengths: Tensor,
-    lenience: Tensor | None,
-    keys: Tensor,
-    ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kernels = triton_module("engine.kernels.decide_kernel")
-    run = decide_reference if kernels is None else kernels.decide
-    return run(logp, logq, drafts, lengths, lenience, keys, ends)
-
-
 def decide_reference(
     logp: Tensor,
     logq: Tensor,
@@ -82,21 +66,3 @@ def decide_reference(
         accepted = acceptance.first_failure(law.chances, coins)
     weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, lengths)
     return accepted, weights, acceptance.overlaps(logp, logq, lenience)
-
-
-@torch.library.custom_op("foretoken::uniforms", mutates_args=())
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """As engine.sampling.noise.uniforms(), for keys and positions int64 of one shape."""
-    return noise.uniforms(keys, positions)
-
-
-@uniforms.register_fake
-def _(keys: Tensor, positions: Tensor) -> Tensor:
-    return torch.empty_like(keys, dtype=torch.float64, memory_format=torch.contiguous_format)
-
-
-@uniforms.register_kernel("cuda")
-def _uniforms_on_cuda(keys: Tensor, positions: Tensor) -> Tensor:
-    kernels = triton_module("engine.kernels.decide_kernel")
-    run = noise.uniforms if kernels is None else kernels.uniforms
-    return run(keys, positions)

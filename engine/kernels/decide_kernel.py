@@ -15,7 +15,6 @@ from engine.sampling import acceptance
 PART = 4096  # tokens of a program
 TILE = 512  # tokens that a program looks at together
 WARPS = 4
-COINS = 256  # uniform numbers of a program
 OVERLAP_SCALE = tl.constexpr(acceptance.OVERLAP_SCALE)
 
 
@@ -55,25 +54,6 @@ def decide(
     )  # fmt: skip
     fallback_kernel[(count, parts)](logp, accepted, weights, found, vocab, depth, PART, TILE, width, num_warps=WARPS)
     return accepted, weights, overlaps
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """As engine.kernels.decide.uniforms()."""
-    keys, positions = keys.contiguous(), positions.contiguous()
-    out = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
-    if count := keys.numel():
-        uniform_kernel[(triton.cdiv(count, COINS),)](keys, positions, out, count, COINS, num_warps=1)
-    return out
-
-
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["keys", "positions"])
-def uniform_kernel(
-    keys: tl.tensor, positions: tl.tensor, out: tl.tensor, count: tl.tensor, COINS: tl.constexpr
-) -> None:
-    place = tl.program_id(0) * COINS + tl.arange(0, COINS)
-    inside = place < count
-    key, position = tl.load(keys + place, mask=inside, other=0), tl.load(positions + place, mask=inside, other=0)
-    tl.store(out + place, uniform(key, position), mask=inside)
 
 
 @triton.jit

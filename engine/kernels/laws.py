@@ -7,14 +7,18 @@ operations of fixed shapes that never wait for the device.
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 from engine.sampling import acceptance
 from engine.sampling.filters import apply_temperature
 
 NO_LAW = -1  # a sequence whose drafts came without laws
 
 
-@torch.library.custom_op("foretoken::log_law", mutates_args=())
+def _log_law_shapes(scores: Tensor, temperatures: Tensor) -> Tensor:
+    return torch.empty(scores.shape, dtype=_law_dtype(scores), device=scores.device)
+
+
+@operation("laws_kernel.log_law", shapes=_log_law_shapes)
 def log_law(scores: Tensor, temperatures: Tensor) -> Tensor:
     """log softmax(scores / temperature) [R, vocab], in fp64 for scores in fp64, else in fp32.
 
@@ -22,18 +26,6 @@ def log_law(scores: Tensor, temperatures: Tensor) -> Tensor:
     one is, the best token keeps a finite score. A row whose best score is not finite becomes NaN.
     """
     return log_law_reference(scores, temperatures)
-
-
-@log_law.register_fake
-def _(scores: Tensor, temperatures: Tensor) -> Tensor:
-    return torch.empty(scores.shape, dtype=_law_dtype(scores), device=scores.device)
-
-
-@log_law.register_kernel("cuda")
-def _log_law_on_cuda(scores: Tensor, temperatures: Tensor) -> Tensor:
-    kernels = triton_module("engine.kernels.laws_kernel")
-    run = log_law_reference if kernels is None else kernels.log_law
-    return run(scores, temperatures)
 
 
 def log_law_reference(scores: Tensor, temperatures: Tensor) -> Tensor:
@@ -45,7 +37,11 @@ def _law_dtype(scores: Tensor) -> torch.dtype:
     return torch.float64 if scores.dtype is torch.float64 else torch.float32
 
 
-@torch.library.custom_op("foretoken::draft_laws", mutates_args=())
+def _draft_laws_shapes(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor:
+    return logp.new_empty(*drafts.shape, logp.shape[-1])
+
+
+@operation("laws_kernel.draft_laws", shapes=_draft_laws_shapes)
 def draft_laws(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor:
     """log q [N, K, vocab] of drafts [N, K] int64, in the type and vocabulary of logp [N, …, vocab].
 
@@ -54,18 +50,6 @@ def draft_laws(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp
     rows in order, N of them. What no law says is one-hot, see acceptance.fill_one_hot().
     """
     return draft_laws_reference(laws, sources, drafts, logp)
-
-
-@draft_laws.register_fake
-def _(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor:
-    return logp.new_empty(*drafts.shape, logp.shape[-1])
-
-
-@draft_laws.register_kernel("cuda")
-def _draft_laws_on_cuda(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor:
-    kernels = triton_module("engine.kernels.laws_kernel")
-    run = draft_laws_reference if kernels is None else kernels.draft_laws
-    return run(laws, sources, drafts, logp)
 
 
 def draft_laws_reference(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor:
@@ -80,22 +64,14 @@ def draft_laws_reference(laws: Tensor | None, sources: Tensor | None, drafts: Te
     return acceptance.fill_one_hot(logq, drafts)
 
 
-@torch.library.custom_op("foretoken::mark_non_finite", mutates_args=())
-def mark_non_finite(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:
-    """The ids drawn [R, width] int64, with `mark` in place of each whose logit in logits [R, vocab] is not finite."""
-    return mark_reference(drawn, logits, mark)
-
-
-@mark_non_finite.register_fake
-def _(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:
+def _mark_non_finite_shapes(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:
     return torch.empty_like(drawn, memory_format=torch.contiguous_format)
 
 
-@mark_non_finite.register_kernel("cuda")
-def _mark_on_cuda(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:
-    kernels = triton_module("engine.kernels.laws_kernel")
-    run = mark_reference if kernels is None else kernels.mark_non_finite
-    return run(drawn, logits, mark)
+@operation("laws_kernel.mark_non_finite", shapes=_mark_non_finite_shapes)
+def mark_non_finite(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:
+    """The ids drawn [R, width] int64, with `mark` in place of each whose logit in logits [R, vocab] is not finite."""
+    return mark_reference(drawn, logits, mark)
 
 
 def mark_reference(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:

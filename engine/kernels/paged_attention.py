@@ -10,22 +10,16 @@ torch.nn.attention.varlen.varlen_attn is not used. Its block tables take pages o
 more than one sequence it returned wrong rows (pytorch/pytorch#194167). It knows no trees, soft caps or sinks.
 """
 
-from functools import cache
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.kernels.operations import operation
 from engine.kernels.paged_rows import PagedRows, ScoreRule
+from engine.kernels.triton_modules import triton_module
 
 REFERENCE_SCORES = 1 << 24  # scores of all heads and sequences that the reference holds at once
-
-_library = torch.library.Library("foretoken", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor queries, Tensor pool, Tensor tables, Tensor first_rows, Tensor lengths, Tensor owners, "
-    "Tensor positions, Tensor last_visible, Tensor? paths, Tensor? bases, int max_rows, int max_keys, float scale, "
-    "int? window, float? softcap, Tensor? sinks) -> Tensor"
-)
 
 
 def attend(queries: Tensor, pool: Tensor, rows: PagedRows, scoring: ScoreRule) -> Tensor:
@@ -35,7 +29,7 @@ def attend(queries: Tensor, pool: Tensor, rows: PagedRows, scoring: ScoreRule) -
     keys are rotated, and of one type.
     """
     scale = queries.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
-    return torch.ops.foretoken.paged_attention(
+    return paged_attention(
         queries,
         pool,
         rows.tables,
@@ -47,6 +41,7 @@ def attend(queries: Tensor, pool: Tensor, rows: PagedRows, scoring: ScoreRule) -
         rows.paths,
         rows.bases,
         rows.max_rows,
+        rows.split_rows,
         rows.max_keys,
         scale,
         scoring.window,
@@ -150,18 +145,12 @@ def _packed(padded: Tensor, rows: PagedRows) -> Tensor:
     return chosen.flatten(1).masked_fill(~real[:, None], 0)
 
 
-@cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        import triton  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError:
-        return None
-    from engine.kernels import paged_launch
-
-    return paged_launch
+def _shapes(queries: Tensor, *others: object) -> Tensor:
+    return queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
 
 
-def _anywhere(
+@operation(shapes=_shapes)
+def paged_attention(
     queries: Tensor,
     pool: Tensor,
     tables: Tensor,
@@ -173,23 +162,16 @@ def _anywhere(
     paths: Tensor | None,
     bases: Tensor | None,
     max_rows: int,
+    split_rows: int,
     max_keys: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The operation on every device."""
-    rows = PagedRows(tables, first_rows, lengths, owners, positions, last_visible, paths, bases, max_rows, max_keys)
-    kernels = _triton_kernels() if queries.is_cuda else None
+    """As `attend`, with the fields of PagedRows and ScoreRule one by one."""
+    visible = (positions, last_visible, paths, bases)
+    rows = PagedRows(tables, first_rows, lengths, owners, *visible, max_rows, split_rows, max_keys)
+    kernels: Any = triton_module("engine.kernels.paged_launch") if queries.is_cuda else None
     run = reference if kernels is None or not kernels.supports(queries, pool) else kernels.attend
     return run(queries, pool, rows, scale, window, softcap, sinks)
-
-
-def _shape_only(queries: Tensor, *others: object) -> Tensor:
-    return queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
-
-
-_library.impl("paged_attention", _anywhere, "CPU")
-_library.impl("paged_attention", _anywhere, "CUDA")
-torch.library.register_fake("foretoken::paged_attention", _shape_only, lib=_library)

@@ -1,6 +1,7 @@
 """The Triton kernels of paged attention: a row's keys are attended in parts, and a second kernel joins the parts.
 
 A program of the first kernel computes some packed rows of one sequence, with one kv head, over one part of the keys.
+It is launched for the sequences with few rows, whose keys are split, and for those with many, whose keys are one part.
 The heads that share a kv head are further rows of its tile. The places of a sequence are dealt out to the parts in
 segments of SEGMENT places, in turn: place p belongs to part p // SEGMENT mod parts. So which keys a part adds up, and
 in which order, depends on nothing but the row's own keys. Keys that a row does not see add exact zeros. With the same
@@ -20,6 +21,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # What changes from pass to pass must not change which code is compiled.
 NUMBERS = ["parts", "row_count", "block_count", "table_width", "table_stride", "sequences", "table_places"]
+NUMBERS += ["fewest", "most"]
 ROWS_OF = ["tables", "first_rows", "lengths", "owners", "positions", "last_visible", "paths", "bases"]
 
 
@@ -43,6 +45,8 @@ def attend_keys(
     table_width: tl.tensor,
     table_stride: tl.tensor,
     parts: tl.tensor,
+    fewest: tl.tensor,
+    most: tl.tensor,
     scale: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -54,11 +58,13 @@ def attend_keys(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Program (sequence and part, tile of packed rows, kv head). Packed row r is row r // GROUP, head r % GROUP."""
+    """Program (sequence and part, tile of packed rows, kv head). Packed row r is row r // GROUP, head r % GROUP. Only
+    sequences of `fewest` to `most` rows are computed. Where there are tops, each of them has `most` rows of parts."""
     sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     first, length = tl.load(first_rows + sequence), tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
-    count = (tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first) * GROUP
-    if (tl.program_id(1) * ROWS >= count) | (part * SEGMENT >= length):
+    rows = tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first
+    count = rows * GROUP
+    if (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= count) | (part * SEGMENT >= length):
         return
     packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live, row, head = packed < count, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP
@@ -80,6 +86,7 @@ def attend_keys(
         sums = _finish(sums, total, top, head, live, sinks)
         _store(out + at * HEAD_DIM, sums, live, HEAD_DIM, WIDTH)
     else:
+        at += (sequence.to(tl.int64) * most - first) * (KV_HEADS * GROUP)
         at = at * parts + part
         tl.store(tops + at, top, mask=live)
         tl.store(totals + at, total, mask=live)
@@ -99,25 +106,31 @@ def join_parts(
     sequences: tl.tensor,
     table_places: tl.tensor,
     parts: tl.tensor,
+    most: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
 ) -> None:
-    """Program (row, head): add up its parts, one after the other, so that their number does not change the bits."""
+    """Program (row, head): add up its parts, one after the other, so that their number does not change the bits. A row
+    of a sequence with more than `most` rows has no parts and is left as it is."""
     row, head = tl.program_id(0), tl.program_id(1)
     owner = tl.load(owners + row)
     known = (owner >= 0) & (owner < sequences)
     owner = tl.where(known, owner, 0)
-    known &= (tl.load(first_rows + owner) <= row) & (row < tl.load(first_rows + owner + 1))
+    first, end = tl.load(first_rows + owner), tl.load(first_rows + owner + 1)
+    known &= (first <= row) & (row < end)
+    if known & (end - first > most):
+        return
     length = tl.minimum(tl.load(lengths + owner), table_places)
     used = tl.where(known, tl.minimum(tl.cdiv(length, SEGMENT), parts), 0)
     at = row.to(tl.int64) * tl.num_programs(1) + head
+    source_row = (owner.to(tl.int64) * most + tl.where(known, row - first, 0)) * tl.num_programs(1) + head
     one, part = tl.arange(0, 1), tl.arange(0, ROOM)[None, :]
-    top = tl.max(tl.load(tops + at * parts + part, mask=part < used, other=NONE), 1)
+    top = tl.max(tl.load(tops + source_row * parts + part, mask=part < used, other=NONE), 1)
     top, total = _with_sink(top, head + one, known, sinks)
     result = tl.zeros([1, WIDTH], tl.float32)
     for i in range(used):
-        source = at * parts + i + one
+        source = source_row * parts + i + one
         part_top = tl.load(tops + source)
         more = _load_vectors(sums + source * HEAD_DIM, part_top != NONE, HEAD_DIM, WIDTH)
         result, total = _add(result, total, part_top, top, more, tl.load(totals + source))

@@ -1,7 +1,7 @@
 """Launches the Triton kernels of paged attention. Needs triton.
 
-A pass with more than SPLIT_ROWS rows of a sequence has programs enough: its keys are not split, so that it needs no
-memory for parts.
+The keys of a sequence with more than SPLIT_ROWS rows are not split: it has programs enough, and needs no memory for
+parts. It has a launch of its own, so that sequences with few rows keep their tiles and their parts beside it.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from engine.kernels import paged_kernel
-from engine.kernels.paged_rows import PagedRows
+from engine.kernels.paged_rows import SPLIT_ROWS, PagedRows
 
 MAX_PARTS = 32
-SPLIT_ROWS = 64
 MAX_HEAD_DIM = 256
 
 
@@ -26,6 +25,15 @@ class Tile:
     keys: int  # a power of two that divides SEGMENT, at least 16
     warps: int
     stages: int  # of the compiler's pipeline of loads
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The sequences that a launch computes: those with so many rows, and into how many parts their keys are split."""
+
+    fewest: int
+    most: int
+    parts: int
 
 
 def choose_tile(packed: int, width: int, itemsize: int) -> Tile:
@@ -42,9 +50,7 @@ def choose_tile(packed: int, width: int, itemsize: int) -> Tile:
 
 
 def count_parts(rows: PagedRows) -> int:
-    """Into how many parts the keys of each sequence are split."""
-    if rows.max_rows > SPLIT_ROWS:
-        return 1
+    """Into how many parts the keys of each sequence with few rows are split."""
     return max(1, min(MAX_PARTS, -(-rows.max_keys // paged_kernel.SEGMENT.value)))
 
 
@@ -66,19 +72,22 @@ def attend(
 ) -> Tensor:
     """As engine.kernels.paged_attention.attend."""
     count, heads, head_dim = queries.shape
-    parts = count_parts(rows)
     if 0 in (count, rows.tables.numel(), rows.max_rows, rows.max_keys):
         return queries.new_zeros(count, heads * head_dim)
     rule = (scale, window or 0, softcap or 0.0)
-    if parts == 1:
-        out = queries.new_zeros(count, heads, head_dim)
-        _attend(queries, pool, rows, parts, rule, (out, None, None), sinks)
-        return out.flatten(1)
-    sums = queries.new_empty(count, heads, parts, head_dim, dtype=torch.float32)
-    tops, totals = queries.new_empty(2, count, heads, parts, dtype=torch.float32).unbind(0)
-    _attend(queries, pool, rows, parts, rule, (sums, tops, totals), None)
-    out = queries.new_empty(count, heads, head_dim)
-    _join(sums, tops, totals, rows, pool.shape[1], sinks, out)
+    few, parts, many = rows.split_rows, count_parts(rows), rows.max_rows > SPLIT_ROWS
+    split = few > 0 and parts > 1
+    out = (queries.new_zeros if many or not split else queries.new_empty)(count, heads, head_dim)
+    if split:
+        slots = rows.lengths.shape[0] * few
+        sums = queries.new_empty(slots, heads, parts, head_dim, dtype=torch.float32)
+        tops, totals = queries.new_empty(2, slots, heads, parts, dtype=torch.float32).unbind(0)
+        _attend(queries, pool, rows, Share(0, few, parts), rule, (sums, tops, totals), None)
+        _join(sums, tops, totals, rows, pool.shape[1], sinks, out)
+    elif few:
+        _attend(queries, pool, rows, Share(0, few, 1), rule, (out, None, None), sinks)
+    if many:
+        _attend(queries, pool, rows, Share(few + 1, rows.max_rows, 1), rule, (out, None, None), sinks)
     return out.flatten(1)
 
 
@@ -86,7 +95,7 @@ def _attend(
     queries: Tensor,
     pool: Tensor,
     rows: PagedRows,
-    parts: int,
+    share: Share,
     rule: tuple[float, int, float],
     results: tuple[Tensor, Tensor | None, Tensor | None],
     sinks: Tensor | None,
@@ -96,11 +105,11 @@ def _attend(
     (_, heads, head_dim), (blocks, block_size, both, _) = queries.shape, pool.shape
     kv_heads = both // 2
     group, width = heads // kv_heads, _width(head_dim)
-    tile = choose_tile(rows.max_rows * group, width, queries.dtype.itemsize)
-    grid = (rows.lengths.shape[0] * parts, triton.cdiv(rows.max_rows * group, tile.rows), kv_heads)
+    tile = choose_tile(share.most * group, width, queries.dtype.itemsize)
+    grid = (rows.lengths.shape[0] * share.parts, triton.cdiv(share.most * group, tile.rows), kv_heads)
     memory = (queries.contiguous(), pool, sinks, *results)
     visible = (rows.positions, rows.last_visible, rows.paths, rows.bases)
-    numbers = (queries.shape[0], blocks, rows.tables.shape[1], rows.tables.stride(0), parts)
+    numbers = (queries.shape[0], blocks, rows.tables.shape[1], rows.tables.stride(0), share.parts)
     paged_kernel.attend_keys[grid](
         *memory,
         rows.tables,
@@ -108,6 +117,8 @@ def _attend(
         rows.lengths,
         *visible,
         *numbers,
+        share.fewest,
+        share.most,
         scale if softcap else scale * paged_kernel.LOG2_E.value,
         GROUP=group,
         KV_HEADS=kv_heads,
@@ -126,10 +137,11 @@ def _attend(
 def _join(
     sums: Tensor, tops: Tensor, totals: Tensor, rows: PagedRows, block_size: int, sinks: Tensor | None, out: Tensor
 ) -> None:
-    """Join each row's and head's parts [N, heads, parts …] into out [N, heads, head_dim]."""
-    count, heads, parts, head_dim = sums.shape
-    numbers = (rows.lengths.shape[0], rows.tables.shape[1] * block_size, parts)
-    paged_kernel.join_parts[(count, heads)](
+    """Join the parts [S · most, heads, parts …] of each row and head into out [N, heads, head_dim]."""
+    slots, _, parts, head_dim = sums.shape
+    sequences = rows.lengths.shape[0]
+    numbers = (sequences, rows.tables.shape[1] * block_size, parts, slots // sequences)
+    paged_kernel.join_parts[out.shape[:2]](
         sums,
         tops,
         totals,

@@ -5,6 +5,7 @@ nodes of a draft tree (engine/trees.py) lie behind the committed tokens, one aft
 position. So a node's row sees the committed places, and of the nodes only its path, which is given as bits.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.trees import Parents, seen_pairs
 
 MAX_NODES = 63  # of a tree: one bit each in an int64 that stays positive
+SPLIT_ROWS = 64  # the keys of a sequence with more rows need not be split: it has programs enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,13 @@ class PagedRows:
     paths: Tensor | None  # [N] int64: … and places base + j of the bits j that are set (path_bits); None: no trees
     bases: Tensor | None  # [S] int32: place of the tree's first node; None: no trees
     max_rows: int  # no sequence has more rows in the pass
+    split_rows: int  # no sequence of those with up to SPLIT_ROWS rows has more; 0: there are none
     max_keys: int  # no sequence is longer
+
+
+def max_split_rows(counts: Iterable[int]) -> int:
+    """PagedRows.split_rows of sequences with these numbers of rows."""
+    return max((count for count in counts if count <= SPLIT_ROWS), default=0)
 
 
 class ScoreRule(Protocol):

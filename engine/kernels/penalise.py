@@ -7,14 +7,14 @@ operations of fixed shapes that never wait for the device.
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 
 NO_ROW = -1  # of the table of texts: the row of logits has no penalties
 NO_COLUMN = -1  # fills up the columns of a row that sees fewer drafts than another
 SEEN, OUTPUT = 1, 2  # what a token adds to its entry: the bit is set once, each output token adds OUTPUT
 
 
-@torch.library.custom_op("foretoken::record_texts", mutates_args=("uses",))
+@operation("penalise_kernel.record", mutates=["uses"])
 def record_texts(uses: Tensor, tokens: Tensor) -> None:
     """Add tokens to texts. uses [S, vocab] int32, changed in place: row s holds for each token twice the number of
     times that it is in output s, plus 1 if it is in prompt or output s.
@@ -22,13 +22,6 @@ def record_texts(uses: Tensor, tokens: Tensor) -> None:
     tokens [3 · n] int64: n rows of the table, then n token ids, then for each token 1 if it is output, else 0.
     """
     record_reference(uses, tokens)
-
-
-@record_texts.register_kernel("cuda")
-def _record_on_cuda(uses: Tensor, tokens: Tensor) -> None:
-    kernels = triton_module("engine.kernels.penalise_kernel")
-    run = record_reference if kernels is None else kernels.record
-    run(uses, tokens)
 
 
 def record_reference(uses: Tensor, tokens: Tensor) -> None:
@@ -39,7 +32,11 @@ def record_reference(uses: Tensor, tokens: Tensor) -> None:
     flat.index_add_(0, places, (output * OUTPUT).int())
 
 
-@torch.library.custom_op("foretoken::penalise", mutates_args=())
+def _penalise_shapes(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operation("penalise_kernel.penalise", shapes=_penalise_shapes)
 def penalise(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
     """Logits with the repetition, frequency and presence penalties of each row's text.
 
@@ -54,18 +51,6 @@ def penalise(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts
     drafts that the row sees.
     """
     return penalise_reference(logits, uses, index, params, drafts)
-
-
-@penalise.register_fake
-def _(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@penalise.register_kernel("cuda")
-def _penalise_on_cuda(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
-    kernels = triton_module("engine.kernels.penalise_kernel")
-    run = penalise_reference if kernels is None else kernels.penalise
-    return run(logits, uses, index, params, drafts)
 
 
 def penalise_reference(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:

@@ -7,11 +7,17 @@ operations of fixed shapes that never wait for the device.
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 from engine.sampling.noise import DENSE_NOISE_LIMIT, argmax, gumbel_noise
 
 
-@torch.library.custom_op("foretoken::race", mutates_args=())
+def _race_shapes(
+    scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, blocks: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
+
+
+@operation("race_kernel.race", shapes=_race_shapes)
 def race(scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
     """Draw one token per row from softmax(scores / temperature), as argmax(scores + temperature · noise) in fp64.
 
@@ -23,20 +29,6 @@ def race(scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, 
     allowed tokens gives id 0; a row with NaNs gives the lowest id among them.
     """
     return race_reference(scores, keys, positions, temperatures, blocks)
-
-
-@race.register_fake
-def _(scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, blocks: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
-
-
-@race.register_kernel("cuda")
-def _race_on_cuda(
-    scores: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor, blocks: bool
-) -> tuple[Tensor, Tensor]:
-    kernels = triton_module("engine.kernels.race_kernel")
-    run = race_reference if kernels is None else kernels.race
-    return run(scores, keys, positions, temperatures, blocks)
 
 
 def race_reference(

@@ -7,11 +7,15 @@ truncate_reference(), which sorts: torch operations of fixed shapes that never w
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 from engine.sampling.filters import Filters, removed
 
 
-@torch.library.custom_op("foretoken::truncate", mutates_args=())
+def _truncate_shapes(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@operation("truncate_kernel.truncate", shapes=_truncate_shapes)
 def truncate(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """A copy of logits [F, vocab], fp32 or fp64, with −inf for the tokens that the filters of their row remove.
 
@@ -20,18 +24,6 @@ def truncate(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor,
     A row of temperature 0 is not changed, because its best token stays whatever the filters are.
     """
     return truncate_reference(logits, temperatures, top_k, top_p, min_p)
-
-
-@truncate.register_fake
-def _(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@truncate.register_kernel("cuda")
-def _truncate_on_cuda(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    kernels = triton_module("engine.kernels.truncate_kernel")
-    run = truncate_reference if kernels is None else kernels.truncate
-    return run(logits, temperatures, top_k, top_p, min_p)
 
 
 def truncate_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

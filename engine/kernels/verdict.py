@@ -1,46 +1,52 @@
-"""The verdict of `match` for a round of chains, with all that the host needs of it, as one operation on the device."""
+"""The verdict of `match`, with all that the host needs of it, as one operation on the device."""
 
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.operations import operation
 
 
-@torch.library.custom_op("foretoken::match_verdict", mutates_args=())
-def match_verdict(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
+def _match_verdict_shapes(
+    drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor, parents: Tensor | None = None
+) -> Tensor:
+    return drafts.new_empty(drafts.shape[0], 3 + drafts.shape[1])
+
+
+@operation("verdict_kernel.match_verdict", shapes=_match_verdict_shapes)
+def match_verdict(
+    drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor, parents: Tensor | None = None
+) -> Tensor:
     """Accept drafts while they equal the target's own draws, as engine.sampling.acceptance.match().
 
     drawn [R] int64: the target's draws, sequence-major, k + 1 per sequence. finite [R] bool: whether the score of each
     draw is finite. drafts [N, K] int64: row i holds k[i] ≤ K ids, then anything. first_rows [N + 1] int64 or int32: the
     first row of each sequence, then the end of the last one's; R may exceed it. The entries of a sequence without rows
-    mean nothing: it fills up a batch.
+    mean nothing: it fills up a batch. parents [N, K] int64: the drafts are trees, as in tree_acceptance.match(), and
+    each node's parent has this row of its sequence, at most the node's own number; −1: no node. None: chains.
 
-    Returns [N, 3 + K] int64: number of accepted drafts; the recovered or bonus token; 1 if every row up to that token's
-    is finite, else 0; the drafts.
+    Returns [N, 3 + K] int64: the row of the sequence that gives the recovered or bonus token, which is the number of
+    accepted drafts of a chain; this token; 1 if every row that was visited is finite, else 0; the drafts.
     """
-    return verdict_reference(drawn, finite, drafts, first_rows)
+    return verdict_reference(drawn, finite, drafts, first_rows, parents)
 
 
-@match_verdict.register_fake
-def _(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
-    return drafts.new_empty(drafts.shape[0], 3 + drafts.shape[1])
-
-
-@match_verdict.register_kernel("cuda")
-def _verdict_on_cuda(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
-    kernels = triton_module("engine.kernels.verdict_kernel")
-    run = verdict_reference if kernels is None else kernels.match_verdict
-    return run(drawn, finite, drafts, first_rows)
-
-
-def verdict_reference(drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
+def verdict_reference(
+    drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor, parents: Tensor | None = None
+) -> Tensor:
     """The definition of match_verdict(), in torch operations of fixed shapes."""
     depth = drafts.shape[1]
     first, end = first_rows[:-1, None], first_rows[1:, None]
     rows = first + torch.arange(depth + 1, device=drawn.device)
     places = torch.minimum(rows, end - 1).clamp_(0, len(drawn) - 1)
     draws, row_finite = drawn[places], finite[places]
-    agrees = (drafts == draws[:, :-1]) & (rows[:, 1:] < end)
-    accepted = agrees.cumprod(1).sum(1, keepdim=True)
-    all_finite = row_finite.cumprod(1).gather(1, accepted)
-    return torch.cat([accepted, draws.gather(1, accepted), all_finite, drafts], 1)
+    if parents is None:
+        agrees = (drafts == draws[:, :-1]) & (rows[:, 1:] < end)
+        last = agrees.cumprod(1).sum(1, keepdim=True)
+        all_finite = row_finite.cumprod(1).gather(1, last)
+    else:
+        last, all_finite = torch.zeros_like(drafts[:, :1]), row_finite[:, :1]
+        for node, parent in enumerate(parents.split(1, 1)):  # a node comes behind its parent and its earlier siblings
+            goes = (parent == last) & (drafts[:, node : node + 1] == draws.gather(1, last))
+            last = torch.where(goes, node + 1, last)
+            all_finite = all_finite & (row_finite[:, node + 1 : node + 2] | ~goes)
+    return torch.cat([last, draws.gather(1, last), all_finite, drafts], 1)

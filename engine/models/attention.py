@@ -111,7 +111,7 @@ def plan_attention(
 
     separate_to: compute each query by itself; no sequence has more positions than that. None: together.
     """
-    trees = any(s.parents is not None for s in spans)
+    trees = [s.parents for s in spans] != [None] * len(spans)
     index: list[int] = []  # positions, then cache rows, then, with trees, the last visible keys: one transfer for all
     for s in spans:
         index += s.positions()
@@ -126,10 +126,10 @@ def plan_attention(
     in_order = len(spans) == 1 and rows_used == list(range(rows_used[0], rows_used[0] + len(rows_used)))
     groups, row = [], 0
     for members in _grouped(spans):
-        rows = slice(row, row + sum(s.count for s in members))
+        rows = slice(row, row + sum([s.count for s in members]))
         queries = positions if len(members) == len(spans) else positions[rows]
         last_visible = visible[0][rows] if trees else queries
-        end = max(s.end for s in members)
+        end = max([s.end for s in members])
         keys = end if separate_to is None else max(end, min(separate_to, -(-end // KEY_BLOCK) * KEY_BLOCK))
         masked = separate_to is not None  # a call without a mask would take another kernel
         group_size = num_heads // num_kv_heads
@@ -300,9 +300,9 @@ def _make_group(
 ) -> Group:
     """positions and last_visible [rows] are those of the group's queries: one tensor if no span has a tree."""
     first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
-    queries = max(s.count for s in members)
-    first_position = min(s.start if s.parents is None else min(s.positions()) for s in members)
-    trees = tuple(((s.slot - first) * queries, s) for s in members if s.parents is not None)
+    queries = max([s.count for s in members])
+    first_position = min([s.start if s.parents is None else min(s.positions()) for s in members])
+    trees = tuple([((s.slot - first) * queries, s) for s in members if s.parents is not None])
     gather = scatter = None
     by_query = [positions, last_visible] if trees else [positions]
     if positions.shape[0] < slots * queries:
@@ -312,7 +312,7 @@ def _make_group(
     positions = by_query[0].view(slots, queries)
     last_visible = by_query[1].view(slots, queries) if trees else positions
     mask = None
-    if masked or queries > 1 or trees or any(s.end < keys for s in members) or gather is not None:
+    if masked or queries > 1 or trees or min([s.end for s in members]) < keys or gather is not None:
         mask = _additive_mask(last_visible, keys, group_size, dtype)
         _show_paths(mask, trees, group_size)
     return Group(

@@ -181,8 +181,8 @@ class Decoder:
             qkv = _rotate(qkv, rotations[layer.rope])
         queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
         attended = attention(index, queries, kv, layer.scoring)
-        _add(x, layer.after_attention(layer.out(attended)), residual)
-        _add(x, layer.after_mlp(layer.mlp(layer.before_mlp(x))), residual)
+        _add(x, layer.out(attended), layer.after_attention, residual)
+        _add(x, layer.mlp(layer.before_mlp(x)), layer.after_mlp, residual)
 
     def row_rotations(self, attention: PassAttention) -> list[Tensor]:
         """The factors that rotate the rows of a pass, for each table of `rotations`."""
@@ -219,8 +219,10 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return rounded
 
 
-def _add(x: Tensor, y: Tensor, factor: float) -> None:
-    """x += y · factor. May write into y. In 16 bits add_'s alpha rounds a number by its place in the tensor."""
+def _add(x: Tensor, y: Tensor, norm: Norm, factor: float) -> None:
+    """x += norm(y) · factor. May write into y. In 16 bits add_'s alpha rounds a number by its place in the tensor."""
+    if norm is not no_norm:
+        y = norm(y)
     x.add_(y if factor == 1 else y.mul_(factor))
 
 

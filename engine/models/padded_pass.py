@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from itertools import repeat
 
 from cache.gathered import GatheredStorage
+from engine.kernels.paged_rows import max_split_rows
 from engine.models.attention import Span
 from engine.models.decoder import Decoder
 from engine.models.paged_attention import PagedPlan
@@ -59,8 +60,8 @@ class PaddedPlans:
             self._staging.int32s([0 if span is None else span.end for span in spans]),
             owners,
             rows,
+            max_split_rows([rows]),
             self._width * self._storage.block_size,
-            self._staging,
             None,
         )
 

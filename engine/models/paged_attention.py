@@ -5,7 +5,7 @@ gets the tables of blocks (engine/kernels/paged_attention.py). What a pass needs
 is planned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.gathered import GatheredStorage
 from engine.kernels.paged_attention import attend
-from engine.kernels.paged_rows import MAX_NODES, PagedRows, path_bits
+from engine.kernels.paged_rows import MAX_NODES, PagedRows, max_split_rows, path_bits
 from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.staging import Staged, Staging
@@ -27,8 +27,7 @@ class PagedTrees:
     last_visible: Staged  # [N] int64
     bases: Staged  # [S] int32: the place of each sequence's first node
     paths: Staged  # [N] int64: bits of the nodes on each row's path
-    spans: tuple[Span, ...]
-    depth: int  # of the deepest node
+    cut: Mapping[int, Staged]  # by window: paths that hold no more nodes than the window; all windows that cut any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,16 @@ class PagedPlan:
     lengths: Staged  # [S] int32
     owners: Staged  # [N] int32
     max_rows: int
+    split_rows: int
     max_keys: int
-    staging: Staging
     trees: PagedTrees | None
 
     @classmethod
-    def of(cls, spans: Sequence[Span], storage: GatheredStorage, staging: Staging) -> "PagedPlan | None":
-        """The plan of a pass over these spans, whose memory is prepared. None if a tree has too many nodes for it."""
+    def of(
+        cls, spans: Sequence[Span], storage: GatheredStorage, staging: Staging, windows: Sequence[int | None]
+    ) -> "PagedPlan | None":
+        """The plan of a pass over these spans, whose memory is prepared, through layers with these windows. None if a
+        tree has too many nodes for it."""
         if any(len(s.parents or ()) > MAX_NODES for s in spans):
             return None
         tables = [storage.table(s.slot) for s in spans]
@@ -61,21 +63,22 @@ class PagedPlan:
             staging.int32s([s.end for s in spans]),
             staging.int32s([n for n, s in enumerate(spans) for _ in range(s.count)]),
             max(s.count for s in spans),
+            max_split_rows([s.count for s in spans]),
             max(s.end for s in spans),
-            staging,
-            _trees(spans, staging),
+            _trees(spans, staging, windows),
         )
 
 
-def _trees(spans: Sequence[Span], staging: Staging) -> PagedTrees | None:
+def _trees(spans: Sequence[Span], staging: Staging, windows: Sequence[int | None]) -> PagedTrees | None:
     if all(s.parents is None for s in spans):
         return None
+    depth = max(max(depths(s.parents)) for s in spans if s.parents is not None)
+    cutting = sorted({window for window in windows if window is not None and window <= depth})
     return PagedTrees(
         staging.ints([place for s in spans for place in s.last_visible()]),
         staging.int32s([s.base for s in spans]),
         staging.ints(_paths(spans, None)),
-        tuple(spans),
-        max(max(depths(s.parents)) for s in spans if s.parents is not None),
+        {window: staging.ints(_paths(spans, window)) for window in cutting},
     )
 
 
@@ -85,7 +88,7 @@ class PagedAttention:
     def __init__(self, plan: PagedPlan, storage: GatheredStorage) -> None:
         self._plan = plan
         self._storage = storage
-        self._rows: dict[int | None, PagedRows] = {}  # by window, if it cuts the paths of trees
+        self._rows: dict[int | None, PagedRows] = {}  # by window, for those that cut the paths of trees
 
     @property
     def positions(self) -> Tensor:
@@ -98,7 +101,7 @@ class PagedAttention:
 
     def _rows_within(self, window: int | None) -> PagedRows:
         trees = self._plan.trees
-        cut = window if trees is not None and window is not None and window <= trees.depth else None
+        cut = window if trees is not None and window in trees.cut else None
         if cut not in self._rows:
             self._rows[cut] = self._make_rows(trees, cut)
         return self._rows[cut]
@@ -107,8 +110,7 @@ class PagedAttention:
         plan, positions = self._plan, self.positions
         first_rows, paths = plan.first_rows.tensor, None
         if trees is not None:
-            staged = trees.paths if window is None else plan.staging.ints(_paths(trees.spans, window))
-            paths = staged.tensor
+            paths = (trees.paths if window is None else trees.cut[window]).tensor
         return PagedRows(
             plan.tables.tensor.view(len(first_rows) - 1, -1),
             first_rows,
@@ -119,6 +121,7 @@ class PagedAttention:
             paths,
             None if trees is None else trees.bases.tensor,
             plan.max_rows,
+            plan.split_rows,
             plan.max_keys,
         )
 

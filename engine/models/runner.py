@@ -253,7 +253,7 @@ class Runner:
             put(draft_places) if draft_rows and ragged(feeds) else None,
             None if len(logit_rows) >= len(ids) else put(logit_rows),
             put(prompt_rows) if prompt_rows else None,
-            self._plan_blocks([feed.sequence.handle for feed in feeds], spans),
+            self._plan_blocks([feed.sequence.handle for feed in feeds], spans) if self._reads_blocks else None,
             ahead=None if riding is None else riding.plan(feeds, [span.start for span in spans], self.staging),
         )
 
@@ -345,7 +345,8 @@ class Runner:
         for handle, more in zip(handles, ahead or [0] * len(handles), strict=True):
             self.cache.reserve(handle, 1 + more)
             spans.append(Span.at(self.cache.slot(handle), self.cache.length(handle) + more, 1))
-        return PlannedPass((), handles, spans, None, None, None, None, None, self._plan_blocks(handles, spans))
+        paged = self._plan_blocks(handles, spans) if self._reads_blocks else None
+        return PlannedPass((), handles, spans, None, None, None, None, None, paged)
 
     def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
         """Where a pass over these feeds keeps the states that the reader wants; None: nobody reads any."""
@@ -354,11 +355,9 @@ class Runner:
 
     def _plan_blocks(self, handles: Seq[int], spans: Seq[Span]) -> PagedPlan | None:
         """The plan of a pass whose attention reads the blocks themselves; None: `plan_attention` makes it later."""
-        if not self._reads_blocks:
-            return None
         assert isinstance(self.storage, GatheredStorage)
         self.storage.prepare(handles)
-        return PagedPlan.of(spans, self.storage, self.staging)
+        return PagedPlan.of(spans, self.storage, self.staging, self.decoder.config.traits.windows)
 
     def _attention(self, planned: PlannedPass) -> Attention | PagedAttention:
         if planned.paged is not None:

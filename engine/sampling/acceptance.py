@@ -40,6 +40,9 @@ class Verdict:
     # If the draft wants it: the target's token behind the last committed token and behind each draft, which is its own
     # draw under match, else its most likely token. Entries beyond a sequence's drafts mean nothing.
     drawn: list[list[int]] = field(default_factory=list)
+    last_rows: Tensor | None = (
+        None  # as DeviceVerdict's, still on the device, for what else a round with trees does there
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
-from engine.kernels.decide import uniforms as device_uniforms
 from engine.kernels.laws import log_law, log_law_reference
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
 from engine.sampling.candidates import NO_TOKENS, CutRows
@@ -323,9 +322,12 @@ class Sampler:
     def tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> Tensor:
         """As coins(), [N, largest number of nodes] for the nodes of these trees. A node's position and rank give its
         coin, and a chain gets the coins of coins()."""
-        table = self._staged_tree_coins(indices, trees).tensor.view(2, len(trees), -1)
-        make = device_uniforms if self._on_device else uniforms
-        return make(table[0], table[1])
+        return uniforms(*self.tree_coin_numbers(indices, trees))
+
+    def tree_coin_numbers(self, indices: Seq[int], trees: Seq[Parents]) -> tuple[Tensor, Tensor]:
+        """(keys, positions) [N, largest number of nodes] that tree_coins() are made of."""
+        keys, positions = self._staged_tree_coins(indices, trees).tensor.view(2, len(trees), -1).unbind(0)
+        return keys, positions
 
     def prepare_tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> None:
         """As prepare(), for tree_coins()."""

@@ -50,7 +50,7 @@ class LateDevice:
 
         patch.setattr(round_module, "verify", downloading)
         patch.setattr(round_clock, "perf_counter_ns", lambda: self.now_ns)
-        patch.setattr(round_clock, "_queues", lambda device: events)
+        patch.setattr(round_clock, "QUEUES", ("cpu",) if events else ())
         patch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         patch.setattr(torch.cuda, "current_stream", lambda device: self)
 

@@ -312,6 +312,24 @@ def test_states_are_kept_as_in_a_dictionary(machine: type[StatesMachine]) -> Non
     check_machine(machine, 60)
 
 
+def test_a_fault_while_preparing_costs_states_and_not_the_pass(monkeypatch: Patch) -> None:
+    states, staging = TargetStates((0,), frozenset({"model"}), 12), Staging(CPU)
+    feeds = [Feed(drafting(SERVED[0]), 3)]
+    states.prepare(feeds, [0], staging)
+    states.read(feeds, [0], torch.ones(3, 2))
+
+    def fail(values: Seq[int]) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "ints", fail)
+        states.prepare([Feed(drafting(SERVED[0]), 2)], [3], staging)
+    states.audit(set())
+    states.read(feeds, [5], torch.full((3, 2), 2.0))  # what the pass computes is kept again
+    assert list(states.positions(SERVED[0])) == [5, 6, 7]
+    assert states_of(states, SERVED[0], range(5, 8)).tolist() == [[2.0, 2.0]] * 3
+
+
 def keep_the_first_rows(self: TargetStates, handle: int, base: int, accepted: Seq[int]) -> None:
     settle(self, handle, base, range(len(accepted)))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.paged_rows import PagedRows, path_bits
+from engine.kernels.paged_rows import PagedRows, max_split_rows, path_bits
 from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.trees import ROOT, Parents, seen_pairs
@@ -54,7 +54,7 @@ class Case:
         return replace(self, queries=self.queries.double(), pool=self.pool.double())
 
     def alone(self, sequence: int, row: int) -> "Case":
-        """One row of one sequence; the memory and the bound on a sequence's rows stay."""
+        """One row of one sequence; the memory and the bounds on a sequence's rows stay."""
         rows, at = self.rows, int(self.rows.first_rows[sequence]) + row
         one, own = slice(at, at + 1), slice(sequence, sequence + 1)
         single = replace(
@@ -103,6 +103,7 @@ def make_rows(spans: Sequence[Span], tables: Tensor, window: int | None = None) 
         torch.tensor(paths, dtype=torch.int64) if trees else None,
         torch.tensor([s.base for s in spans], dtype=torch.int32) if trees else None,
         max((s.count for s in spans), default=0),
+        max_split_rows(s.count for s in spans),
         max((s.end for s in spans), default=0),
     )
 
@@ -141,6 +142,7 @@ def padded(case: Case) -> Case:
         paths=None if rows.paths is None else torch.cat([rows.paths, torch.arange(7)]),
         bases=None if rows.bases is None else torch.cat([rows.bases, torch.zeros(2, dtype=torch.int32)]),
         max_rows=max(rows.max_rows, 2),
+        split_rows=max(rows.split_rows, 2),
     )
     queries = torch.cat([case.queries, torch.ones_like(case.queries[:1]).repeat(7, 1, 1)])
     return replace(case, queries=queries, rows=more)

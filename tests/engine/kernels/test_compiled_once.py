@@ -30,7 +30,7 @@ KERNELS = {
     verdict_kernel: ("verdict_kernel",),
     penalise_kernel: ("record_kernel", "penalise_kernel"),
     laws_kernel: ("mass_kernel", "law_kernel", "draft_kernel", "mark_kernel"),
-    decide_kernel: ("uniform_kernel", "mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel"),
+    decide_kernel: ("mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel"),
 }
 
 
@@ -58,7 +58,6 @@ def launch(sequences, depth, odd):
     logq = laws_kernel.draft_laws(torch.zeros(sequences, depth, VOCAB), of_sequence, drafts, logp)
     lenience = sent(sequences, dtype=torch.float64, odd=odd)
     decide_kernel.decide(logp, logq, drafts, of_sequence, lenience, of_sequence, of_sequence)
-    decide_kernel.uniforms(number, number)
 
 
 def specialised(parameter, value):

@@ -179,14 +179,3 @@ def test_a_residual_is_as_precise_as_its_numbers(kernels: ModuleType, device: to
     weights: Any = on_device(kernels, device)(args)[1][0]
     assert torch.allclose(weights, expected, rtol=1e-6)  # the gaps' own digits after the subtraction
     assert not torch.allclose(torch.log(p[0, 0, 1:].exp() - q[0, 0, 1:].exp()), expected[1:], rtol=1e-8)
-
-
-def test_coins_are_the_same_bits(kernels: ModuleType, device: torch.device) -> None:
-    g = torch.Generator().manual_seed(7)
-    keys = torch.randint(-(2**63), 2**63 - 1, (3, 101), generator=g)
-    positions = torch.randint(2**40, (101, 3), generator=g).t()
-    with np.errstate(all="ignore"):
-        compiled = kernels.uniforms(keys.to(device), positions.to(device)).cpu()
-    expected = noise.uniforms(keys, positions)
-    assert torch.equal(compiled, expected)
-    assert torch.equal(decide.uniforms(keys, positions), expected)

@@ -112,8 +112,8 @@ def test_soft_caps_and_sinks(
 
 
 def test_a_pass_with_many_rows_of_a_sequence(kernels: ModuleType) -> None:
-    case = make_case([Span.at(0, 100, 70), Span.at(1, 33, 1), Span.at(2, 0, 40)], Heads(2, 3))
-    assert kernels.count_parts(case.rows) == 1
+    case = make_case([Span.at(0, 300, 70), Span.at(1, 33, 1), Span.at(2, 0, 40)], Heads(2, 3))
+    assert (case.rows.split_rows, kernels.count_parts(case.rows)) == (40, 2)
     assert error(kernels, case) < 1
     assert error(kernels, case, Scoring(window=40, sinks=torch.arange(6.0))) < 1
 
@@ -146,7 +146,11 @@ def test_nothing_that_a_row_does_not_see_reaches_it(kernels: ModuleType) -> None
 
 @pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(sinks=torch.tensor([1.0, -1.0]))], ids=["plain", "sinks"])
-@pytest.mark.parametrize("spans", [MIXED, (Span.at(0, 100, 2),), (Span.at(0, 0, 65),)], ids=["split", "short", "many"])
+@pytest.mark.parametrize(
+    "spans",
+    [MIXED, (Span.at(0, 100, 2),), (Span.at(0, 0, 65),), (*MIXED[:2], Span.at(2, 0, 65))],
+    ids=["split", "short", "many", "mixed"],
+)
 def test_padding_gives_zeros(kernels: ModuleType, spans: tuple[Span, ...], scoring: Scoring) -> None:
     case = padded(make_case(spans, Heads()))
     assert error(kernels, case, scoring) < 1
@@ -183,6 +187,17 @@ def test_a_row_alone_has_the_bits_that_it_has_in_company(kernels: ModuleType, sc
     assert differing(kernels, make_case(SPREAD, Heads(), window=scoring.window), scoring) == 0
 
 
+def test_a_row_beside_a_prompt_has_the_bits_that_it_has_without_it(kernels: ModuleType) -> None:
+    """A decoding sequence keeps its parts and its tiles, whatever chunk of a prompt is in the pass."""
+    case = make_case([Span.at(0, 790, 5), Span.at(1, 10, 70), Span.at(2, 0, 1)], Heads(1, 2))
+    company = kernels.attend(*case.args(PLAIN))
+    for sequence, row in ((0, 0), (0, 4), (2, 0)):
+        alone = case.alone(sequence, row)
+        assert torch.equal(kernels.attend(*alone.args(PLAIN))[0], company[{0: row, 2: 75}[sequence]])
+    crowded = replace(case.rows, split_rows=0)  # then the sequence has one part, and the chunk's tile
+    assert not torch.equal(kernels.attend(*replace(case, rows=crowded).args(PLAIN))[:5], company[:5])
+
+
 @pytest.mark.usefixtures("wide_tiles")
 def test_keys_that_are_split_otherwise_give_other_bits(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test above sees a split that depends on the company."""
@@ -206,6 +221,11 @@ MUTANTS = {
     "a part is not joined": ("tl.minimum(tl.cdiv(length, SEGMENT), parts)", "tl.minimum(length // SEGMENT, parts)"),
     "parts are not weighed": ("weight = tl.exp2(top - ", "weight = tl.exp2(0 * "),
     "sinks of the first head": ("sinks + head", "sinks + head * 0"),
+    "another sequence's parts": ("(owner.to(tl.int64) * most", "(owner.to(tl.int64) * 0"),
+    "parts of rows with one part are joined": (
+        "if known & (end - first > most)",
+        "if known & (end - first > most + 99)",
+    ),
     "soft caps are too high": ("(SOFTCAP * LOG2_E)", "(SOFTCAP * LOG2_E * 1.01)"),
 }
 
@@ -242,3 +262,4 @@ def errors(kernels: ModuleType) -> Iterator[float]:
     spans = [Span.at(0, 37, 9, (*DEEP, 4)), Span.at(1, 0, 5), Span.at(2, 270, 1)]
     for scoring in (PLAIN, Scoring(window=3), Scoring(softcap=1.0, sinks=torch.tensor([2.0, 1.0]))):
         yield error(kernels, make_case(spans, Heads(), window=scoring.window), scoring)
+    yield error(kernels, make_case([Span.at(0, 300, 2), Span.at(1, 0, 66)], Heads()))

@@ -168,7 +168,19 @@ def test_it_is_one_operation_of_torch() -> None:
     case = make_case(SPANS, DOUBLE)
     rows = case.rows
     fields = [rows.tables, rows.first_rows, rows.lengths, rows.owners, rows.positions, rows.last_visible, rows.paths]
-    args = (case.queries, case.pool, *fields, rows.bases, rows.max_rows, rows.max_keys, 0.3, 4, 2.0, None)
+    args = (
+        case.queries,
+        case.pool,
+        *fields,
+        rows.bases,
+        rows.max_rows,
+        rows.split_rows,
+        rows.max_keys,
+        0.3,
+        4,
+        2.0,
+        None,
+    )
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.foretoken.paged_attention.default, args, test_utils=checks)
 

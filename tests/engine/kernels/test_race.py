@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import race as race_module
 from engine.kernels.race import race, race_reference
 from engine.sampling.hashing import BLOCK
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
@@ -203,13 +202,6 @@ def test_the_operation_is_the_reference_on_the_cpu_and_has_shapes_without_values
     for made, expected in zip(race(scores, *settings, False), race_reference(scores, *settings, False), strict=True):
         assert torch.equal(made, expected)
     torch.library.opcheck(race, (scores, *settings, False), test_utils=["test_schema", "test_faketensor"])
-
-
-def test_without_triton_the_reference_runs_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    g = torch.Generator().manual_seed(11)
-    scores, settings = normal((5, 40), g), parameters(5, g)
-    monkeypatch.setattr(race_module, "triton_module", lambda name: None)
-    assert torch.equal(race_module._race_on_cuda(scores, *settings, False)[0], race(scores, *settings, False)[0])
 
 
 FAULTS = {

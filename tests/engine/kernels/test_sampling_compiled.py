@@ -19,7 +19,7 @@ from benchmarks.compiled_kernels import compile_launch, recorded
 from engine.kernels import decide_kernel, laws_kernel, penalise_kernel, race_kernel, truncate_kernel, verdict_kernel
 
 ROWS, VOCAB = 40, 151_936
-DECIDING = "mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel", "uniform_kernel"
+DECIDING = "mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel"
 
 
 def launches():
@@ -53,7 +53,6 @@ def of_laws(number, real):
             p, q = torch.zeros(2, 5, VOCAB, dtype=dtype), torch.zeros(2, 4, VOCAB, dtype=dtype)
             laws_kernel.draft_laws(q, few, few.new_zeros(2, 4), p)
             decide_kernel.decide(p, q, few.new_zeros(2, 4), few, lenience, few, few)
-        decide_kernel.uniforms(few, few)
     return [*made, *filled, *decided]
 
 

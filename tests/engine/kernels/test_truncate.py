@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import truncate as truncate_module
 from engine.kernels.truncate import truncate, truncate_reference
 from engine.sampling.filters import Filters, removed
 from tests.engine.kernels.faults import with_fault
@@ -217,13 +216,6 @@ def test_the_operation_is_the_reference_on_the_cpu_and_has_shapes_without_values
     parameters = columns(settings, 40)
     assert torch.equal(truncate(logits, *parameters), truncate_reference(logits, *parameters))
     torch.library.opcheck(truncate, (logits, *parameters), test_utils=["test_schema", "test_faketensor"])
-
-
-def test_without_triton_the_reference_runs_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, settings = rows([normal], 40, torch.Generator().manual_seed(9))
-    parameters = columns(settings, 40)
-    monkeypatch.setattr(truncate_module, "triton_module", lambda name: None)
-    assert torch.equal(truncate_module._truncate_on_cuda(logits, *parameters), truncate(logits, *parameters))
 
 
 FAULTS = {

@@ -1,5 +1,6 @@
 """The one table of a round's verdict under match: equal to the verdict itself, for ragged batches and padded ones."""
 
+import random
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.kernels.verdict import match_verdict, verdict_reference
-from engine.sampling import acceptance
+from engine.sampling import acceptance, tree_acceptance
+from engine.sampling.tree_acceptance import TreeTable
+from engine.staging import RoundNumbers, Staging
+from engine.trees import ROOT
 from tests.engine.kernels.faults import with_fault
 
-Verdict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Verdict = Callable[..., Tensor]
 
 
 @pytest.fixture
@@ -69,6 +73,30 @@ def test_the_table_holds_the_verdict_and_the_drafts(run: Verdict) -> None:
     assert check(run, 60) == {0, 1, 2, 3, 4}
 
 
+def check_trees(run: Verdict, batches: int) -> set[int]:
+    """Compares with tree_acceptance.match(). Returns the last rows."""
+    draw, g, seen = random.Random(4), torch.Generator().manual_seed(4), set[int]()
+    for _ in range(batches):
+        ks, drawn, finite, drafts = ragged(g)
+        shapes = [tuple(draw.randrange(ROOT, node) for node in range(k)) for k in ks]
+        if not max(ks):
+            continue
+        table = TreeTable.of(shapes, RoundNumbers(Staging(torch.device("cpu"))))
+        expected = tree_acceptance.match(drawn, finite, drafts, table, ks)
+        starts = torch.tensor([*accumulate((k + 1 for k in ks), initial=0)])
+        found = run(drawn, finite, drafts, starts, table.parent_rows)
+        assert found[:, 0].tolist() == expected.last_rows.tolist()
+        assert found[:, 1].tolist() == expected.tokens.tolist()
+        assert found[:, 2].tolist() == expected.finite.tolist()
+        assert torch.equal(found[:, 3:], drafts)
+        seen |= set(found[:, 0].tolist())
+    return seen
+
+
+def test_the_table_holds_the_verdict_on_trees(run: Verdict) -> None:
+    assert check_trees(run, 60) == {0, 1, 2, 3, 4}
+
+
 def test_a_padded_batch_gives_the_same_rows(run: Verdict) -> None:
     """More columns, more rows and more sequences than there are, as a captured graph has them."""
     g = torch.Generator().manual_seed(2)
@@ -95,11 +123,27 @@ def test_the_operation_is_the_reference_on_the_cpu_and_has_shapes_without_values
     torch.library.opcheck(match_verdict, args, test_utils=["test_schema", "test_faketensor"])
 
 
+TREE_FAULTS = {
+    "any parent": ("(parent == last) & (draft == draw)", "(draft == draw)"),
+    "any draft": ("(parent == last) & (draft == draw)", "(parent == last)"),
+    "the last row alone is finite": ("visited |= column == last", "visited = column == last"),
+    "another sequence's tree": ("parents + sequence * depth + node", "parents + node"),
+}
+
+
+@pytest.mark.parametrize("fault", TREE_FAULTS)
+def test_a_kernel_with_a_fault_in_trees_is_seen(
+    kernels: ModuleType, device: torch.device, fault: str, tmp_path: Path
+) -> None:
+    with with_fault(kernels, *TREE_FAULTS[fault], tmp_path) as faulty, pytest.raises(AssertionError):
+        check_trees(on_device(faulty, device), 60)
+
+
 FAULTS = {
     "a draft behind the last is accepted": (" | (place + 1 >= end)", ""),
-    "a row behind the last accepted counts": ("(column <= accepted)", "(column <= accepted + 1)"),
-    "the last row does not count": ("(column <= accepted)", "(column < accepted)"),
-    "the next row's token": ("column == accepted, draws", "column == accepted + 1, draws"),
+    "a row behind the last accepted counts": ("visited = column <= last", "visited = column <= last + 1"),
+    "the last row does not count": ("visited = column <= last", "visited = column < last"),
+    "the next row's token": ("token = tl.max(tl.where(column == last,", "token = tl.max(tl.where(column == last + 1,"),
 }
 
 

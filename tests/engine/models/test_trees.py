@@ -258,7 +258,7 @@ def test_the_round_keeps_the_path_of_its_verdict(kind: str, decoders: Decoders) 
     batch: Any = SimpleNamespace(sequences=forest.sequences[:3])
     before = forest.runner.storage.read(0, 2, 42)[0].clone()
     verdict: Any = SimpleNamespace(accepted=[4, 1, 1], non_finite=[False, False, True], paths={0: [0, 1, 5, 6], 2: [1]})
-    round_module._roll_back(batch, verdict, forest.runner)
+    round_module._roll_back(batch, verdict, forest.runner, None)
     assert [forest.length(handle) for handle in range(3)] == [29 + 4, 14 + 1, 42]
     assert torch.equal(forest.runner.storage.read(0, 2, 42)[0], before)
     for part, node in zip(parts, (6, 0, 0), strict=True):

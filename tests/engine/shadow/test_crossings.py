@@ -26,12 +26,12 @@ BUDGETS = {
     "block, top-p, penalties": Budget(1, 1, 1, 50),
     "match, logprobs": Budget(2, 2, 2, 32),
     "lookup": Budget(1, 1, 1, 5),
-    "tree": Budget(3, 1, 1, 48),
-    "tree, rejection": Budget(3, 1, 1, 153),
+    "tree": Budget(1, 1, 1, 27),
+    "tree, rejection": Budget(1, 1, 1, 45),
     "eagle": Budget(1, 1, 1, 20),
-    "eagle, tree": Budget(2, 1, 1, 51),
+    "eagle, tree": Budget(1, 1, 1, 29),
     "medusa": Budget(1, 1, 1, 18),
-    "medusa, tree": Budget(2, 1, 1, 46),
+    "medusa, tree": Budget(1, 1, 1, 24),
 }
 
 

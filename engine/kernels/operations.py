@@ -1,0 +1,52 @@
+"""Makes operations that torch dispatches by device, under the names foretoken::….
+
+torch.library.custom_op would make them too. Its first call imports torch._dynamo, which takes 1.5 s or more, and each
+call takes some 15 µs longer.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from engine.kernels.triton_modules import triton_module
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_library = torch.library.Library("foretoken", "FRAGMENT")
+
+
+def operation(
+    kernel: str | None = None, *, shapes: Callable[..., T] | None = None, mutates: Iterable[str] = ()
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function an operation: foretoken::NAME on the CPU and on CUDA. Its arguments' types give the schema.
+
+    kernel: "module.function" in engine.kernels that CUDA runs where Triton is installed; None: CUDA runs the function.
+    shapes: gives results without contents for arguments without contents. mutates: arguments that are changed in place.
+    """
+
+    def make(function: Callable[P, T]) -> Callable[P, T]:
+        name = function.__name__
+        _library.define(name + torch.library.infer_schema(function, mutates_args=tuple(mutates)))
+        _library.impl(name, function, "CPU")
+        _library.impl(name, function if kernel is None else on_cuda(function, kernel), "CUDA")
+        if shapes is not None:
+            _library.impl(name, shapes, "Meta")
+        return cast(Callable[P, T], getattr(torch.ops.foretoken, name).default)
+
+    return make
+
+
+def on_cuda(function: Callable[P, T], kernel: str) -> Callable[P, T]:
+    """Runs the kernel, or the function where Triton is not installed."""
+    module, _, name = kernel.partition(".")
+
+    @wraps(function)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        kernels: Any = triton_module(f"engine.kernels.{module}")
+        chosen: Callable[P, T] = function if kernels is None else getattr(kernels, name)
+        return chosen(*args, **options)
+
+    return run
