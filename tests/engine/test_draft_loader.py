@@ -2,18 +2,19 @@
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config import ConfigError
-from engine.draft_swap import DraftLoader, NewDraft
+from engine.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.engine import Engine
-from engine.types import EngineStopped, Request, SamplingParams
+from engine.types import EngineStopped, Output, Request, SamplingParams
 from engine.worker import EngineWorker
 from tests.engine.driving import drive, load, model_drafters
 from tests.engine.pairs import Pair, Shape, save_checkpoint
@@ -76,31 +77,94 @@ def tokens(desk: Desk, name: str) -> list[int]:
     return [token for output in desk.outputs[name] for token in output.token_ids]
 
 
+def wait_for_command(worker: EngineWorker) -> None:
+    """On the engine's thread: wait until another thread wants something of it."""
+    give_up = time.monotonic() + PATIENCE_S
+    while worker._inbox.empty():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
 def test_a_stream_goes_on_while_drafts_are_loaded_and_exchanged(
-    pair: Pair, worker: EngineWorker, gate: Gate, desk: Desk, engine: Engine, other: str
+    pair: Pair,
+    worker: EngineWorker,
+    gate: Gate,
+    desk: Desk,
+    engine: Engine,
+    other: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     want = drive(load(pair), [LONG]).tokens["long"]
-    written = threading.Semaphore(0)
-    changes = iter([other, None, pair.draft, other])
-    futures = []
+    put_draft, exchanged_at = engine.put_draft, list[int]()
+    before = model_drafters(engine)
 
-    def exchange(_: Any) -> None:
-        """After each of the first deliveries, on the engine's thread."""
+    def put(new: NewDraft) -> OldDraft:
+        exchanged_at.append(len(desk.outputs["long"]))
+        return put_draft(new)
+
+    monkeypatch.setattr(engine, "put_draft", put)
+    changes = iter([other, None, pair.draft, other])
+    futures = list[Future[None]]()
+
+    def exchange(outputs: list[Output]) -> None:
+        """After each delivery, on the engine's thread. The four wishes come first, while the first one is loaded. Then
+        the last one is loaded while the stream has tokens left."""
         if (draft := next(changes, "")) != "":
             futures.append(worker.change_draft(draft))
-        written.release()
+        elif not exchanged_at and any(output.request_id == "long" for output in outputs):
+            gate.open.release(100)
+            wait_for_command(worker)
 
     desk.on_delivery = exchange
     worker.submit(LONG)
-    gate.wait_until_begun()
-    for _ in range(4):  # the draft is being loaded, and the text grows
-        assert written.acquire(timeout=PATIENCE_S)
-    gate.open.release(100)
-    futures[-1].result(PATIENCE_S)
     desk.wait_for_end("long")
+    futures[-1].result(PATIENCE_S)
+    assert [future.cancelled() for future in futures] == [True, True, True, False]
+    (deliveries,) = exchanged_at
+    outputs = desk.outputs["long"]
+    for part in (outputs[:deliveries], outputs[deliveries:]):  # one draft drafted, then the other
+        assert any(output.drafts for output in part)
     assert tokens(desk, "long") == want
     assert engine.config.draft == other
+    assert set(model_drafters(engine)).isdisjoint(before)
     assert worker.loading_draft is None
+
+
+@pytest.mark.parametrize("step", ["put_drafters", "adopt", "begin_draft"])
+def test_an_exchange_that_fails_on_its_way_leaves_the_old_draft(
+    step: str, pair: Pair, worker: EngineWorker, gate: Gate, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft is put in place of a draft while it drafts for a stream."""
+    want = drive(load(pair), [LONG]).tokens["long"]
+    before, drafters, room = model_drafters(engine), engine.intake.drafters, engine._room
+    owner = engine.speculator.control if step == "begin_draft" else engine.intake
+    failed_at = list[int]()
+    right = getattr(owner, step)
+
+    def fail_once(*arguments: Any) -> None:
+        if not failed_at:
+            failed_at.append(len(desk.outputs["long"]))
+            raise RuntimeError("planted")
+        right(*arguments)
+
+    monkeypatch.setattr(owner, step, fail_once)
+    futures = list[Future[None]]()
+
+    def exchange(_: list[Output]) -> None:
+        if not futures:
+            futures.append(worker.change_draft(None))
+            gate.open.release(100)
+            wait_for_command(worker)
+
+    desk.on_delivery = exchange
+    worker.submit(LONG)
+    desk.wait_for_end("long")
+    with pytest.raises(RuntimeError, match="planted"):
+        futures[0].result(PATIENCE_S)
+    assert model_drafters(engine) == before
+    assert (engine.intake.drafters, engine._room, engine.config.draft) == (drafters, room, pair.draft)
+    assert any(output.drafts for output in desk.outputs["long"][failed_at[0] :])
+    assert tokens(desk, "long") == want
 
 
 def test_the_latest_wish_counts(pair: Pair, worker: EngineWorker, gate: Gate, engine: Engine, other: str) -> None:
