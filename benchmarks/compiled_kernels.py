@@ -55,6 +55,7 @@ class Compiled:
     registers: int  # of a thread
     spilled: int  # bytes of a thread
     tensor_cores: bool
+    warpgroup: bool = False  # whether products are those of four warps together, which compute 64 rows at once
 
 
 class LaunchRecorder:
@@ -132,7 +133,8 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, spilled = resources(made.asm["cubin"])
     cores = re.search("|".join(TENSOR_CORE.values()), made.asm["ptx"]) is not None
-    return Compiled(kernel.__name__, capability, made.metadata.shared, registers, spilled, cores)
+    together = "wgmma" in made.asm["ptx"]
+    return Compiled(kernel.__name__, capability, made.metadata.shared, registers, spilled, cores, together)
 
 
 def is_aligned(parameter: Any, value: object) -> bool:

@@ -31,9 +31,7 @@ pytestmark = pytest.mark.usefixtures("pruned_races")
 LEVEL = 1e-4  # for each of the tests below
 EXACT = pytest.mark.parametrize("verifier", ["rejection", "block"])
 # Recurrent heads may depend on all that independent ones do. So these are tried in proofs, but for the plain law.
-MOSTLY_RECURRENT = pytest.mark.parametrize(
-    "kind", [pytest.param("independent", marks=pytest.mark.proofs), "recurrent"]
-)
+MOSTLY_RECURRENT = pytest.mark.parametrize("kind", [pytest.param("independent", marks=pytest.mark.proofs), "recurrent"])
 
 
 def numbers(states: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ def error(kernels: ModuleType, case: Case) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_rows(kernels: ModuleType, kind: str, dtype: torch.dtype) -> None:
-    for rows in (1, 5, 16, 17, 64, 65):
-        assert error(kernels, draw(kind, rows, 40, 160, dtype=dtype)) < 1, rows
+    for rows in (1, 16, 17, 65):
+        assert error(kernels, draw(kind, rows, 20, 160, dtype=dtype)) < 1, rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,12 +127,11 @@ def test_odd_shapes(kernels: ModuleType, kind: str, out: int, inner: int, groups
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_parts_are_joined(kernels: ModuleType, kind: str, bias: bool) -> None:
+def test_parts_are_joined(kernels: ModuleType, kind: str) -> None:
     tile = kernels.choose_tile(5, 0, torch.float16)
-    assert kernels.count_parts(5, 40, 1536, tile) == 3
-    assert error(kernels, draw(kind, 5, 40, 1536, bias=bias, dtype=torch.float16)) < 1
-    assert error(kernels, draw(kind, 5, 40, 2304, 18, offsets=True, bias=bias, dtype=torch.float16)) < 1
+    assert kernels.count_parts(5, 20, 1536, tile) == 3
+    assert error(kernels, draw(kind, 5, 20, 1536, bias=False, dtype=torch.float16)) < 1
+    assert error(kernels, draw(kind, 5, 20, 1152, 9, offsets=True, dtype=torch.float16)) < 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,20 +154,26 @@ def test_no_rows(kernels: ModuleType) -> None:
 
 def company(kernels: ModuleType, case: Case) -> int:
     """Rows that have not the bits that they have alone, in passes of several sizes."""
-    alone = {row: kernels.coded_product(case.x[row : row + 1], *case[1:])[0] for row in (0, 4, 16, 31, 63)}
+    alone = {row: kernels.coded_product(case.x[row : row + 1], *case[1:])[0] for row in (0, 4, 31)}
     found = 0
-    for rows in (2, 5, 17, 33, 64):
+    for rows in (5, 17, 64):
         y = kernels.coded_product(case.x[:rows], *case[1:])
         found += sum(not torch.equal(y[row], alone[row]) for row in alone if row < rows)
     return found
 
 
-@pytest.mark.parametrize(("kind", "groups"), [("int8", 1), ("int4", 12), ("fp8", 1)])
+@pytest.mark.parametrize(("kind", "groups"), [("int8", 1), ("int4", 6)])
 def test_a_row_has_the_bits_that_it_has_alone(
     kernels: ModuleType, kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a verification are rows of decoding."""
-    case = draw(kind, 64, 20, 1536, groups, offsets=groups > 1)
+    """Rows of a verification are rows of decoding. The sums of 128 columns are exact here, because the interpreter's
+    own products depend on the number of rows; the sums of these sums are not. The second half takes the first one back,
+    so what is left is what they were rounded by."""
+    half = draw(kind, 64, 16, 768, groups, offsets=groups > 1)
+    exponents = torch.randint(-12, 13, (6,), generator=torch.Generator().manual_seed(1))
+    x = torch.ldexp((half.x * 10).round().clamp(-2, 2), exponents.repeat_interleave(128)).half()
+    twice = (t if t is None or groups == 1 else torch.cat([t, t]) for t in (half.steps, half.offsets))
+    case = Case(torch.cat([x, -x], 1), torch.cat([half.codes] * 2, 1), *twice, None)
     assert company(kernels, case) == 0
     # The negative control: more parts where there are fewer rows.
     count = kernels.count_parts
@@ -176,6 +181,7 @@ def test_a_row_has_the_bits_that_it_has_alone(
     assert company(kernels, case) > 0
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_finite_touch_no_other(kernels: ModuleType, kind: str) -> None:
     case = draw(kind, 6, 40, 160)
@@ -200,10 +206,7 @@ FAULTS = {
     "upper bits belong to the next column": ("column + _PAIRED, end", "column + 1, end"),
     "FP8 loses its sign": ("(bits & 0x80) << 8", "(bits & 0x80) << 7"),
     "FP8 has another unit": ("tl.constexpr(256.0)", "tl.constexpr(128.0)"),
-    "steps of the next group": (
-        "at = group.to(tl.int64) * channel_count",
-        "at = (group ^ 1).to(tl.int64) * channels",
-    ),
+    "steps of the next group": ("at = group.to(tl.int64)", "at = (group ^ 1).to(tl.int64)"),
     "groups end too late": ("(group + 1) * GROUP", "(group + 2) * GROUP"),
     "columns that x has not are used": ("column < tl.minimum(end, width)", "column < end"),
     "a part is left out": ("for part in range(parts)", "for part in range(parts - 1)"),
@@ -217,10 +220,11 @@ FAULTS = {
 
 def errors(kernels: ModuleType) -> Iterator[float]:
     for kind in KINDS:
-        yield error(kernels, draw(kind, 3, 20, 192, 2, offsets=True, missing=7))
+        yield error(kernels, draw(kind, 3, 20, 192, 2, offsets=True, missing=7, dtype=torch.float16))
     yield error(kernels, draw("int8", 3, 20, 1024))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_fault_in_one_place_is_seen(kernels: ModuleType, fault: str | None, tmp_path: Path) -> None:
     with nullcontext(kernels) if fault is None else with_fault(kernels, *FAULTS[fault], tmp_path) as made:
