@@ -55,6 +55,7 @@ class Compiled:
     registers: int  # of a thread
     spilled: int  # bytes of a thread
     tensor_cores: bool
+    warpgroup: bool = False  # whether products are those of four warps together, which compute 64 rows at once
 
 
 class LaunchRecorder:
@@ -127,20 +128,28 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
             signature[parameter.name], values[parameter.name] = "constexpr", value
             continue
         signature[parameter.name] = type_name(value)
-        if isinstance(value, Tensor) and not parameter.do_not_specialize_on_alignment:
+        if is_aligned(parameter, value):
             aligned[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, spilled = resources(made.asm["cubin"])
     cores = re.search("|".join(TENSOR_CORE.values()), made.asm["ptx"]) is not None
-    return Compiled(kernel.__name__, capability, made.metadata.shared, registers, spilled, cores)
+    together = "wgmma" in made.asm["ptx"]
+    return Compiled(kernel.__name__, capability, made.metadata.shared, registers, spilled, cores, together)
+
+
+def is_aligned(parameter: Any, value: object) -> bool:
+    """Whether Triton's launch would tell the compiler that the argument is a multiple of 16."""
+    if isinstance(value, Tensor):
+        return not parameter.do_not_specialize_on_alignment
+    return isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
 
 
 def type_name(value: object) -> str:
     """Triton's name of an argument's type."""
     if isinstance(value, Tensor):
-        names = {"float": "fp", "int": "i"}
-        kind, bits = re.fullmatch(r"torch\.(bfloat|float|int)(\d+)", str(value.dtype)).groups()  # type: ignore[union-attr]
+        names = {"float": "fp", "int": "i", "uint": "u"}
+        kind, bits = re.fullmatch(r"torch\.(bfloat|float|uint|int)(\d+)", str(value.dtype)).groups()  # type: ignore[union-attr]
         return f"*{names.get(kind, 'bf')}{bits}"
     return "fp32" if isinstance(value, float) else "i32"
 

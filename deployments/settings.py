@@ -178,12 +178,12 @@ class Settings(BaseModel):
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16"""
     target_weights: WeightForm = "as_is"
-    """int8, int4: quantised at load, only on CPU. int4 takes the least memory; it reads prompts and verifies drafts
-    more slowly than int8"""
+    """int8, int4, fp8: quantised at load; fp8 only on CUDA. int4 takes the least memory; on a CPU it reads prompts and
+    verifies drafts more slowly than int8"""
     draft_weights: WeightForm = "as_is"
     """as target_weights"""
     quantize_head: bool = True
-    """whether int8 and int4 include the product that gives the logits"""
+    """whether quantised weights include the product that gives the logits"""
     products: ProductForms = "auto"
     """the layout of weights on a CPU. auto: the fastest ones, measured at load, with up to two copies of each weight;
     packed: one copy for oneDNN, the same bits at every start; plain: one copy as it is stored"""

@@ -11,7 +11,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 CPU_CHUNK = 40  # measured, docs/log.md
 CacheKind = Literal["paged", "slotted"]
-WeightForm = Literal["as_is", "int8", "int4"]
+WeightForm = Literal["as_is", "int8", "int4", "fp8"]
 ProductForms = Literal["auto", "packed", "plain"]
 GenerationConfig = Literal["auto", "none"]  # whether generation_config.json gives the defaults of requests
 
@@ -32,9 +32,9 @@ class EngineConfig:
     verifier: Verifier = "match"  # for requests that do not say
     device: str = "cpu"  # cpu, cuda or cuda:N
     dtype: str = "float32"  # one of DTYPES; auto: float32 on CPU, bfloat16 on CUDA, float16 on a GPU without bfloat16
-    target_weights: WeightForm = "as_is"  # int8, int4: quantised at load, only on CPU
+    target_weights: WeightForm = "as_is"  # int8, int4, fp8: quantised at load; fp8 only on CUDA
     draft_weights: WeightForm = "as_is"
-    quantize_head: bool = True  # whether int8 and int4 include the product that gives the logits
+    quantize_head: bool = True  # whether quantised weights include the product that gives the logits
     products: ProductForms = "auto"  # auto: measured; packed: oneDNN's layout; plain: one copy as it is stored
     deterministic: bool = False  # a seeded text does not depend, bit for bit, on k, the batch or prompt chunks
     graphs: bool = False  # captured graphs on CUDA; off until they are measured on hardware
@@ -147,8 +147,8 @@ class EngineConfig:
             form = getattr(self, name)
             if form not in get_args(WeightForm):
                 raise ConfigError(f"{name} {form!r} is not one of {', '.join(get_args(WeightForm))}")
-            if form != "as_is" and self.device != "cpu":
-                raise ConfigError(f"{name} {form} needs device cpu, not {self.device}: choose as_is")
+            if form == "fp8" and self.device == "cpu":
+                raise ConfigError(f"{name} fp8 needs device cuda, not cpu: choose int8 or as_is")
         if self.products not in get_args(ProductForms):
             raise ConfigError(f"products {self.products!r} is not one of {', '.join(get_args(ProductForms))}")
         if self.products == "packed" and (self.device != "cpu" or self.dtype in ("float64", "float16")):

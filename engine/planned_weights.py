@@ -8,13 +8,15 @@ import torch
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import device_memory
+from engine.models.coded_linear import coded_products_reason
 from engine.models.loader import Checkpoint
 from engine.models.quantize import GROUP
-from engine.models.quantized_checkpoints import quantisation
+from engine.models.quantized_checkpoints import Quantisation, quantisation
 from engine.models.shards import Shards
 
 # Per number of a product; int4 has a step and an offset per group.
-BYTES_OF_FORM = {"int8": 1.0, "int4": 0.5 + 4 / GROUP}
+BYTES_OF_FORM = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / GROUP}
+BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # as a checkpoint stores them, without steps
 
 
 def planned_weights(
@@ -26,21 +28,34 @@ def planned_weights(
         tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape
         product_bytes = BYTES_OF_FORM.get(form, dtype.itemsize)
         if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
-            kept = quantised.bits == 8 and form != "int4" and device.type == "cpu"  # its integers are used as they are
-            head_bytes = 0 if shape.tied and device.type != "cpu" else product_bytes
+            head_bytes = product_bytes if _has_head(shape.tied, form, device) else 0
             tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
-            planned.append(ceil(tables + shape.layer_numbers * (1 if kept else product_bytes)))
+            code_bytes = _kept_bytes(quantised, form, device) or product_bytes
+            planned.append(ceil(tables + shape.layer_numbers * code_bytes))
             continue
         if not checkpoint.native:
             planned.append(sum(prod(tensor.shape) for tensor in tensors.values()) * dtype.itemsize)
             continue
-        # On a CPU the head's product is packed, so a tied head is a second copy.
-        size = shape.vocab_size * shape.hidden_size * product_bytes if shape.tied and device.type == "cpu" else 0
+        copied = shape.tied and _has_head(shape.tied, form, device)
+        size = shape.vocab_size * shape.hidden_size * product_bytes if copied else 0
         for name, tensor in tensors.items():
             product = len(tensor.shape) > 1 and not name.endswith("embed_tokens.weight")
             size += prod(tensor.shape) * (product_bytes if product else dtype.itemsize)
         planned.append(ceil(size))
     return planned
+
+
+def _has_head(tied: bool, form: WeightForm, device: torch.device) -> bool:
+    """Whether the head's weight is kept beside the embedding. On a CPU its product is packed."""
+    return not tied or device.type == "cpu" or form != "as_is"
+
+
+def _kept_bytes(quantised: Quantisation, form: WeightForm, device: torch.device) -> float | None:
+    """Bytes of a stored code that a product uses as it is; None: it is dequantised."""
+    if device.type != "cpu":
+        usable = form in ("as_is", quantised.kind) and coded_products_reason(device) is None
+        return BYTES_OF_CODES.get(quantised.kind or "") if usable else None
+    return 1.0 if quantised.kind == "int8" and quantised.per_row and form != "int4" else None
 
 
 def beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:

@@ -4,10 +4,11 @@
     python -m benchmarks.gpu --device cpu --dry-run
 
 Steps: the machine; parity with transformers over several families, in fp32 and bf16; the text with drafts against the
-text without; captured graphs against none; how often a round lets the host wait for the device; and the speed of
-generated pairs with the shapes of 1B → 3B, 1B → 8B and 0.5B → 7B in bf16 at a set acceptance. Each step is a process of
-its own, so none suffers from another's failure. The output ends with a Markdown table and one JSON line. Exit status 1:
-a step failed. A speed that misses its aim is only told. --dry-run does all of it with tiny shapes.
+text without; captured graphs against none; how often a round lets the host wait for the device; products of 8
+and 4 bits against their numbers and against bf16; and the speed of generated pairs with the shapes of 1B → 3B, 1B → 8B
+and 0.5B → 7B in bf16 at a set acceptance. Each step is a process of its own, so none suffers from another's failure.
+The output ends with a Markdown table and one JSON line. Exit status 1: a step failed. A speed that misses its aim is
+only told. --dry-run does all of it with tiny shapes.
 
 Needs torch, transformers, tokenizers, safetensors and numpy; on CUDA also triton.
 """
@@ -19,7 +20,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu import machine, parity, rounds, speed
+from benchmarks.gpu import machine, parity, products, rounds, speed
 from benchmarks.gpu.steps import Step, json_line, markdown, run_steps
 
 BUDGET_S = 9 * 60.0 - 20  # of all steps; the rest is for the start and the report
@@ -33,6 +34,7 @@ def all_steps(*, dry: bool) -> list[Step]:
         Step("text with drafts", parity.compare_texts, 60, must_meet=True),
         Step("captured graphs", rounds.compare_graphs, 60, must_meet=True),
         Step("waits for the device", rounds.count_waits, 60, must_meet=True),
+        Step("products of 8 and 4 bits", products.compare, 60, must_meet=True),
         *(Step(f"speed, {name}", partial(speed.measure_pair, pair), 150) for name, pair in pairs.items()),
     ]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.linear import num_bytes_of
-from engine.models.quantize import INT4_RANGE, IntegerWeight, is_bfloat16
+from engine.models.quantize import INT4_RANGE, CodedWeight, is_bfloat16
 
 KERNEL_ROWS = 16  # the kernel's output channels come in multiples of so many
 KERNEL_GROUPS = (256, 128, 64, 32)  # input channels that may share a step
@@ -24,17 +24,17 @@ class Int4Linear:
     A row's result does not depend, bit for bit, on the other rows of the call.
     """
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: CodedWeight, bias: Tensor | None = None) -> None:
         """weight: for which `fits_int4` holds. Only on a CPU for which `check_int4_products` is silent."""
-        self.out_features = weight.integers.shape[0]
-        self.in_features = weight.integers.shape[1]
+        self.out_features = weight.codes.shape[0]
+        self.in_features = weight.codes.shape[1]
         group = _kernel_group(weight.group)
         repeats = weight.group // group
         offsets = torch.zeros_like(weight.steps) if weight.offsets is None else weight.offsets
         steps = torch.stack([weight.steps, offsets], 2).bfloat16().repeat_interleave(repeats, 1)
         self._group = group
         self.steps = F.pad(steps, (0, 0, 0, 0, 0, self._missing_rows)).transpose(0, 1).contiguous()  # [groups, out, 2]
-        self.weight = torch.cat([_packed(part) for part in weight.integers.split(PACKED_ROWS)])
+        self.weight = torch.cat([_packed(part) for part in weight.codes.split(PACKED_ROWS)])
         self.bias = bias
 
     @property
@@ -54,10 +54,12 @@ class Int4Linear:
         return y if self.bias is None else y.add_(self.bias)
 
 
-def fits_int4(weight: IntegerWeight) -> bool:
+def fits_int4(weight: CodedWeight) -> bool:
     """Whether an Int4Linear keeps the weight exactly."""
     least, most = INT4_RANGE
-    low, high = weight.integers.aminmax()
+    if weight.codes.dtype is not torch.int8:
+        return False
+    low, high = weight.codes.aminmax()
     tables = (weight.steps, weight.offsets)
     return (
         least <= int(low)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.linear import num_bytes_of
-from engine.models.quantize import LARGEST, OFFSET, IntegerWeight, quantise_activations
+from engine.models.quantize import LARGEST, OFFSET, CodedWeight, quantise_activations
 
 
 class Int8Linear:
@@ -14,9 +14,9 @@ class Int8Linear:
     The sums are exact integers, so a row's result does not depend, bit for bit, on the other rows of the call.
     """
 
-    def __init__(self, weight: IntegerWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: CodedWeight, bias: Tensor | None = None) -> None:
         """weight: with one step per output channel. Only on a CPU for which `check_int8_products` is silent."""
-        self.weight = torch.ops.onednn.qlinear_prepack(weight.integers, None)
+        self.weight = torch.ops.onednn.qlinear_prepack(weight.codes, None)
         self.steps = weight.steps.flatten()
         self.bias = None if bias is None else bias.float()
 

@@ -21,7 +21,7 @@ from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import Scoring
 from engine.models.products import AS_IS, ProductMaker, Weights
-from engine.models.quantize import IntegerWeight
+from engine.models.quantize import CodedWeight
 from engine.models.quantized_checkpoints import QuantisedSource, quantisation
 from engine.models.rope import RopeSize, rotation_table, uses_long_factors
 from engine.models.shards import Part, Shards, TensorSource
@@ -131,7 +131,9 @@ def load_decoder(
     if quantised is None:
         source = TensorSource(shards, dtype, device, tensors.discard)
     else:
-        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised.bits))
+        log.info(
+            "%s holds %s weights: %s", path, quantised.name, make.describe(quantised.kind, per_row=quantised.per_row)
+        )
         source = QuantisedSource(quantised, shards, dtype, device, tensors.discard)
     prefix = tensors.prefix
     embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -168,7 +170,7 @@ def _layers(config: DecoderConfig, source: TensorSource, make: ProductMaker, pre
 
 def _head_weight(
     config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", source: TensorSource
-) -> Tensor | IntegerWeight:
+) -> Tensor | CodedWeight:
     """The head's weight. A head that is stored with other values than the embedding's is not tied, as in transformers,
     whatever config.json says."""
     if config.tied and not tensors.has_head:
@@ -183,7 +185,7 @@ def _head_weight(
     return weight
 
 
-Weight = Tensor | IntegerWeight
+Weight = Tensor | CodedWeight
 ExpertParts = tuple[Weight, Tensor | None, Weight, Tensor | None]  # gate and up, their bias, down, its bias
 
 

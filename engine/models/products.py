@@ -5,15 +5,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.computing import computing
 from engine.config import ConfigError, ProductForms, WeightForm
 from engine.kept_files import cache_folder
+from engine.models.coded_linear import CodedLinear, coded_products_reason
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import Linear, Product, usable_forms
 from engine.models.mlp import Gating
 from engine.models.product_choice import choose_forms
-from engine.models.quantize import IntegerWeight, quantise_in_groups, quantise_weight
+from engine.models.quantize import (
+    FP8,
+    INT4_RANGE,
+    CodedWeight,
+    quantise_as_fp8,
+    quantise_in_groups,
+    quantise_weight,
+)
 from engine.models.steady_linear import SteadyLinear, steady_gating
+
+QUANTISE = {"int8": quantise_weight, "int4": quantise_in_groups, "fp8": quantise_as_fp8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +51,22 @@ class ProductMaker:
                 f"products packed needs a torch with oneDNN, device cpu, and dtype float32, or bfloat16 on a CPU with "
                 f"AVX-512, not {dtype} on {device}: choose auto"
             )
-        if weights.form != "as_is" and device.type != "cpu":
-            raise ConfigError(f"{weights.form} weights need device cpu, not {device}: choose as_is")
-        if weights.form == "int8":
-            check_int8_products()
-        if weights.form == "int4":
-            check_int4_products()
+        self._no_codes = None if device.type == "cpu" else coded_products_reason(device)
+        if weights.form != "as_is":
+            self._check_form(weights.form, device)
         self._form, self._dtype, self._device = weights.form, dtype, device
+        self._has_codes = device.type != "cpu" and self._no_codes is None
+        self._coded: dict[tuple[object, ...], tuple[CodedLinear, int]] = {}  # by what is compiled: one, its columns
         self._head_form: WeightForm = weights.form if weights.head else "as_is"
         self._has_int8 = device.type == "cpu" and _has_int8_products()
         self._deterministic = weights.deterministic
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
         self._undecided: list[Linear] = []
 
-    def __call__(self, weight: Tensor | IntegerWeight, bias: Tensor | None = None) -> Product:
+    def __call__(self, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> Product:
         return self._make(weight, bias, self._form)
 
-    def head(self, weight: Tensor | IntegerWeight) -> Product:
+    def head(self, weight: Tensor | CodedWeight) -> Product:
         return self._make(weight, None, self._head_form)
 
     def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -68,37 +78,68 @@ class ProductMaker:
         return steady_gating(gating) if self._deterministic else gating
 
     def choose_forms(self) -> None:
-        """Choose the forms of all products made so far by measurement, if the settings leave them open."""
+        """Choose the forms of all products made so far by measurement, if the settings leave them open. Compile what
+        the kernels of coded products need."""
+        with computing(self._device):
+            for product, columns in self._coded.values():
+                product.warm_up(columns, self._dtype)
+        self._coded.clear()
         choose_forms(self._undecided, copies_bytes=self._copies_bytes, cache=cache_folder())
         self._undecided.clear()
 
-    def describe(self, integers: int | None) -> str:
-        """What becomes of a quantised checkpoint's weights, for the log. integers: their bits, if a product can use
-        them as they are."""
-        if integers == 8 and self._form != "int4" and self._has_int8:
+    def describe(self, kind: WeightForm | None, *, per_row: bool) -> str:
+        """What becomes of a quantised checkpoint's weights, for the log. kind: of codes that a product can use as they
+        are. per_row: whether each channel has one step and no offset."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        if self._has_codes and kind is not None and self._form in ("as_is", kind):
+            return f"{kind} products use them as they are, with activations in {dtype}"
+        integers = kind == "int8" and per_row and self._device.type == "cpu"
+        if integers and self._form != "int4" and self._has_int8:
             return "int8 products use them as they are, with activations quantised by their rows"
-        if integers == 4 and self._form == "int4":
+        if kind == "int4" and self._form == "int4":
             return "int4 products use them as they are where bfloat16 has their scales; elsewhere they are made anew"
         if self._form == "int8":
             return "they are dequantised and then made int8, with a step per channel"
         if self._form == "int4":
             return "they are dequantised and then made int4, with a step per group of channels"
-        dtype = str(self._dtype).removeprefix("torch.")
-        why = "this machine has no int8 products" if integers == 8 else "this format has no product here"
+        if self._form == "fp8":
+            return "they are dequantised and then made FP8, with a step per channel"
+        why = "this machine has no int8 products" if integers else self._no_codes or "this format has no product here"
         return f"they are dequantised to {dtype}: {why}"
 
-    def _make(self, weight: Tensor | IntegerWeight, bias: Tensor | None, form: WeightForm) -> Product:
-        if isinstance(weight, IntegerWeight):
-            if weight.per_row and form != "int4" and self._has_int8:
+    def _make(self, weight: Tensor | CodedWeight, bias: Tensor | None, form: WeightForm) -> Product:
+        if isinstance(weight, CodedWeight):
+            if self._has_codes and form in ("as_is", _kind(weight)):
+                return self._make_coded(weight, bias, weight.codes.shape[1])
+            if self._device.type == "cpu" and weight.per_row and form != "int4" and self._has_int8:
                 return Int8Linear(weight, bias)
-            if form == "int4" and fits_int4(weight):
+            if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
                 return Int4Linear(weight, bias)
             weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
+        if self._has_codes and form != "as_is":
+            return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
         if form == "int8":
             return Int8Linear(quantise_weight(weight), bias)
         if form == "int4":
             return Int4Linear(quantise_in_groups(weight), bias)
         return self._make_linear(weight.to(self._dtype), bias)
+
+    def _make_coded(self, weight: CodedWeight, bias: Tensor | None, columns: int) -> CodedLinear:
+        product = CodedLinear(weight, bias, self._device)
+        offsets = None if product.offsets is None else (product.offsets.dtype, len(product.offsets))
+        tables = product.steps.dtype, product.steps.shape[0], offsets, bias is None
+        self._coded[product.weight.dtype, product.weight.shape, *tables] = product, columns
+        return product
+
+    def _check_form(self, form: WeightForm, device: torch.device) -> None:
+        if self._no_codes is not None:
+            raise ConfigError(f"{form} weights have no products on this device, since {self._no_codes}: choose as_is")
+        if device.type == "cpu" and form == "fp8":
+            raise ConfigError(f"fp8 weights need device cuda, not {device}: choose int8 or as_is")
+        if device.type == "cpu" and form == "int8":
+            check_int8_products()
+        if device.type == "cpu" and form == "int4":
+            check_int4_products()
 
     def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         if self._deterministic:
@@ -107,6 +148,14 @@ class ProductMaker:
         if self._products == "auto":
             self._undecided.append(linear)
         return linear
+
+
+def _kind(weight: CodedWeight) -> WeightForm:
+    """The form that a weight of a checkpoint has already."""
+    if weight.codes.dtype is FP8:
+        return "fp8"
+    low, high = weight.codes.aminmax()
+    return "int4" if INT4_RANGE[0] <= int(low) and int(high) <= INT4_RANGE[1] else "int8"
 
 
 def _has_int8_products() -> bool:

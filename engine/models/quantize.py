@@ -1,10 +1,10 @@
-"""Numbers as integers of 8 or 4 bits: x ≈ integer · step, or integer · step + offset.
+"""Numbers as codes of 8 or 4 bits: x ≈ code · step, or code · step + offset. A code is an integer, or an FP8 number.
 
 8 bits: a step for each row; for weights a row is an output channel. 4 bits, only for weights: a step and an offset for
 each group of GROUP input channels of an output channel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,52 +15,58 @@ LARGEST = 127  # −128 is not used, so that both signs have the same range
 OFFSET = 128  # of activations, which are unsigned
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
 SLICE_ROWS = 64  # of a weight that are quantised at once: temporaries stay in the cache
+DEVICE_SLICE_ROWS = 4096  # on a GPU, where each slice costs launches
 GROUP = 32  # input channels that share a step of 4-bit integers
 INT4_RANGE = (-8, 7)
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerWeight:
-    """A weight [out, in] as integers · steps + offsets. Groups of equally many input channels share a step."""
+class CodedWeight:
+    """A weight [out, in] as codes · steps + offsets. Groups of equally many input channels share a step."""
 
-    integers: Tensor  # int8 [out, in]
+    codes: Tensor  # int8 or float8_e4m3fn [out, in]
     steps: Tensor  # fp32 [out, groups]
     offsets: Tensor | None = None  # fp32 [out, groups]; None: all are 0
 
     @property
     def group(self) -> int:
         """Input channels that share a step."""
-        return self.integers.shape[1] // self.steps.shape[1]
+        return self.codes.shape[1] // self.steps.shape[1]
 
     @property
     def per_row(self) -> bool:
         """Whether each output channel is integers times one step."""
-        return self.steps.shape[1] == 1 and self.offsets is None
+        return self.codes.dtype is torch.int8 and self.steps.shape[1] == 1 and self.offsets is None
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, [out, in]."""
-        weight = torch.empty(self.integers.shape, dtype=dtype)
+        weight = torch.empty(self.codes.shape, dtype=dtype)
         for first in range(0, len(weight), SLICE_ROWS):
             part = slice(first, first + SLICE_ROWS)
-            wide = self.integers[part].float().unflatten(1, (-1, self.group)).mul_(self.steps[part, :, None])
+            wide = self.codes[part].float().unflatten(1, (-1, self.group)).mul_(self.steps[part, :, None])
             if self.offsets is not None:
                 wide.add_(self.offsets[part, :, None])
             weight[part] = wide.flatten(1)
         return weight
 
-    def take_rows(self, order: Tensor) -> "IntegerWeight":
+    def take_rows(self, order: Tensor) -> "CodedWeight":
         """order: row numbers int64."""
         offsets = None if self.offsets is None else self.offsets[order]
-        return IntegerWeight(self.integers[order], self.steps[order], offsets)
+        codes = self.codes.view(torch.int8)[order].view(self.codes.dtype)
+        return CodedWeight(codes, self.steps[order], offsets)
 
 
-def stacked(weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
-    """The weights on top of each other. None if their groups differ."""
+def stacked(weights: Sequence[CodedWeight]) -> CodedWeight | None:
+    """The weights on top of each other. None if their codes are of different kinds, or their groups differ."""
     offsets = [weight.offsets for weight in weights if weight.offsets is not None]
-    if len({weight.steps.shape[1] for weight in weights}) > 1 or len(offsets) not in (0, len(weights)):
+    kinds = {(weight.steps.shape[1], weight.codes.dtype) for weight in weights}
+    if len(kinds) > 1 or len(offsets) not in (0, len(weights)):
         return None
-    integers, steps = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("integers", "steps"))
-    return IntegerWeight(integers, steps, torch.cat(offsets) if offsets else None)
+    codes = torch.cat([weight.codes.view(torch.int8) for weight in weights]).view(weights[0].codes.dtype)
+    steps = torch.cat([weight.steps for weight in weights])
+    return CodedWeight(codes, steps, torch.cat(offsets) if offsets else None)
 
 
 def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,50 +77,64 @@ def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     dtypes than fp32.
     """
     wide = x.float()
-    steps = _steps(wide)
+    steps = _steps(wide, LARGEST)
     return (wide / steps).add_(OFFSET + 0.5).to(torch.uint8), steps
 
 
-def quantise_weight(weight: Tensor) -> IntegerWeight:
+def quantise_weight(weight: Tensor) -> CodedWeight:
     """weight [out, in] → 8-bit integers with a step per output channel. The largest of a channel becomes ±LARGEST."""
-    integers = torch.empty(weight.shape, dtype=torch.int8)
-    steps = torch.empty(weight.shape[0], 1)
-    for first in range(0, weight.shape[0], SLICE_ROWS):
-        part = slice(first, first + SLICE_ROWS)
+    integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    steps = torch.empty(weight.shape[0], 1, device=weight.device)
+    for part in _slices(weight):
         wide = weight[part].float()
-        steps[part] = _steps(wide)
+        steps[part] = _steps(wide, LARGEST)
         integers[part] = (wide / steps[part]).round_()
-    return IntegerWeight(integers, steps)
+    return CodedWeight(integers, steps)
 
 
-def quantise_in_groups(weight: Tensor) -> IntegerWeight:
+def quantise_as_fp8(weight: Tensor) -> CodedWeight:
+    """weight [out, in] → FP8 numbers with a step per output channel. The largest of a channel becomes ±LARGEST_FP8."""
+    codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    steps = torch.empty(weight.shape[0], 1, device=weight.device)
+    for part in _slices(weight):
+        wide = weight[part].float()
+        steps[part] = _steps(wide, LARGEST_FP8)
+        codes[part] = (wide / steps[part]).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)  # beyond it there is only NaN
+    return CodedWeight(codes, steps)
+
+
+def quantise_in_groups(weight: Tensor) -> CodedWeight:
     """weight [out, in] → 4-bit integers; in is rounded up to whole groups of GROUP with zeros.
 
     The smallest and the largest number of a group become −8 and 7. Steps and offsets are bfloat16 numbers, as the
     product needs them.
     """
     weight = F.pad(weight, (0, -weight.shape[1] % GROUP))
-    integers = torch.empty(weight.shape, dtype=torch.int8)
-    steps = torch.empty(weight.shape[0], weight.shape[1] // GROUP)
+    integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    steps = torch.empty(weight.shape[0], weight.shape[1] // GROUP, device=weight.device)
     offsets = torch.empty_like(steps)
     least, most = INT4_RANGE
-    for first in range(0, weight.shape[0], SLICE_ROWS):
-        part = slice(first, first + SLICE_ROWS)
+    for part in _slices(weight):
         wide = weight[part].float().unflatten(1, (-1, GROUP))
         low, high = wide.aminmax(dim=2)
         steps[part] = _as_bfloat16((high - low) / (most - least) + _LEAST_STEP)
         offsets[part] = _as_bfloat16(low - least * steps[part])
         rounded = ((wide - offsets[part, :, None]) / steps[part, :, None]).round_().clamp_(least, most)
         integers[part] = rounded.flatten(1)
-    return IntegerWeight(integers, steps, offsets)
+    return CodedWeight(integers, steps, offsets)
 
 
 def _as_bfloat16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def _steps(wide: Tensor) -> Tensor:
-    return torch.add(_LEAST_STEP, wide.abs().amax(-1, keepdim=True), alpha=1 / LARGEST)
+def _slices(weight: Tensor) -> Iterator[slice]:
+    rows = SLICE_ROWS if weight.device.type == "cpu" else DEVICE_SLICE_ROWS
+    return (slice(first, first + rows) for first in range(0, weight.shape[0], rows))
+
+
+def _steps(wide: Tensor, largest: float) -> Tensor:
+    return torch.add(_LEAST_STEP, wide.abs().amax(-1, keepdim=True), alpha=1 / largest)
 
 
 def is_bfloat16(x: Tensor) -> bool:

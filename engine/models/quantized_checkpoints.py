@@ -1,6 +1,6 @@
 """Checkpoints whose weights are stored quantised: config.json's quantization_config says how.
 
-Every reader gives a weight [out, in] back: as the integers that are stored, with a step for each channel or for each
+Every reader gives a weight [out, in] back: as the codes that are stored, with a step for each channel or for each
 group of input channels, or else as numbers. Formats: compressed-tensors (int8, FP8, packed 4 or 8 bits), FP8 with
 scales per tensor, channel or block, GPTQ, AWQ and MXFP4. Which weights are quantised follows from the tensors that are
 stored beside them, so lists of exceptions need no reading.
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.config import ConfigError
-from engine.models.quantize import IntegerWeight, stacked
+from engine.config import ConfigError, WeightForm
+from engine.models.quantize import CodedWeight, stacked
 from engine.models.shards import Part, Shards, TensorSource
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -49,7 +49,7 @@ class Stored(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-Weight = Tensor | IntegerWeight
+Weight = Tensor | CodedWeight
 
 
 class StoredFiles:
@@ -82,7 +82,8 @@ class Quantisation:
     path: Path
     name: str  # for the log
     weight: Callable[[Stored, str], Weight | None]  # (tensors, module) → [out, in]; None: not quantised
-    bits: int | None = None  # of integers that a product can use as they are; None: it gets numbers
+    kind: WeightForm | None = None  # of codes that a product can use as they are; None: it gets numbers
+    per_row: bool = False  # whether each channel has one step and no offset
 
     def read(self, stored: Stored, module: str) -> Weight | None:
         """The module's weight. Raises ConfigError, naming the module, for tensors that do not fit the format."""
@@ -114,18 +115,18 @@ class QuantisedSource(TensorSource):
         weight = self._weight(name, shape)
         if weight is None:
             return super().read(name, shape)
-        numbers = weight.numbers(self._dtype) if isinstance(weight, IntegerWeight) else weight
+        numbers = weight.numbers(self._dtype) if isinstance(weight, CodedWeight) else weight
         return numbers.to(device=self._device, dtype=self._dtype)
 
     def stack(self, parts: Sequence[Part]) -> Weight:
-        """Integers, in CPU memory, if all parts are stored as integers with equal groups."""
-        integers = []
-        for part in parts if self._quantised.bits else ():
+        """Codes, in CPU memory, if all parts are stored as codes with equal groups."""
+        coded = []
+        for part in parts if self._quantised.kind else ():
             weight = self._weight(part.name, part.shape)
-            if not isinstance(weight, IntegerWeight):
+            if not isinstance(weight, CodedWeight):
                 break
-            integers.append(weight if part.order is None else weight.take_rows(part.order))
-        if len(integers) == len(parts) and (stack := stacked(integers)) is not None:
+            coded.append(weight if part.order is None else weight.take_rows(part.order))
+        if len(coded) == len(parts) and (stack := stacked(coded)) is not None:
             return stack
         return super().stack(parts)
 
@@ -141,7 +142,7 @@ class QuantisedSource(TensorSource):
             if files.holds(name) and (kind := files.dtype(name)) not in UNQUANTISED:
                 raise ConfigError(f"{path}: {name} is stored as {kind} without the scales of {self._quantised.name}")
             return None
-        found = tuple((weight.integers if isinstance(weight, IntegerWeight) else weight).shape)
+        found = tuple((weight.codes if isinstance(weight, CodedWeight) else weight).shape)
         if found != shape:
             raise ConfigError(f"{path}: {name} has shape {found}, config.json says {shape}")
         for part in (".weight", *(f".{companion}" for companion in COMPANIONS), *MXFP4_PARTS):
@@ -185,16 +186,17 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
     if config.get("transform_config"):  # activations would have to be turned as the weights were
         raise ConfigError(f"{path}: {name} with a transform_config is not supported")
     if layout in PACKED_FORMATS and kinds <= {("int", 4), ("int", 8)}:
-        four = 4 if kinds == {("int", 4)} else None
-        return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits), four)
+        kind: WeightForm = "int4" if kinds == {("int", 4)} else "int8"
+        return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits), kind)
     if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
         blocks = [group["block_structure"] for group in groups if group.get("block_structure")]
         int8 = kinds == {("int", 8)} and all(
             group.get("symmetric", True) and group.get("strategy") in ("channel", "tensor") for group in groups
         )
         size = _block_size(blocks[0]) if blocks else None
+        stored_as: WeightForm = "fp8" if kinds == {("float", 8)} else "int8"
         return Quantisation(
-            path, name, lambda stored, module: _scaled_weight(stored, module, size), 8 if int8 else None
+            path, name, lambda stored, module: _scaled_weight(stored, module, size), stored_as, per_row=int8
         )
     raise ConfigError(
         f"{path}: {name} is not supported; supported are pack-quantized int4 and int8, "
@@ -205,7 +207,7 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
 def _fp8(path: Path, config: dict[str, Any]) -> Quantisation:
     size = config.get("weight_block_size")
     blocks = None if size is None else _block_size(size)
-    return Quantisation(path, "FP8", lambda stored, module: _scaled_weight(stored, module, blocks))
+    return Quantisation(path, "FP8", lambda stored, module: _scaled_weight(stored, module, blocks), "fp8")
 
 
 def _block_size(size: Sequence[int]) -> tuple[int, int]:
@@ -220,9 +222,9 @@ def _gptq(path: Path, config: dict[str, Any]) -> Quantisation:
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{path}: GPTQ of {bits} bits in format {form!r} is not supported; 2, 4 and 8 bits are")
     raised = 1 if form == "gptq" else 0  # the first format stores zero points less 1
-    four = 4 if bits == 4 else None
+    kind: WeightForm = "int8" if bits == 8 else "int4"
     return Quantisation(
-        path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised), four
+        path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised), kind
     )
 
 
@@ -230,7 +232,7 @@ def _awq(path: Path, config: dict[str, Any]) -> Quantisation:
     bits, version = int(config.get("bits", config.get("w_bit", 4))), str(config.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise ConfigError(f"{path}: AWQ of {bits} bits in version {version!r} is not supported; 4 bits in gemm are")
-    return Quantisation(path, "AWQ int4", _awq_weight, 4)
+    return Quantisation(path, "AWQ int4", _awq_weight, "int4")
 
 
 def _mxfp4(path: Path, config: dict[str, Any]) -> Quantisation:
@@ -250,12 +252,27 @@ def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -
     if stored.holds(f"{module}.weight_g_idx"):
         group = _groups(stored, f"{module}.weight_g_idx", columns, scale.shape[1])
         scale, zero, block = scale[:, group], None if zero is None else zero[:, group], None
-    if weight.dtype is torch.int8 and zero is None and (scale.numel() == 1 or scale.shape[:1].numel() == scale.numel()):
-        return IntegerWeight(weight, scale.reshape(-1, 1).expand(rows, 1).contiguous())
+    elif zero is None and weight.dtype is not torch.float8_e5m2:
+        steps = _steps_of_groups(scale, rows, columns, block)
+        if steps is not None:
+            return CodedWeight(weight, steps)
     wide = weight.float()
     if zero is not None:
         wide = wide - _spread(zero, rows, columns, block)
     return wide * _spread(scale, rows, columns, block)
+
+
+def _steps_of_groups(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor | None:
+    """Scales as steps [rows, groups]; None if they are not those of equal groups of columns."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, 1).contiguous()
+    if scale.numel() == rows and scale.shape[0] == rows:
+        return scale.reshape(rows, 1)
+    if block is None:
+        return scale if scale.dim() == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0 else None
+    if columns % block[1] or tuple(scale.shape) != (-(-rows // block[0]), columns // block[1]):
+        return None
+    return scale.repeat_interleave(block[0], 0)[:rows]
 
 
 def _spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
@@ -327,7 +344,7 @@ def _grouped(stored: Stored, name: str, numbers: Tensor, zero: Tensor, scale: Te
         return (numbers - zero[:, group]) * scale[:, group]
     offsets = (half - zero) * scale
     integers = (numbers - half).to(torch.int8).contiguous()
-    return IntegerWeight(integers, scale.contiguous(), offsets.contiguous() if offsets.any() else None)
+    return CodedWeight(integers, scale.contiguous(), offsets.contiguous() if offsets.any() else None)
 
 
 def _mxfp4_weight(stored: Stored, module: str) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.models.headers import StoredTensor, stored_tensors
 from engine.models.progress import Progress
-from engine.models.quantize import IntegerWeight
+from engine.models.quantize import CodedWeight
 
 MAPPED_BYTES = 2**21  # a huge page
 DTYPES = {
@@ -146,7 +146,7 @@ class TensorSource:
             return tensor.to(device=self._device, dtype=self._dtype)
         return self._empty(shape).copy_(tensor)
 
-    def stack(self, parts: Sequence[Part]) -> Tensor | IntegerWeight:
+    def stack(self, parts: Sequence[Part]) -> Tensor | CodedWeight:
         """The parts on top of each other, [Σ rows, …]. One part may be several products' rows already."""
         if len(parts) == 1 and parts[0].order is None:
             return self.read(parts[0].name, parts[0].shape)

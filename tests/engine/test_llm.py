@@ -153,8 +153,8 @@ def test_parameters_outside_their_range(field: str, value: object) -> None:
     ("settings", "message"),
     [
         ({"dtype": "int8"}, "'int8' is not one of auto, float64, float32, bfloat16, float16"),
-        ({"target_weights": "int3"}, "target_weights 'int3' is not one of as_is, int8, int4"),
-        ({"target_weights": "int8", "device": "cuda"}, "target_weights int8 needs device cpu, not cuda: choose as_is"),
+        ({"target_weights": "int3"}, "target_weights 'int3' is not one of as_is, int8, int4, fp8"),
+        ({"target_weights": "fp8"}, "target_weights fp8 needs device cuda, not cpu: choose int8"),
         ({"draft_weights": "int8"}, "draft_weights int8 needs a draft checkpoint"),
         ({"policy": PolicyConfig("fixed", k=17)}, "17 exceeds max_spec_length"),
         ({"max_spec_length": -1}, "max_spec_length must not be negative"),

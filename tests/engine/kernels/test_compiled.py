@@ -35,6 +35,7 @@ class Figures:
     registers: int
     spilled: int
     tensor_cores: bool
+    warpgroup: bool
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.int4_linear import PACKED_ROWS, Int4Linear, check_int4_products, fits_int4
-from engine.models.quantize import GROUP, IntegerWeight, quantise_in_groups, stacked
+from engine.models.quantize import GROUP, CodedWeight, quantise_in_groups, stacked
 
 BFLOAT16_ROUNDING = 2.0**-8  # of a number that is rounded, relative; the largest
 SHAPES = [(400, 320), (64, 64), (3, 5), (PACKED_ROWS + 40, 96)]  # the kernel takes 16 · n channels, 32 · n inputs
@@ -79,7 +79,7 @@ def test_a_weight_is_rounded_to_the_nearest_step_of_its_group() -> None:
     weight[5], weight[6] = 0, 0.5
     rounded = quantise_in_groups(weight)
     assert rounded.group == GROUP
-    assert rounded.integers.shape == (len(weight), 96)
+    assert rounded.codes.shape == (len(weight), 96)
     assert fits_int4(rounded)
     numbers, steps = rounded.numbers(torch.float32), rounded.steps.repeat_interleave(GROUP, 1)
     error = (numbers[:, :70] - weight.float()).abs()
@@ -87,7 +87,7 @@ def test_a_weight_is_rounded_to_the_nearest_step_of_its_group() -> None:
     ends = 8 * BFLOAT16_ROUNDING * steps[:, :70] + BFLOAT16_ROUNDING * weight.float().abs().amax()
     assert (error <= 0.501 * steps[:, :70] + ends).all()
     assert error.square().mean().sqrt() > 0.2 * steps.mean()  # it is rounded
-    full = rounded.integers[:5].unflatten(1, (-1, GROUP))[:, :2]
+    full = rounded.codes[:5].unflatten(1, (-1, GROUP))[:, :2]
     assert (full.amin(2) == -8).all()
     assert (full.amax(2) == 7).all()
     assert not numbers[5].any()
@@ -106,7 +106,7 @@ def test_integers_that_are_given_are_kept(group: int) -> None:
     """Groups that the kernel has not are cut into smaller ones with equal steps."""
     generator = torch.Generator().manual_seed(4)
     integers = torch.randint(-8, 8, (64, 2 * group), generator=generator, dtype=torch.int8)
-    weight = IntegerWeight(integers, torch.rand(64, 2, generator=generator).bfloat16().float())
+    weight = CodedWeight(integers, torch.rand(64, 2, generator=generator).bfloat16().float())
     assert fits_int4(weight)
     y = Int4Linear(weight)(torch.eye(2 * group))
     assert torch.equal(y, weight.numbers(torch.bfloat16).float().t())
@@ -114,11 +114,11 @@ def test_integers_that_are_given_are_kept(group: int) -> None:
 
 def test_integers_that_the_kernel_cannot_keep() -> None:
     integers = torch.tensor([[-8, 7] * 16] * 4, dtype=torch.int8)
-    assert fits_int4(IntegerWeight(integers, torch.full((4, 1), 0.5)))
-    assert not fits_int4(IntegerWeight(integers, torch.full((4, 1), 0.1).half().float()))  # bfloat16 has no such number
-    assert not fits_int4(IntegerWeight(integers, torch.full((4, 1), 0.5), torch.full((4, 1), 0.1)))
-    assert not fits_int4(IntegerWeight(integers + 1, torch.full((4, 1), 0.5)))
-    assert not fits_int4(IntegerWeight(integers, torch.full((4, 2), 0.5)))
+    assert fits_int4(CodedWeight(integers, torch.full((4, 1), 0.5)))
+    assert not fits_int4(CodedWeight(integers, torch.full((4, 1), 0.1).half().float()))  # bfloat16 has no such number
+    assert not fits_int4(CodedWeight(integers, torch.full((4, 1), 0.5), torch.full((4, 1), 0.1)))
+    assert not fits_int4(CodedWeight(integers + 1, torch.full((4, 1), 0.5)))
+    assert not fits_int4(CodedWeight(integers, torch.full((4, 2), 0.5)))
 
 
 def test_stacked_integers_are_the_stacked_weights() -> None:
@@ -129,7 +129,7 @@ def test_stacked_integers_are_the_stacked_weights() -> None:
     order = torch.tensor([2, 0, 7])
     assert torch.equal(both.take_rows(order).numbers(torch.float32), both.numbers(torch.float32)[order])
     assert stacked([one, quantise_in_groups(drawn(3, 32))]) is None
-    assert stacked([one, IntegerWeight(other.integers, other.steps)]) is None
+    assert stacked([one, CodedWeight(other.codes, other.steps)]) is None
 
 
 @pytest.mark.parametrize("found", ["DEFAULT", "NEON"])

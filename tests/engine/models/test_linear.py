@@ -103,7 +103,7 @@ def make_int8(out: int, inner: int, bias: bool) -> tuple[Int8Linear, Tensor, Ten
     weight = torch.randn(out, inner, generator=generator)
     offset = torch.randn(out, generator=generator) * 10 if bias else None
     rounded = quantise_weight(weight)
-    return Int8Linear(rounded, offset), rounded.integers, rounded.steps[:, 0], offset
+    return Int8Linear(rounded, offset), rounded.codes, rounded.steps[:, 0], offset
 
 
 def activations(rows: int, inner: int) -> Tensor:
@@ -170,7 +170,7 @@ def test_a_weight_is_rounded_to_the_nearest_step() -> None:
     weight = torch.randn(SLICE_ROWS + 3, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[5] = 0
     rounded = quantise_weight(weight)
-    integers, steps = rounded.integers, rounded.steps[:, 0]
+    integers, steps = rounded.codes, rounded.steps[:, 0]
     assert (integers.dtype, steps.dtype) == (torch.int8, torch.float32)
     assert torch.equal(integers.abs().amax(1), torch.where(torch.arange(len(weight)) == 5, 0, 127))
     assert ((integers * steps[:, None] - weight.float()).abs() <= 0.501 * steps[:, None]).all()

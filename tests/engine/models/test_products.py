@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
 from engine.load import _dtype
-from engine.models import products
+from engine.models import coded_linear, products
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
@@ -139,10 +139,18 @@ def test_a_tied_head_that_stays_plain_is_counted_once(checkpoint: str) -> None:
     assert decoder.weight_bytes == layers + table * (1 if source.shape.tied else 2)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_rounded_weights_need_a_cpu(form: WeightForm) -> None:
-    with pytest.raises(ConfigError, match=f"{form} weights need device cpu, not cuda"):
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_rounded_weights_need_a_gpu_with_kernels_for_them(form: WeightForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match=f"^{form} weights .* cuda:0 has compute capability 7.5, and they need 8.0"):
         ProductMaker(Weights(form), torch.bfloat16, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(coded_linear, "triton_module", lambda name: None)
+    with pytest.raises(ConfigError, match=f"^{form} weights .* triton is not installed: choose as_is"):
+        ProductMaker(Weights(form), torch.bfloat16, torch.device("cuda", 0))
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="fp8 weights need device cuda, not cpu: choose int8"):
+        ProductMaker(Weights("fp8"), torch.bfloat16, CPU)
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from transformers.utils import logging
 
+from engine.config import WeightForm
 from engine.types import DrafterName, Request, SamplingParams, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import drive, load
@@ -71,7 +72,7 @@ def requests(kind: RoundKind) -> list[Request]:
     return found
 
 
-def measure(pair: Pair, kind: RoundKind) -> Counts:
+def measure(pair: Pair, kind: RoundKind, weights: WeightForm = "as_is") -> Counts:
     """The counts of a round in which all requests decode, with as many drafts as any round had. Of several the one that
     crosses most often, and then the one with the most operations."""
     rounds: list[Counts] = []
@@ -80,6 +81,8 @@ def measure(pair: Pair, kind: RoundKind) -> Counts:
             pair,
             device="cuda",
             dtype="bfloat16",
+            target_weights=weights,
+            draft_weights=weights,
             policy=PolicyConfig("fixed", k=K),
             max_running=BATCH,
             max_spec_length=K,
