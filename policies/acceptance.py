@@ -31,24 +31,23 @@ from policies.trees import RANKS
 BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
 BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
 BASE_TAIL = 0.2  # share of requests that may have any hazard
-DOUBT = 0.1  # least share of BASE_LAW in a population's law: after total failure, a few probes can still convince
-BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW at first
-MOST_WEIGHT = 50.0  # rounds of new sequences: the weight that a population's evidence tends to
-SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
-SIBLING_WEIGHT = 8.0  # trials: weight of SIBLING_RATE
-SIBLING_TRIALS = 400.0  # weight that the trials of a rank tend to
-SIBLING_SWITCH = 0.002  # share per round that trials lose to SIBLING_RATE: chains show nothing of siblings
+BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW beside what rounds have shown
+MOST_WEIGHT = 50.0  # rounds of one sequence: the weight that what rounds have shown tends to
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
+SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them
+SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
 
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0.997 to 0.008
-RATES: Floats = np.exp(-LEVELS)  # [levels]
 REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
-SIBLING_RATES: Floats = SIBLING_RATE / np.arange(1, RANKS)
-# [3, RANKS − 1] as `counts` of learn_siblings
-SIBLINGS: Floats = np.array([np.ones(RANKS - 1), SIBLING_RATES, np.full(RANKS - 1, BASE_RATE)]) * SIBLING_WEIGHT
-NEAR: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
-BASE_LAW: Floats = (1 - BASE_TAIL) * NEAR / NEAR.sum() + BASE_TAIL / len(LEVELS)
+
+
+def _base_law() -> Floats:
+    near = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
+    return (1 - BASE_TAIL) * near / near.sum() + BASE_TAIL / len(LEVELS)
+
+
+BASE_LAW = _base_law()  # [levels] what is expected of a sequence of an unknown drafter
 
 
 class Population:
@@ -57,8 +56,9 @@ class Population:
     def __init__(self) -> None:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
-        self._evidence: Floats = BASE_LAW * BASE_WEIGHT  # [levels], sums to its weight in rounds
-        self._siblings, self.siblings = SIBLINGS, _shares(SIBLINGS)
+        self._evidence: Floats = np.zeros(len(LEVELS))  # sums to its weight in rounds
+        self._tried: Floats | None = None  # as `counts` of learn_siblings; None: no sibling was tried
+        self.siblings = _shares(0.0)  # [RANKS − 1] as Observation.siblings
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
@@ -78,28 +78,39 @@ class Population:
 
     def rejected_rate(self, handle: int) -> float:
         """Chance of a first draft where one was rejected: a rejection tells that it was low."""
-        rejected = self.beliefs.get(handle, self.law) * (1 - RATES)
-        return float(rejected @ RATES / rejected.sum())
+        accepted = np.exp(-LEVELS)
+        rejected = self.beliefs.get(handle, self.law) * (1 - accepted)
+        return float(rejected @ accepted / rejected.sum())
 
     def learn_siblings(self, counts: Floats) -> None:
         """counts [3, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on, and the sum of
-        rejected_rate over the tried ones."""
-        self._siblings = self._siblings * np.exp(-counts[0] / SIBLING_TRIALS) + counts
+        rejected_rate over the tried ones. Eight trials weigh as much as a round."""
+        kept = np.exp(-counts[0] / (8 * MOST_WEIGHT))
+        self._tried = counts + (0.0 if self._tried is None else self._tried * kept)
 
     def settle(self, rounds: Mapping[int, int]) -> None:
-        """Recompute the law, move beliefs towards it, and what is known of siblings towards SIBLINGS: trees that are no
-        longer chosen must be tried again. rounds: handle → rounds that the sequence took part in."""
-        if self._siblings is not SIBLINGS:  # some were tried
-            kept = (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
-            self._siblings = SIBLINGS + kept * (self._siblings - SIBLINGS)
-            self.siblings = _shares(self._siblings)
-        self.law = (1 - DOUBT) * self._evidence / self._evidence.sum() + DOUBT * BASE_LAW
+        """Recompute the law, move beliefs towards it, and forget of siblings: trees that are no longer chosen must be
+        tried again. rounds: handle → rounds that the sequence took part in."""
+        if self._tried is not None:
+            self._tried = self._tried * (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
+            self.siblings = _shares(self._tried)
+        law = self._evidence + BASE_WEIGHT * BASE_LAW
+        self.law = law / law.sum()
         known = [handle for handle in rounds if handle in self.beliefs]
         if known:
             shares = 1 - (1 - SWITCH) ** np.array([rounds[handle] for handle in known])
             beliefs = self.believed(known)
             beliefs += shares[:, None] * (self.law - beliefs)
             self.beliefs.update(zip(known, beliefs, strict=True))
+
+
+def _shares(counts: Floats | float) -> Floats:
+    """[RANKS − 1] as Observation.siblings, from counts as of Population.learn_siblings."""
+    rates = SIBLING_RATE / np.arange(1, RANKS)
+    tried, accepted, firsts = counts + 2 * BASE_WEIGHT * np.array([0 * rates + 1, rates, 0 * rates + BASE_RATE])
+    rates = accepted / tried
+    among_rejected = rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
+    return among_rejected * tried[0] / firsts[0]
 
 
 class Estimator:
@@ -136,28 +147,30 @@ class Estimator:
         idle: handles of sequences that decoded without drafts, one entry per round, or handle → its number of such
         rounds.
         """
-        seen: defaultdict[str, dict[int, tuple[float, float, int]]] = defaultdict(dict)
+        by_source: defaultdict[str, list[Drafted]] = defaultdict(list)
         for outcome in outcomes:
             if outcome.drafted > 0:
-                accepted, rejected = _evidence(outcome, self.depth)
-                before = seen[outcome.source].get(outcome.handle, (0.0, 0.0, 0))
-                seen[outcome.source][outcome.handle] = (before[0] + accepted, before[1] + rejected, before[2] + 1)
+                by_source[outcome.source].append(outcome)
         took_part = Counter(outcome.handle for outcome in outcomes)
         took_part.update(idle)
-        self._observe_siblings(outcomes)
-        for source in seen.keys() | self._populations.keys():
-            self._populations[source].learn(seen[source])
+        for source in by_source.keys() | self._populations.keys():
+            self._observe(self._populations[source], by_source[source])
             self._populations[source].settle(took_part)
 
-    def _observe_siblings(self, outcomes: Iterable[Drafted]) -> None:
-        counts: defaultdict[str, Floats] = defaultdict(lambda: np.zeros((3, RANKS - 1)))
+    def _observe(self, population: Population, outcomes: Sequence[Drafted]) -> None:
+        seen: dict[int, tuple[float, float, int]] = {}
+        siblings = np.zeros((3, RANKS - 1))
         for outcome in outcomes:
+            accepted, rejected = _evidence(outcome, self.depth)
+            before = seen.get(outcome.handle, (0.0, 0.0, 0))
+            seen[outcome.handle] = (before[0] + accepted, before[1] + rejected, before[2] + 1)
             if outcome.siblings:
-                first = self._populations[outcome.source].rejected_rate(outcome.handle)
-                for rank, (tried, accepted) in enumerate(outcome.siblings[: RANKS - 1]):
-                    counts[outcome.source][:, rank] += tried, accepted, tried * first
-        for source, found in counts.items():
-            self._populations[source].learn_siblings(found)
+                first = population.rejected_rate(outcome.handle)
+                for rank, (tried, found) in enumerate(outcome.siblings[: RANKS - 1]):
+                    siblings[:, rank] += tried, found, tried * first
+        if siblings.any():
+            population.learn_siblings(siblings)
+        population.learn(seen)
 
     def forget_drafter(self, drafter: str) -> None:
         """Another drafter has this name now."""
@@ -167,14 +180,6 @@ class Estimator:
         """The sequence is over. An unknown handle is ignored."""
         for population in self._populations.values():
             population.beliefs.pop(handle, None)
-
-
-def _shares(counts: Floats) -> Floats:
-    """[RANKS − 1] as Observation.siblings, from counts as of Population.learn_siblings."""
-    tried, accepted, firsts = counts
-    rates = accepted / tried
-    among_rejected = rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
-    return among_rejected * tried[0] / firsts[0]
 
 
 def _evidence(outcome: Drafted, depth: int) -> tuple[float, float]:

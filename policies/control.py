@@ -8,11 +8,10 @@ import numpy as np
 
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
-from policies.corrections import FEW, WINDOW
-from policies.cost import CostModel, bucket
+from policies.cost import CostModel
 from policies.draft_cost import DraftCost
 from policies.held_choice import Decision, HeldChoice, Rest
-from policies.observation import Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
+from policies.observation import WINDOW, Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
 from policies.trees import cut
@@ -40,12 +39,7 @@ class SpecControl:
         self._gone: list[int] = []
         self._timings: list[Timing] = []
         self._policy_s = deque[float](maxlen=WINDOW)  # seconds of the policy's code in the last rounds with drafts
-        self._observed = 0  # rounds
-        self._row = 0  # rounds without drafts in a row, until now
         self._drafted_last = False  # whether the last round that was learned from had drafts
-        self._new_row = False  # whether such a row has become long enough to be measured since the last choice
-        # Bucket of the batch → `_observed` after FEW rounds in a row without drafts.
-        self._undrafted: dict[int, int] = {}
         # Learned from since the last choice: rounds, their seconds, tokens of prompts in them.
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self.configure(config)
@@ -61,7 +55,7 @@ class SpecControl:
         """Take over a new profile."""
         self.timings = tuple(timings)
         self.cost.begin(timings)
-        self._undrafted.clear()
+        self._budget = ProbeBudget()
 
     def begin_draft(self, drafter: str, cost: DraftCost) -> None:
         """Another model drafts under this name from now on: forget what the old one's drafts have taught. cost: of the
@@ -71,9 +65,8 @@ class SpecControl:
         self.estimator.forget_drafter(drafter)
         self.timings = tuple(replace(t, draft_s=0.0, forwards=0, read=0) for t in self.timings)
         self.cost.begin_draft(cost)
-        self._held = None
+        self._held, self._budget = None, ProbeBudget()
         self._last.clear()
-        self._undrafted.clear()
 
     @property
     def most(self) -> int:
@@ -95,9 +88,8 @@ class SpecControl:
             return self._held.reuse(candidates, self.most)
         self._end_rest()
         self._learn()
-        if self._new_row:
-            self.cost.refresh()
-            self._new_row = False
+        if self._held is not None and "probe" in self._held.decision.reasons:
+            self.cost.refresh()  # the rounds of a probe were run to be learned from
         observation = self._observation(candidates)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._budget = self._policy(observation, self._budget)
@@ -129,12 +121,6 @@ class SpecControl:
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """A round has ended. idle: sequences for which nothing was drafted in it."""
         self._timings.append(timing)
-        self._observed += 1
-        if timing.batch:  # a round that only reads prompts shows nothing
-            self._row = 0 if timing.drafts else self._row + 1  # prompts do not end it: some loads never pause
-            if self._row > FEW:
-                self._new_row |= self._row == FEW + 1
-                self._undrafted[bucket(timing.batch)] = self._observed
         self._drafted += drafted
         self._idle += idle
         if self._held is not None:
@@ -162,24 +148,24 @@ class SpecControl:
 
     def _learn(self) -> None:
         """Learn from what happened since the last time."""
-        timings, drafted, idle, gone = self._timings, self._drafted, self._idle, self._gone
-        self._timings, self._drafted, self._idle, self._gone = [], [], [], []
-        if timings:
-            self.estimator.observe(drafted, idle)
-        for timing in timings:
+        if self._timings:
+            self.estimator.observe(self._drafted, self._idle)
+        for timing in self._timings:
             # A choice is made for rounds in a row. The first round without drafts after drafts finds less in the
             # processor's caches than the next ones, and so does a probe. The profile leaves them out as well.
             if (timing.drafts > 0) == self._drafted_last:
                 self.cost.observe(timing)
             self._drafted_last = timing.drafts > 0
-        for outcome in drafted:
+            self._prefill += timing.prefill
+            self._spent_s += timing.draft_s + timing.score_s + timing.rest_s
+        self._rounds += len(self._timings)
+        for outcome in self._drafted:
             self._last[outcome.handle] = (outcome.drafted, outcome.drafted if outcome.whole else outcome.accepted)
-        for handle in gone:
+        for handle in self._gone:
             self.estimator.forget(handle)
             self._last.pop(handle, None)
-        self._rounds += len(timings)
-        self._prefill += sum(t.prefill for t in timings)
-        self._spent_s += sum(t.draft_s + t.score_s + t.rest_s for t in timings)
+        for learned in (self._timings, self._drafted, self._idle, self._gone):
+            learned.clear()
 
     def _observation(self, candidates: Sequence[Candidate]) -> Observation:
         """What the policy sees.
@@ -209,7 +195,6 @@ class SpecControl:
             last=self._last,
             rounds=self._rounds,
             round_s=self._spent_s / max(1, self._rounds),
-            undrafted=self._rounds_since_undrafted(batch),
             trees=trees if any(trees) else (),
             held_shapes=self._held.planned_shapes if self._held is not None else {},
         )
@@ -220,11 +205,6 @@ class SpecControl:
             return 0.0
         with_prompts, without = (float(self.cost.round_cost(batch, n).verify_s[0]) for n in (prefill, 0))
         return max(0.0, with_prompts - without)
-
-    def _rounds_since_undrafted(self, batch: int) -> int | None:
-        """As Observation.undrafted. The first rounds of a service are taken to cost what the profile says."""
-        last = self._undrafted.get(bucket(batch))
-        return (None if self._observed >= WINDOW else 0) if last is None else self._observed - last
 
     def _with_policy(self, cost: RoundCost) -> RoundCost:
         """Choosing k and learning from drafts takes time, too. A rest takes none."""

@@ -7,11 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from policies.observation import Timing
-
-WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
-FEW = 4  # rounds from which on their median is used
-STALE = 1024  # rounds of other kinds after which a kind is forgotten, and after which a few rounds go without drafts
+from policies.observation import FEW, STALE, WINDOW, Timing
 
 Key = tuple[int, ...]
 ANY: Key = ()  # all kinds together
@@ -53,8 +49,10 @@ class Corrections(Medians):
         if realised > 0 and profiled > 0:
             self.add(log(realised / profiled), key, ANY)
 
-    def factor(self, key: Key) -> float:
-        return exp(self.known.get(key, self.known.get(ANY, 0.0)))
+    def factor(self, key: Key, unknown: float = 1.0) -> float:
+        """unknown: what to take before there were enough rounds of any kind."""
+        found = self.known.get(key, self.known.get(ANY))
+        return unknown if found is None else exp(found)
 
 
 class HostWork:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.corrections import ANY, FEW, WINDOW, Corrections, HostWork
-from policies.draft_cost import TOKEN_SHARE, DraftCost
-from policies.observation import UNREAD, Floats, RoundCost, Timing
+from policies.corrections import ANY, Corrections, HostWork
+from policies.draft_cost import STEP_SHARE, DraftCost
+from policies.observation import FEW, UNREAD, WINDOW, Floats, RoundCost, Timing
 
 PASS_S = 0.01  # seconds of the target's pass over one token on an unmeasured machine
 
@@ -97,7 +97,8 @@ class CostModel:
     def _cost(self, batch: int, prefill: int) -> RoundCost:
         evenly = self._verification(batch, prefill)
         padding = self._pass_cost.padding
-        model, step, token = self._draft_cost.cost(batch) * self._draft.factor((bucket(batch),))
+        drafting_factor = self._draft.factor((bucket(batch),), self._score.factor(ANY))
+        model, step, token = self._draft_cost.cost(batch) * drafting_factor
         base, drafting = self._host.seconds(batch)
         return RoundCost(
             base_s=base,
@@ -205,7 +206,7 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
         curves.append(Curve(int(batch), own, np.array(least)))
     curves = curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
     longest = max(curves, key=lambda curve: float(curve.tokens[-1]))
-    slope = TOKEN_SHARE * longest.seconds[0] / longest.batch
+    slope = STEP_SHARE**2 * longest.seconds[0] / longest.batch
     if len(longest.tokens) > 1:
         slope = np.diff(longest.seconds)[-1] / np.diff(longest.tokens)[-1]
     tokens = np.append(longest.tokens, longest.tokens[-1] + 1e6)

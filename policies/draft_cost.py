@@ -8,8 +8,8 @@ import numpy as np
 
 from policies.observation import Floats, Timing
 
-STEP_SHARE = 0.1  # a forward of an unmeasured draft model takes this share of the target's pass over one token
-TOKEN_SHARE = 0.02  # a further token takes this share of a pass over one token, where no second pass was measured
+STEP_SHARE = 0.1  # a forward of an unmeasured draft model takes this share of the target's pass over one token; a
+# further token of any pass takes this share of that
 CLOSE = 0.03  # relative error of a fit: a smaller one is no better
 
 
@@ -23,7 +23,7 @@ class DraftCost:
     def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
         rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
         self._batches = sorted({t.batch for t in rounds}) or [1]
-        self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s  # [P, 3]
+        self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE**3]]) * pass_s  # [P, 3]
         if rounds:
             self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])
         self.cost = cache(self._cost)

@@ -58,11 +58,10 @@ class Rest:
         """No drafts for these sequences."""
         if list(fixed) == self.handles:
             return self.decision
-        known = dict(zip(self.handles, zip(self.decision.reasons, self.decision.alphas, strict=True), strict=True))
-        told: list[tuple[Reason, float]] = [
-            known.get(handle, ("policy" if k is None else "user", 0.0)) for handle, k in fixed.items()
-        ]
-        return Decision([0] * len(told), [reason for reason, _ in told], [alpha for _, alpha in told], 0.0, 0.0, 0.0)
+        reasons = dict(zip(self.handles, self.decision.reasons, strict=True))
+        alphas = dict(zip(self.handles, self.decision.alphas, strict=True))
+        others: list[Reason] = [reasons.get(h, "policy" if k is None else "user") for h, k in fixed.items()]
+        return Decision([0] * len(fixed), others, [alphas.get(h, 0.0) for h in fixed], 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -101,27 +100,26 @@ class HeldChoice:
     def reuse(self, candidates: Sequence[Candidate], depth: int) -> Decision:
         """The decision for those candidates, within their present limits. depth: the policy's maximum."""
         self.rounds_left -= 1
-        chosen, found = self.decision, 0
-        newcomer: tuple[int, Reason, float] = self.newcomer_k, "policy", sum(chosen.alphas) / len(chosen.alphas)
-        ks, reasons, alphas = list[int](), list[Reason](), list[float]()
-        shapes: list[Parents | None] = [None] * len(candidates) if chosen.shapes else []
-        for n, candidate in enumerate(candidates):
-            place = self.places.get(candidate.handle)
-            k, reason, alpha = newcomer
-            if place is not None:
-                found += 1
+        chosen = self.decision
+        self.same = len(candidates) == len(self.places) and all(c.handle in self.places for c in candidates)
+        seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
+        reused = Decision([], [], [], chosen.confidence, seconds, tokens)
+        for candidate in candidates:
+            k, alpha = self.newcomer_k, sum(chosen.alphas) / len(chosen.alphas)
+            reason: Reason = "policy"
+            tree: Parents | None = None
+            if (place := self.places.get(candidate.handle)) is not None:
                 k, reason, alpha = chosen.ks[place], chosen.reasons[place], chosen.alphas[place]
+                tree = chosen.shapes[place] if chosen.shapes else None
             most, bound = candidate.limit(depth)
             if candidate.fixed is not None or k > most:
                 k, reason = most, bound
-            ks.append(k)
-            reasons.append(reason)
-            alphas.append(alpha)
-            if chosen.shapes and place is not None:
-                shapes[n] = cut(chosen.shapes[place], k)
-        self.same = found == len(candidates) == len(self.places)
-        seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
-        return Decision(ks, reasons, alphas, chosen.confidence, seconds, tokens, shapes)
+            reused.ks.append(k)
+            reused.reasons.append(reason)
+            reused.alphas.append(alpha)
+            if chosen.shapes:
+                reused.shapes.append(cut(tree, k))
+        return reused
 
     def observe(self, accepted: int) -> None:
         """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""

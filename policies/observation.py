@@ -16,6 +16,9 @@ from policies.trees import MOST_NODES, Nodes, Parents, Shapes, best_nodes, large
 from policies.trees import Floats as Floats
 from policies.trees import Ints as Ints
 
+WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
+FEW = 4  # rounds from which on their median is used; drafts of a probe
+STALE = 1024  # rounds of other kinds after which a kind is forgotten, and after which a few rounds go without drafts
 UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
 
 
@@ -54,10 +57,10 @@ class Candidate(NamedTuple):
 class RoundCost:
     """Predicted seconds of one round of a given batch, as a function of what is drafted in it.
 
-    n is the number of all drafts, D the largest k. The draft model runs as many forwards as the deepest of its drafts
-    has on its path, and reads m tokens: for each sequence that it drafts for, the gap and all drafts that have another
-    one behind them. A round takes base + verify[n] + padding[D]. Drafts add `drafting`. Drafts of the model add
-    model + forwards · step + m · token. Where a draft branches, all of it takes `tree` times as long.
+    With n drafts, the largest k being D, a round takes base + verify[n] + padding[D]. Drafts add `drafting`. Drafts of
+    the model add model + forwards · step + m · token: it runs as many forwards as its longest path has drafts, and
+    reads m tokens: gaps, and the drafts with another one behind them. Where a draft branches, all takes `tree` times
+    as long.
     """
 
     base_s: float  # host work of every round
@@ -101,8 +104,6 @@ class Observation:
     last: Mapping[int, tuple[int, int]]
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
-    # Rounds since such a batch last ran without drafts for long enough to be measured; None: never.
-    undrafted: int | None
     trees: Shapes = ()  # that requests fixed, within their limits
     held_shapes: Mapping[int, Parents] = field(default_factory=dict)  # handle → tree of the last plan
 
@@ -123,10 +124,20 @@ class Observation:
         """[B, U] chance that a round accepts each node."""
         return node_values(self.survival, self.siblings, self.nodes) if self.size else self.survival
 
+    @cached_property
+    def open(self) -> Ints:
+        """[B] most drafts that the policy may add."""
+        return np.where(self.fixed < 0, self.limits, 0)
+
     @property
     def free(self) -> Ints:
         """[F] places of the sequences that the policy decides about and that may get any draft."""
-        return np.flatnonzero((self.fixed < 0) & (self.limits > 0))
+        return np.flatnonzero(self.open)
+
+    @cached_property
+    def behind(self) -> Floats:
+        """[B] tokens of a gap beyond what every round reads, per round over which reading it pays off."""
+        return np.maximum(self.gaps - UNREAD, 0) / self.horizon
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,7 @@ class ProbeBudget:
 
     saved_s: float = 0.0
     rounds: int = 0  # since the last drafts
+    unmeasured: int = STALE - WINDOW  # since rounds without drafts were last measured: at first the profile holds
 
 
 @dataclass(frozen=True, slots=True)

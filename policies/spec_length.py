@@ -6,13 +6,13 @@ that its request fixed and stays within the limits, which include PolicyConfig.m
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from sys import maxsize
 
 import numpy as np
 
 from policies.config import PolicyConfig, PolicyName
-from policies.corrections import STALE
-from policies.observation import Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
+from policies.observation import FEW, STALE, Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
 from policies.planner import Allocation, evaluate, lone_ks, plan, seconds
 from policies.reasons import Reason
 from policies.trees import cut, depths_of
@@ -21,79 +21,58 @@ Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
-PROBE_DRAFTS = 4  # drafts of a probe: several outcomes for one reading of the gap
 
 
 def make_policy(config: PolicyConfig) -> Policy:
     """The policy that a configuration describes. Each may follow any other one."""
     policies: dict[PolicyName, Policy] = {
-        "off": Fixed(0),
-        "fixed": Fixed(config.k),
-        "heuristic": Heuristic(config.k),
-        "optimal": Optimal(),
-        "confidence": Confidence(config.threshold),
+        "off": partial(_fixed, 0),
+        "fixed": partial(_fixed, config.k),
+        "heuristic": partial(_heuristic, config.k),
+        "optimal": _optimal,
+        "confidence": partial(_confidence, config.threshold),
         "goodput": Goodput(config.hysteresis, config.probe_share),
     }
     return policies[config.name]
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
+def _fixed(k: int, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
     """The same k for every sequence. With none, no policy is asked until a request wants drafts."""
-
-    k: int
-
-    def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        ks = _within(observation, np.full_like(observation.limits, self.k))
-        reasons = _reasons(observation, ks)
-        if not self.k:
-            reasons = _for_free(observation, "policy", reasons)
-        return Choice(ks, reasons, holds=HOLDS, newcomer_k=self.k, rests=0 if self.k else maxsize), budget
+    ks = _within(observation, np.full_like(observation.limits, k))
+    reasons = _reasons(observation, ks)
+    if not k:
+        reasons = _for_free(observation, "policy", reasons)
+    return Choice(ks, reasons, holds=HOLDS, newcomer_k=k, rests=0 if k else maxsize), budget
 
 
-@dataclass(frozen=True, slots=True)
-class Heuristic:
-    """Two more than a sequence's last drafts if all were accepted, else one less, but at least one.
+def _heuristic(k: int, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
+    """Two more than a sequence's last drafts if all were accepted, else one less, but at least one; k at first.
 
     This is the schedule `heuristic` of transformers' assisted generation.
     """
-
-    k: int  # of a sequence's first round
-
-    def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        after = {
-            handle: drafted + 2 if accepted == drafted else max(1, drafted - 1)
-            for handle, (drafted, accepted) in observation.last.items()
-        }
-        ks = _within(observation, np.array([after.get(handle, self.k) for handle in observation.handles], np.int64))
-        return Choice(ks, _reasons(observation, ks)), budget
+    last = [observation.last.get(handle) for handle in observation.handles]
+    after = [k if found is None else found[0] + 2 if found[0] == found[1] else max(1, found[0] - 1) for found in last]
+    ks = _within(observation, np.array(after, np.int64))
+    return Choice(ks, _reasons(observation, ks)), budget
 
 
-@dataclass(frozen=True, slots=True)
-class Optimal:
+def _optimal(observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
     """The k that Leviathan, Kalman and Matias 2023 (arXiv 2211.17192, Theorem 3.8) find for one sequence by itself.
 
     α is the chance that its first draft is accepted, c the seconds of a draft step over those of the target's pass
     without drafts, both with all sequences of the round. The theorem leaves out that drafts lengthen the pass.
     """
-
-    def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        by_model = observation.gaps > 0
-        ratio = _draft_ratio(observation.cost, int((by_model & (observation.limits > 0)).sum()))
-        ks = _within(observation, _theorem(observation, np.where(by_model, ratio, 0.0)))
-        lone = _theorem(observation, np.where(by_model, _draft_ratio(observation.alone, 1), 0.0))
-        return Choice(ks, _reasons(observation, ks, lone)), budget
+    by_model = observation.gaps > 0
+    drafting = int((by_model & (observation.limits > 0)).sum())
+    ks = _within(observation, _theorem(observation, np.where(by_model, _draft_ratio(observation.cost, drafting), 0.0)))
+    lone = _theorem(observation, np.where(by_model, _draft_ratio(observation.alone, 1), 0.0))
+    return Choice(ks, _reasons(observation, ks, lone)), budget
 
 
-@dataclass(frozen=True, slots=True)
-class Confidence:
+def _confidence(threshold: float, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
     """As many drafts as the limits allow: the drafter stops where its own law says that the drafts will be rejected."""
-
-    threshold: float
-
-    def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
-        ks, most = _within(observation, observation.limits), observation.survival.shape[1]
-        return Choice(ks, _reasons(observation, ks), self.threshold, HOLDS, newcomer_k=most), budget
+    ks, most = _within(observation, observation.limits), observation.survival.shape[1]
+    return Choice(ks, _reasons(observation, ks), threshold, HOLDS, newcomer_k=most), budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +100,18 @@ class Goodput:
         drafting = bool(ks[free].any())
         resumed = drafting and budget.rounds > 0
         budget = self._saved(observation, budget, drafting)
-        if drafting and self._in_doubt(observation, best):
+        if drafting and budget.unmeasured >= STALE and self._may_compare(observation, best):
             why = _for_free(observation, "probe", reasons)
-            return Choice(np.maximum(observation.fixed, 0), why, holds=HOLDS), budget
+            return Choice(np.maximum(observation.fixed, 0), why, holds=FEW + 1), replace(budget, unmeasured=0)
         if free.size and budget.rounds >= PROBE_EVERY:
             place = free[observation.gaps[free].argmin()]
             probe = ks.copy()
-            probe[place] = min(PROBE_DRAFTS, int(observation.limits[place]))
+            probe[place] = min(FEW, int(observation.limits[place]))
             cost_s = seconds(observation, probe, amortised=False) - seconds(observation, ks, amortised=False)
             if cost_s <= budget.saved_s and self._may_pay(observation):
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
-                return Choice(probe, why), ProbeBudget(budget.saved_s - max(cost_s, 0.0))
+                left_s = budget.saved_s - max(cost_s, 0.0)
+                return Choice(probe, why), replace(budget, saved_s=left_s, rounds=0)
         depths = np.array(depths_of(ks.tolist(), best.shapes))
         newcomer_k = int(np.median(depths[free])) if free.size else 0  # a chain, until the next choice
         rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
@@ -140,18 +120,17 @@ class Goodput:
         return Choice(ks, reasons, holds=holds, newcomer_k=newcomer_k, rests=rests, shapes=best.shapes), budget
 
     def _plan(self, observation: Observation) -> Allocation:
-        best, last = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0))
+        last = evaluate(observation, np.maximum(observation.fixed, 0))
+        best = plan(observation, last)
         if observation.held.keys() == set(observation.handles):
             last = max(last, _held(observation), key=lambda plan: plan.goodput)
         return best if best.goodput >= (1 + self.hysteresis) * last.goodput else last
 
-    def _in_doubt(self, observation: Observation, best: Allocation) -> bool:
-        """Whether rounds without drafts are to be measured: they are due, and cost a quarter of the share at most."""
-        measured = observation.undrafted is not None and observation.undrafted < STALE
-        if measured or (observation.fixed > 0).any():
-            return False
+    def _may_compare(self, observation: Observation, best: Allocation) -> bool:
+        """Whether a few rounds without drafts cost at most a quarter of the share, until they are due again."""
         gain = best.goodput / evaluate(observation, np.zeros_like(best.ks)).goodput
-        return 4 * HOLDS * (1 - 1 / gain) <= self.probe_share * STALE
+        cost = (FEW + 1) * (1 - 1 / gain)  # in rounds without drafts
+        return not (observation.fixed > 0).any() and cost <= self.probe_share * STALE / 4
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
@@ -165,10 +144,13 @@ class Goodput:
 
     def _saved(self, observation: Observation, budget: ProbeBudget, drafting: bool) -> ProbeBudget:
         """The budget after the rounds since the last choice."""
-        saved_s = budget.saved_s + self.probe_share * observation.round_s * observation.rounds
+        rounds, held = observation.rounds, observation.held
+        saved_s = budget.saved_s + self.probe_share * observation.round_s * rounds
         if observation.round_s:  # a probe that takes longer than this has too much to read
             saved_s = min(saved_s, 2 * PROBE_EVERY * observation.round_s)
-        return ProbeBudget(saved_s, 0 if drafting else budget.rounds + observation.rounds)
+        measured = rounds > FEW and not any(held.values())
+        unmeasured = 0 if measured else budget.unmeasured + rounds
+        return ProbeBudget(saved_s, 0 if drafting else budget.rounds + rounds, unmeasured)
 
 
 def _theorem(observation: Observation, ratio: Floats) -> Ints:

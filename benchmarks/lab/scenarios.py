@@ -1,6 +1,7 @@
 """Machines made of tables, and loads whose acceptance drifts, for simulator.py."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lab.simulator import Job, Machine, make_job, timing_of
 from policies.observation import Floats, RoundCost, Timing
+from policies.trees import RANKS
 
 Tokens = NDArray[np.int64]
 GRAPHS = np.array([1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)])  # tokens of passes that were captured
@@ -68,6 +70,28 @@ def cpu(depth: int, batch: int, prefill: int) -> RoundCost:
     )
 
 
+# Measured on the demo target with its EAGLE head, one thread: microseconds of a pass by its tokens.
+HEAD_TOKENS = [1, 2, 3, 5, 9, 17, 33, 72]
+HEAD_PASS_US = [5000, 5500, 5900, 6600, 8000, 11000, 17000, 32000]
+
+
+@lru_cache(maxsize=1024)
+def head(depth: int, batch: int, prefill: int) -> RoundCost:
+    """Like the demo target with its EAGLE head on one core: dear passes, cheap drafts that are mostly right."""
+    tokens = batch + prefill + np.arange(1 + batch * depth)
+    slope = (HEAD_PASS_US[-1] - HEAD_PASS_US[-2]) / (HEAD_TOKENS[-1] - HEAD_TOKENS[-2])
+    beyond = np.maximum(0, tokens - HEAD_TOKENS[-1])
+    return RoundCost(
+        base_s=(200 + 20 * batch) * US,
+        drafting_s=250 * US,
+        model_s=200 * US,
+        step_s=(420 + 10 * batch) * US,
+        token_s=40 * US,
+        verify_s=(np.interp(tokens, HEAD_TOKENS, HEAD_PASS_US) + slope * beyond) * US,
+        padding_s=np.zeros(1 + depth),
+    )
+
+
 PROFILED_KS = (0, 1, 2, 4, 8, 16)
 PROFILED_GAP = 64  # tokens that the draft model must read first, once per batch
 
@@ -103,6 +127,28 @@ def drifting(
         alphas = rng.beta(*beta, regimes[-1] + 1)[regimes]
         yield drawn(rng, alphas, prompt=int(rng.integers(32, 256)), beside=batch)
         index += 1
+
+
+def easy_and_hard(batch: int, seed: int, tokens: int = 64) -> Iterator[Job]:
+    """Endless requests of a drafter that is right with chance .93 in the mean: .985 in easy stretches, .65 in hard.
+
+    A fifth of the stretches are hard, and one lasts 12 tokens in the mean.
+    """
+    index = 0
+    while True:
+        rng = np.random.default_rng([seed, index])
+        stretches = np.cumsum(rng.random(tokens + 16) < 0.08)
+        alphas = np.where(rng.random(stretches[-1] + 1) < 0.8, 0.985, 0.65)[stretches]
+        yield drawn(rng, alphas, prompt=96, beside=batch, length=tokens)
+        index += 1
+
+
+def branching(batch: int, seed: int) -> Iterator[Job]:
+    """The requests of `drifting`, where the second, third and fourth guess for a position may be right instead."""
+    for index, job in enumerate(drifting(batch, seed, beta=(3.0, 2.0))):
+        hits = np.random.default_rng([seed, index, 1]).random((len(job.runs), 3)) < (0.34, 0.15, 0.08)
+        further = np.where(hits.any(1), 1 + hits.argmax(1), RANKS)
+        yield replace(job, ranks=tuple(np.where(np.array(job.runs) > 0, 0, further).tolist()))
 
 
 def drawn(rng: np.random.Generator, alphas: Floats, **fields: Any) -> Job:

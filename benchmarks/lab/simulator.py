@@ -1,8 +1,9 @@
 """Tests policies without models: rounds on a virtual clock, over texts whose acceptance is known.
 
 Under verifier `match` a draft for position t, given the true text before it, is right or wrong in whatever round it is
-made. A text is therefore a string of bits, one per position, and the run of any policy over the same bits is exact. A
-table gives the seconds of a round. Standard library and numpy only.
+made. A text is therefore a string of bits, one per position, and the run of any policy over the same bits is exact.
+Where drafts may branch, each position also has the rank of the draft that is right. A table gives the seconds of a
+round. Standard library and numpy only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from engine.trees import ROOT, Parents, fates, ranks
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, RoundCost, Timing
+from policies.trees import depths_of, measure
 
 MODEL = "model"  # the source whose drafts cost forwards of a model
 PLENTY = 1 << 30  # drafts: neither memory nor a drafter is a limit here
@@ -36,6 +39,7 @@ class Job:
     max_k: int | None = None
     arrived_s: float = 0.0
     beside: int = 1  # it starts when fewer jobs than this run
+    ranks: tuple[int, ...] = ()  # at each position, which of the drafter's guesses is right; (): drafts cannot branch
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= min(self.allowed, len(self.runs), len(self.alphas)) or self.beside < 1:
@@ -73,16 +77,41 @@ class Running:
 
     def candidate(self) -> Candidate:
         job, left = self.job, self.job.allowed - self.done - 1
-        return Candidate(self.handle, job.fixed, job.max_k, left, PLENTY, job.source, PLENTY, self.gap)
+        branches = bool(job.ranks)
+        return Candidate(
+            self.handle, job.fixed, job.max_k, left, PLENTY, job.source, PLENTY, self.gap, branches=branches
+        )
 
-    def advance(self, k: int, broken: bool) -> tuple[int, int]:
-        """A round with k drafts: (accepted, emitted)."""
-        accepted = 0 if broken else min(k, self.job.runs[self.done])
+    def path(self, tree: Parents) -> list[int]:
+        """The nodes of a tree that are right, from the root on."""
+        found, parent = list[int](), ROOT
+        places = {(above, rank): node for node, (above, rank) in enumerate(zip(tree, ranks(tree), strict=True))}
+        for rank in self.job.ranks[self.done :]:
+            if (parent, rank) not in places:
+                break
+            parent = places[parent, rank]
+            found.append(parent)
+        return found
+
+    def advance(self, k: int, tree: Parents | None, broken: bool) -> tuple[int, int, Drafted | None]:
+        """A round with k drafts: (accepted, emitted, what became of the drafts)."""
+        path = [] if tree is None or broken else self.path(tree)
+        accepted = 0 if broken else len(path) if tree else min(k, self.job.runs[self.done])
         emitted = min(accepted + 1, self.job.length - self.done)
         self.done += emitted
+        if not k:
+            self.gap += emitted if self.job.source == MODEL else 0
+            return accepted, emitted, None
+        deepest = k if tree is None else measure(tree).depth
         if self.job.source == MODEL:  # it has read all of its draft but the last token
-            self.gap = 1 + (accepted == k) if k else self.gap + emitted
-        return accepted, emitted
+            self.gap = 1 + (accepted == deepest)
+        told = Drafted(self.handle, self.job.source or "", k, accepted)
+        if tree is not None:
+            seen = fates(tree, path)
+            tried = [[fate[rank] for fate in seen if rank < len(fate)] for rank in range(1, max(map(len, seen)))]
+            siblings = tuple((len(of_rank), sum(of_rank)) for of_rank in tried)
+            told = told._replace(overlaps=tuple(float(fate[0]) for fate in seen), siblings=siblings)
+        return accepted, emitted, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +172,14 @@ class World:
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
         alphas = [self.alpha(running.handle) for running in decoding]
-        true = self._timing(decoding, decision.ks, joining)
+        trees = decision.shapes or [None] * len(decoding)
+        true = self._timing(decoding, decision.ks, trees, joining)
         broken = self.rounds in self._broken
-        came = [running.advance(k, broken) for running, k in zip(decoding, decision.ks, strict=True)]
-        accepted, emitted = [a for a, _ in came], [e for _, e in came]
-        drafted, idle = _outcomes(decoding, decision.ks, accepted)
+        columns = zip(decoding, decision.ks, trees, strict=True)
+        came = [running.advance(k, tree, broken) for running, k, tree in columns]
+        accepted, emitted = [a for a, _, _ in came], [e for _, e, _ in came]
+        drafted = [told for _, _, told in came if told]
+        idle = [running.handle for running, k in zip(decoding, decision.ks, strict=True) if not k]
         control.observe(self._measured(true), drafted, [*idle, *(running.handle for running in joining)])
         took = true.draft_s + true.score_s + true.rest_s
         self.clock_s += took
@@ -172,13 +204,23 @@ class World:
             self._next = next(self._jobs, None)
         return joined
 
-    def _timing(self, decoding: Sequence[Running], ks: Sequence[int], joining: Sequence[Running]) -> Timing:
-        model = [(running.gap, k) for running, k in zip(decoding, ks, strict=True) if k and running.job.source == MODEL]
-        forwards = max((k for _, k in model), default=0)
-        read = sum(gap + k - 1 for gap, k in model)
+    def _timing(
+        self,
+        decoding: Sequence[Running],
+        ks: Sequence[int],
+        trees: Sequence[Parents | None],
+        joining: Sequence[Running],
+    ) -> Timing:
+        forwards = read = 0
+        for running, k, depth, tree in zip(decoding, ks, depths_of(ks, tuple(trees)), trees, strict=True):
+            if k and running.job.source == MODEL:
+                forwards = max(forwards, depth)
+                read += running.gap - 1 + (k if tree is None else measure(tree).read)
         batch = len(decoding) + len(joining)
         prefill = sum(running.job.prompt - 1 for running in joining)  # each emits a token, as the others do
-        return timing_of(self.machine(batch, prefill), batch, sum(ks), max(ks, default=0), prefill, forwards, read)
+        siblings = sum(rank > 0 for tree in trees if tree for rank in ranks(tree))
+        cost = self.machine(batch, prefill)
+        return timing_of(cost, batch, sum(ks), max(ks, default=0), prefill, forwards, read, siblings)
 
     def _measured(self, true: Timing) -> Timing:
         if not self._noise:
@@ -193,26 +235,17 @@ class World:
                 control.forget(running.handle)
 
 
-def _outcomes(
-    decoding: Iterable[Running], ks: Iterable[int], accepted: Iterable[int]
-) -> tuple[list[Drafted], list[int]]:
-    """(what became of drafts, handles of the sequences without any)."""
-    drafted, idle = [], []
-    for running, k, a in zip(decoding, ks, accepted, strict=True):
-        if k:
-            drafted.append(Drafted(running.handle, running.job.source or "", k, a))
-        else:
-            idle.append(running.handle)
-    return drafted, idle
-
-
-def timing_of(cost: RoundCost, batch: int, drafts: int, depth: int, prefill: int, forwards: int, read: int) -> Timing:
+def timing_of(
+    cost: RoundCost, batch: int, drafts: int, depth: int, prefill: int, forwards: int, read: int, siblings: int = 0
+) -> Timing:
     """The Timing of a round that takes what `cost` says."""
     draft = cost.drafting_s if drafts else 0.0
     if forwards:
         draft += cost.model_s + forwards * cost.step_s + read * cost.token_s
     score = float(cost.verify_s[drafts] + cost.padding_s[depth])
-    return Timing(batch, drafts, depth, prefill, forwards, read, draft, score, cost.base_s)
+    slow = cost.tree if siblings else 1.0
+    times = draft * slow, score * slow, cost.base_s * slow
+    return Timing(batch, drafts, depth, prefill, forwards, read, *times, siblings=siblings)
 
 
 @dataclass(slots=True)

@@ -46,6 +46,5 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "last": {},
         "rounds": 1,
         "round_s": 1e-3,
-        "undrafted": 0,
     }
     return Observation(**(usual | changes))

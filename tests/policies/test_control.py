@@ -6,9 +6,8 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import SpecControl
-from policies.corrections import WINDOW
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
+from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
 from policies.spec_length import HOLDS
 
 DEPTH = 8

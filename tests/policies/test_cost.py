@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policies import corrections
 from policies.cost import CostModel
-from policies.observation import RoundCost, Timing
+from policies.observation import FEW, STALE, RoundCost, Timing
 from tests.examples import examples
 
 DEPTH = 16
@@ -166,7 +166,7 @@ def test_a_machine_that_slows_down_is_followed() -> None:
         model.observe(Machine().round((1,) * 8))
         model.observe(Machine().round((4,) * 8))
     slow = Machine(slow=1.6)
-    for _ in range(corrections.STALE + 16):
+    for _ in range(STALE + 16):
         model.observe(slow.round((4,) * 8))
     for ks in ((4,) * 8, (1,) * 8, (2,) * 4, (0,) * 2):
         timing = slow.round(ks)
@@ -261,13 +261,13 @@ def test_what_drafts_cost_the_host_stays_known_while_all_rounds_draft() -> None:
     for _ in range(16):
         model.observe(Machine().round((0,) * 4))
         model.observe(Machine().round((2,) * 4))
-    for _ in range(corrections.STALE + 32):
+    for _ in range(STALE + 32):
         model.observe(Machine().round((2,) * 4))
     cost = model.round_cost(4, 0)
     assert (cost.base_s, cost.drafting_s) == pytest.approx((1e-4 + 4e-5, 5e-5))
 
 
-@pytest.mark.parametrize(("rounds", "known"), [(corrections.FEW - 1, False), (corrections.FEW, True)])
+@pytest.mark.parametrize(("rounds", "known"), [(FEW - 1, False), (FEW, True)])
 def test_a_few_rounds_count_and_fewer_do_not(rounds: int, known: bool) -> None:
     """Host work counts from its fourth round on, and so does the factor of a kind without rounds."""
     host, factors = corrections.HostWork(), corrections.Corrections()

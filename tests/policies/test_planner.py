@@ -150,26 +150,23 @@ def test_what_a_gap_costs_matters_to_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("padding_s", "share"), [(0.0, 0.999), (2e-5, 0.98)])
-def test_few_depths_are_enough_in_large_batches(
+def test_few_depths_are_enough_where_kinds_are_mixed(
     padding_s: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses are planned in every round, so in a batch with too many pairs of depths most of them are left out."""
-    random, tried = np.random.default_rng(2), list[int]()
-    depths = planner._depths
+    """Guesses are planned in every round, so beside a model's drafts most pairs of depths are left out."""
 
-    def counted(others: int, model: int, every: bool) -> Ints:
-        tried.append(len(depths(others, model, every)))
-        return depths(others, model, every)
+    def all_pairs(others: int, model: int) -> Ints:
+        return np.array(list(product(range(others + 1), range(model + 1)))[1:])
 
-    monkeypatch.setattr(planner, "_depths", counted)
+    random = np.random.default_rng(2)
+    assert len(planner._depths(DEPTH, DEPTH)) <= 2 * (DEPTH + 1) < len(all_pairs(DEPTH, DEPTH))
     for _ in range(20):
         cost = machine(64, per_token_s=random.uniform(1e-6, 2e-5), padding_s=padding_s * np.arange(DEPTH + 1))
         observation = observe(random.beta(3, 1.5, 64).tolist(), cost, gaps=random.choice([0, 1, 30], 64))
         few = plan(observation).goodput
         with monkeypatch.context() as patch:
-            patch.setattr(planner, "MOST_ENTRIES", 1 << 30)
+            patch.setattr(planner, "_depths", all_pairs)
             assert few >= share * plan(observation).goodput
-    assert max(tried[::2]) <= 2 * (DEPTH + 1) < min(tried[1::2])
 
 
 def test_the_objective_is_its_definition() -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import SpecControl
-from policies.corrections import STALE
 from policies.held_choice import PER_NEWCOMER, Rest
-from policies.observation import Drafted, Timing
-from policies.spec_length import HOLDS, PROBE_EVERY, Goodput
+from policies.observation import FEW, STALE, Drafted, ProbeBudget, Timing
+from policies.spec_length import HOLDS, PROBE_EVERY, Goodput, make_policy
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
 from tests.policies.test_spec_length import choose
@@ -126,21 +125,28 @@ def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alpha", "undrafted", "share", "drafts"),
+    ("alpha", "unmeasured", "share", "drafts"),
     [
-        (0.5, None, 0.01, False),  # they gain a little, and plain rounds were never measured
-        (0.5, STALE, 0.01, False),
-        (0.5, STALE - 1, 0.01, True),
-        (0.5, None, 0.0, True),
-        (0.99, None, 0.01, True),  # they gain too much for that
+        (0.3, STALE, 0.01, False),  # they gain a little, and plain rounds were not measured for long
+        (0.3, STALE - 1, 0.01, True),
+        (0.3, STALE, 0.0, True),
+        (0.99, STALE, 0.01, True),  # they gain too much for that
     ],
 )
 def test_drafts_that_hardly_gain_are_compared_with_real_rounds(
-    alpha: float, undrafted: int | None, share: float, drafts: bool
+    alpha: float, unmeasured: int, share: float, drafts: bool
 ) -> None:
-    choice = choose("goodput", observe([alpha], undrafted=undrafted), probe_share=share)
+    budget = ProbeBudget(unmeasured=unmeasured - 1)
+    choice = choose("goodput", observe([alpha]), budget, probe_share=share)
     assert choice.ks.any() == drafts
-    assert drafts or (choice.reasons, choice.holds) == (("probe",), HOLDS)
+    assert drafts or (choice.reasons, choice.holds) == (("probe",), FEW + 1)
+
+
+def test_rounds_without_drafts_are_measured_once_there_were_a_few() -> None:
+    policy = make_policy(PolicyConfig())
+    for ks, rounds, measured in (({0: 0}, FEW + 1, True), ({0: 0}, FEW, False), ({0: 2}, FEW + 1, False)):
+        _, budget = policy(observe([0.9], held=ks, rounds=rounds), ProbeBudget(unmeasured=20))
+        assert budget.unmeasured == (0 if measured else 20 + rounds)
 
 
 def served(policy: SpecControl, plain_s: float, draft_s: float, rounds: int, prompts_every: int = 0) -> list[int]:
@@ -173,7 +179,7 @@ def test_a_profile_that_made_plain_rounds_look_dear_is_found_out(
         Timing(1, k, k, 0, k, k, 1e-4 * k, (1.6e-3 if k == 0 else 1e-3 + 4e-4 * k), 0.0) for k in (0, 1, 2, 4, 8)
     ]
     if not checked:
-        monkeypatch.setattr(Goodput, "_in_doubt", lambda *_: False)
+        monkeypatch.setattr(Goodput, "_may_compare", lambda *_: False)
     policy = SpecControl(PolicyConfig(), DEPTH, disturbed)
     ks = served(policy, plain_s=0.8e-3, draft_s=7e-4, rounds=200)
     assert (sum(k > 0 for k in ks[100:]) < 10) == left_alone

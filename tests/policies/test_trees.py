@@ -14,8 +14,7 @@ from policies import acceptance, planner, trees
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.control import SpecControl
-from policies.corrections import STALE
-from policies.observation import Candidate, Drafted, Floats, Observation, Timing
+from policies.observation import STALE, Candidate, Drafted, Floats, Ints, Observation, Timing
 from policies.planner import Allocation, evaluate, lone_ks, plan
 from policies.trees import RANKS, ROOT, Parents, depths_of
 from tests.policies.observing import DEPTH, observe
@@ -338,7 +337,7 @@ def test_trees_are_planned_only_for_those_that_may_branch(monkeypatch: pytest.Mo
     """A request's own tree beside chains takes no more time to plan than a chain."""
     asked, find = list[int](), planner._trees
 
-    def spy(observation: Observation) -> planner.Table:
+    def spy(observation: Observation) -> tuple[Ints, Ints]:
         asked.append(len(observation.handles))
         return find(observation)
 

@@ -9,12 +9,25 @@ import numpy as np
 import pytest
 
 from benchmarks.lab.clairvoyant import Clairvoyant
-from benchmarks.lab.scenarios import RAMP, cpu, drawn, drifting, gpu, mixed, profile, recovery
+from benchmarks.lab.scenarios import (
+    RAMP,
+    branching,
+    cpu,
+    drawn,
+    drifting,
+    easy_and_hard,
+    gpu,
+    head,
+    mixed,
+    profile,
+    recovery,
+)
 from benchmarks.lab.simulator import Controller, Job, Report, SimRound, World, make_job, simulate
+from engine.trees import ROOT
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision
-from policies.observation import Candidate, Drafted, Timing
+from policies.observation import Candidate, Drafted, RoundCost, Timing
 
 DEPTH = 8
 GPU, CPU = partial(gpu, DEPTH), partial(cpu, DEPTH)
@@ -151,6 +164,55 @@ def test_noise_is_in_what_is_measured_and_not_on_the_clock() -> None:
     assert runs[0.0][0] == runs[0.2][0]
     assert len(set(runs[0.0][1][1:-2])) == 1
     assert len(set(runs[0.2][1])) == len(runs[0.2][1])
+
+
+def test_a_tree_is_walked_by_the_ranks_of_what_is_right() -> None:
+    """Two guesses for each of two positions. Right are the second and then the first; none; twice the first."""
+    tree = (ROOT, 0, 0, ROOT, 3, 3)
+    job = Job((0,) * 8, (0.5,) * 8, 8, 8, prompt=5, ranks=(9, 1, 0, 9, 9, 0, 1, 0))
+
+    class Trees(Script):
+        def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision:
+            return replace(super().plan(candidates, prefill), ks=[len(tree)], shapes=[tree])
+
+    script = Trees(forever(0))
+    done = rounds(World([job], partial(slow_trees, DEPTH)), script)
+    assert [r.accepted for r in done[1:]] == [[2], [0], [2]]
+    assert [[told.siblings for told in tell] for tell in script.drafted[1:]] == [[((1, 1),)], [((1, 0),)], [((1, 1),)]]
+    assert [tell[0].overlaps for tell in script.drafted[1:]] == [(0.0, 1.0), (0.0,), (1.0, 0.0)]
+    assert [(t.forwards, t.read, t.siblings) for t in script.timings[1:]] == [
+        (2, 6 + 2, 3),
+        (2, 2 + 2, 3),
+        (2, 1 + 2, 3),
+    ]
+    plain = slow_trees(DEPTH, 1, 0)
+    assert script.timings[2].score_s == pytest.approx(1.5 * plain.verify_s[6])
+
+
+def slow_trees(depth: int, batch: int, prefill: int) -> RoundCost:
+    return replace(gpu(depth, batch, prefill), tree=1.5)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_good_drafts_of_a_head_are_used_as_far_as_they_pay(batch: int) -> None:
+    """Within 3 % of the best fixed k, which nobody knows beforehand, the first rounds included."""
+    machine = partial(head, 16)
+
+    def rate(name: str, k: int = 5) -> float:
+        policy = SpecControl(PolicyConfig(name, k=k), 16, profile(machine, 16, batch))  # type: ignore[arg-type]
+        return simulate(World(easy_and_hard(batch, 0), machine, 0.05), policy, 300).tokens_per_s
+
+    best = max(rate("fixed", k) for k in (4, 8))
+    assert best > 1.4 * rate("off")
+    assert rate("goodput") >= 0.97 * best
+
+
+def test_trees_gain_where_further_guesses_are_often_right() -> None:
+    chains, trees = (
+        simulate(World(branching(1, 0), GPU), SpecControl(PolicyConfig(trees=may), DEPTH, profile(GPU, DEPTH, 1)), 300)
+        for may in (False, True)
+    )
+    assert trees.tokens_per_s > 1.03 * chains.tokens_per_s
 
 
 def test_policies_that_cut_by_confidence_are_refused() -> None:
