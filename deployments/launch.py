@@ -128,7 +128,7 @@ def check(document: Any, *, port_too: bool = True) -> None:
     for application in our_applications(document):
         settings = read_settings(application.args, application.user_config)
         check_edge(settings)
-        check_models(settings, device_here(settings))
+        check_models(settings, device_here(settings), application.user_config)
         if settings.hint is not None:
             say(settings.hint)
     host, port = listen_address(document)
