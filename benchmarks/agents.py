@@ -33,10 +33,9 @@ from engine.drafters.base import DraftBatch
 from engine.drafters.chain import ChainedDrafter
 from engine.load import make_drafters
 from engine.models.tokenizer import Tokenizer
-from engine.profiling import scratch_sequence
 from engine.sampling.acceptance import Verdict
 from engine.sampling.sampler import Sampler
-from engine.sequence import Sequence
+from engine.sequence import Sequence, scratch_sequence
 from engine.trees import ROOT, Parents, chain
 from engine.types import DrafterName, SamplingParams
 

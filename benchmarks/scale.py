@@ -22,10 +22,10 @@ from benchmarks.stats import table
 from engine.config import DTYPES, EngineConfig
 from engine.load import load_models
 from engine.models.runner import Runner
-from engine.profiling import ConstantDrafter, scratch_sequence
+from engine.profiling import ConstantDrafter
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence
+from engine.sequence import Sequence, scratch_sequence
 from engine.types import SamplingParams
 
 SEQUENCES = [1, 2, 4, 8, 16, 32, 64, 128, 256]

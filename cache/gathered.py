@@ -8,6 +8,8 @@ from torch import Tensor
 from cache.paged import HIDDEN, PagedCache
 from cache.storage import Blocks, KVShape, KVView, move_rows
 
+BESIDE = 2  # blocks that a storage has beside those of its cache
+
 
 class GatheredStorage(Blocks):
     """All blocks of a layer in one run of rows. One more block of zeros stands where a sequence has no block. Another
@@ -15,11 +17,11 @@ class GatheredStorage(Blocks):
 
     def __init__(self, cache: PagedCache, shape: KVShape) -> None:
         self._zero_block, self.block_size = cache.num_blocks, cache.block_size
-        size = (shape.num_layers, cache.num_blocks + 2, cache.block_size, *shape.row)
+        size = (shape.num_layers, cache.num_blocks + BESIDE, cache.block_size, *shape.row)
         memory = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._all_rows = memory.flatten(1, 2)
         self.rows = self._all_rows.unbind(0)
-        self.blocks = memory.unbind(0)  # per layer [blocks + 2, block_size, 2·kv_heads, head_dim]
+        self.blocks = memory.unbind(0)  # per layer [blocks + BESIDE, block_size, 2·kv_heads, head_dim]
         self._offsets = torch.arange(cache.block_size, device=shape.device)  # of rows in a block
         self.spare_row = (cache.num_blocks + 1) * cache.block_size
         super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)

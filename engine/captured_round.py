@@ -1,11 +1,12 @@
 """The target's part of a round in which every sequence decodes: its pass with the verdict, as one captured graph.
 
-Within a round all sequences have as many rows as the one with the most drafts. So the device's work depends on the
-numbers of sequences and drafts, on the width of the tables of blocks, on whether anybody truncates its law, and on
-whether anybody wants log-probabilities.
+Within a round all sequences have as many rows as the one with the most drafts, and sequences that nobody reads fill it
+up (RoundLimits.padded). So the device's work depends on the rounded number of sequences, on the number of drafts, on
+the width of the tables of blocks, on whether anybody truncates its law, and on whether anybody wants log-probabilities.
 """
 
 from collections.abc import Sequence as Seq
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -18,84 +19,141 @@ from engine.models.attention import Span
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
+from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.adjustments import banned
 from engine.scheduler import Plan, Slice
+from engine.sequence import Sequence, scratch_sequence
+from engine.types import DrafterName, SamplingParams
 from engine.verification import copy_to_host
+
+# Those whose drafts may be trees, or want what the target draws, without being asked.
+BRANCHING: frozenset[DrafterName] = frozenset({"lookahead", "merged"})
+
+# Fills up a round: nothing of it is read.
+PADDING = scratch_sequence("padding", -1, [0], SamplingParams(temperature=0.0, max_tokens=1))
 
 
 def can_capture(plan: Plan, target: Runner) -> bool:
-    """Whether parts of the plan's round may be captured graphs. All other rounds run operation by operation."""
-    known = target.reader is None and padded_pass.can_capture(target)
-    return known and bool(plan.slices) and all(map(_decodes, plan.slices))
+    """Whether parts of the plan's round may be captured graphs. All other rounds run operation by operation, and the
+    reason is counted."""
+    graphs = target.staging.graphs
+    if graphs is None:
+        return False
+    why = _obstacle(plan, target)
+    if why is not None:
+        graphs.eager[why] += 1
+    return why is None
 
 
-def _decodes(part: Slice) -> bool:
-    """Whether the slice feeds one committed token and the drafts of a chain, and draws by nothing but its noise,
+def _obstacle(plan: Plan, target: Runner) -> str | None:
+    """Why no part of the plan's round can be captured."""
+    if target.reader is not None:
+        return "a head reads the target's states"
+    if target.look_ahead is not None:
+        return "look-ahead tokens ride in the target's passes"
+    if not padded_pass.can_capture(target):
+        return "the target's pass cannot be captured"
+    return next(filter(None, map(_obstacle_of, plan.slices)), None)
+
+
+def _obstacle_of(part: Slice) -> str | None:
+    """None if the slice feeds one committed token and the drafts of a chain, and draws by nothing but its noise,
     temperature and filters."""
     sequence, params = part.sequence, part.sequence.params
-    feeds = part.emits and part.committed == 1 and not part.prompt_rows
-    adjusted = params.logit_bias or params.penalised or params.excludes or banned(sequence, 0)
-    return feeds and part.shape is None and not part.confidence and sequence.coupled and not adjusted
+    if not part.emits or part.committed != 1 or part.prompt_rows:
+        return "a prompt"
+    obstacles = {
+        "logit bias": bool(params.logit_bias),
+        "excluded tokens": params.excludes,
+        "a minimum of tokens": bool(banned(sequence, 0)),
+        "penalties": params.penalised,
+        "a tree": part.shape is not None,
+        "a confidence": bool(part.confidence),
+        f"verifier {sequence.verifier}": not sequence.coupled,
+    }
+    return next((why for why, found in obstacles.items() if found), None)
+
+
+def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tuple[list[Sequence], list[int]]:
+    """(the sequences of a captured round and what fills it up, the number of drafts for which each has rows)."""
+    filled = [*sequences, *repeat(PADDING, limits.padded(len(sequences)) - len(sequences))]
+    return filled, [max(ks)] * len(filled)
+
+
+def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
+    """Whether some drafts may be trees, or want what the target draws, without having been asked for it."""
+    return any(k and s.drafter in BRANCHING for s, k in zip(batch.sequences, ks, strict=True))
 
 
 class CapturedVerdict:
-    """The target's pass over a round's drafts, and the verdict of `match`."""
+    """The target's pass over a round's drafts, and the verdict of `match`.
+
+    B sequences are filled up to S. All have K drafts, those of some beyond their own.
+    """
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], target: Runner) -> None:
-        """Reserve the pass's memory and put its numbers on their way to the device. batch.sampler has as many rows for
-        each sequence as the one with the largest k needs. Raises CacheFull."""
+        """Reserve the pass's memory and put its numbers on their way to the device. batch.sampler has at least 1 + K
+        rows for each of S sequences. Raises CacheFull."""
         storage, staging, cache = target.storage, target.staging, target.cache
         assert isinstance(storage, GatheredStorage)
         self._batch, self._ks, self._target = batch, tuple(ks), target
-        self._depth = max(ks)
+        self._depth, self._size = max(ks), len(batch.sampler.offsets)
+        rest = self._size - len(ks)
         self._counts = {s.handle: 1 + k for s, k in zip(batch.sequences, ks, strict=True)}
         for handle, count in self._counts.items():
             cache.reserve(handle, count)
         storage.prepare(list(self._counts))
         self._wants_logits = any(s.params.logprobs is not None for s in batch.sequences)
         staging.note("verdict", self._depth, self._wants_logits)
-        plans = PaddedPlans([cache.slot(handle) for handle in self._counts], storage, staging)
+        slots = [cache.slot(handle) for handle in self._counts]
         spans = [Span.at(cache.slot(handle), cache.length(handle), count) for handle, count in self._counts.items()]
-        self._plan = plans.put(spans, 1 + self._depth)
+        plans = PaddedPlans([*slots, *[None] * rest], storage, staging)
+        self._plan = plans.put([*spans, *[None] * rest], 1 + self._depth)
         self._attention = PagedAttention(self._plan, storage)
-        self._ids = staging.ints([s.tokens[-1] for s in batch.sequences])
-        self._limits = staging.ints(ks)
-        self._rows = range(len(ks) * (1 + self._depth))
+        self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])
+        self._limits = staging.ints([*ks, *[0] * rest])
+        self._rows = [first + j for first in batch.sampler.offsets for j in range(1 + self._depth)]
         batch.sampler.prepare(self._rows)
         self._key = staging.layout
 
     @property
+    def starts(self) -> range:
+        """The first row of each of the B sequences."""
+        return range(0, len(self._ks) * (1 + self._depth), 1 + self._depth)
+
+    @property
     def _drafts(self) -> Tensor:
-        """[B, K] int64, at the same address in every round of B sequences and K drafts."""
-        size = len(self._ks), self._depth
+        """[S, K] int64, at the same address in every round of this size."""
+        size = self._size, self._depth
         return self._target.staging.keep(
             ("drafts", size), lambda: torch.zeros(size, dtype=torch.int64, device=self._target.device)
         )
 
-    def fits(self, draft: Draft) -> bool:
-        """Whether `run` can decide about the draft: it has chains, no longer than planned."""
-        short = all(k <= planned for k, planned in zip(draft.ks, self._ks, strict=True))
-        return short and not (draft.trees or draft.logq_rows or draft.wants_drawn)
+    @staticmethod
+    def fits(draft: Draft) -> bool:
+        """Whether `run` can decide about a draft of at most the planned ks."""
+        return not (draft.trees or draft.logq_rows or draft.wants_drawn)
 
     def run(self, draft: Draft) -> tuple[Verdict, Tensor | None]:
         """(the verdict, logits [B · (1 + K), vocab] if a request wants log-probabilities). Extends the cache by the
         planned drafts: those that did not come have tokens that are rejected."""
+        count = len(self._ks)
         if draft.tokens is not None:
             width = min(self._depth, draft.tokens.shape[1])
-            self._drafts[:, :width].copy_(draft.tokens[:, :width])
+            self._drafts[:count, :width].copy_(draft.tokens[:, :width])
         if draft.ks != self._ks:
             ks = self._target.staging.ints(draft.ks)
-            self._limits.tensor.copy_(ks.tensor)
+            self._limits.tensor[:count].copy_(ks.tensor)
         table, states = self._target.run_captured(self._key, self._decide, self._counts)
         # Each graph keeps its results, and the logits of some graphs would fill the memory: they are computed again.
-        logits = None if states is None else self._target.decoder.logits(states)
-        accepted, tokens, finite = table[:, :3].unbind(1)
-        verdict = DeviceVerdict(accepted, tokens, finite, table=table)
+        logits = None if states is None else self._target.decoder.logits(states[: count * (1 + self._depth)])
+        accepted, tokens, finite = table[:count, :3].unbind(1)
+        verdict = DeviceVerdict(accepted, tokens, finite, table=table[:count])
         return copy_to_host(verdict, draft, self._target.vocab_size), logits
 
     def _decide(self) -> tuple[Tensor, Tensor | None]:
-        """(the table of match_verdict, states [B · (1 + K), hidden] if logits are wanted). The region of the graph."""
+        """(the table of match_verdict, states [S · (1 + K), hidden] if logits are wanted). The region of the graph."""
         decoder, tokens, drafts = self._target.decoder, self._ids.tensor, self._drafts
         if self._depth:
             columns = torch.arange(self._depth, device=drafts.device)

@@ -17,11 +17,13 @@ from engine.drafters.base import Drafter, try_forget
 from engine.drafters.model import ModelDrafter
 from engine.heads.eagle_runner import HeadPass
 from engine.heads.state_drafter import StateDrafter
+from engine.heads.state_loading import readers_of, waiting_bytes
 from engine.host_memory import out_of_memory
 from engine.load import load_draft
-from engine.memory_budget import device_memory
-from engine.model_runners import reader_of, states_bytes, table_bytes
+from engine.memory_budget import device_memory, kv_bytes
+from engine.model_runners import reader_of, states_bytes
 from engine.models.feeds import StateReader
+from engine.models.look_ahead import LookAhead
 from engine.models.runner import Runner, kv_shape
 from engine.profile_cache import ProfileFile
 from engine.sequence import Sequence
@@ -39,6 +41,7 @@ class NewDraft:
     model: Drafter | None  # None: no draft
     cost: DraftCost  # by a profile of an earlier start, which is not confirmed; else a guess
     reader: StateReader | None = None  # of the target's states, for a head
+    look_ahead: LookAhead | None = None  # what rides in the target's passes, for look-ahead embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class OldDraft:
 
     model: Drafter | None
     sequences: tuple[Sequence, ...]  # those that may hold its memory
+    reader: StateReader | None = None  # as in NewDraft
+    look_ahead: LookAhead | None = None
 
     def release(self) -> None:
         """Free what it holds for its sequences, and audit it. Any thread may call it, once. Does not raise."""
@@ -76,24 +81,25 @@ def load(config: EngineConfig, target: Runner, room: int, cost: Callable[[Seq[Ti
         raise ConfigError(f"draft {config.draft} cannot be loaded beside the models that serve: {error}") from error
     runners, heads = [target], None
     reader: StateReader | None
+    look_ahead: LookAhead | None = None
     if isinstance(model, StateDrafter):
-        heads, reader = model.describe(), model.states
+        heads, (reader, look_ahead) = model.describe(), readers_of(model)
     else:
         runners, reader = [target, model.runner], reader_of(model.runner)
     timings = ProfileFile(runners, config.max_running, config.max_spec_length, heads).read()
-    return NewDraft(config, model, cost(timings), reader)
+    return NewDraft(config, model, cost(timings), reader, look_ahead)
 
 
 def num_bytes(config: EngineConfig, model: Drafter | None, target: Runner) -> int:
     """Bytes of a draft's weights, of all its KV memory, and of the target's states that wait for it; 0 for no draft."""
     if isinstance(model, StateDrafter):
-        return model.heads.weight_bytes + table_bytes(config, target.decoder.config.hidden_size, target.decoder.dtype)
+        return model.heads.weight_bytes + waiting_bytes(config, model.heads, target.decoder)
     if not isinstance(model, ModelDrafter):
         return 0
     decoder, runner = model.runner.decoder, model.runner
     token_bytes = kv_shape(decoder.config, decoder.dtype, runner.device).token_bytes
     states = states_bytes(config, [decoder.head]) if isinstance(decoder, HeadPass) else 0
-    return decoder.weight_bytes + runner.layout.tokens * token_bytes + states
+    return decoder.weight_bytes + kv_bytes(runner.layout, token_bytes, runner.device) + states
 
 
 @dataclass(frozen=True, slots=True)

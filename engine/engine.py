@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.chain import ChainedDrafter
+from engine.drafters.model import ModelDrafter
 from engine.intake import Intake
 from engine.ledger import Ledger
 from engine.load import load_models, with_threads
@@ -100,15 +101,14 @@ class Engine:
         """Load the models and measure what rounds cost. Raises ConfigError for what cannot be served."""
         config = with_threads(config)
         models = load_models(config)
-        target, drafter = models.target, models.drafter
-        timings = profile(target, drafter, config.max_running, config.max_spec_length, PROFILE_S)
+        timings = profile(models.target, models.drafter, config.max_running, config.max_spec_length, PROFILE_S)
         return cls(
             config,
-            target,
-            drafter,
+            models.target,
+            models.drafter,
             models.tokenizer,
             models.eos_ids,
-            drafter.names,
+            models.drafter.names,
             timings,
             models.sampling_defaults,
             models.room,
@@ -168,8 +168,7 @@ class Engine:
                 if not self.target.publish(slice_.sequence):
                     self._end_non_finite(slice_.sequence, "keys and values")
         for i, slice_ in enumerate(outcome.slices):
-            output = self._commit_one(slice_, i, outcome) if slice_.sequence.state is State.RUNNING else None
-            if output is not None:
+            if slice_.sequence.state is State.RUNNING and (output := self._commit_one(slice_, i, outcome)):
                 outputs.append(output)
         return outputs
 
@@ -342,26 +341,28 @@ class Engine:
         It reads each sequence's text with its next gaps. The caller releases the old one. An error changes nothing.
         """
         assert isinstance(self.drafter, ChainedDrafter), "the engine's drafters are chained"
-        old, reader = OldDraft(self.drafter.model, tuple(self._sequences.values())), self.target.reader
+        old = OldDraft(self.drafter.model, tuple(self._sequences.values()), self.target.reader, self.target.look_ahead)
         freed, taken = (num_bytes(new.config, model, self.target) for model in (old.model, new.model))
         try:
-            self.drafter.put_model(new.model)
-            self.target.reader = new.reader
-            self.intake.put_drafters(self.drafter.names)
+            self._draft_by(self.drafter, new)
             for sequence in old.sequences:
                 sequence.draft_text = None  # the tokens of the old model's tokenizer
                 self.intake.adopt(sequence)
             self.speculator.control.begin_draft("model", new.cost)
         except Exception:
-            self.drafter.put_model(old.model)
-            self.target.reader = reader
-            self.intake.put_drafters(self.drafter.names)
+            self._draft_by(self.drafter, old)
             raise
+        if isinstance(old.model, ModelDrafter):
+            self.target.staging.drop(old.model.runner.number)
         self._profiled, self._repeats = new.model is None, 0
-        self._room += freed - taken
         log.info("draft %s has replaced %s", new.config.draft or "none", self.config.draft or "none")
-        self.config = new.config
+        self.config, self._room = new.config, self._room + freed - taken
         return old
+
+    def _draft_by(self, drafter: ChainedDrafter, draft: NewDraft | OldDraft) -> None:
+        drafter.put_model(draft.model)
+        self.target.reader, self.target.look_ahead = draft.reader, draft.look_ahead
+        self.intake.put_drafters(drafter.names)
 
     @property
     def policy(self) -> PolicyConfig:

@@ -7,19 +7,34 @@ called when its graph is replayed.
 """
 
 import logging
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 256  # that are kept; each holds its results, and some hundred kilobytes of the driver's
+MOST_GRAPHS = 256  # that are kept
 MOST_SEEN = 1024  # keys that are known without a graph
+MOST_FAILURES = 2  # captures that may fail before no more are tried
+GRAPH_BYTES = 1 << 20  # of the driver, for each graph; an allowance that no hardware has confirmed
 
 T = TypeVar("T")
+
+
+def graph_room(round_bytes: int) -> int:
+    """Bytes that all graphs of an engine may take. round_bytes: of its largest round. A captured round has no more
+    sequences or drafts than that, and all graphs share the memory of their work."""
+    return round_bytes + MOST_GRAPHS * GRAPH_BYTES
+
+
+_capturing = threading.Lock()  # torch allows one capture at a time in a process
+
+
+Key = tuple[int, Hashable]  # the number of the runner whose model does the work, the layout of the work's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,68 +43,161 @@ class Captured:
 
     replay: Callable[[], None]
     result: Any
-    pool: Any  # the memory that graphs share: torch.cuda.CUDAGraph.pool()
 
 
-def capture(region: Callable[[], Any], pool: Any) -> Captured:
-    """Capture the region's work without doing it. pool: of an earlier graph; None: there is none."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        # Other threads may load a model meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = region()
-    finally:
-        torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that cannot be ended
-    return Captured(graph.replay, result, graph.pool())
+class GraphMemory:
+    """The stream in which one engine captures, and the memory that its graphs share. Engines on several GPUs have one
+    each: a stream belongs to one GPU, and memory that several threads hand out does too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._pool: Any = None
+
+    def capture(self, region: Callable[[], Any], *, fresh: bool) -> Captured:
+        """Capture the region's work without doing it. fresh: no graph is left that holds the memory. torch lets nobody
+        use such memory again."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if fresh or self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may load a model meanwhile.
+            with (
+                _capturing,
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                result = region()
+        finally:
+            torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that cannot be ended
+        return Captured(graph.replay, result)
+
+    def free(self) -> int:
+        """Bytes of the device that nobody has taken."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def run(self, region: Callable[[], T]) -> tuple[T, int]:
+        """(the region's result, the most bytes that its work took at once). The host does not wait for the work."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        result = region()
+        return result, torch.cuda.max_memory_allocated(self._device) - before
 
 
 class Graphs:
     """The graphs of one engine. The latest used ones are kept.
 
-    The first call with a key runs the region: kernels are compiled then. The second call captures it.
+    The first call with a key runs the region: kernels are compiled then, and it shows how much memory the work takes.
+    The second call captures it, if the memory that was set aside for graphs holds it.
     """
 
-    def __init__(self, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, device: torch.device, room: int | None = None, most: int = MOST_GRAPHS) -> None:
+        """room: bytes that all graphs may take; None: there is no limit."""
+        self._memory = GraphMemory(device)
+        self._room = room
         self._most = most
-        self._graphs = OrderedDict[Hashable, Captured]()
-        self._eager = OrderedDict[Hashable, bool]()  # keys without a graph → whether the next call may capture one
-        self._pool: Any = None
+        self._graphs = OrderedDict[Key, Captured]()
+        self._needs = OrderedDict[Key, int | None]()  # keys without a graph → bytes of their work; None: it failed
+        self._widest = 0  # bytes of the widest work that was captured: the graphs share them
+        self._taken = 0  # bytes that the device has lost to captures
+        self._failures = 0
+        self._stopped = False  # whether no more captures are tried
+        self.replays = 0
+        self.captures = 0
+        self.eager = Counter[str]()  # why parts of rounds ran operation by operation → how many
 
     @property
     def count(self) -> int:
         """Graphs that are kept."""
         return len(self._graphs)
 
-    def run(self, key: Hashable | None, region: Callable[[], T]) -> T:
-        """Do the region's work and return its result. All graphs share their memory: the result's tensors hold until
-        another graph runs. key: equal for equal work; None: never captured."""
-        graph = None if key is None else self._find(key, region)
-        if graph is None:
-            return region()
-        graph.replay()
-        result: T = graph.result
-        return result
+    @property
+    def stats(self) -> dict[str, int]:
+        """What was captured so far, and how many parts of rounds were not, by reason."""
+        done = {"kept": self.count, "captures": self.captures, "failed captures": self._failures}
+        return done | {"replays": self.replays} | {f"not captured: {why}": n for why, n in self.eager.most_common()}
 
-    def _find(self, key: Hashable, region: Callable[[], Any]) -> Captured | None:
+    def run(self, owner: int, layout: Hashable | None, region: Callable[[], T]) -> T:
+        """Do the region's work and return its result. All graphs share their memory: the result's tensors hold until
+        another graph runs. owner: of the work, see Key. layout: equal for equal work of one owner; None: the work is
+        not captured, and the reason has been counted."""
+        if layout is None:
+            return region()
+        key = owner, layout
         if key in self._graphs:
             self._graphs.move_to_end(key)
-            return self._graphs[key]
-        if key not in self._eager:
-            self._eager[key] = True
-            if len(self._eager) > MOST_SEEN:
-                self._eager.popitem(last=False)
-            return None
-        return self._capture(key, region) if self._eager[key] else None
+            return cast(T, self._replay(self._graphs[key]))
+        need = self._needs.get(key, 0)
+        if self._stopped or need is None:
+            return self._run_eagerly("captures failed or have stopped", region)
+        if key not in self._needs or not self._fits(need):
+            return self._measure(key, region)
+        graph = self._capture(key, region)
+        if graph is None:
+            return self._run_eagerly("captures failed or have stopped", region)
+        return cast(T, self._replay(graph))
 
-    def _capture(self, key: Hashable, region: Callable[[], Any]) -> Captured | None:
+    def drop(self, owner: int) -> None:
+        """Forget all graphs of a runner that is out of use."""
+        for key in [key for key in self._graphs if key[0] == owner]:
+            self._forget(key)
+        for key in [key for key in self._needs if key[0] == owner]:
+            del self._needs[key]
+
+    def _replay(self, graph: Captured) -> Any:
+        self.replays += 1
+        graph.replay()
+        return graph.result
+
+    def _run_eagerly(self, why: str, region: Callable[[], T]) -> T:
+        self.eager[why] += 1
+        return region()
+
+    def _fits(self, need: int) -> bool:
+        graphs = min(1 + self.count, self._most)
+        return self._room is None or max(self._widest, need) + graphs * GRAPH_BYTES <= self._room
+
+    def _measure(self, key: Key, region: Callable[[], T]) -> T:
+        """Run the region as it is. Whoever else takes memory meanwhile makes it look too wide, so a work that seems not
+        to fit is measured again."""
+        result, need = self._memory.run(region)
+        self.eager["the memory of graphs is too small" if key in self._needs else "the first of its kind"] += 1
+        self._needs[key] = need
+        if len(self._needs) > MOST_SEEN:
+            self._needs.popitem(last=False)
+        return result
+
+    def _capture(self, key: Key, region: Callable[[], Any]) -> Captured | None:
+        need, free = self._needs[key], self._memory.free()
         try:
-            graph = capture(region, self._pool)
+            graph = self._memory.capture(region, fresh=not self._graphs)
         except Exception:
-            log.warning("a part of a round cannot be captured; it runs operation by operation", exc_info=True)
-            self._eager[key] = False
+            self._fail(key)
             return None
-        del self._eager[key]
-        self._graphs[key], self._pool = graph, graph.pool
+        del self._needs[key]
+        self.captures += 1
+        self._graphs[key], self._widest = graph, max(self._widest, need or 0)
+        self._taken += free - self._memory.free()
         if len(self._graphs) > self._most:
-            self._graphs.popitem(last=False)
+            self._forget(next(iter(self._graphs)))
+        if self._room is not None and self._taken > self._room:
+            self._stop(f"they take {self._taken:,} bytes, and {self._room:,} were set aside")
         return graph
+
+    def _fail(self, key: Key) -> None:
+        self._failures += 1
+        self._needs[key] = None
+        log.warning("a part of a round cannot be captured; it runs operation by operation", exc_info=True)
+        if self._failures >= MOST_FAILURES:
+            self._stop(f"{self._failures} captures failed")
+
+    def _stop(self, why: str) -> None:
+        self._stopped = True
+        log.warning("no more graphs are captured: %s", why)
+
+    def _forget(self, key: Key) -> None:
+        free = self._memory.free()
+        del self._graphs[key]
+        self._taken -= max(0, self._memory.free() - free)

@@ -9,6 +9,7 @@ chains. Contexts are not computed: their memory holds zeros.
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -20,15 +21,16 @@ from engine.drafters.merged import MERGED, draft_models
 from engine.drafters.model import ModelDrafter
 from engine.heads.state_drafter import StateDrafter
 from engine.host_memory import out_of_memory
+from engine.kernels.paged_rows import MAX_NODES
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import measure_activations
 from engine.model_runners import Model, make_runners
 from engine.models.feeds import Feed
 from engine.models.runner import Runner, kv_shape
-from engine.profiling import ConstantDrafter, scratch_sequence
+from engine.profiling import ConstantDrafter
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence
+from engine.sequence import Sequence, scratch_sequence
 from engine.trees import Parents, chain
 from engine.types import MAX_LOGPROBS, VERIFIERS, DrafterName, SamplingParams, Verifier
 
@@ -91,10 +93,12 @@ class LargestRounds:
         sized = []
         for decoder in decoders:
             max_len = min(self._max_len, decoder.config.max_position_embeddings)
-            apart = ceil((self._rows + 1) / BLOCK_SIZE) + 2  # blocks of a sequence that it does not share
+            # blocks of a sequence that it does not share: of drafts and look-ahead tokens, not all of which it may have
+            apart = ceil((self._rows + 1 + MAX_NODES) / BLOCK_SIZE) + 2
             blocks = ceil(max_len / BLOCK_SIZE) + 1 + slots * apart
             sized.append(Layout(slots, max_len, BLOCK_SIZE, blocks, mapped=False))
-        return make_runners(self._config, decoders, sized, device)
+        # A captured round is no larger than these, and a first round of its kind would reset the peak that is measured.
+        return make_runners(replace(self._config, graphs=False), decoders, sized, device)
 
     @property
     def _rows(self) -> int:
@@ -147,7 +151,10 @@ class LargestRounds:
             if isinstance(drafter, StateDrafter):
                 drafter.imagine_inputs(sequence, target)
             ragged = 0 < i == self._config.max_running - 1  # rows of sequences with fewer drafts than others are padded
-            slices.append(Slice(sequence, 1, max(0, self._rows - 1 - ragged), emits=True))
+            k = max(0, self._rows - 1 - ragged)
+            riding = target.look_ahead
+            ahead = 0 if riding is None else riding.reserve(target.cache, sequence, k, sequence.tree)[0]
+            slices.append(Slice(sequence, 1, k, emits=True, ahead=ahead))
         return lambda: run_round(Plan(tuple(slices)), target, drafter)
 
     def _context(self, runners: Seq[Runner]) -> int:

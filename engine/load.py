@@ -27,6 +27,7 @@ from engine.drafters.prediction import PredictionDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translation import Translation
 from engine.generation_config import sampling_defaults
+from engine.graphs import graph_room
 from engine.heads.eagle import HeadTarget
 from engine.heads.eagle_drafter import EagleDrafter
 from engine.heads.eagle_files import EagleCheckpoint, load_eagle, open_eagle
@@ -37,7 +38,16 @@ from engine.heads.state_loading import StateHeadsFolder
 from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
 from engine.largest_rounds import MakeModels, measure_largest_rounds
 from engine.machine_memory import DeviceMemory
-from engine.memory_budget import COPIES_SHARE, copies_bytes, device_memory, draft_layout, layouts, room_beside
+from engine.memory_budget import (
+    COPIES_SHARE,
+    choose_block_size,
+    copies_bytes,
+    device_memory,
+    draft_layout,
+    kv_bytes,
+    layouts,
+    room_beside,
+)
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.model_runners import Model, draft_runner, make_runners, states_bytes
 from engine.models.decoder import DecoderConfig, LanguageModel
@@ -49,6 +59,7 @@ from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
 from engine.pair import Side, check_drafts
 from engine.planned_weights import beside_weights, planned_weights, roles, weight_forms
+from engine.round_limits import number_bytes
 from engine.threads import choose_threads
 from engine.types import DrafterName
 
@@ -124,7 +135,7 @@ def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
     checkpoints, sides, heads = [target], list[Side](), None
     for name, directory in zip(config.draft_models, directories[1:], strict=True):
         kind = kinds.get(directory)
-        if kind == "medusa" or kind == "mlp_speculator":
+        if kind == "medusa" or kind == "mlp_speculator" or kind == "pass":
             heads = StateHeadsFolder(directory, kind)
             continue
         if kind is not None:
@@ -187,11 +198,11 @@ def load_draft(config: EngineConfig, target: Runner, room: int) -> ModelDrafter 
     shape, beside = opened.checkpoints[1].shape, kv_shape(target.decoder.config, dtype, device)
     kv = kv_shape(shape, dtype, device)
     layout = draft_layout(config, target.layout, beside, kv, shape.max_position_embeddings)
-    kv_bytes = layout.tokens * kv.token_bytes
-    left = room_beside(config.draft, planned_weights(config, opened.checkpoints, dtype, device)[1], kv_bytes, room)
+    size = kv_bytes(layout, kv.token_bytes, device)
+    left = room_beside(config.draft, planned_weights(config, opened.checkpoints, dtype, device)[1], size, room)
     copies = [0, int(COPIES_SHARE * left)]
     model = _load(config, opened.checkpoints, dtype, device, opened.max_len, copies, target.decoder)[1]
-    room_beside(config.draft, model.weight_bytes, kv_bytes + states_bytes(config, [model]), room)
+    room_beside(config.draft, model.weight_bytes, size + states_bytes(config, [model]), room)
     runner = draft_runner(config, model, layout, target.staging)
     return _model_drafters(config, opened.translation, None, target, [runner])[0]
 
@@ -289,11 +300,15 @@ def _make_runners(
         activations = measure_largest_rounds(config, decoders, max_len, device_memory(device), device, make_models)
     shapes, memory = [kv_shape(decoder.config, dtype, device) for decoder in decoders], device_memory(device)
     contexts = _contexts(decoder.config for decoder in decoders)
-    held = (activations or 0) + states_bytes(config, decoders) + of_heads
+    of_graphs = graph_room(activations or 0) if config.graphs else 0
+    block_size = choose_block_size(config, shapes, config.max_running, max_len) if config.graphs else 0
+    numbers = number_bytes(config, block_size, max_len)
+    held = (activations or 0) + states_bytes(config, decoders) + of_heads + of_graphs + numbers
     sized = layouts(config, shapes, sum(weights), held, max_len, memory, contexts)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
+    table = replace(table, graph_bytes=of_graphs + numbers)
     table.tell()
-    return make_runners(config, decoders, table.layouts, device), table.room
+    return make_runners(config, decoders, table.layouts, device, of_graphs), table.room
 
 
 def _load(

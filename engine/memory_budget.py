@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cache.gathered import BESIDE
 from cache.layout import Layout
 from cache.mapped import map_count, mappable
 from cache.storage import KVShape
@@ -39,6 +40,7 @@ class Budget:
     model_blocks: tuple[int, ...]  # of each model: fewer for a draft of a shorter context
     token_bytes: tuple[int, ...]  # K and V of one position, per model
     source: str  # how the number of blocks was computed
+    beside: int = 0  # further blocks of each model, which hold no sequence
 
     @property
     def tokens(self) -> int:
@@ -47,8 +49,8 @@ class Budget:
 
     @property
     def kv_bytes(self) -> int:
-        blocks = sum(count * size for count, size in zip(self.model_blocks, self.token_bytes, strict=True))
-        return blocks * self.block_size
+        counts = zip(self.model_blocks, self.token_bytes, strict=True)
+        return self.block_size * sum((count + self.beside) * size for count, size in counts)
 
     def __str__(self) -> str:
         each = " + ".join(f"{n:,}" for n in self.token_bytes)
@@ -195,7 +197,8 @@ def kv_blocks(
     """
     token_bytes = tuple(shape.token_bytes for shape in shapes)
     limits = [_most_blocks(config, n, max_len, block_size) for n in lengths]
-    usage = _Usage(block_size, token_bytes, tuple(limits) or (None,) * len(shapes))
+    beside = blocks_beside(shapes[0].device)
+    usage = _Usage(block_size, token_bytes, tuple(limits) or (None,) * len(shapes), beside)
     table = _blocks_per_sequence(config, shapes, block_size, max_len)
     if config.kv_tokens is not None:
         blocks, source = config.kv_tokens // block_size, f"kv_tokens {config.kv_tokens:,}"
@@ -212,10 +215,20 @@ def kv_blocks(
             room, source = free, f"{_mib(memory.available)} available − {_mib(activation_bytes)} activations"
         blocks, source = usage.blocks_in(room), f"{source} = {_mib(room)}"
     blocks = max(blocks, 0)
-    budget = Budget(block_size, blocks, usage.of_models(blocks), token_bytes, source)
+    budget = Budget(block_size, blocks, usage.of_models(blocks), token_bytes, source, beside)
     _check_room(budget, table + 1, max_len, config)
     _check_fits(budget, activation_bytes, memory, config)
     return budget
+
+
+def blocks_beside(device: torch.device) -> int:
+    """Blocks of each paged cache that hold no sequence. On a CPU most memory is mapped, which needs none."""
+    return 0 if device.type == "cpu" else BESIDE
+
+
+def kv_bytes(layout: Layout, token_bytes: int, device: torch.device) -> int:
+    """Bytes of a model's whole KV memory. token_bytes: K and V of one position."""
+    return (layout.tokens + blocks_beside(device) * layout.block_size) * token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +240,14 @@ class _Usage:
     limits: tuple[
         int | None, ...
     ]  # blocks that a model of a shorter context needs at most; None: as many as the target
+    beside: int  # further blocks of each model
 
     def of_models(self, blocks: int) -> tuple[int, ...]:
         return tuple(blocks if limit is None else min(blocks, limit) for limit in self.limits)
 
     def bytes_of(self, blocks: int) -> int:
         counts = zip(self.of_models(blocks), self.token_bytes, strict=True)
-        return self.block_size * sum(count * size for count, size in counts)
+        return self.block_size * sum((count + self.beside) * size for count, size in counts)
 
     def blocks_in(self, room: int) -> int:
         """The most blocks that `room` bytes hold."""

@@ -4,8 +4,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from cache.layout import Layout
 from engine.machine_memory import DeviceMemory
+from engine.memory_budget import kv_bytes
 
 LENGTHS = (512, 2048)  # tokens of a request, beside the longest that is served
 
@@ -32,15 +35,17 @@ class MemoryTable:
     layouts: tuple[Layout, ...]  # by model
     activation_bytes: int | None  # None: not measured
     memory: DeviceMemory  # beside the weights
+    graph_bytes: int = 0  # that captured graphs may take
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layout.tokens * model.token_bytes for layout, model in zip(self.layouts, self.models, strict=True))
+        models, device = zip(self.layouts, self.models, strict=True), torch.device(self.device)
+        return sum(kv_bytes(layout, model.token_bytes, device) for layout, model in models)
 
     @property
     def room(self) -> int:
         """Bytes that are left on the device once all of this is used."""
-        return self.memory.available - self.kv_bytes - (self.activation_bytes or 0)
+        return self.memory.available - self.kv_bytes - (self.activation_bytes or 0) - self.graph_bytes
 
     def fitting(self, length: int) -> int:
         """How many requests of `length` tokens have memory at once, and a slot."""
@@ -64,6 +69,8 @@ class MemoryTable:
             yield "activations", "?", "not measured: only on CUDA or with memory_fraction, and when weights are loaded"
         else:
             yield "activations", _mib(self.activation_bytes), "of the largest round"
+        if self.graph_bytes:
+            yield "graphs", _mib(self.graph_bytes), "at most, of captured rounds"
         yield "room left", _mib(self.room), ""
         longest = self.layouts[0].max_len
         fits = [f"{self.fitting(n):,} of {n:,}" for n in (*(n for n in LENGTHS if n < longest), longest)]

@@ -12,6 +12,7 @@ from engine.heads.eagle_runner import HeadRunner
 from engine.heads.states import TargetStates
 from engine.models.decoder import LanguageModel
 from engine.models.runner import Runner
+from engine.round_limits import RoundLimits
 from engine.staging import Staging
 from engine.types import DrafterName
 
@@ -20,11 +21,21 @@ HEAD_DRAFTERS: frozenset[DrafterName] = frozenset({"model", "cascade"})  # those
 KEPT_PER_SEQUENCE = 128  # positions whose states wait for a head, on average; beside them one pass of a prompt
 
 
-def make_runners(config: EngineConfig, models: Seq[Model], layouts: Seq[Layout], device: torch.device) -> list[Runner]:
-    """A runner for each model, the target's first. The target's runner gives a head the states that the head reads."""
+def make_runners(
+    config: EngineConfig,
+    models: Seq[Model],
+    layouts: Seq[Layout],
+    device: torch.device,
+    graph_room: int | None = None,
+) -> list[Runner]:
+    """A runner for each model, the target's first. The target's runner gives a head the states that the head reads.
+
+    graph_room: bytes that captured graphs may take; None: there is no limit.
+    """
     (first, *others), (layout, *of_others) = models, layouts
     assert not isinstance(first, EagleHead), "a head is no target"
-    staging = Staging(device, Graphs() if config.graphs else None)
+    graphs = Graphs(device, graph_room) if config.graphs else None
+    staging = Staging(device, graphs, RoundLimits.of(config, layout))
     target = Runner(first, layout, device, deterministic=config.deterministic, staging=staging)
     drafts = [draft_runner(config, *pair, staging) for pair in zip(others, of_others, strict=True)]
     target.reader = next(filter(None, map(reader_of, drafts)), None)

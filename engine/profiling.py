@@ -14,13 +14,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import log as ln
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from cache.protocol import CacheFull
 from engine.computing import computing
-from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.merged import MergedDrafter
@@ -33,8 +31,8 @@ from engine.round import Outcome, run_round
 from engine.round_clock import wait
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence
-from engine.types import RequestRecord, SamplingParams
+from engine.sequence import Sequence, scratch_sequence
+from engine.types import SamplingParams
 from policies.observation import Timing
 
 log = logging.getLogger(__name__)
@@ -229,9 +227,13 @@ class ProfileBench:
                 runner.imagine_inputs(sequence)
             if self._heads is not None:
                 self._heads.imagine_inputs(sequence, self._target)
-        slices = tuple(Slice(s, 1, k, emits=True) for s, k in zip(batch, shape.ks, strict=True))
         # Other drafters may have more drafts than there are heads.
         beyond = self._heads is not None and max(shape.ks) > self._heads.heads.most
+        riding = None if beyond else self._target.look_ahead
+        slices = tuple(
+            Slice(s, 1, k, emits=True, ahead=0 if riding is None else riding.reserve(self._target.cache, s, k)[0])
+            for s, k in zip(batch, shape.ks, strict=True)
+        )
         return run_round(Plan(slices), self._target, ConstantDrafter(self._target.device) if beyond else self._drafter)
 
     def clear(self, drafter: Drafter) -> None:
@@ -350,20 +352,3 @@ def _release(runners: Seq[Runner], sequence: Sequence) -> None:
         if runner.cache.holds(sequence.handle):
             runner.cache.discard(sequence.handle)
         runner.release(sequence)
-
-
-def scratch_sequence(name: str, handle: int, tokens: list[int], params: SamplingParams, **fields: Any) -> Sequence:
-    """A sequence that no request owns and nobody reads. fields: what differs from a request without speculation."""
-    return Sequence(
-        handle=handle,
-        request_id=name,
-        tokens=tokens,
-        num_prompt=len(tokens),
-        params=params,
-        k=None,
-        key=0,
-        max_len=len(tokens) + params.max_tokens,
-        text=TextStream(Detokenizer(lambda ids: ""), ()),
-        record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
-        **fields,
-    )

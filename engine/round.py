@@ -13,9 +13,10 @@ from itertools import accumulate
 from torch import Tensor
 
 from engine import trees, verification
-from engine.captured_round import CapturedVerdict, can_capture
+from engine.captured_round import CapturedVerdict, can_capture, filled_up, is_surprising
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.feeds import Feed
+from engine.models.look_ahead import LookAheadFault
 from engine.models.runner import PlannedPass, Runner
 from engine.round_clock import RoundClock, forwards_us
 from engine.sampling.acceptance import Verdict
@@ -78,8 +79,9 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     sequences = tuple(s.sequence for s in slices)
     captured = can_capture(plan, target)
     target.staging.begin(fixed=captured)
-    rows = [max(planned_ks)] * len(slices) if captured else planned_ks
-    sampler = Sampler(sequences, rows, target.vocab_size, target.device, target.staging)
+    # A captured round has equally many rows for each of a rounded number of sequences.
+    drawing, rows = filled_up(sequences, planned_ks, target.staging.limits) if captured else (sequences, planned_ks)
+    sampler = Sampler(drawing, rows, target.vocab_size, target.device, target.staging)
     shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
     batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes, captured=captured)
     target.take_forwards()  # of a round that failed
@@ -91,6 +93,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
 
     feeds = _make_feeds(plan, draft.ks, draft.trees)
     verdict, logits, starts = _score(batch, draft, feeds, ahead, target)
+    _check_look_ahead(slices, verdict, target)
     failures: FailedRequests = {}
     logprobs = _logprobs(batch, starts, verdict, logits, failures)
     prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
@@ -123,6 +126,16 @@ def _propose(drafter: Drafter, batch: DraftBatch, planned_ks: Seq[int]) -> Draft
         return Draft.none(len(planned_ks), failed=True)
 
 
+def _check_look_ahead(slices: Seq[Slice], verdict: Verdict, target: Runner) -> None:
+    """Raise LookAheadFault if look-ahead tokens may have spoilt scores: such a sequence gets no more of them, and the
+    round is tried again."""
+    spoilt = [s.sequence for s, bad in zip(slices, verdict.non_finite, strict=True) if bad and s.ahead]
+    if target.look_ahead is not None and spoilt:
+        for sequence in spoilt:
+            target.look_ahead.refuse(sequence)
+        raise LookAheadFault(f"scores of {len(spoilt)} sequences are not finite beside look-ahead tokens")
+
+
 def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner) -> None:
     """Drop the rejected drafts from the target's cache. The accepted ones of a tree move together before."""
     paths = [(i, path) for i, path in verdict.paths.items() if not verdict.non_finite[i]]
@@ -153,7 +166,7 @@ def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahe
     """Put what the drafts that are planned need for their verification on its way to the device, so that it goes there
     together with what drafting needs. None: it is prepared when the drafts are known."""
     if batch.captured:
-        return CapturedVerdict(batch, ks, target)
+        return None if is_surprising(batch, ks) else CapturedVerdict(batch, ks, target)
     if not target.staging.deferred:
         return None
     shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
@@ -170,10 +183,10 @@ def _score(
     wants their log-probabilities.
     """
     starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))[:-1]
-    if isinstance(ahead, CapturedVerdict):
-        if ahead.fits(draft):
-            return *ahead.run(draft), batch.sampler.offsets
-    elif ahead is not None and ahead.feeds == tuple(feeds):
+    if batch.captured and CapturedVerdict.fits(draft):
+        ahead = ahead if isinstance(ahead, CapturedVerdict) else CapturedVerdict(batch, draft.ks, target)
+        return *ahead.run(draft), ahead.starts
+    if isinstance(ahead, PlannedPass) and ahead.feeds == tuple(feeds):
         logits = target.compute(ahead, draft.tokens)
         return verify(batch, draft, logits), logits, starts
     verification.prepare(batch, draft.ks, draft.trees)
@@ -187,7 +200,7 @@ def _make_feeds(plan: Plan, ks: Seq[int], shapes: Mapping[int, Parents]) -> list
     for s in plan.slices:
         i, k = next(drafted) if s.emits else (-1, 0)
         outputs = k + 1 if s.emits else 0
-        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, shapes.get(i)))
+        feeds.append(Feed(s.sequence, s.committed, k, outputs, s.prompt_rows, shapes.get(i), s.ahead))
     return feeds
 
 

@@ -34,6 +34,7 @@ class Slice:
     alpha: float = 0.0  # estimated chance that the first draft is accepted
     confidence: float = 0.0  # joint confidence below which the draft model stops; 0: it does not stop
     tree: Parents | None = None  # the tree that the policy wants of its drafts, of k nodes or more; None: a chain
+    ahead: int = 0  # look-ahead tokens behind its last committed token and behind each draft
 
     @property
     def shape(self) -> Parents | None:
@@ -57,7 +58,7 @@ class Plan:
 
     def without_drafts(self) -> "Plan":
         """The same slices with k = 0, for which no policy gave a reason."""
-        return replace(self, slices=tuple(replace(s, k=0, reason=None) for s in self.slices))
+        return replace(self, slices=tuple(replace(s, k=0, reason=None, ahead=0) for s in self.slices))
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class Scheduler:
             self._prefill_slice(sequence, count) for sequence, count in self._divide_prefill(budget, queue).items()
         ]
         slices.sort(key=lambda s: self._cache.slot(s.sequence.handle))
+        slices = self._look_ahead(slices)
         return Plan(tuple(slices), tuple(queue.started), tuple(preempted), expected)
 
     def remove(self, sequence: Sequence) -> None:
@@ -159,6 +161,17 @@ class Scheduler:
             confidence = chosen.confidence if sequence.k is None else 0.0
             tree = chosen.shapes[n] if chosen.shapes else None
             slices.append(Slice(sequence, 1, k, True, 0, reason, chosen.alphas[n], confidence, tree))
+        return slices
+
+    def _look_ahead(self, slices: list[Slice]) -> list[Slice]:
+        """The slices with look-ahead tokens, where the pass and the memory have room for them: they come last."""
+        riding, left = self._target.look_ahead, self._max_step_tokens - sum(s.committed + s.k for s in slices)
+        if riding is None:
+            return slices
+        for i, s in enumerate(slices):
+            if s.emits:
+                made = riding.reserve(self._cache, s.sequence, s.k, s.shape, committed=s.committed, most=left)
+                slices[i], left = replace(s, ahead=made[0]), left - made[1]
         return slices
 
     def _divide_prefill(self, budget: int, queue: StartQueue) -> dict[Sequence, int]:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from engine.detokenize import TextStream
+from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.translation import DraftText
 from engine.sampling.device_penalties import DeviceText
 from engine.sampling.exclusions import Exclusions
@@ -85,12 +86,14 @@ class Sequence:
     def preempt(self) -> None:
         """Its memory was taken back: it keeps its tokens, and they will be fed again."""
         self._move("preempt")
+        self.device_text = None
         self.record.preemptions += 1
         if not self.record.rounds:
             self.prompt_logprobs.clear()
 
     def finish(self, reason: FinishReason) -> None:
         self._move("finish")
+        self.device_text = None
         self.finish_reason = reason
 
     def _move(self, event: str) -> None:
@@ -98,3 +101,20 @@ class Sequence:
             self.state = TRANSITIONS[self.state][event]
         except KeyError:
             raise RuntimeError(f"sequence {self.request_id}: {event} in state {self.state.value}") from None
+
+
+def scratch_sequence(name: str, handle: int, tokens: list[int], params: SamplingParams, **fields: Any) -> Sequence:
+    """A sequence that no request owns and nobody reads. fields: what differs from a request without speculation."""
+    return Sequence(
+        handle=handle,
+        request_id=name,
+        tokens=tokens,
+        num_prompt=len(tokens),
+        params=params,
+        k=None,
+        key=0,
+        max_len=len(tokens) + params.max_tokens,
+        text=TextStream(Detokenizer(lambda ids: ""), ()),
+        record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
+        **fields,
+    )

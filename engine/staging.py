@@ -13,8 +13,7 @@ from torch import Tensor
 
 from cache.transfer import index_tensor
 from engine.graphs import Graphs
-
-FIXED_NUMBERS = 1 << 17  # of 64 bits, that the memory of captured rounds holds
+from engine.round_limits import UNKNOWN, RoundLimits
 
 T = TypeVar("T")
 
@@ -47,11 +46,13 @@ class Staging:
     such rounds of equal layout have equal addresses.
     """
 
-    def __init__(self, device: torch.device, graphs: Graphs | None = None) -> None:
-        """graphs: of work that reads these numbers; None: nothing is captured."""
+    def __init__(self, device: torch.device, graphs: Graphs | None = None, limits: RoundLimits = UNKNOWN) -> None:
+        """graphs: of work that reads these numbers; None: nothing is captured. limits: of the rounds, as far as anybody
+        must know them."""
         self.device = device
         self.graphs = graphs
-        self._fixed = None if graphs is None else torch.empty(FIXED_NUMBERS, dtype=torch.int64, device=device)
+        self.limits = limits
+        self._fixed = None if graphs is None else torch.empty(limits.numbers, dtype=torch.int64, device=device)
         self._used: int | None = None  # numbers in the fixed memory; None: this round's numbers are not all there
         self._layout: list[Hashable] = []
         self.deferred = device.type != "cpu"
@@ -64,6 +65,11 @@ class Staging:
         self.send()  # what a round that failed has left
         self._used = 0 if fixed and self._fixed is not None else None
         self._layout = []
+
+    @property
+    def fixed(self) -> bool:
+        """Whether this round may be captured: its numbers go to the fixed memory."""
+        return self._used is not None
 
     @property
     def layout(self) -> Hashable | None:
@@ -101,6 +107,11 @@ class Staging:
         kept: T = self._kept[name]
         return kept
 
+    def drop(self, owner: int) -> None:
+        """Forget the graphs of a runner that is out of use."""
+        if self.graphs is not None:
+            self.graphs.drop(owner)
+
     def send(self) -> None:
         """Copy all numbers that wait to the device. The host does not wait for it. If it raises, they go on waiting."""
         if not self._waiting:
@@ -114,7 +125,10 @@ class Staging:
 
     def _copy(self, numbers: "array[int]") -> Tensor:
         used, self._used = self._used, None
-        if used is None or self._fixed is None or used + len(numbers) > len(self._fixed):
+        if used is None or self._fixed is None or self.graphs is None:
+            return index_tensor(numbers, self.device)
+        if used + len(numbers) > len(self._fixed):  # the limits do not hold: the round is not captured
+            self.graphs.eager["the fixed memory is too small"] += 1
             return index_tensor(numbers, self.device)
         self._used = used + len(numbers)
         place = self._fixed[used : self._used]

@@ -28,6 +28,17 @@ def check(parents: Parents) -> None:
             raise ValueError(f"node {node} of a draft tree has the parent {parent}: {ROOT} to {node - 1} are allowed")
 
 
+@lru_cache(maxsize=512)
+def with_chains(parents: Parents, length: int) -> Parents:
+    """The tree with chains of `length` further nodes behind the root and behind each node. They come last, in the order
+    of what they hang on."""
+    found = list(parents)
+    for node in range(ROOT, len(parents)):
+        for depth in range(length):
+            found.append(len(found) - 1 if depth else node)
+    return tuple(found)
+
+
 def depths(parents: Parents) -> list[int]:
     """Per node the number of drafts on its path, itself included: 1 for a child of the root."""
     found: list[int] = []

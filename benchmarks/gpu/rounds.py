@@ -46,6 +46,8 @@ def compare_graphs(recorder: Recorder) -> None:
     captured = llm.engine.target.staging.graphs
     assert captured is not None, "the last engine has graphs"
     recorder.at_least("graphs that were captured", captured.count, 1)  # what cannot be captured gives the same texts
+    for what, number in captured.stats.items():
+        recorder.note(f"graphs: {what}", number)
     off, on = texts
     equal = sum(a == b for a, b in zip(off, on, strict=True)) / len(off)
     recorder.at_least("share of texts that are the same with graphs", equal, 1)

@@ -32,6 +32,7 @@ class CapturedChains:
         """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
         from there on are not drawn."""
         self._runner, self._batch, self._ks, self._vocab = runner, batch, tuple(ks), vocab
+        self._rest = len(batch.sampler.offsets) - len(ks)  # what fills up the round
         self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         runner.staging.note("chains", max(ks), vocab)
         self._ids = runner.staging.ints(self._gap_ids())
@@ -53,14 +54,14 @@ class CapturedChains:
         # A copy, because another model's graph may run before the verification.
         return Draft(
             self._ks,
-            tokens.clone(),
+            tokens[: len(self._ks)].clone(),
             steps=max(self._ks),
             read=sum(counts.values()),
             forwards=self._runner.take_forwards(),
         )
 
     def _draw(self) -> Tensor:
-        """Drafts [B, max k]. The region of the graph."""
+        """Drafts [≥ B, max k]. The region of the graph."""
         decoder, sampler = self._runner.decoder, self._batch.sampler
         drafts: list[Tensor] = []
         fed, last = self._ids.tensor, slice(max(self._gaps) - 1, None, max(self._gaps))
@@ -78,7 +79,7 @@ class CapturedChains:
             # A draft model's vocabulary may be smaller than the target's.
             read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
             ids += [0] * (max(self._gaps) - gap) + read
-        return ids
+        return ids + [0] * (self._rest * max(self._gaps))
 
     def _put_passes(self) -> list[PagedAttention]:
         """The pass over the gaps, then one over each column of drafts but the last."""
@@ -86,10 +87,12 @@ class CapturedChains:
         assert isinstance(storage, GatheredStorage)
         handles = [s.handle if k else None for s, k in zip(self._batch.sequences, self._ks, strict=True)]
         storage.prepare([handle for handle in handles if handle is not None])
+        handles += [None] * self._rest
         slots = [None if handle is None else cache.slot(handle) for handle in handles]
         starts = [0 if handle is None else cache.length(handle) for handle in handles]
         plans = PaddedPlans(slots, storage, self._runner.staging)
-        counts, rows, put = self._gaps, max(self._gaps), list[PagedAttention]()
+        ks, counts = [*self._ks, *[0] * self._rest], [*self._gaps, *[0] * self._rest]
+        rows, put = max(counts), list[PagedAttention]()
         for column in range(1, max(self._ks) + 1):
             spans = [
                 None if slot is None or not count else Span.at(slot, start, count)
@@ -97,5 +100,5 @@ class CapturedChains:
             ]
             put.append(PagedAttention(plans.put(spans, rows, at_end=True), storage))
             starts = [start + count for start, count in zip(starts, counts, strict=True)]
-            counts, rows = [int(k > column) for k in self._ks], 1
+            counts, rows = [int(k > column) for k in ks], 1
         return put

@@ -10,12 +10,13 @@ from engine.models.headers import stored_tensors
 from engine.models.tokenizer_files import read_object
 
 EagleKind = Literal["eagle", "eagle3"]  # eagle: EAGLE 1 and 2, which differ in their trees only
-StateKind = Literal["medusa", "mlp_speculator"]  # heads without memory, which read one state of the target
+# Heads without memory, which read one state of the target, or those of look-ahead tokens behind it.
+StateKind = Literal["medusa", "mlp_speculator", "pass"]
 HeadKind = EagleKind | StateKind
 
 SUPPORTED = (
-    "EAGLE, EAGLE-2 and EAGLE-3 heads are supported, from SafeAILab's files or from those of speculators, Medusa heads "
-    "and MLP speculators"
+    "EAGLE, EAGLE-2 and EAGLE-3 heads are supported, from SafeAILab's files or from those of speculators, Medusa "
+    "heads, MLP speculators and look-ahead embeddings (PaSS)"
 )
 # Fields of config.json that say so by themselves.
 FIELDS: dict[str, HeadKind] = {"eagle_config": "eagle3", "draft_vocab_size": "eagle3"}
@@ -57,6 +58,8 @@ def _told(config: dict[str, Any]) -> HeadKind | None:
         return "eagle"
     if config.get("model_type") == "mlp_speculator" or MLP_SPECULATOR in names:
         return "mlp_speculator"
+    if config.get("model_type") == "pass" or "num_lookahead_tokens" in config:
+        return "pass"
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return "medusa"
     return next((kind for name, kind in FIELDS.items() if name in config), None)

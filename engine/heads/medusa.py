@@ -10,7 +10,7 @@ written. It needs no code of its own.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import product
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.heads.eagle import OUTSIDE
-from engine.heads.state_heads import HeadFiles, StateTarget, check_hidden, check_vocab
+from engine.heads.state_heads import HeadFiles, IndependentRun, Output, StateTarget, check_hidden, check_vocab
 from engine.models.linear import Product, num_bytes_of
 from engine.models.products import AS_IS, Weights
-
-Output = Callable[[Tensor], Tensor]  # [R, hidden] → [R, vocab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ class MedusaHeads:
             logits = full.index_copy_(2, self.vocabulary, logits)
         return logits.transpose(0, 1)  # the rows of a head are neighbours in memory
 
-    def start(self, states: Tensor, depth: int) -> "_MedusaRun":
-        return _MedusaRun(self.logits(states, depth))
+    def start(self, states: Tensor, depth: int) -> IndependentRun:
+        return IndependentRun(self.logits(states, depth))
 
     def _blocks(self, states: Tensor, depth: int) -> Tensor:
         """[depth, R, hidden]: what the heads' matrices read."""
@@ -69,21 +67,6 @@ class MedusaHeads:
             for block in blocks:
                 x.add_(F.silu(block(x)))
         return hidden
-
-
-class _MedusaRun:
-    def __init__(self, logits: Tensor) -> None:
-        """logits [R, depth, vocab]."""
-        self._logits = logits
-        self._step = 0
-        self._owners: Tensor | None = None  # of the rows of the latest step; None: all, in their order
-
-    def step(self, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        if rows is not None:
-            self._owners = rows if self._owners is None else self._owners[rows]
-        logits = self._logits[:, self._step]
-        self._step += 1
-        return logits if self._owners is None else logits[self._owners]
 
 
 @dataclass(frozen=True, slots=True)

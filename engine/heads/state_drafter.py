@@ -66,11 +66,11 @@ class StateDrafter:
         began = mark(self._device)
         ks = [k if k and self._ready(s) else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         shapes = {
-            i: within_depth(shape[: ks[i]], self.heads.most)
+            i: within_depth(shape[: ks[i]], self._most(batch.sequences[i]))
             for i, shape in enumerate(batch.shapes)
             if shape is not None and ks[i]
         }
-        chains = [0 if i in shapes else min(k, self.heads.most) for i, k in enumerate(ks)]
+        chains = [0 if i in shapes else min(k, self._most(batch.sequences[i])) for i, k in enumerate(ks)]
         columns = self._plan_chains(batch, chains) if any(chains) else None
         trees = self._plan_trees(batch, shapes) if shapes else None
         drafts = []
@@ -99,7 +99,11 @@ class StateDrafter:
 
     def imagine_inputs(self, sequence: Sequence, target: Runner) -> None:
         """For a throw-away sequence: read zeros in place of the state that its next draft needs."""
-        zeros = torch.zeros(1, target.decoder.config.hidden_size, dtype=target.decoder.dtype, device=self._device)
+        self._imagine(sequence, target, target.decoder.config.hidden_size)
+
+    def _imagine(self, sequence: Sequence, target: Runner, width: int) -> None:
+        """width: numbers of a state."""
+        zeros = torch.zeros(1, width, dtype=target.decoder.dtype, device=self._device)
         self.states.drop(sequence.handle)
         self.states.read([Feed(sequence, 1)], [len(sequence.tokens) - 2], zeros)
 
@@ -115,6 +119,10 @@ class StateDrafter:
         """Whether the state that the next draft reads is there."""
         position = len(sequence.tokens) - 2
         return sequence.handle not in self._given_up and position in self.states.positions(sequence.handle)
+
+    def _most(self, sequence: Sequence) -> int:
+        """The most drafts that follow each other."""
+        return self.heads.most
 
     def _plan_chains(self, batch: DraftBatch, ks: Seq[int]) -> DraftColumns:
         """On another device than the CPU, put what all columns need, unless a confidence decides who stays active."""

@@ -17,6 +17,8 @@ from engine.models.shards import Part, Shards, TensorSource
 from engine.models.tokenizer_files import read_object
 from engine.models.weight_files import INDEX, WEIGHTS
 
+Output = Callable[[Tensor], Tensor]  # [R, hidden] → [R, vocab]
+
 
 class HeadRun(Protocol):
     """The heads of one proposal, from the first to the last."""
@@ -26,6 +28,23 @@ class HeadRun(Protocol):
         all, in their order. tokens [N] int64: the last token of each row's text: a committed one in the first step,
         then a draft. The vocabulary may be smaller or larger than the target's."""
         ...
+
+
+class IndependentRun:
+    """Heads that do not know what the heads before them drew."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """logits [R, depth, vocab]."""
+        self._logits = logits
+        self._step = 0
+        self._owners: Tensor | None = None  # of the rows of the latest step; None: all, in their order
+
+    def step(self, rows: Tensor | None, tokens: Tensor) -> Tensor:
+        if rows is not None:
+            self._owners = rows if self._owners is None else self._owners[rows]
+        logits = self._logits[:, self._step]
+        self._step += 1
+        return logits if self._owners is None else logits[self._owners]
 
 
 class StateHeads(Protocol):
@@ -51,7 +70,7 @@ class StateTarget:
 
     name: str
     config: DecoderConfig
-    logits: Callable[[Tensor], Tensor]  # states behind the final norm [R, hidden] → [R, vocab]
+    logits: Output  # states behind the final norm [R, hidden] → [R, vocab]
 
 
 class HeadFiles:

@@ -9,16 +9,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.heads.eagle import HeadTarget
 from engine.heads.files import StateKind
 from engine.heads.medusa import load_medusa
 from engine.heads.mlp_speculator import load_mlp_speculator
+from engine.heads.pass_heads import DRAFTERS, PassDrafter, PassHeads, load_pass
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_heads import StateHeads, StateTarget
 from engine.heads.states import TargetStates
 from engine.model_runners import HEAD_DRAFTERS, max_states, table_bytes
-from engine.models.decoder import DecoderConfig, LanguageModel
+from engine.models.decoder import Decoder, DecoderConfig, LanguageModel
+from engine.models.feeds import StateReader
+from engine.models.look_ahead import EmbeddingModel, LookAhead
 from engine.models.products import Weights
 from engine.models.runner import Runner
 
@@ -41,26 +44,60 @@ class StateHeadsFolder:
         began = perf_counter()
         weights = Weights(config.draft_weights, config.quantize_head, config.products)
         known = state_target(config.target, target)
-        load = load_medusa if self.kind == "medusa" else load_mlp_speculator
-        heads = self.heads = load(self.directory, known, dtype=target.dtype, device=device, weights=weights)
+        if self.kind == "pass":
+            _check_native(self.directory, config.target, target)
+            self.heads = load_pass(self.directory, known, target.logits, dtype=target.dtype, device=device)
+        else:
+            load = load_medusa if self.kind == "medusa" else load_mlp_speculator
+            self.heads = load(self.directory, known, dtype=target.dtype, device=device, weights=weights)
+        heads = self.heads
         log.info(
             "%s: %s, %d drafts at most, %.1f MB of their own (%.1f s)",
             *(self.directory, self.kind.replace("_", " "), heads.most, heads.weight_bytes / 1e6),
             perf_counter() - began,
         )
-        return heads.weight_bytes + table_bytes(config, target.config.hidden_size, target.dtype)
+        return heads.weight_bytes + waiting_bytes(config, heads, target)
 
     def drafter(self, config: EngineConfig, target: Runner) -> StateDrafter:
         """The loaded heads as a drafter, which reads the states of this runner's passes."""
         drafter = self.joining(config, target)
-        target.reader = drafter.states
+        target.reader, target.look_ahead = readers_of(drafter)
         return drafter
 
     def joining(self, config: EngineConfig, target: Runner) -> StateDrafter:
-        """The loaded heads as a drafter, whose `states` are to become the reader of this runner later."""
+        """The loaded heads as a drafter, whose readers are to become those of this runner later."""
         assert self.heads is not None, "the heads are loaded before"
+        if isinstance(self.heads, PassHeads):
+            return pass_drafter(self.heads, target, max_states(config))
         states = TargetStates((target.decoder.config.num_layers,), HEAD_DRAFTERS, max_states(config))
         return StateDrafter(self.heads, states, target.vocab_size, target.device)
+
+
+def pass_drafter(heads: PassHeads, target: Runner, max_rows: int) -> PassDrafter:
+    """A drafter that keeps the states of look-ahead tokens behind `max_rows` positions at most."""
+    states = TargetStates((), DRAFTERS, max_rows)
+    look_ahead = LookAhead(cast(EmbeddingModel, target.decoder), heads.embeddings, states, DRAFTERS)
+    return PassDrafter(heads, look_ahead, states, target.vocab_size, target.device)
+
+
+def readers_of(drafter: StateDrafter) -> tuple[StateReader | None, LookAhead | None]:
+    """(what reads the states of a target's passes, what rides in them) for these heads."""
+    return (None, drafter.look_ahead) if isinstance(drafter, PassDrafter) else (drafter.states, None)
+
+
+def waiting_bytes(config: EngineConfig, heads: StateHeads, target: LanguageModel) -> int:
+    """Bytes of the target's states that wait for the heads, at most."""
+    states = heads.most if isinstance(heads, PassHeads) else 1  # of a position
+    return table_bytes(config, states * target.config.hidden_size, target.dtype)
+
+
+def _check_native(directory: Path, name: str, target: LanguageModel) -> None:
+    """Raise ConfigError for a target whose first layer takes nothing but embeddings of ids."""
+    if not isinstance(target, Decoder):
+        raise ConfigError(
+            f"{directory} holds look-ahead embeddings, which ride in the passes of native architectures only, and "
+            f"target {name} runs through transformers: choose another draft"
+        )
 
 
 def state_target(name: str, model: LanguageModel) -> StateTarget:

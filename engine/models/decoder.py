@@ -154,8 +154,11 @@ class Decoder:
 
         `attention` knows the position of each token and stores its k and v.
         """
+        return self.forward_embedded(self.embed(ids), attention, watched)
+
+    def forward_embedded(self, x: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
+        """As forward(), of the states x [N, hidden] that enter the first layer. Writes into x."""
         rotations = self.row_rotations(attention)
-        x = self.embed(ids)
         for index, layer in enumerate(self.layers):
             if watched is not None and watched.wants(index):
                 watched.keep(index, x)

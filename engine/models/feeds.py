@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.sequence import Sequence
-from engine.staging import Staging
-from engine.trees import Parents
+from engine.staging import Staged, Staging
+from engine.trees import Parents, chain, with_chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,40 @@ class Feed:
     # The shape of the tree whose last nodes are the drafts; None: they are a chain. The tree's other nodes lie in the
     # slot already, and then nothing is committed.
     parents: Parents | None = None
+    ahead: int = 0  # look-ahead tokens behind each row that gives logits (look_ahead.py); they lie behind the drafts
+
+    @property
+    def count(self) -> int:
+        """Tokens that the cache holds after the pass."""
+        return self.committed + self.drafts
+
+    @property
+    def riders(self) -> int:
+        """Look-ahead tokens."""
+        return self.outputs * self.ahead
+
+    @property
+    def shape(self) -> Parents | None:
+        """The shape of the tree of drafts and look-ahead tokens; None: a chain of drafts."""
+        if not self.ahead:
+            return self.parents
+        return with_chains(chain(self.drafts) if self.parents is None else self.parents, self.ahead)
+
+
+def ragged(feeds: Seq[Feed]) -> bool:
+    """Whether the feeds with outputs have different numbers of drafts."""
+    return len({feed.drafts for feed in feeds if feed.outputs}) > 1
+
+
+def insert_drafts(tokens: Tensor, rows: Staged, drafts: Tensor, places: Staged | None) -> None:
+    """Write drafts[places] into rows `rows` of tokens, without a copy to the host. places: (row, column) pairs of the
+    table of drafts; None: the first columns of all its rows."""
+    if places is None:
+        values = drafts[:, : len(rows.tensor) // len(drafts)].flatten()
+    else:
+        owners, columns = places.tensor.view(-1, 2).unbind(1)
+        values = drafts[owners, columns]
+    tokens.index_copy_(0, rows.tensor, values)
 
 
 class StateReader(Protocol):

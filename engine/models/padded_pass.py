@@ -12,6 +12,7 @@ from engine.models.attention import Span
 from engine.models.decoder import Decoder
 from engine.models.paged_attention import PagedPlan
 from engine.models.runner import Runner
+from engine.round_limits import table_width
 from engine.staging import Staged, Staging
 
 
@@ -28,7 +29,7 @@ class PaddedPlans:
     def __init__(self, slots: Seq[int | None], storage: GatheredStorage, staging: Staging) -> None:
         """slots: prepared ones, with all memory that the passes need; None: the sequence has no tokens in any pass."""
         tables = [[] if slot is None else storage.table(slot) for slot in slots]
-        self._width = 1 << (max(map(len, tables)) - 1).bit_length()
+        self._width = table_width(max(map(len, tables)))
         self._storage, self._staging = storage, staging
         staging.note("table width", self._width)
         self._tables = staging.int32s([block for table in tables for block in _filled(table, self._width)])

@@ -17,7 +17,8 @@ from cache.storage import KVShape
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
-from engine.models.feeds import Feed, StateReader
+from engine.models.feeds import Feed, StateReader, insert_drafts, ragged
+from engine.models.look_ahead import LookAhead, LookAheadRows
 from engine.models.paged_attention import PagedAttention, PagedPlan
 from engine.round_clock import Forward, elapsed_ns, forwards_us, mark
 from engine.sequence import Sequence
@@ -45,6 +46,7 @@ class PlannedPass:
     paged: PagedPlan | None  # where attention reads the blocks themselves
     state_rows: Staged | None = None  # where a head finds the target's states of the rows
     last_rows: Staged | None = None  # the last row of each feed, if a head needs to know
+    ahead: LookAheadRows | None = None
 
 
 class Runner:
@@ -81,6 +83,7 @@ class Runner:
         self._reads_blocks = device.type != "cpu" and isinstance(self.storage, GatheredStorage)
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
         self.reader: StateReader | None = None
+        self.look_ahead: LookAhead | None = None
         self._prompt_states: Tensor | None = None  # [Σ prompt_rows, hidden] of the latest pass
         self._known_finite: set[int] = set()  # handles whose memory holds finite numbers only
 
@@ -224,9 +227,9 @@ class Runner:
             handle = feed.sequence.handle
             if not self.cache.holds(handle):
                 self.cache.allocate(handle)
-            start, count = self.cache.length(handle) + more, feed.committed + feed.drafts
+            start, count = self.cache.length(handle) + more, feed.count + feed.riders
             self.cache.reserve(handle, more + count)
-            spans.append(Span.at(self.cache.slot(handle), start, count, feed.parents))
+            spans.append(Span.at(self.cache.slot(handle), start, count, feed.shape))
             prompt_rows += range(len(ids), len(ids) + feed.prompt_rows)
             ids += self.tokens(feed.sequence)[start : start + feed.committed]
             draft_rows += range(len(ids), len(ids) + feed.drafts)
@@ -234,10 +237,12 @@ class Runner:
                 draft_places += (draft_index, j)
             ids += [0] * feed.drafts
             logit_rows += range(len(ids) - feed.outputs, len(ids))
+            ids += [0] * feed.riders
         if self.reader is not None and self.staging.deferred and self.reader.wants(feeds):
             self.reader.prepare(feeds, [span.start for span in spans], self.staging)
         put, last = self.staging.ints, self.vocab_size - 1
         # A draft model's vocabulary may be smaller than the target's. A wrong id costs drafts; a fault costs the pass.
+        riding = self.look_ahead if any(feed.ahead for feed in feeds) else None
         legal = ids if not ids or max(ids) <= last else [min(token, last) for token in ids]
         return PlannedPass(
             tuple(feeds),
@@ -245,10 +250,11 @@ class Runner:
             spans,
             put(legal),
             put(draft_rows) if draft_rows else None,
-            put(draft_places) if draft_rows and _ragged(feeds) else None,
+            put(draft_places) if draft_rows and ragged(feeds) else None,
             None if len(logit_rows) >= len(ids) else put(logit_rows),
             put(prompt_rows) if prompt_rows else None,
             self._plan_blocks([feed.sequence.handle for feed in feeds], spans),
+            ahead=None if riding is None else riding.plan(feeds, [span.start for span in spans], self.staging),
         )
 
     def compute(self, planned: PlannedPass, drafts: Tensor | None = None) -> Tensor:
@@ -261,11 +267,14 @@ class Runner:
         assert planned.ids is not None, "a step has its own ids"
         tokens = planned.ids.tensor
         if drafts is not None and planned.draft_rows is not None:
-            self._insert_drafts(tokens, planned.draft_rows, drafts, planned.draft_places)
+            # The verifier rejects an illegal id; here it must not fault the embedding.
+            insert_drafts(tokens, planned.draft_rows, drafts.clamp(0, self.vocab_size - 1), planned.draft_places)
         watched = self._watch(planned.feeds)
         logits, states = self._forward(planned, tokens, watched)
-        for handle, span in zip(planned.handles, planned.spans, strict=True):
-            self.cache.extend(handle, span.count)
+        for feed in planned.feeds:
+            self.cache.extend(feed.sequence.handle, feed.count)
+        if self.look_ahead is not None and planned.ahead is not None:
+            self.look_ahead.read(planned.ahead, states)
         if self.reader is not None and watched is not None and watched.table is not None:
             self.reader.read(planned.feeds, [span.start for span in planned.spans], watched.table)
         rows = planned.prompt_rows
@@ -283,9 +292,9 @@ class Runner:
         self._prompt_states = None
         graphs = self.staging.graphs
         assert graphs is not None, "only an engine with graphs has captured rounds"
-        fixed = key is not None and self.staging.layout is not None
+        layout = None if self.staging.layout is None else key
         began = mark(self.device)
-        result = graphs.run((self.number, key) if fixed else None, region)
+        result = graphs.run(self.number, layout, region)
         self._forwards.append(Forward(began, mark(self.device), sum(counts.values())))
         for handle, length in counts.items():
             self.cache.extend(handle, length)
@@ -371,27 +380,15 @@ class Runner:
     def _forward(self, planned: PlannedPass, tokens: Tensor, watched: WatchedStates | None) -> tuple[Tensor, Tensor]:
         """(logits of the rows that give any, states of all rows). What is timed leaves out prompt rows."""
         began = mark(self.device)
-        hidden = self.decoder.forward(tokens, self._attention(planned), watched)
+        attention, ahead = self._attention(planned), planned.ahead
+        if ahead is None or self.look_ahead is None:
+            hidden = self.decoder.forward(tokens, attention, watched)
+        else:
+            hidden = self.look_ahead.forward(ahead, tokens, attention, watched)
         rows = planned.logit_rows
         logits = self.decoder.logits(hidden if rows is None else hidden[rows.tensor])
         self._forwards.append(Forward(began, mark(self.device), tokens.shape[0]))
         return logits, hidden
-
-    def _insert_drafts(self, tokens: Tensor, rows: Staged, drafts: Tensor, places: Staged | None) -> None:
-        """Write drafts[places] into rows `rows` of tokens, without a copy to the host."""
-        # The verifier rejects an illegal id; here it must not fault the embedding.
-        legal = drafts.clamp(0, self.vocab_size - 1)
-        if places is None:
-            values = legal[:, : len(rows.tensor) // len(legal)].flatten()
-        else:
-            owners, columns = places.tensor.view(-1, 2).unbind(1)
-            values = legal[owners, columns]
-        tokens.index_copy_(0, rows.tensor, values)
-
-
-def _ragged(feeds: Seq[Feed]) -> bool:
-    """Whether the feeds with outputs have different numbers of drafts."""
-    return len({feed.drafts for feed in feeds if feed.outputs}) > 1
 
 
 def kv_shape(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> KVShape:

@@ -14,8 +14,9 @@ from engine.types import SamplingParams
 class TextTable:
     """How often each token is in the text of each penalised sequence, [texts, vocab] on the device (record_texts).
 
-    A text has a row from its first round on, until it is collected. Tokens are put on their way once per round and
-    taken in when the table is read.
+    A text has a row from its first round on, until it is collected. Only running sequences have texts, so the table is
+    made for as many as an engine runs (RoundLimits), and it grows only where nobody has said how many these are. Tokens
+    are put on their way once per round and taken in when the table is read.
     """
 
     def __init__(self, staging: Staging, vocab_size: int) -> None:
@@ -60,7 +61,8 @@ class TextTable:
     def uses(self) -> Tensor:
         """[≥ texts, vocab] int32, with all that was put on its way. What raises is taken in at the next read."""
         if len(self._uses) < self._num_rows:
-            grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses)), self._uses.shape[1])
+            most = self._staging.limits.sequences
+            grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses), most), self._uses.shape[1])
             grown[: len(self._uses)] = self._uses
             self._uses = grown
         while self._waiting:

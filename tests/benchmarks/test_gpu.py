@@ -22,9 +22,10 @@ from benchmarks.gpu.steps import Recorder, Result, Row, Skipped, Step, markdown,
 from engine import graphs
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.graphs import Captured, Graphs
+from engine.graphs import Graphs
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
+from tests.engine.fake_graphs import FakeMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names that no step may import, here as missing as on a machine with a GPU. An engine's start measures one round.
@@ -274,21 +275,24 @@ def test_graphs_must_be_captured(captures: bool, monkeypatch: pytest.MonkeyPatch
 
     class FakeLLM:
         def __init__(self, *names: str, graphs: bool, **settings: Any) -> None:
-            kept = Graphs()
+            kept = Graphs(torch.device("cpu"))
             if graphs and captures:
-                kept.run("a", list)
-                kept.run("a", list)
+                kept.run(0, "a", list)
+                kept.run(0, "a", list)
             self.engine = SimpleNamespace(target=SimpleNamespace(staging=SimpleNamespace(graphs=kept)))
 
         def generate(self, prompts: list[list[int]], params: object, k: int) -> list[Any]:
             return [SimpleNamespace(token_ids=(1, 2))] * len(prompts)
 
-    monkeypatch.setattr(graphs, "capture", lambda region, pool: Captured(lambda: None, region(), pool))
+    monkeypatch.setattr(graphs, "GraphMemory", lambda device: FakeMemory())
     monkeypatch.setattr(rounds, "LLM", FakeLLM)
     monkeypatch.setattr(rounds, "make_pair", lambda folder: (folder, folder))
     told = list[Row]()
     rounds.compare_graphs(Recorder("cuda", True, time.monotonic() + 60, told.append))
-    assert {row.what: row.met for row in told} == {
+    assert {row.what: row.met for row in told if row.met is not None} == {
         "graphs that were captured": captures,
         "share of texts that are the same with graphs": True,
     }
+    notes = {row.what: row.value for row in told if row.met is None}
+    assert notes["graphs: replays"] == captures
+    assert notes.get("graphs: not captured: the first of its kind", 0) == captures

@@ -50,8 +50,10 @@ def drafter_of(engine: Engine) -> StateDrafter:
     return engine.drafter
 
 
-def with_params(requests: Seq[Request], **params: Any) -> list[Request]:
-    return [replace(r, params=replace(r.params, **params)) for r in requests]
+def with_filters(requests: Seq[Request]) -> list[Request]:
+    """Each request with the next of the filters."""
+    filters = [FILTERS[n % len(FILTERS)] for n in range(len(requests))]
+    return [replace(r, params=replace(r.params, **params)) for r, params in zip(requests, filters, strict=True)]
 
 
 def mixed_ks(requests: Seq[Request]) -> list[Request]:
@@ -101,23 +103,21 @@ def test_the_text_is_that_without_drafts(fitted: Fitted, temperature: float) -> 
     assert drive(engine, mixed_ks(make_requests(temperature))).tokens == plain.tokens
 
 
-@pytest.mark.parametrize("params", FILTERS, ids=["none", "filters", "penalties", "exclusions", "allowed"])
-def test_the_text_is_that_without_drafts_for_all_parameters(fitted: Fitted, params: dict[str, Any]) -> None:
-    engine = fitted.engine(max_running=4)
-    plain = drive(engine, with_params(make_requests(0.8, k=0), **params))
-    for tree in (None, (2, 2)):
-        k = 3 if tree is None else None
-        run = drive(engine, with_params(make_requests(0.8, k=k, tree=tree), **params))
-        assert run.tokens == plain.tokens
-        assert run.accepted
-        assert not sum(s.draft_faults for s in run.steps)
+@pytest.mark.parametrize("tree", [None, (2, 2)])
+def test_the_text_is_that_without_drafts_for_all_parameters(fitted: Fitted, tree: tuple[int, ...] | None) -> None:
+    engine = fitted.engine(max_running=5)
+    plain = drive(engine, with_filters(make_requests(0.8, k=0)))
+    run = drive(engine, with_filters(make_requests(0.8, k=3 if tree is None else None, tree=tree)))
+    assert run.tokens == plain.tokens
+    assert all(sum(told.record.column("accepted")) for told in run.received.values() if told.record)
+    assert not sum(s.draft_faults for s in run.steps)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("tree", SHAPES)
-def test_the_text_is_that_without_trees(fitted: Fitted, temperature: float, tree: tuple[int, ...]) -> None:
-    engine = fitted.engine(max_running=3)
-    run = drive(engine, make_requests(temperature, k=None, tree=tree))
+def test_the_text_is_that_without_trees(fitted: Fitted, temperature: float) -> None:
+    engine = fitted.engine(max_running=8)
+    requests = make_requests(temperature, k=None)
+    run = drive(engine, [replace(r, tree=SHAPES[n % len(SHAPES)]) for n, r in enumerate(requests)])
     assert run.tokens == drive(engine, make_requests(temperature, k=0)).tokens
     assert run.accepted
 
@@ -149,15 +149,6 @@ def test_a_greedy_chain_is_the_most_likely_token_of_each_head(fitted: Fitted) ->
     recorder = Recorder(engine)
     drive(engine, make_requests(0.0))
     assert recorder.check(fitted) > 150
-
-
-@pytest.mark.parametrize("tree", SHAPES)
-def test_a_greedy_tree_has_the_most_likely_tokens(fitted: Fitted, tree: tuple[int, ...]) -> None:
-    engine = fitted.engine(max_running=3)
-    recorder = Recorder(engine)
-    run = drive(engine, make_requests(0.0, k=None, tree=tree))
-    assert recorder.check(fitted) > 150
-    assert run.accepted
 
 
 def test_chains_and_trees_share_rounds(fitted: Fitted) -> None:

@@ -1,13 +1,17 @@
 """Texts that stay on the device: counted in pieces, in rows that are used again, whatever happens to a round."""
 
 import gc
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels.penalise import OUTPUT, SEEN
+from engine.round_limits import RoundLimits
 from engine.sampling.device_penalties import DevicePenalties, DeviceText, TextTable
 from engine.sampling.penalties import History, PenaltyRows
+from engine.sequence import Sequence, State, scratch_sequence
 from engine.staging import RoundNumbers, Staging
 from engine.types import SamplingParams
 
@@ -104,3 +108,32 @@ def test_rows_are_penalised_as_on_the_cpu() -> None:
         assert torch.equal(found[[0, 2]], cpu)
         assert torch.equal(found[1], logits[1])
         assert not torch.equal(cpu, logits[[0, 2]])
+
+
+def test_a_table_for_all_texts_that_an_engine_runs_never_moves() -> None:
+    """Its memory is known at the start, and captured graphs keep its address."""
+    table = TextTable(Staging(CPU, limits=RoundLimits(4, 0)), VOCAB)
+    texts = [table.start(0)]
+    put(table, (texts[0], [1]))
+    address, size = table.uses.data_ptr(), table.uses.shape
+    assert size == (4, VOCAB)
+    for n in range(12):
+        texts = [*texts[-3:]]
+        texts.append(table.start(0))
+        put(table, (texts[-1], [n]))
+        assert (table.uses.data_ptr(), table.uses.shape) == (address, size)
+    for text, token in zip(texts, (8, 9, 10, 11), strict=True):
+        assert table.uses[text.row].tolist() == uses_of([], [token])
+
+
+@pytest.mark.parametrize("leave", [lambda s: s.preempt(), lambda s: s.finish("stop")])
+def test_a_sequence_that_runs_no_more_has_no_text(leave: Callable[[Sequence], None]) -> None:
+    table = TextTable(Staging(CPU, limits=RoundLimits(1, 0)), VOCAB)
+    sequence = scratch_sequence("s", 0, [1], STRICT)
+    sequence.start()
+    for _ in range(2):
+        sequence.device_text = table.start(1)
+        put(table, (sequence.device_text, [1]))
+        assert len(table.uses) == 1
+        if sequence.state is State.RUNNING:
+            leave(sequence)

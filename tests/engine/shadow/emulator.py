@@ -5,7 +5,8 @@ same memory. As on CUDA:
 - what crosses between host and device, or waits, ends the capture with an error, and so do events. Work on the host,
   which no replay would repeat, does so too: CUDA would let it pass;
 - a capture computes nothing: its results hold numbers after a replay only;
-- all graphs share their memory: when one runs, the results of the others are gone. Here they are overwritten at once.
+- all graphs of an engine share their memory, and there is one engine: when one runs, the results of the others are
+  gone. Here they are overwritten at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,9 +74,8 @@ class Emulator:
         self.tapes: list[Tape] = []
         self.replays = 0
 
-    def capture(self, region: Callable[[], Any], pool: Any) -> Captured:
-        """As engine.graphs.capture."""
-        assert pool is None or pool is self, "graphs share one memory"
+    def capture(self, region: Callable[[], Any], *, fresh: bool) -> Captured:
+        """As GraphMemory.capture."""
         device, tape = active(), Tape()
         device.recorder = tape
         try:
@@ -85,7 +85,7 @@ class Emulator:
         with _disable_current_modes():
             tape.spoil()
         self.tapes.append(tape)
-        return Captured(lambda: self._replay(tape), result, self)
+        return Captured(lambda: self._replay(tape), result)
 
     def _replay(self, tape: Tape) -> None:
         active().counts.operate("graph")
@@ -101,7 +101,7 @@ class Emulator:
 def emulated_graphs() -> Iterator[Emulator]:
     """Captures are those of the emulator."""
     emulator = Emulator()
-    with patch("engine.graphs.capture", emulator.capture):
+    with patch("engine.graphs.GraphMemory.capture", emulator.capture):
         yield emulator
 
 

@@ -18,31 +18,33 @@ from torch import Tensor
 from cache.gathered import GatheredStorage
 from cache.paged import PagedCache
 from cache.transfer import index_tensor
-from engine import captured_round, model_runners
+from engine import captured_round, model_runners, verification
 from engine import round as round_module
 from engine.captured_round import CapturedVerdict
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import CapturedChains
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.graphs import Graphs
+from engine.graphs import Graphs, graph_room
 from engine.models.runner import Runner
 from engine.sampling.filters import truncates
 from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.staging import Staging
-from engine.types import Request, SamplingParams
+from engine.types import DrafterName, Request, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair
 from tests.engine.shadow.both import Arrivals, Both, run_both, without_measurements
 from tests.engine.shadow.counting import Counts
+from tests.engine.shadow.cuda import shadow_cuda
 from tests.engine.shadow.device import active
 from tests.engine.shadow.emulator import Emulator, emulated_graphs
 
 Patch = pytest.MonkeyPatch
 PARAMS = SamplingParams(temperature=0.8, max_tokens=16, seed=1, ignore_eos=True)
+PADDED = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # sequences → those of their graph
 REPLAYED = 100  # rounds of the long run that are replays at least
 SETTINGS: dict[str, Any] = {
     "policy": PolicyConfig("fixed", k=3),
@@ -88,6 +90,7 @@ class Watch:
     captured: list[bool] = field(default_factory=list)  # by round in which every sequence decodes
     keys: list[tuple[str, Hashable]] = field(default_factory=list)  # of each part
     buckets: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # what a part's work depends on → its keys
+    sizes: dict[int, set[int]] = field(default_factory=dict)  # rounded number of sequences → their numbers
 
     def install(self, patch: Patch) -> None:
         can_capture = captured_round.can_capture
@@ -105,7 +108,9 @@ class Watch:
             begin_verdict(part, batch, ks, target)
             logprobs = any(s.params.logprobs is not None for s in batch.sequences)
             truncated = any(truncates(s.params) for s in batch.sequences)
-            self._note("verdict", part._key, len(ks), _bucket(batch.sequences, ks, target), truncated, logprobs)
+            size = PADDED[len(ks)]
+            self._note("verdict", part._key, size, _bucket(batch.sequences, ks, target), truncated, logprobs)
+            self.sizes.setdefault(size, set()).add(len(ks))
 
         def chains(part: CapturedChains, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int) -> None:
             active = [s for s, k in zip(batch.sequences, ks, strict=True) if k]
@@ -150,14 +155,14 @@ def random_requests(count: int) -> dict[int, list[Request]]:
         drafter, k = choose.choice(["model", "model", "lookup"]), choose.choice([0, 1, 3, 3])
         request = Request(f"r{i}", (shared if i % 3 == 0 else ()) + prompt, params, k=k, drafter=drafter)  # type: ignore[arg-type]
         arrivals.setdefault(step, []).append(request)
-        step += choose.choice([0, 5, 10])
+        step += choose.choice([0, 0, 0, 24])
     return arrivals
 
 
 def test_captured_rounds_say_what_the_cpu_says(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     watch = Watch()
     watch.install(monkeypatch)
-    both = run(pair, random_requests(40))
+    both = run(pair, random_requests(46), max_running=8, kv_tokens=1600)
     both.check()
     both.check_drafts()
     assert sum(watch.captured) >= 200
@@ -168,6 +173,7 @@ def test_captured_rounds_say_what_the_cpu_says(pair: Pair, emulator: Emulator, m
     assert emulator.replays >= REPLAYED
     assert {len(keys) for keys in watch.buckets.values()} == {1}, "a part's work depends on more than its bucket"
     assert len(watch.buckets) == len(asked), "two buckets share a graph"
+    assert watch.sizes == {1: {1}, 2: {2}, 4: {3, 4}, 8: {5, 6, 7, 8}}
 
 
 # --- single properties -----------------------------------------------------------------------------------------------
@@ -242,27 +248,37 @@ def test_a_minimum_that_is_reached_does_not_matter_any_more(pair: Pair, emulator
     assert emulator.tapes
 
 
-def check_replaced_draft(pair: Pair, other: str) -> None:
+def check_replaced_draft(pair: Pair, other: str) -> list[int]:
+    """Returns how many graphs there were before and after the exchange."""
+    kept: list[int] = []
+
     def act(engine: Engine, step: int) -> None:
-        if step == 6:
-            engine.put_draft(engine.load_draft(other)).release()
+        if step != 6:
+            return
+        graphs = engine.target.staging.graphs
+        kept.append(graphs.count if graphs else 0)
+        engine.put_draft(engine.load_draft(other)).release()
+        kept.append(graphs.count if graphs else 0)
 
     both = run(pair, steady_requests(max_tokens=36), act=act)
     both.check()
     both.check_drafts()
+    return kept[2:]  # the first two are the CPU's
 
 
 def test_graphs_are_not_those_of_a_draft_that_was_replaced(
     pair: Pair, drafts: tuple[str, str], emulator: Emulator
 ) -> None:
-    check_replaced_draft(pair, drafts[1])
+    before, after = check_replaced_draft(pair, drafts[1])
     assert emulator.replays > 8
+    assert 0 < after < before, "those of the target stay, those of the old draft go"
 
 
 def test_negative_control_of_a_draft_that_was_replaced(
     pair: Pair, drafts: tuple[str, str], emulator: Emulator, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("engine.models.runner._numbers", repeat(0))
+    monkeypatch.setattr(Graphs, "drop", lambda graphs, owner: None)
     with pytest.raises(AssertionError):
         check_replaced_draft(pair, drafts[1])
 
@@ -273,6 +289,73 @@ def test_two_draft_models_keep_their_results_apart(pair: Pair, drafts: tuple[str
     both.check()
     both.check_drafts()
     assert emulator.replays > 8
+
+
+def test_a_captured_round_is_prepared_once(
+    pair: Pair, drafts: tuple[str, str], emulator: Emulator, monkeypatch: Patch
+) -> None:
+    """Also where drafts may be trees, whose verification is not captured."""
+    prepared = Counter[int]()
+    batches: list[DraftBatch] = []  # so that no two have the same id
+
+    def note(batch: DraftBatch) -> None:
+        if batch.captured:
+            batches.append(batch)
+            prepared[id(batch.sampler)] += 1
+
+    begin, prepare = CapturedVerdict.__init__, verification.prepare
+
+    def beginning(part: CapturedVerdict, batch: DraftBatch, ks: Seq[int], target: Runner) -> None:
+        note(batch)
+        begin(part, batch, ks, target)
+
+    def preparing(batch: DraftBatch, *args: Any) -> None:
+        note(batch)
+        prepare(batch, *args)
+
+    monkeypatch.setattr(CapturedVerdict, "__init__", beginning)
+    monkeypatch.setattr(verification, "prepare", preparing)
+    names: list[DrafterName] = ["merged", "lookahead"]
+    requests = [replace(r, id=name, drafter=name) for name in names for r in steady_requests(1)]
+    both = run(pair, requests, drafts=drafts)
+    both.check()
+    both.check_drafts()
+    assert len(prepared) > 4
+    assert set(prepared.values()) == {1}
+
+
+def test_the_start_sets_memory_aside(pair: Pair) -> None:
+    """Beside the KV memory, whose size is given here."""
+    with shadow_cuda(), without_measurements():
+        without, engine = (load(pair, device="cuda", graphs=graphs, **SETTINGS) for graphs in (False, True))
+        graphs, limits = engine.target.staging.graphs, engine.target.staging.limits
+        assert graphs is not None
+        assert graphs._room == graph_room(0)
+        assert without._room - engine._room == graph_room(0) + 8 * limits.numbers
+        assert without.target.staging.graphs is None
+
+
+def test_the_fixed_memory_holds_the_largest_round(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    """All sequences, the longest context, the most drafts, and every filter."""
+    used, copy = list[int](), Staging._copy
+
+    def copying(staging: Staging, numbers: Any) -> Tensor:
+        tensor = copy(staging, numbers)
+        used.append(staging._used or 0)
+        return tensor
+
+    monkeypatch.setattr(Staging, "_copy", copying)
+    engines: list[Engine] = []
+    requests = [
+        replace(r, k=4) for r in steady_requests(3, top_p=0.9, top_k=5, min_p=0.01, max_tokens=50)
+    ]  # texts of 64 tokens at most
+    both = run(pair, requests, act=lambda engine, step: engines.append(engine))
+    both.check()
+    staging = engines[-1].target.staging
+    assert staging.graphs is not None
+    assert staging.graphs.replays > 4
+    assert "the fixed memory is too small" not in staging.graphs.eager
+    assert 0 < max(used) <= staging.limits.numbers
 
 
 @pytest.mark.parametrize(("family", "captured"), [("mistral", True), ("gemma2", True), ("mixtral", False)])

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import staging as staging_module
 from engine.graphs import Graphs
+from engine.round_limits import RoundLimits
 from engine.staging import Staged, Staging
 from tests.engine.shadow.cuda import shadow_cuda
 from tests.engine.shadow.device import CUDA, ShadowTensor
@@ -17,6 +17,11 @@ from tests.engine.shadow.device import CUDA, ShadowTensor
 def _shadow() -> Iterator[None]:
     with shadow_cuda():
         yield
+
+
+def capturing(numbers: int = 1000) -> Staging:
+    """For rounds of at most so many numbers."""
+    return Staging(CUDA, Graphs(CUDA), RoundLimits(4, 4, numbers))
 
 
 def address(staged: Staged) -> int:
@@ -35,7 +40,7 @@ def put_round(staging: Staging, first: int, *, fixed: bool = True) -> list[Stage
 
 
 def test_rounds_of_equal_layout_have_equal_addresses() -> None:
-    staging = Staging(CUDA, Graphs())
+    staging = capturing()
     earlier = put_round(staging, 1)
     before, layout = [address(s) for s in earlier], staging.layout
     later = put_round(staging, 70)
@@ -46,7 +51,7 @@ def test_rounds_of_equal_layout_have_equal_addresses() -> None:
 
 
 def test_numbers_that_are_sent_later_in_a_round_lie_behind_the_earlier_ones() -> None:
-    staging = Staging(CUDA, Graphs())
+    staging = capturing()
     together = [address(s) for s in put_round(staging, 1)]
     parts = put_round(staging, 1)
     staging.send()
@@ -57,7 +62,7 @@ def test_numbers_that_are_sent_later_in_a_round_lie_behind_the_earlier_ones() ->
 
 
 def test_a_layout_tells_types_counts_and_what_was_noted() -> None:
-    staging = Staging(CUDA, Graphs())
+    staging = capturing()
 
     def layout(*, ints: int = 2, floats: int = 2, note: int = 3) -> object:
         staging.begin(fixed=True)
@@ -72,7 +77,7 @@ def test_a_layout_tells_types_counts_and_what_was_noted() -> None:
 
 
 def test_other_rounds_have_memory_of_their_own() -> None:
-    for staging in (Staging(CUDA), Staging(CUDA, Graphs())):
+    for staging in (Staging(CUDA), capturing()):
         earlier = put_round(staging, 1, fixed=staging.graphs is None)
         assert earlier[0].tensor.tolist() == [1, 2, 3]
         put_round(staging, 70, fixed=staging.graphs is None)[0].tensor.tolist()
@@ -80,22 +85,24 @@ def test_other_rounds_have_memory_of_their_own() -> None:
         assert staging.layout is None
 
 
-def test_a_round_that_does_not_fit_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "FIXED_NUMBERS", 8)
-    staging = Staging(CUDA, Graphs())
+def test_a_round_that_does_not_fit_is_not_captured_and_is_counted() -> None:
+    staging = capturing(numbers=8)
     fits = put_round(staging, 1)
     assert address(fits[0])
     assert staging.layout is not None
+    assert staging.graphs is not None
+    assert not staging.graphs.eager
     more = staging.ints([4, 5])
     assert more.tensor.tolist() == [4, 5]
     assert staging.layout is None
     assert fits[0].tensor.tolist() == [1, 2, 3]
+    assert staging.graphs.eager == {"the fixed memory is too small": 1}
     put_round(staging, 1)
     assert staging.layout is not None
 
 
 def test_what_a_failed_round_has_left_does_not_move_the_next_one() -> None:
-    staging = Staging(CUDA, Graphs())
+    staging = capturing()
     before = [address(s) for s in put_round(staging, 1)]
     put_round(staging, 2)  # nobody reads it
     assert [address(s) for s in put_round(staging, 3)] == before

@@ -1,0 +1,53 @@
+"""The largest round that an engine runs, and how many numbers of the host such a round has."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from cache.layout import Layout
+from engine.config import EngineConfig
+
+NUMBERS_PER_SEQUENCE = 24  # in a pass: of 64 bits, beside its table of blocks and what each of its rows has
+NUMBERS_PER_ROW = 32  # beside the drafts that a penalised row sees
+EXACT_SEQUENCES = 4  # numbers of sequences that are rounded up to a power of two; beyond, to a multiple of 8
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    sequences: int  # max_running
+    drafts: int  # of one sequence
+    numbers: int = 0  # of 64 bits, that a captured round sends at most; 0: nothing is captured
+
+    @classmethod
+    def of(cls, config: EngineConfig, layout: Layout) -> "RoundLimits":
+        """layout: the target's. That of a draft, also of one that joins later, has no more blocks in a table."""
+        sequences, drafts = config.max_running, config.max_spec_length
+        if not config.graphs:
+            return cls(sequences, drafts)
+        models = 1 + max(1, len(config.draft_models))
+        width = table_width(ceil(layout.max_len / layout.block_size))
+        of_sequence = width / 2 + NUMBERS_PER_SEQUENCE + (1 + drafts) * (NUMBERS_PER_ROW + drafts)
+        return cls(sequences, drafts, ceil(models * sequences * of_sequence))
+
+    def padded(self, sequences: int) -> int:
+        """Sequences of a captured round: so many rounded up, but never more than an engine runs. Rounds of few kinds
+        need few graphs."""
+        up = 1 << (sequences - 1).bit_length() if sequences <= EXACT_SEQUENCES else ceil(sequences / 8) * 8
+        return min(up, self.sequences)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that one round commits for one sequence at most."""
+        return 1 + self.drafts
+
+
+UNKNOWN = RoundLimits(0, 0)  # nobody has to know them: nothing is captured
+
+
+def number_bytes(config: EngineConfig, block_size: int, max_len: int) -> int:
+    """Bytes of the memory for the numbers of captured rounds."""
+    return 8 * RoundLimits.of(config, Layout(config.max_running, max_len, block_size)).numbers
+
+
+def table_width(blocks: int) -> int:
+    """The width of a table of so many blocks in a captured round: a power of two."""
+    return 1 << max(0, blocks - 1).bit_length()
