@@ -54,16 +54,33 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{name}: {message}, not {given if len(given) <= MAX_SHOWN else given[:MAX_SHOWN] + '…'}"
 
 
-def check_models(settings: Settings, device: Device) -> None:
-    """Check the files of all checkpoints; fetch those of a hub. Raises ConfigError, naming the setting."""
+def check_models(settings: Settings, device: Device, user_config: Any = None) -> None:
+    """Check the files of all checkpoints; fetch those of a hub. Raises ConfigError, naming the setting.
+
+    user_config: the deployment's, which is valid and may name another draft.
+    """
     config = settings.freeze(device)
     name_of_drafts, models = "draft" if config.draft is not None else "drafts", []
     for name, given in (("target", config.target), *((name_of_drafts, draft) for draft in config.draft_models)):
+        models.append(_files(name, given))
+    check_together(config, models)
+    if user_config is None:
+        return
+    draft = PolicySettings.model_validate(user_config).draft_of(config)
+    if draft is not None and draft != config.draft:
+        name = "user_config: draft"
+        another = _files(name, draft)
         try:
-            models.append(CheckpointFiles.read(_directory(given)))
+            check_together(config.with_draft(draft), [models[0], another])
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-    check_together(config, models)
+
+
+def _files(name: str, given: str) -> CheckpointFiles:
+    try:
+        return CheckpointFiles.read(_directory(given))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _directory(given: str) -> Path:

@@ -17,10 +17,9 @@ from ray._private.node import Node
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
-from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
-from ray.serve.config import ControllerOptions, HTTPOptions
+from ray.serve.config import ControllerOptions, HTTPOptions, ProxyLocation
 from ray.serve.context import _set_global_client
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ProxyStatus, ServeDeploySchema
 
 from app.proxy import DRAIN_PATH
 from deployments.checks import explain
@@ -35,6 +34,8 @@ LOG_MONITOR = "start_log_monitor"
 HELPERS = (LOG_MONITOR, "start_api_server", "start_monitor")
 STOP_LIMIT_S = 10  # for replicas to end once no request runs
 PROXY_LIMIT_S = 2.0  # for the proxy to answer a drain command
+RAYS_LOGS = "/tmp/ray/session_latest/logs"
+NO_PROXY = f"the HTTP proxy does not listen yet; its log is in {RAYS_LOGS}/serve"
 
 
 def read_config(document: Any) -> ServeDeploySchema:
@@ -78,14 +79,22 @@ class Cluster:
         self._drain_token = drain_token
         self._helpers: dict[str, Callable[[], None]] = {}
         self._seen: dict[str, ApplicationStatusOverview] = {}
+        self._listens = False  # whether a proxy does; Serve replaces one that is slow to start
         ours = [application for application in config.applications if application.import_path == BUILDER]
         # Seconds that running requests get at the end: the longest of all our applications.
         self.drain_s = max((Settings.model_validate(application.args).drain_s for application in ours), default=0.0)
 
     def start(self) -> None:
-        """Start a new cluster, even if this machine has one already, and deploy the applications without waiting."""
-        with _postponed(*HELPERS) as self._helpers:  # ray.init would wait for them
-            ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
+        """Start a new cluster, even if this machine has one already, and deploy the applications without waiting.
+
+        Raises OSError if Ray cannot start.
+        """
+        try:
+            with _postponed(*HELPERS) as self._helpers:  # ray.init would wait for them
+                ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
+        except Exception as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise OSError(f"Ray could not start: {reason} Its logs are in {RAYS_LOGS}") from error
         self._start_helpers(LOG_MONITOR)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         global_worker_stdstream_dispatcher.remove_handler(RAYS_PRINTER)
@@ -93,8 +102,11 @@ class Cluster:
         self._deploy()
 
     def _deploy(self) -> None:
-        """As serve.start and deploy_apps do, but the applications are built while the proxy starts."""
-        controller, proxies = _create_controller_and_proxy_refs(
+        """As serve.start and deploy_apps do, but the applications are built while the proxy starts.
+
+        Does not wait for that proxy: it may be replaced.
+        """
+        controller, _ = _create_controller_and_proxy_refs(
             HTTPOptions.model_validate(self._config.http_options.model_dump()),
             grpc_options=None,
             global_logging_config=None,
@@ -105,19 +117,23 @@ class Cluster:
         client = ServeControllerClient(controller)
         _set_global_client(client)
         client.deploy_apps(self._config, _blocking=False)
-        ray.get(proxies, timeout=HTTP_PROXY_TIMEOUT)
 
     def look(self) -> None:
-        """Ask Serve how the applications are. The three below tell what it said."""
-        self._seen = serve.status().applications
+        """Ask Serve how the applications and the proxy are. The three below tell what it said."""
+        status = serve.status()
+        self._seen = status.applications
+        disabled = self._config.proxy_location is ProxyLocation.Disabled
+        self._listens = disabled or ProxyStatus.HEALTHY in status.proxies.values()
 
     @property
     def settled(self) -> bool:
-        """Whether every application runs or one has failed."""
+        """Whether every application runs and can be reached, or one has failed."""
+        return bool(self.failures) or (self._run and self._listens)
+
+    @property
+    def _run(self) -> bool:
         states = [application.status for application in self._seen.values()]
-        return any(s in FAILED for s in states) or (
-            bool(states) and all(s is ApplicationStatus.RUNNING for s in states)
-        )
+        return bool(states) and all(state is ApplicationStatus.RUNNING for state in states)
 
     @property
     def failures(self) -> list[str]:
@@ -125,9 +141,10 @@ class Cluster:
 
     @property
     def troubles(self) -> list[str]:
-        """What Serve says of deployments that cannot start yet."""
+        """What Serve says of deployments that cannot start yet, and whether only the proxy is missing."""
         messages = [deployment.message for a in self._seen.values() for deployment in a.deployments.values()]
-        return [message.splitlines()[0] for message in messages if message.strip()]
+        lines = [message.splitlines()[0] for message in messages if message.strip()]
+        return [*lines, NO_PROXY] if self._run and not self._listens else lines
 
     def start_helpers(self) -> None:
         """Start Ray's dashboard and autoscaler once every application is built; before, does nothing.

@@ -34,6 +34,9 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Seconds between two health checks of the proxy (10 by default). Serve replaces it after three failures.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Seconds in which a proxy must start (5 by default). Serve replaces a slower one, and on a busy machine the next is
+    # no faster.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
     # The proxy asks replicas by gRPC and from its own event loop, not by Ray's streaming calls from another thread: a
     # third of its processor time per event of a stream, and half per request.
@@ -125,7 +128,7 @@ def check(document: Any, *, port_too: bool = True) -> None:
     for application in our_applications(document):
         settings = read_settings(application.args, application.user_config)
         check_edge(settings)
-        check_models(settings, device_here(settings))
+        check_models(settings, device_here(settings), application.user_config)
         if settings.hint is not None:
             say(settings.hint)
     host, port = listen_address(document)
@@ -138,7 +141,11 @@ def run(cluster: "Cluster", signals: Signals, began: float) -> int:
 
     began: monotonic seconds, when the start began.
     """
-    cluster.start()
+    try:
+        cluster.start()
+    except OSError as error:
+        say(str(error))
+        return 1
     say(f"Ray and Serve run ({time.monotonic() - began:.1f} s); a replica starts")
     signals.listen()
     told: set[str] = set()

@@ -142,6 +142,7 @@ def _resource() -> dict[str, str]:
     context = serve.get_replica_context()
     return {
         "service.name": names.SCOPE,
+        names.PROJECT: names.SCOPE,
         "service.version": names.VERSION,
         "service.instance.id": context.replica_id.unique_id,
         "ray.serve.application": context.app_name,

@@ -22,6 +22,10 @@ ENGINE_STEP = "specdec.engine_step"  # the root of its own trace, with links to 
 SPAN_KIND = "openinference.span.kind"
 LLM = "LLM"  # a request
 CHAIN = "CHAIN"  # a part of a request, or an engine step
+PROJECT = "openinference.project.name"  # of the resource: where Phoenix shows the traces; else under "default"
+OUTPUT = "output.value"  # of a decode span: what viewers show first. The rounds, because text is in no such span
+OUTPUT_TYPE = "output.mime_type"
+PLAIN_TEXT = "text/plain"
 
 # Attributes of the request span: the request.
 OPERATION = "gen_ai.operation.name"

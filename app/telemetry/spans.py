@@ -11,6 +11,7 @@ from opentelemetry.util.types import AttributeValue
 
 from app.round_columns import raw_columns
 from app.telemetry import names as name
+from app.telemetry.rounds_table import rounds_table
 from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
 
 MAX_COLUMN = 512  # entries; viewers cut long attributes
@@ -59,7 +60,8 @@ def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterato
         head = (spans.pop(0),) if 0 in spans else ()  # the round that ended the prompt began before the decode span
         yield Piece(name.PREFILL, admitted, finished if first is None else first, choice | _prefill(record), head)
     if first is not None:
-        attributes = choice | columns(record)
+        table: Attributes = {name.OUTPUT: rounds_table(record.rounds), name.OUTPUT_TYPE: name.PLAIN_TEXT}
+        attributes = choice | columns(record) | table
         if rounds:
             attributes[name.ROUNDS_OMITTED] = len(record.rounds) - len(spans) - len(head)
         yield Piece(name.DECODE, first, finished, attributes, tuple(spans.values()))

@@ -64,8 +64,11 @@ def bench(
     if name in known:
         _become(f"benchmarks.{name}", *context.args)
     listed = "\n".join(f"  {other:<12}{about}" for other, about in known.items())
-    typer.echo(f"foretoken bench NAME [OPTIONS], where NAME --help shows the options:\n{listed}", err=bool(name))
-    raise typer.Exit(0 if name in ("", "--help") else 1)
+    wrong = name not in ("", "--help")
+    if wrong:
+        typer.echo(f"foretoken: there is no benchmark {name!r}", err=True)
+    typer.echo(f"foretoken bench NAME [OPTIONS], where NAME --help shows the options:\n{listed}", err=wrong)
+    raise typer.Exit(int(wrong))
 
 
 def benchmarks() -> dict[str, str]:

@@ -167,6 +167,7 @@ def test_benchmarks_are_listed() -> None:
     assert {"decode", "load", "peers", "acceptance"} <= benchmarks().keys()
     assert "common" not in benchmarks()
     assert run("bench") == run("bench", "--help")
+    assert "there is no benchmark 'decod'" in run("bench", "decod", status=1)
     assert "  decode      Speed of the engine" in run("bench")
     run("bench", "dekode", status=1)
 

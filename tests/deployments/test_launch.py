@@ -14,9 +14,10 @@ from unittest.mock import Mock
 
 import pytest
 from ray._private.node import Node
+from ray.serve.schema import ApplicationStatus, ProxyStatus
 
 from deployments import launch
-from deployments.cluster import HELPERS, Cluster, read_config
+from deployments.cluster import HELPERS, NO_PROXY, RAYS_LOGS, Cluster, read_config
 from deployments.config_file import read_document
 from deployments.launch import SecondSignal, Signals, main, run
 
@@ -148,6 +149,21 @@ def test_signals_while_it_starts_end_it_with_status_0(
     assert cluster.did == ["kill"]
 
 
+def test_where_ray_cannot_start_one_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signals: Signals
+) -> None:
+    """On a machine that is too busy Ray gives up after 30 s."""
+    monkeypatch.setattr("deployments.launch.check", lambda document, port_too: None)
+    monkeypatch.setattr("deployments.cluster.ray.init", Mock(side_effect=Exception("The node timed out.\nMore")))
+    monkeypatch.setattr("deployments.cluster.ray.shutdown", Mock())
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    file = tmp_path / "serve.yaml"
+    file.write_text(CONFIG % 1, encoding="utf-8")
+    assert main([str(file)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"foretoken: Ray could not start: The node timed out. Its logs are in {RAYS_LOGS}"
+
+
 def test_signals_are_ignored_once_it_kills(signals: Signals) -> None:
     signals.listen()
     signals.ignore()
@@ -253,13 +269,32 @@ def test_a_failure_is_told_in_the_words_of_the_engine(
         ),
         "good": Mock(status="RUNNING", message="", deployments={}),
     }
-    monkeypatch.setattr("deployments.cluster.serve.status", lambda: Mock(applications=states))
+    monkeypatch.setattr("deployments.cluster.serve.status", lambda: Mock(applications=states, proxies={}))
     file = tmp_path / "serve.yaml"
     file.write_text(CONFIG % 1, encoding="utf-8")
     cluster = Cluster(read_config(read_document(file)), "token")
     cluster.look()
     assert cluster.failures == [f"application bad: {reason}"]
     assert cluster.settled
+
+
+def test_it_is_ready_once_a_proxy_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve replaces a proxy that is slow to start, so the first one's end is not the start's."""
+    seen = Mock(applications={"good": Mock(status=ApplicationStatus.RUNNING, message="", deployments={})}, proxies={})
+    monkeypatch.setattr("deployments.cluster.serve.status", lambda: seen)
+    file = tmp_path / "serve.yaml"
+    for location, settles in (("HeadOnly", False), ("Disabled", True)):
+        file.write_text(f"proxy_location: {location}\n{CONFIG % 1}", encoding="utf-8")
+        cluster = Cluster(read_config(read_document(file)), "token")
+        for status in (None, ProxyStatus.STARTING, ProxyStatus.UNHEALTHY):
+            seen.proxies = {} if status is None else {"node": status}
+            cluster.look()
+            assert cluster.settled is settles
+            assert cluster.troubles == ([] if settles else [NO_PROXY])
+        seen.proxies = {"node": ProxyStatus.HEALTHY}
+        cluster.look()
+        assert cluster.settled
+        assert not cluster.troubles
 
 
 def test_rays_helpers_start_once_the_applications_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,11 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             "[{name: Replica, user_config: {policy: fixed, k: 99}}]}]",
             "policy fixed with k 99 exceeds max_spec_length, which is 16",
         ),
+        (
+            "applications: [{import_path: deployments.build:build, deployments: "
+            "[{name: Replica, user_config: {draft: /none}}]}]",
+            "user_config: draft: there is no directory /none: give the directory of a Hugging Face checkpoint",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_served(

@@ -168,6 +168,7 @@ def test_what_the_resource_says(traced: Traced) -> None:
     resource = traced.collector.request(trace).resource
     expected = {
         "service.name": "foretoken",
+        "openinference.project.name": "foretoken",
         "service.version": "0.1.0",
         "ray.serve.application": "second",
         "ray.serve.deployment": "Replica",

@@ -8,7 +8,7 @@ import pytest
 from app.telemetry.rounds_table import MAX_LENGTH, MAX_ROWS, rounds_table
 from engine.types import DRAFTERS, REASONS, RoundRecord
 from tests.app.harness import PROMPT, call
-from tests.app.telemetry.tracing import ROUNDS, Traced, round_of
+from tests.app.telemetry.tracing import ROUNDS, Traced, round_of, told
 
 
 def cells(table: str) -> list[list[str]]:
@@ -73,6 +73,15 @@ def test_a_request_of_several_choices_shows_the_first(level: Any) -> None:
     call(traced.app, PROMPT | {"n": 3})
     said = traced.attributes()["specdec.rounds.table"]
     assert said == rounds_table([round_of(7, *facts) for facts in ROUNDS])
+
+
+def test_viewers_show_every_choices_rounds_as_the_output_of_its_decoding() -> None:
+    """Phoenix shows an attribute's line ends as two characters, and an output as text."""
+    traced = Traced(level="packed")
+    call(traced.app, PROMPT | {"n": 3})
+    decodes = [told(span) for span in traced.spans("specdec.decode")]
+    shown = [(decode["output.mime_type"], decode["output.value"]) for decode in decodes]
+    assert shown == [("text/plain", rounds_table([round_of(7, *facts) for facts in ROUNDS]))] * 3
 
 
 def test_the_branches_of_a_tree_are_told_apart() -> None:

@@ -48,6 +48,7 @@ COLUMNS = {
 }  # fmt: skip
 DECODE = KIND | COLUMNS | {
     "specdec.choice.index", "specdec.drafters", "specdec.reasons", "specdec.rounds.total", "specdec.rounds.strip",
+    "output.value", "output.mime_type",
 }  # fmt: skip
 ROUND = {
     f"specdec.round.{fact}" for fact in ("index", "k", "drafted", "accepted", "emitted", "draft_us", "verify_us")
