@@ -6,7 +6,7 @@ call takes some 15 µs longer.
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,27 +14,29 @@ from engine.kernels.triton_modules import triton_module
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _library = torch.library.Library("foretoken", "FRAGMENT")
 
 
 def operation(
-    kernel: str | None = None, *, shapes: Callable[..., T] | None = None, mutates: Iterable[str] = ()
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    kernel: str | None = None, *, shapes: Callable[..., Any] | None = None, mutates: Iterable[str] = ()
+) -> Callable[[F], F]:
     """Makes a function an operation: foretoken::NAME on the CPU and on CUDA. Its arguments' types give the schema.
 
     kernel: "module.function" in engine.kernels that CUDA runs where Triton is installed; None: CUDA runs the function.
     shapes: gives results without contents for arguments without contents. mutates: arguments that are changed in place.
     """
 
-    def make(function: Callable[P, T]) -> Callable[P, T]:
+    def make(function: F) -> F:
         name = function.__name__
         _library.define(name + torch.library.infer_schema(function, mutates_args=tuple(mutates)))
         _library.impl(name, function, "CPU")
         _library.impl(name, function if kernel is None else on_cuda(function, kernel), "CUDA")
         if shapes is not None:
             _library.impl(name, shapes, "Meta")
-        return cast(Callable[P, T], getattr(torch.ops.foretoken, name).default)
+        made: F = getattr(torch.ops.foretoken, name).default
+        return made
 
     return make
 

@@ -222,10 +222,6 @@ MUTANTS = {
     "parts are not weighed": ("weight = tl.exp2(top - ", "weight = tl.exp2(0 * "),
     "sinks of the first head": ("sinks + head", "sinks + head * 0"),
     "another sequence's parts": ("(owner.to(tl.int64) * most", "(owner.to(tl.int64) * 0"),
-    "parts of rows with one part are joined": (
-        "if known & (end - first > most)",
-        "if known & (end - first > most + 99)",
-    ),
     "soft caps are too high": ("(SOFTCAP * LOG2_E)", "(SOFTCAP * LOG2_E * 1.01)"),
 }
 

@@ -201,7 +201,9 @@ def test_the_operation_is_the_reference_on_the_cpu_and_has_shapes_without_values
     scores, settings = normal((5, 40), g), parameters(5, g)
     for made, expected in zip(race(scores, *settings, False), race_reference(scores, *settings, False), strict=True):
         assert torch.equal(made, expected)
-    torch.library.opcheck(race, (scores, *settings, False), test_utils=["test_schema", "test_faketensor"])
+    torch.library.opcheck(
+        torch.ops.foretoken.race.default, (scores, *settings, False), test_utils=["test_schema", "test_faketensor"]
+    )
 
 
 FAULTS = {

@@ -215,7 +215,9 @@ def test_the_operation_is_the_reference_on_the_cpu_and_has_shapes_without_values
     logits, settings = rows([normal], 40, torch.Generator().manual_seed(8))
     parameters = columns(settings, 40)
     assert torch.equal(truncate(logits, *parameters), truncate_reference(logits, *parameters))
-    torch.library.opcheck(truncate, (logits, *parameters), test_utils=["test_schema", "test_faketensor"])
+    torch.library.opcheck(
+        torch.ops.foretoken.truncate.default, (logits, *parameters), test_utils=["test_schema", "test_faketensor"]
+    )
 
 
 FAULTS = {

@@ -120,7 +120,9 @@ def test_the_operation_is_the_reference_on_the_cpu_and_has_shapes_without_values
     ks, drawn, finite, drafts = ragged(torch.Generator().manual_seed(3))
     args = drawn, finite, drafts, torch.tensor([*accumulate((k + 1 for k in ks), initial=0)])
     assert torch.equal(match_verdict(*args), verdict_reference(*args))
-    torch.library.opcheck(match_verdict, args, test_utils=["test_schema", "test_faketensor"])
+    torch.library.opcheck(
+        torch.ops.foretoken.match_verdict.default, args, test_utils=["test_schema", "test_faketensor"]
+    )
 
 
 TREE_FAULTS = {
