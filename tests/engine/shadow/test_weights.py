@@ -164,7 +164,8 @@ def test_the_plan_counts_the_bytes_of_the_codes(plain: str, name: str | None, fo
         decoder = decoder_on_cuda(Path(path), form)
         products = [decoder.head, *products_of(decoder)]
         tables = sum(product.num_bytes - product.weight.nbytes for product in products)
-    assert decoder.weight_bytes - tables <= planned <= decoder.weight_bytes
+    norms = 8 * 5 * decoder.config.hidden_size  # which only the plan counts
+    assert decoder.weight_bytes - tables <= planned <= decoder.weight_bytes + norms
 
 
 def test_a_round_crosses_no_more_often(pair: Pair) -> None:
