@@ -87,6 +87,7 @@ def blank(request: Request, ids: Sequence[int] = ()) -> RequestRecord:
         verifier=request.verifier or "match",
         drafter=(request.drafter or ("cascade" if guess else "model")) if k else None,
         lenience=request.lenience,
+        typical=request.typical,
         policy=POLICY,
         fixed_k=request.k,
         prediction_tokens=len(guess),

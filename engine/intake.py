@@ -141,6 +141,7 @@ class Intake:
             verifier=request.verifier,
             predicted=bool(request.prediction_ids),
             lenience=request.lenience,
+            typical=request.typical,
             temperature=request.params.temperature,
             tree=request.tree,
         )
@@ -181,6 +182,7 @@ class Intake:
             verifier=plan.verifier,
             drafter=plan.drafter,
             lenience=request.lenience,
+            typical=request.typical,
             policy=self.policy.name,
             fixed_k=plan.k,
         )
@@ -201,6 +203,7 @@ class Intake:
             max_k=request.max_k,
             prediction=request.prediction_ids,
             lenience=request.lenience,
+            typical=request.typical,
             tree=plan.tree,
             takes_drafts=request.k is None and request.drafter is None and request.max_k != 0,
             cache_salt=request.cache_salt,

@@ -16,6 +16,7 @@ from engine.types import (
     RequestRecord,
     SamplingParams,
     TokenLogprob,
+    Typical,
     Verifier,
 )
 
@@ -52,7 +53,8 @@ class Sequence:
     drafter: DrafterName | None = None  # None: nothing is drafted for it
     max_k: int | None = None  # the largest k that the policy may choose; None: the engine's limit
     prediction: tuple[int, ...] = ()  # the client's guess of the output
-    lenience: float | None = None  # None: exact
+    lenience: float | None = None  # None: exact, unless it has a typical acceptance
+    typical: Typical | None = None
     tree: Parents | None = None  # the shape of its drafts, if its request fixes it; None: chains
     takes_drafts: bool = False  # its request leaves to the server whether and who drafts for it
     cache_salt: str = ""  # prefixes are shared between sequences of the same salt only

@@ -6,7 +6,7 @@ Standard library only: the HTTP edge imports this module.
 from dataclasses import dataclass, replace
 
 from engine.trees import Parents, branching, count_nodes
-from engine.types import VERIFIERS, DrafterName, InvalidRequest, Verifier
+from engine.types import VERIFIERS, DrafterName, InvalidRequest, Typical, Verifier
 
 DEFAULT_SPEC_LENGTH = 5  # drafts per round for a request that names a drafter where the policy never drafts
 FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the drafters that read the client's guess
@@ -24,9 +24,14 @@ class SpeculationFields:
     verifier: Verifier | None = None
     predicted: bool = False  # whether it brings a guess of its output
     lenience: float | None = None
+    typical: Typical | None = None
     temperature: float = 1.0
     auto: bool = False  # the policy chooses k even where it never drafts
     tree: tuple[int, ...] | None = None  # children of each node of depth 0, 1, …; None: chains
+
+    @property
+    def lossy(self) -> bool:
+        return self.lenience is not None or self.typical is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,8 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
         )
     if fields.predicted:
         _check_prediction(fields, plan, can)
-    if fields.lenience is not None:
-        _check_lenience(fields.lenience, plan, fields.temperature)
+    if fields.lossy:
+        _check_lossy(fields, plan)
     return plan
 
 
@@ -140,7 +145,7 @@ def _check_effect(fields: SpeculationFields, can: Capabilities) -> None:
             "speculation.drafter": fields.drafter is not None,
             "speculation.verifier": fields.verifier is not None,
             "prediction": fields.predicted,
-            "lossy": fields.lenience is not None,
+            "lossy": fields.lossy,
         }
         for name, given in idle.items():
             if given:
@@ -173,13 +178,19 @@ def _check_prediction(fields: SpeculationFields, plan: Speculation, can: Capabil
         raise InvalidRequest("a prediction needs drafts: k and max_k above 0", "prediction")
 
 
-def _check_lenience(lenience: float, plan: Speculation, temperature: float) -> None:
-    """The reply is labelled as lossy, so lenience is refused where it would not act."""
-    if not 0 < lenience < 1:
+def _check_lossy(fields: SpeculationFields, plan: Speculation) -> None:
+    """The reply is labelled as lossy, so what makes it lossy is refused where it would not act."""
+    if fields.lenience is not None and fields.typical is not None:
+        raise InvalidRequest("lossy takes lenience or typical, not both", "lossy")
+    if fields.lenience is not None and not 0 < fields.lenience < 1:
         raise InvalidRequest("lenience must lie between 0 and 1, both excluded", "lossy.lenience")
+    if fields.typical is not None and not 0 < fields.typical.epsilon < 1:
+        raise InvalidRequest("epsilon must lie between 0 and 1, both excluded", "lossy.typical.epsilon")
+    if fields.typical is not None and not 0 < fields.typical.delta <= 1:
+        raise InvalidRequest("delta must be greater than 0 and at most 1", "lossy.typical.delta")
     if plan.verifier != "rejection":
         raise InvalidRequest(f"lossy needs the verifier 'rejection'; this request's is {plan.verifier!r}", "lossy")
     if plan.drafter is None:
         raise InvalidRequest("lossy needs drafts, and this request gets none", "lossy")
-    if temperature == 0:
+    if fields.temperature == 0:
         raise InvalidRequest("lossy needs a temperature above 0", "lossy")

@@ -148,6 +148,14 @@ def check_bad_word(ids: tuple[int, ...]) -> None:
     _require(len(ids) <= MAX_BAD_WORD, "bad_words", f"takes words of at most {MAX_BAD_WORD} tokens")
 
 
+class Typical(NamedTuple):
+    """Typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774, section 3.3.1): a draft x is kept while
+    p(x) > min(ε, δ·exp(−H(p))), H in nats. It changes the law."""
+
+    epsilon: float  # ε, between 0 and 1
+    delta: float  # δ, greater than 0 and at most 1
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. The client chooses the id, which is unique among running requests."""
@@ -169,6 +177,7 @@ class Request:
     max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
     group: str = ""  # the same for all choices of one client's request, which share one group's part; "": alone
     tree: tuple[int, ...] | None = None  # children of each draft of depth 0, 1, … in every round; None: chains
+    typical: Typical | None = None  # another way to change the law than lenience
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +231,7 @@ class RequestRecord:
     verifier: Verifier = "match"
     drafter: DrafterName | None = None  # None: speculation is off
     lenience: float | None = None
+    typical: Typical | None = None
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,10 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
         if len(indices) < len(batch.sequences):
             sampler.numbers.index(_packed(ks, indices))
             sampler.numbers.index(indices)
-        if name != "block" and (shapes := _shapes(trees, ks, indices)):
+        shapes = (_all_shapes if name == "typical" else _shapes)(trees, ks, indices)
+        if name == "typical":
+            TreeTable.put(shapes, sampler.numbers)
+        elif shapes and name != "block":
             _put_parents(batch, shapes)
             if name == "rejection":
                 sampler.prepare_tree_coins(indices, shapes)
@@ -77,15 +80,22 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
         else:
             sampler.prepare_laws(rows)
             sampler.prepare_emit(indices)
+            if name == "typical":
+                _put_limits(batch, indices)
+                continue
             _put_lenience(batch, indices)
             _put_law_rows(batch, _expected_law_rows(batch, ks, trees, indices))
 
 
-def _by_verifier(batch: DraftBatch) -> dict[Verifier, list[int]]:
-    """Verifier → indices. At temperature 0 the law is one token, and every verifier decides as `match` does."""
-    indices: dict[Verifier, list[int]] = {}
+Way = Verifier | Literal["typical"]  # in which drafts are judged
+
+
+def _by_verifier(batch: DraftBatch) -> dict[Way, list[int]]:
+    """Way → indices. At temperature 0 the law is one token, and every verifier decides as `match` does."""
+    indices: dict[Way, list[int]] = {}
     for i, sequence in enumerate(batch.sequences):
-        indices.setdefault("match" if sequence.coupled else sequence.verifier, []).append(i)
+        way: Way = "typical" if sequence.typical else sequence.verifier
+        indices.setdefault("match" if sequence.coupled else way, []).append(i)
     return indices
 
 
@@ -135,7 +145,7 @@ def _on_device(batch: DraftBatch) -> bool:
 
 
 def _reject_or_block(
-    batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int], verifier: Verifier
+    batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int], verifier: Way
 ) -> DeviceVerdict:
     logits, rows, ks = _select_rows(batch, draft, logits, indices)
     sampler, depth = batch.sampler, max(ks)
@@ -149,12 +159,17 @@ def _reject_or_block(
             drafts = drafts[sampler.numbers.index(indices).tensor]
         logp = padded(laws, ks)
         shapes = _shapes(draft.trees, draft.ks, indices) if verifier == "rejection" else []
-        if _on_device(batch):
+        if verifier == "typical":
+            logq = None
+        elif _on_device(batch):
             logq = _device_draft_laws(batch, draft, indices, drafts, logp)
         else:
             logq = draft_laws(draft, indices, drafts, logp)
         legal = drafts if _on_device(batch) else drafts.clamp(0, logits.shape[-1] - 1)
-        if shapes:
+        if logq is None:
+            shapes = _all_shapes(draft.trees, draft.ks, indices)
+            decided = _judge_typical(batch, indices, logp, drafts, shapes)
+        elif shapes:
             reject = _reject_trees_in_one if _on_device(batch) else _reject_trees
             decided = reject(batch, indices, logp, logq, legal, shapes)
         elif _on_device(batch):
@@ -200,7 +215,7 @@ def _decide_in_one(
     logq: Tensor,
     drafts: Tensor,
     ks: Seq[int],
-    verifier: Verifier,
+    verifier: Way,
 ) -> Decided:
     """As _block() or _reject(), by one operation."""
     lenience = None if verifier == "block" else _lenience(batch, indices)
@@ -231,6 +246,21 @@ def _reject_trees_in_one(
     return Decided(*decide_trees(logp, logq, drafts, parents, _lenience(batch, indices), *numbers, width))
 
 
+def _judge_typical(batch: DraftBatch, indices: Seq[int], logp: Tensor, drafts: Tensor, shapes: Seq[Parents]) -> Decided:
+    """The token behind the kept drafts is drawn from the target's law. No chance of acceptance is told."""
+    table, legal = TreeTable.of(shapes, batch.sampler.numbers), drafts.clamp(0, logp.shape[-1] - 1)
+    limits = _put_limits(batch, indices).tensor.view(-1, 2)
+    last_rows = tree_acceptance.typical(logp, legal, legal == drafts, table, limits)
+    weights = logp[torch.arange(len(logp), device=logp.device), last_rows]
+    return Decided(last_rows, table.depths.gather(1, last_rows[:, None])[:, 0], weights, None)
+
+
+def _put_limits(batch: DraftBatch, indices: Seq[int]) -> Staged:
+    return batch.sampler.numbers.floats(
+        ("typical", tuple(indices)), lambda: [x for i in indices for x in batch.sequences[i].typical or (1.0, 1.0)]
+    )
+
+
 def _lenience(batch: DraftBatch, indices: Seq[int]) -> Tensor:
     return _put_lenience(batch, indices).tensor
 
@@ -243,8 +273,10 @@ def _put_lenience(batch: DraftBatch, indices: Seq[int]) -> Staged:
 
 def _shapes(trees: Mapping[int, Parents], ks: Seq[int], indices: Seq[int]) -> list[Parents]:
     """The shapes of these sequences' drafts; [] if all of them are chains."""
-    if not any(i in trees for i in indices):
-        return []
+    return _all_shapes(trees, ks, indices) if any(i in trees for i in indices) else []
+
+
+def _all_shapes(trees: Mapping[int, Parents], ks: Seq[int], indices: Seq[int]) -> list[Parents]:
     return [trees.get(i, chain(ks[i])) for i in indices]
 
 

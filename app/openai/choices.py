@@ -45,6 +45,7 @@ def engine_requests(
             drafter=body.drafting.drafter,
             prediction_ids=prediction,
             lenience=body.drafting.lenience,
+            typical=body.drafting.typical,
             tree=body.drafting.tree,
             cache_salt=salt,
             deadline_s=body.deadline_s,

@@ -96,10 +96,16 @@ class Envelope:
 
         returned: of the choices that the reply has, in its order; None: all.
         """
-        lenience = records[0].lenience
-        label = {} if lenience is None else {"lossy": {"lenience": lenience}}
+        label = _lossy_label(records[0])
         request_metrics = metrics(records, steps_of=(returned or records) if self.tell_steps else ())
         return {"usage": usage(records, self.candidates), "metrics": request_metrics, "seed": records[0].seed} | label
+
+
+def _lossy_label(record: RequestRecord) -> dict[str, Any]:
+    """How a lossy reply says so."""
+    if record.typical is not None:
+        return {"lossy": {"typical": record.typical._asdict()}}
+    return {} if record.lenience is None else {"lossy": {"lenience": record.lenience}}
 
 
 @lru_cache(maxsize=256)  # a stream asks for its own once per event

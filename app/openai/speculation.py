@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator
 from app.client import ModelCard
 from app.openai.fields import Strict, TextPart, prediction_text
 from engine.speculation import SpeculationFields, resolve
-from engine.types import DrafterName, InvalidRequest, Verifier
+from engine.types import DrafterName, InvalidRequest, Typical, Verifier
 
 
 class SpeculationOptions(Strict):
@@ -38,10 +38,21 @@ class Prediction(Strict):
     content: Annotated[str, PlainValidator(prediction_text, str | list[TextPart])]
 
 
-class Lossy(Strict):
-    """Permission to change the law of the text for speed (Leviathan et al., appendix A.5). The reply is labelled."""
+class TypicalOptions(Strict):
+    """Typical acceptance (Medusa, section 3.3.1): drafts with p > min(epsilon, delta·exp(−entropy of p)) are kept."""
 
-    lenience: Annotated[float, Field(gt=0, lt=1)]
+    epsilon: Annotated[float, Field(gt=0, lt=1)]
+    delta: Annotated[float, Field(gt=0, le=1)]
+
+
+class Lossy(Strict):
+    """Permission to change the law of the text for speed, in one of two ways. The reply is labelled.
+
+    lenience: Leviathan et al., appendix A.5.
+    """
+
+    lenience: Annotated[float, Field(gt=0, lt=1)] | None = None
+    typical: TypicalOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class Drafting:
     verifier: Verifier | None = None
     prediction: str | None = None
     lenience: float | None = None
+    typical: Typical | None = None
     tree: tuple[int, ...] | None = None  # children of each draft, by depth; None: chains
 
 
@@ -73,6 +85,7 @@ def settle(
         options.verifier,
         None if prediction is None else prediction.content,
         None if lossy is None else lossy.lenience,
+        _typical(lossy),
         None if options.tree is None else tuple(options.tree),
     )
     fields = SpeculationFields(
@@ -82,6 +95,7 @@ def settle(
         verifier=drafting.verifier,
         predicted=prediction is not None,
         lenience=drafting.lenience,
+        typical=drafting.typical,
         temperature=temperature,
         auto=options.mode == "auto",
         tree=drafting.tree,
@@ -101,3 +115,12 @@ def _k(options: SpeculationOptions) -> int | None:
     if options.mode == "fixed" and options.k is None and options.tree is None:
         raise InvalidRequest("mode 'fixed' needs k or tree", "speculation.k")
     return options.k
+
+
+def _typical(lossy: Lossy | None) -> Typical | None:
+    """Raise InvalidRequest for a field `lossy` that names no way."""
+    if lossy is not None and lossy.lenience is None and lossy.typical is None:
+        raise InvalidRequest('lossy must have "lenience" or "typical"', "lossy")
+    if lossy is None or lossy.typical is None:
+        return None
+    return Typical(lossy.typical.epsilon, lossy.typical.delta)

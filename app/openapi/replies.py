@@ -95,8 +95,15 @@ class RequestMetrics(TypedDict):
 
 
 @closed
+class TypicalLabel(TypedDict):
+    epsilon: float
+    delta: float
+
+
+@closed
 class LossyLabel(TypedDict):
-    lenience: float
+    lenience: NotRequired[float]
+    typical: NotRequired[TypicalLabel]
 
 
 @closed

@@ -147,6 +147,8 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
     for key, value in ((name.DRAFTER, first.drafter), (name.FIXED_K, first.fixed_k), (name.LENIENCE, first.lenience)):
         if value is not None:
             attributes[key] = value
+    if first.typical is not None:
+        attributes[name.TYPICAL_EPSILON], attributes[name.TYPICAL_DELTA] = first.typical
     acceptance = acceptance_of(*records)
     disabled = _disabled(exchange, first, acceptance)
     attributes[name.ENABLED] = disabled is None

@@ -114,6 +114,26 @@ def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, table: TreeTable, leni
     return TreeLaw(chances, overlaps, remaining, log_scales)
 
 
+def typical(logp: Tensor, drafts: Tensor, legal: Tensor, table: TreeTable, limits: Tensor) -> Tensor:
+    """The last row [N] of the longest path on which every draft x is typical: p(x) > min(ε, δ·exp(−H(p))), where p is
+    the law behind the drafts before it and H(p) its entropy in nats. Of equally long paths the first one counts.
+
+    Medusa (Cai et al. 2024, arXiv 2401.10774, section 3.3.1). legal [N, K] bool: whether the id is in the vocabulary.
+    limits [N, 2]: ε and δ. The emitted tokens do not follow p: a typical draft is kept whatever its chance was.
+    """
+    entropies = -(logp.exp() * logp).nan_to_num(0.0).sum(-1)  # 0·log 0 is 0
+    epsilon, delta = limits.to(logp.dtype).log()[..., None].unbind(1)
+    thresholds = torch.minimum(epsilon, delta - entropies)  # [N, K + 1]
+    parents = table.parent_rows.clamp(min=0)
+    rows = logp.gather(1, parents[..., None].expand(-1, -1, logp.shape[2]))
+    chances = rows.gather(2, drafts[..., None])[..., 0]
+    kept = (chances > thresholds.gather(1, parents)) & legal & (table.parent_rows != NONE)
+    reached = torch.cat([torch.ones_like(kept[:, :1]), torch.zeros_like(kept)], 1)  # [N, K + 1]
+    for _ in range(table.height):
+        reached[:, 1:] = kept & reached.gather(1, parents)
+    return torch.where(reached, table.depths, NONE).argmax(1)  # argmax: the first of its maxima
+
+
 def walk(passes: Tensor, table: TreeTable) -> Tensor:
     """The rows [N, height + 1] that a round visits, given whether each node passes once it is tried [N, K] bool. The
     last row is repeated."""

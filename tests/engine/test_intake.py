@@ -25,6 +25,7 @@ from engine.types import (
     Request,
     RequestRecord,
     SamplingParams,
+    Typical,
     Verifier,
 )
 from policies.config import PolicyConfig
@@ -204,6 +205,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prediction_ids": (5,), "k": 0}, "prediction", "k and max_k above 0"),
     ({"prediction_ids": (5,) * 97}, "prediction", "as long as a prediction of 97"),
 ]
+TYPICAL = Typical(0.09, 0.3)
 SAMPLED: dict[str, Any] = {"params": replace(GREEDY, temperature=0.7), "verifier": "rejection"}
 REFUSED_LENIENCE: list[tuple[dict[str, Any], str, str]] = [
     *(
@@ -219,6 +221,21 @@ REFUSED_LENIENCE: list[tuple[dict[str, Any], str, str]] = [
     ({**SAMPLED, "lenience": 0.5, "verifier": None}, "lossy", "needs the verifier 'rejection'"),
     ({**SAMPLED, "lenience": 0.5, "k": 0}, "lossy", "drafts"),
     ({**SAMPLED, "lenience": 0.5, "params": GREEDY}, "lossy", "a temperature above 0"),
+    *(
+        ({**SAMPLED, "typical": Typical(*limits)}, f"lossy.typical.{name}", message)
+        for *limits, name, message in (
+            (0.0, 0.5, "epsilon", "between 0 and 1, both excluded"),
+            (1.0, 0.5, "epsilon", "between 0 and 1, both excluded"),
+            (nan, 0.5, "epsilon", "between 0 and 1, both excluded"),
+            (0.1, 0.0, "delta", "greater than 0 and at most 1"),
+            (0.1, 1.5, "delta", "greater than 0 and at most 1"),
+        )
+    ),
+    ({**SAMPLED, "typical": TYPICAL, "lenience": 0.5}, "lossy", "not both"),
+    ({**SAMPLED, "typical": TYPICAL, "verifier": "match"}, "lossy", "needs the verifier 'rejection'"),
+    ({**SAMPLED, "typical": TYPICAL, "verifier": "block"}, "lossy", "needs the verifier 'rejection'"),
+    ({**SAMPLED, "typical": TYPICAL, "k": 0}, "lossy", "drafts"),
+    ({**SAMPLED, "typical": TYPICAL, "params": GREEDY}, "lossy", "a temperature above 0"),
 ]
 
 
@@ -238,6 +255,8 @@ def test_the_same_requests_without_what_is_wrong_are_served(engine: Engine) -> N
     record = record_of(engine, replace(BASE, **SAMPLED, lenience=0.5))
     assert (record.lenience, record.verifier, record.drafter, record.k_max) == (0.5, "rejection", "model", 8)
     assert record_of(engine, BASE).lenience is None
+    record = record_of(engine, replace(BASE, **SAMPLED, typical=TYPICAL))
+    assert (record.typical, record.lenience, record.verifier) == (TYPICAL, None, "rejection")
 
 
 @pytest.fixture

@@ -192,6 +192,30 @@ def test_lossy_may_rest_on_the_servers_own_verifier() -> None:
     assert "'rejection'" in str(error)
 
 
+def test_typical_acceptance_is_asked_for_and_told() -> None:
+    typical = {"lossy": {"typical": {"epsilon": 0.09, "delta": 0.3}}}
+    assert settled(typical, verifier="rejection").typical == (0.09, 0.3)
+    client = FakeEngineClient()
+    done = call(create_app(client), PROMPT | typical | {"speculation": {"verifier": "rejection"}})
+    assert json.loads(done.reply)["lossy"] == typical["lossy"]
+    assert client.submitted[0].typical == (0.09, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("lossy", "param"),
+    [
+        ({}, "lossy"),
+        ({"lenience": 0.5, "typical": {"epsilon": 0.1, "delta": 0.3}}, "lossy"),
+        ({"typical": {"epsilon": 0.1}}, "lossy.typical.delta"),
+        ({"typical": {"epsilon": 1, "delta": 0.3}}, "lossy.typical.epsilon"),
+        ({"typical": {"epsilon": 0.1, "delta": 2}}, "lossy.typical.delta"),
+        ({"typical": {"epsilon": 0.1, "delta": 0.3, "other": 1}}, "lossy.typical.other"),
+    ],
+)
+def test_lossy_fields_that_cannot_hold_are_refused_by_name(lossy: dict[str, Any], param: str) -> None:
+    assert refused({"lossy": lossy}, verifier="rejection").param == param
+
+
 def test_the_card_is_read_anew_for_every_request() -> None:
     client = FakeEngineClient()
     app = create_app(client)
