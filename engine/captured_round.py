@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
+from engine.captured_laws import CapturedLaws
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
 from engine.kernels.verdict import match_verdict
 from engine.models import padded_pass
@@ -54,23 +55,26 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
         return "look-ahead tokens ride in the target's passes"
     if not padded_pass.can_capture(target):
         return "the target's pass cannot be captured"
-    return next(filter(None, map(_obstacle_of, plan.slices)), None)
+    if len({s.sequence.verifier for s in plan.slices if not s.sequence.coupled}) > 1:
+        return "rejection beside block"
+    most_new = target.staging.limits.new_tokens
+    return next(filter(None, (_obstacle_of(part, most_new) for part in plan.slices)), None)
 
 
-def _obstacle_of(part: Slice) -> str | None:
+def _obstacle_of(part: Slice, most_new: int) -> str | None:
     """None if the slice feeds one committed token and the drafts of a chain, and draws by nothing but its noise,
-    temperature and filters."""
-    sequence, params = part.sequence, part.sequence.params
+    temperature, filters and penalties. most_new: tokens that a round commits for one sequence at most."""
+    sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if not part.emits or part.committed != 1 or part.prompt_rows:
         return "a prompt"
     obstacles = {
         "logit bias": bool(params.logit_bias),
         "excluded tokens": params.excludes,
         "a minimum of tokens": bool(banned(sequence, 0)),
-        "penalties": params.penalised,
+        "a text that penalties do not know": params.penalised
+        and (text is None or len(sequence.tokens) - text.length > most_new),
         "a tree": part.shape is not None,
         "a confidence": bool(part.confidence),
-        f"verifier {sequence.verifier}": not sequence.coupled,
     }
     return next((why for why, found in obstacles.items() if found), None)
 
@@ -82,12 +86,15 @@ def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tu
 
 
 def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
-    """Whether some drafts may be trees, or want what the target draws, without having been asked for it."""
-    return any(k and s.drafter in BRANCHING for s, k in zip(batch.sequences, ks, strict=True))
+    """Whether some drafts may be trees, or want what the target draws, without having been asked for it; or whether
+    they may come with laws from several drafters, which are put together elsewhere."""
+    drafters = {s.drafter for s, k in zip(batch.sequences, ks, strict=True) if k}
+    with_laws = not all(s.coupled for s in batch.sequences)
+    return not drafters.isdisjoint(BRANCHING) or (with_laws and (len(drafters) > 1 or "cascade" in drafters))
 
 
 class CapturedVerdict:
-    """The target's pass over a round's drafts, and the verdict of `match`.
+    """The target's pass over a round's drafts, and the verdict.
 
     B sequences are filled up to S. All have K drafts, those of some beyond their own.
     """
@@ -114,7 +121,11 @@ class CapturedVerdict:
         self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])
         self._limits = staging.ints([*ks, *[0] * rest])
         self._rows = [first + j for first in batch.sampler.offsets for j in range(1 + self._depth)]
-        batch.sampler.prepare(self._rows)
+        coupled = all(s.coupled for s in batch.sequences)
+        self._laws = None if coupled else CapturedLaws(batch, ks, self._rows, target)
+        if self._laws is None or not self._laws.is_alone:
+            batch.sampler.prepare(self._rows)
+        self._logq: Tensor | None = None
         self._key = staging.layout
 
     @property
@@ -133,35 +144,51 @@ class CapturedVerdict:
     @staticmethod
     def fits(draft: Draft) -> bool:
         """Whether `run` can decide about a draft of at most the planned ks."""
-        return not (draft.trees or draft.logq_rows or draft.wants_drawn)
+        return not (draft.trees or draft.wants_drawn or (draft.logq_rows and draft.law_owner is None))
 
     def run(self, draft: Draft) -> tuple[Verdict, Tensor | None]:
         """(the verdict, logits [B · (1 + K), vocab] if a request wants log-probabilities). Extends the cache by the
         planned drafts: those that did not come have tokens that are rejected."""
         count = len(self._ks)
+        self._batch.sampler.take_in_texts()
         if draft.tokens is not None:
             width = min(self._depth, draft.tokens.shape[1])
             self._drafts[:count, :width].copy_(draft.tokens[:, :width])
         if draft.ks != self._ks:
             ks = self._target.staging.ints(draft.ks)
             self._limits.tensor[:count].copy_(ks.tensor)
-        table, states = self._target.run_captured(self._key, self._decide, self._counts)
+        if self._laws is not None:
+            self._laws.expect(draft)
+            self._logq = draft.logq
+        key = None if self._key is None else (self._key, draft.law_owner)
+        table, overlaps, states = self._target.run_captured(key, self._decide, self._counts)
         # Each graph keeps its results, and the logits of some graphs would fill the memory: they are computed again.
         logits = None if states is None else self._target.decoder.logits(states[: count * (1 + self._depth)])
         accepted, tokens, finite = table[:count, :3].unbind(1)
-        verdict = DeviceVerdict(accepted, tokens, finite, table=table[:count])
+        verdict = DeviceVerdict(
+            accepted, tokens, finite, None if overlaps is None else overlaps[:count], table=table[:count]
+        )
         return copy_to_host(verdict, draft, self._target.vocab_size), logits
 
-    def _decide(self) -> tuple[Tensor, Tensor | None]:
-        """(the table of match_verdict, states [S · (1 + K), hidden] if logits are wanted). The region of the graph."""
-        decoder, tokens, drafts = self._target.decoder, self._ids.tensor, self._drafts
+    def _decide(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(the table of match_verdict, overlaps [S, K] if drafts have laws, states [S · (1 + K), hidden] if logits are
+        wanted). The region of the graph."""
+        decoder, tokens, drafts, legal = self._target.decoder, self._ids.tensor, self._drafts, None
         if self._depth:
             columns = torch.arange(self._depth, device=drafts.device)
             drafts = drafts.masked_fill(columns >= self._limits.tensor[:, None], NO_TOKEN)  # never accepted
             legal = drafts.clamp(0, self._target.vocab_size - 1)
             tokens = torch.cat([tokens[:, None], legal], 1).flatten()
         states = decoder.forward(tokens, self._attention)
-        logits = decoder.logits(states)
-        drawn, finite = self._batch.sampler.draw(logits, self._rows)
-        table = match_verdict(drawn, finite, drafts, self._plan.first_rows.tensor)
-        return table, states if self._wants_logits else None
+        logits, overlaps, table = decoder.logits(states), None, None
+        if self._laws is None or not self._laws.is_alone:
+            drawn, finite = self._batch.sampler.draw(logits, self._rows, legal)
+            table = match_verdict(drawn, finite, drafts, self._plan.first_rows.tensor)
+        if self._laws is not None:
+            decided, overlaps = self._laws.decide(logits, drafts, legal, self._limits.tensor, self._logq)
+            if table is not None:
+                decided = torch.where(self._laws.apart, decided, table)
+                overlaps = None if overlaps is None else overlaps.masked_fill(~self._laws.apart, -1)
+            table = decided
+        assert table is not None, "every sequence is coupled or not"
+        return table, overlaps, states if self._wants_logits else None

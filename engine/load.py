@@ -16,6 +16,7 @@ from typing import cast
 import torch
 
 from cache.layout import Layout
+from engine.captured_laws import law_dtype
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.chain import Chain, ChainedDrafter, with_model
 from engine.drafters.lookahead import LookaheadDrafter
@@ -59,7 +60,7 @@ from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
 from engine.pair import Side, check_drafts
 from engine.planned_weights import beside_weights, planned_weights, roles, weight_forms
-from engine.round_limits import number_bytes
+from engine.round_limits import fixed_bytes
 from engine.threads import choose_threads
 from engine.types import DrafterName
 
@@ -302,11 +303,12 @@ def _make_runners(
     contexts = _contexts(decoder.config for decoder in decoders)
     of_graphs = graph_room(activations or 0) if config.graphs else 0
     block_size = choose_block_size(config, shapes, config.max_running, max_len) if config.graphs else 0
-    numbers = number_bytes(config, block_size, max_len)
-    held = (activations or 0) + states_bytes(config, decoders) + of_heads + of_graphs + numbers
+    law_bytes = law_dtype(dtype).itemsize
+    fixed = fixed_bytes(config, block_size, max_len, decoders[0].config.vocab_size, law_bytes)
+    held = (activations or 0) + states_bytes(config, decoders) + of_heads + of_graphs + fixed
     sized = layouts(config, shapes, sum(weights), held, max_len, memory, contexts)
     table = _memory_table(config, [d.config for d in decoders], dtype, weights, sized, activations, memory)
-    table = replace(table, graph_bytes=of_graphs + numbers)
+    table = replace(table, graph_bytes=of_graphs + fixed)
     table.tell()
     return make_runners(config, decoders, table.layouts, device, of_graphs), table.room
 

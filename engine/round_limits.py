@@ -43,9 +43,14 @@ class RoundLimits:
 UNKNOWN = RoundLimits(0, 0)  # nobody has to know them: nothing is captured
 
 
-def number_bytes(config: EngineConfig, block_size: int, max_len: int) -> int:
-    """Bytes of the memory for the numbers of captured rounds."""
-    return 8 * RoundLimits.of(config, Layout(config.max_running, max_len, block_size)).numbers
+def fixed_bytes(config: EngineConfig, block_size: int, max_len: int, vocab: int, law_bytes: int) -> int:
+    """Bytes of the memory that captured rounds keep beside their graphs: for numbers of the host, and for each draft
+    model's laws. vocab: of the target. law_bytes: of one number of a law."""
+    if not config.graphs:
+        return 0
+    limits = RoundLimits.of(config, Layout(config.max_running, max_len, block_size))
+    laws = max(1, len(config.draft_models)) * limits.sequences * limits.drafts * vocab
+    return 8 * limits.numbers + law_bytes * laws
 
 
 def table_width(blocks: int) -> int:

@@ -108,9 +108,10 @@ class Staging:
         return kept
 
     def drop(self, owner: int) -> None:
-        """Forget the graphs of a runner that is out of use."""
+        """Forget the graphs of a runner that is out of use, and where they wrote laws."""
         if self.graphs is not None:
             self.graphs.drop(owner)
+        self._kept.pop(("laws", owner), None)
 
     def send(self) -> None:
         """Copy all numbers that wait to the device. The host does not wait for it. If it raises, they go on waiting."""

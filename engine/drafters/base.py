@@ -78,6 +78,7 @@ class Draft:
     # row of logq is the law that it was drawn from, given its siblings before it.
     trees: Mapping[int, Parents] = field(default_factory=dict)
     wants_drawn: bool = False  # whether the drafter reads Verdict.drawn
+    law_owner: int | None = None  # logq is [≥ B, …] where this runner's captured graphs always write laws
 
     @classmethod
     def none(cls, count: int, *, failed: bool = False) -> "Draft":

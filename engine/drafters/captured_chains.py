@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
+from engine.captured_laws import law_dtype, law_memory
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.model_trees import mark_non_finite
 from engine.models import padded_pass
@@ -28,9 +29,9 @@ class CapturedChains:
     """The chains that a draft model draws for the sequences of a round. Every sequence has rows in each pass. Those of
     one that drafts nothing, or no more, are padding, and what is drawn for it means nothing."""
 
-    def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int) -> None:
+    def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int, rank: int = 0) -> None:
         """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
-        from there on are not drawn."""
+        from there on are not drawn. rank: of the noise of draws from the drafts' own laws."""
         self._runner, self._batch, self._ks, self._vocab = runner, batch, tuple(ks), vocab
         self._rest = len(batch.sampler.offsets) - len(ks)  # what fills up the round
         self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
@@ -38,23 +39,41 @@ class CapturedChains:
         self._ids = runner.staging.ints(self._gap_ids())
         self._attentions = self._put_passes()
         self._columns = [[offset + j for offset in batch.sampler.offsets] for j in range(max(ks))]
+        self._rank = rank
+        apart = [not s.coupled for s in batch.sequences]
+        self._with_laws, self._all_laws = any(apart), all(apart)
+        runner.staging.note("draft laws", self._with_laws, self._all_laws)
+        self._apart = runner.staging.ints([*map(int, apart), *[0] * self._rest]) if self._with_laws else None
+        self._laws = self._law_memory() if self._with_laws else None
         for rows in self._columns:
-            batch.sampler.prepare(rows)
+            if not self._all_laws:
+                batch.sampler.prepare(rows)
+            if self._with_laws:
+                batch.sampler.prepare_proposals(rows, rank)
         self._key = runner.staging.layout
+
+    def _law_memory(self) -> Tensor:
+        shape = len(self._batch.sampler.offsets), max(self._ks), self._vocab
+        return law_memory(self._runner.staging, self._runner.number, shape, law_dtype(self._runner.decoder.dtype))
 
     def propose(self) -> Draft:
         """Draw the chains, and extend the cache by what the passes read."""
         self._runner.take_forwards()
+        self._batch.sampler.take_in_texts()
         counts = {
             sequence.handle: gap + k - 1  # the last draft is not fed
             for sequence, gap, k in zip(self._batch.sequences, self._gaps, self._ks, strict=True)
             if k
         }
         tokens = self._runner.run_captured(self._key, self._draw, counts)
+        with_law = [i for i, s in enumerate(self._batch.sequences) if self._ks[i] and not s.coupled]
         # A copy, because another model's graph may run before the verification.
         return Draft(
             self._ks,
             tokens[: len(self._ks)].clone(),
+            self._laws if with_law else None,
+            {i: i for i in with_law},
+            law_owner=self._runner.number if with_law else None,
             steps=max(self._ks),
             read=sum(counts.values()),
             forwards=self._runner.take_forwards(),
@@ -62,14 +81,28 @@ class CapturedChains:
 
     def _draw(self) -> Tensor:
         """Drafts [≥ B, max k]. The region of the graph."""
-        decoder, sampler = self._runner.decoder, self._batch.sampler
+        decoder = self._runner.decoder
         drafts: list[Tensor] = []
+        marked: list[Tensor] = []
         fed, last = self._ids.tensor, slice(max(self._gaps) - 1, None, max(self._gaps))
         for rows, attention in zip(self._columns, self._attentions, strict=True):
             logits = decoder.logits(decoder.forward(fed, attention)[last])[:, : self._vocab]
-            fed, last = sampler.draw(logits, rows)[0], slice(None)
-            drafts.append(mark_non_finite(fed[:, None], logits))
-        return torch.cat(drafts, 1)
+            fed, last = self._draw_column(logits, rows, drafts), slice(None)
+            drafts.append(fed)
+            marked.append(mark_non_finite(fed[:, None], logits))
+        return torch.cat(marked, 1)
+
+    def _draw_column(self, logits: Tensor, rows: Seq[int], drafts: Seq[Tensor]) -> Tensor:
+        """The next draft of every sequence [S], after those in `drafts`."""
+        sampler = self._batch.sampler
+        seen = torch.stack(tuple(drafts), 1) if drafts and sampler.adjusts else None
+        if self._laws is None or self._apart is None:
+            return sampler.draw(logits, rows, seen)[0]
+        scores = sampler.scores(logits, rows, seen)
+        laws = sampler.laws(scores, rows)
+        self._laws[:, len(drafts)].copy_(laws)
+        drawn = sampler.propose(laws, rows, self._rank)
+        return drawn if self._all_laws else torch.where(self._apart.tensor > 0, drawn, sampler.sample(scores, rows))
 
     def _gap_ids(self) -> list[int]:
         """What the first pass reads: padding, then the gap, of each sequence."""

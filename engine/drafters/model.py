@@ -97,7 +97,7 @@ class ModelDrafter:
         ks, pieces = self._catch_up(batch.sequences, ks)
         if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
             self._drafted, self._fed_trees = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}, {}
-            return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab).propose()
+            return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab, self._rank).propose()
         shapes = self._shapes(batch, ks)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
         active.sort(key=lambda i: i in shapes)

@@ -48,9 +48,14 @@ class Adjustments:
         if self._penalised and numbers.staging.deferred:
             self._table = TextTable.of(numbers.staging, vocab_size)
             self._texts = [self._text(s) for s in sequences]
-            self._table.put()
+            self._table.put(len(sequences))
         elif self._penalised:
             self._histories = [self._history(s) for s in sequences]
+
+    def take_in_texts(self) -> None:
+        """Record all that was put of penalised texts."""
+        if self._texts:
+            self._table.take_in()
 
     def touches(self, rows: Seq[int]) -> bool:
         """Whether any of the rows may be adjusted."""

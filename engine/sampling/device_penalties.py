@@ -22,7 +22,7 @@ class TextTable:
     def __init__(self, staging: Staging, vocab_size: int) -> None:
         self._staging = staging
         self._uses = torch.zeros(0, vocab_size, dtype=torch.int32, device=staging.device)
-        self._num_rows = 0  # that were ever given to a text
+        self._num_rows = 1  # that were ever given to a text, and row 0, which takes what belongs to none
         self._free: list[int] = []
         self._started: list[int] = []  # rows of new texts, and tokens that no round has put on their way yet
         self._new: list[tuple[int, int, int]] = []
@@ -48,10 +48,17 @@ class TextTable:
         """Add tokens to a row's text; the first num_prompt of them belong to the prompt."""
         self._new += [(row, token, int(n >= num_prompt)) for n, token in enumerate(tokens)]
 
-    def put(self) -> None:
-        """Put what was added on its way to the device."""
+    def put(self, sequences: int = 0) -> None:
+        """Put what was added on its way to the device. sequences: of the round. If it may be captured, so many tokens
+        are put as these may have committed since the last round: those of no text fill up."""
+        fixed = self._staging.fixed
+        if fixed:
+            self.take_in()  # what a round that failed has left lies where this round's numbers will
+            self._staging.note("texts", len(self.uses))
         started, self._started = self._started, []
         new, self._new = self._new, []
+        if fixed:
+            new += [(0, 0, 0)] * (sequences * self._staging.limits.new_tokens - len(new))
         if started or new:
             cleared = self._staging.ints(started) if started else None
             tokens = self._staging.ints([x for column in zip(*new, strict=True) for x in column]) if new else None
@@ -61,10 +68,15 @@ class TextTable:
     def uses(self) -> Tensor:
         """[≥ texts, vocab] int32, with all that was put on its way. What raises is taken in at the next read."""
         if len(self._uses) < self._num_rows:
-            most = self._staging.limits.sequences
+            most = 1 + self._staging.limits.sequences
             grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses), most), self._uses.shape[1])
             grown[: len(self._uses)] = self._uses
             self._uses = grown
+        self.take_in()
+        return self._uses
+
+    def take_in(self) -> None:
+        """Record all that was put on its way."""
         while self._waiting:
             cleared, tokens = self._waiting[0]
             if cleared is not None:
@@ -72,7 +84,6 @@ class TextTable:
             if tokens is not None:
                 record_texts(self._uses, tokens.tensor)
             del self._waiting[0]
-        return self._uses
 
 
 class DeviceText:

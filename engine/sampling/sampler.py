@@ -95,6 +95,15 @@ class Sampler:
         )
         self._adjustments = Adjustments(sequences, self._rows, vocab_size, self.numbers)
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether any row of the round is adjusted, and so sees the drafts before it."""
+        return self._adjustments.touches(range(len(self._params)))
+
+    def take_in_texts(self) -> None:
+        """Record what was committed since the last round, outside of what is captured."""
+        self._adjustments.take_in_texts()
+
     def on_trees(self, trees: Mapping[int, Parents]) -> "Sampler":
         """The same round's sampler, with the same noise, for drafts that are trees. Other sequences keep their chains.
 
@@ -377,7 +386,7 @@ class Sampler:
 
     def _staged_temperatures(self, rows: Seq[int]) -> Staged:
         return self.numbers.floats(
-            ("temperatures", tuple(rows)), lambda: [self._params[row].temperature for row in rows]
+            ("temperatures", tuple(rows)), lambda: [self._params[row].temperature or 1.0 for row in rows]
         )
 
     def _ones(self, count: int) -> Staged:
