@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.transfer import index_tensor
+from engine.draft_laws import device_draft_laws, draft_laws, expected_law_rows, put_law_rows
 from engine.drafters.base import Draft, DraftBatch
-from engine.kernels import laws as law_kernels
 from engine.kernels.decide import decide_chains
 from engine.kernels.decide_trees import decide_trees
 from engine.kernels.verdict import match_verdict
@@ -84,7 +83,7 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
                 _put_limits(batch, indices)
                 continue
             _put_lenience(batch, indices)
-            _put_law_rows(batch, _expected_law_rows(batch, ks, trees, indices))
+            put_law_rows(batch, expected_law_rows(batch, ks, trees, indices))
 
 
 Way = Verifier | Literal["typical"]  # in which drafts are judged
@@ -162,7 +161,7 @@ def _reject_or_block(
         if verifier == "typical":
             logq = None
         elif _on_device(batch):
-            logq = _device_draft_laws(batch, draft, indices, drafts, logp)
+            logq = device_draft_laws(batch, draft, indices, drafts, logp)
         else:
             logq = draft_laws(draft, indices, drafts, logp)
         legal = drafts if _on_device(batch) else drafts.clamp(0, logits.shape[-1] - 1)
@@ -288,48 +287,6 @@ def _check_verifiers(batch: DraftBatch, trees: Mapping[int, Parents]) -> None:
                 f"block verification decides about chains only; the draft of request {sequence.request_id} is a tree "
                 f"with the parents {parents}: draft a chain, or use the verifier match or rejection"
             )
-
-
-def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
-    """log q [N, K, vocab] of the drafts [N, K] of these sequences, in the dtype and vocabulary of logp.
-
-    What no law says is one-hot, see acceptance.fill_one_hot().
-    """
-    count, depth = drafts.shape
-    vocab = logp.shape[-1]
-    logq = logp.new_full((count, depth, vocab), -torch.inf)
-    pairs = [(n, draft.logq_rows[i]) for n, i in enumerate(indices) if i in draft.logq_rows]
-    if pairs and draft.logq is not None:
-        (rows, sources), laws = zip(*pairs, strict=True), draft.logq[:, :depth, :vocab]
-        # Ids beyond the target's vocabulary are cut off: p excludes them.
-        if rows == tuple(range(count)) and sources == tuple(range(len(laws))):
-            logq[:, :, : laws.shape[-1]] = laws
-        else:
-            of_rows, of_sources = index_tensor(rows + sources, logp.device).view(2, -1).unbind(0)
-            logq[of_rows, :, : laws.shape[-1]] = laws[of_sources].to(logp.dtype)
-    return acceptance.fill_one_hot(logq, drafts)
-
-
-def _device_draft_laws(batch: DraftBatch, draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
-    """As draft_laws(), by one operation."""
-    if draft.logq is None:
-        return law_kernels.draft_laws(None, None, drafts, logp)
-    rows = [draft.logq_rows.get(i, law_kernels.NO_LAW) for i in indices]
-    if rows == list(range(len(draft.logq))):
-        return law_kernels.draft_laws(draft.logq, None, drafts, logp)
-    return law_kernels.draft_laws(draft.logq, _put_law_rows(batch, rows).tensor, drafts, logp)
-
-
-def _put_law_rows(batch: DraftBatch, rows: Seq[int]) -> Staged:
-    return batch.sampler.numbers.index(rows)
-
-
-def _expected_law_rows(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents], indices: Seq[int]) -> list[int]:
-    """The rows that a draft model's laws of these sequences will have: those of chains come first. Other drafters' cost
-    a copy of their own."""
-    with_law = sorted((i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled), key=trees.__contains__)
-    rows = {i: row for row, i in enumerate(with_law)}
-    return [rows.get(i, law_kernels.NO_LAW) for i in indices]
 
 
 def _select_rows(

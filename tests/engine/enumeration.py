@@ -14,11 +14,11 @@ from math import inf, log, nan
 import torch
 from torch import Tensor
 
+from engine.draft_laws import draft_laws
 from engine.drafters.base import Draft
 from engine.sampling import acceptance
 from engine.sampling.ragged import is_draft
 from engine.types import Verifier
-from engine.verification import draft_laws
 
 VOCAB = 3
 EXACT = 1e-12

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from engine import trees
+from engine.draft_laws import draft_laws
 from engine.drafters.base import Draft
 from engine.sampling import tree_acceptance
 from engine.sampling.tree_acceptance import TreeTable
 from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
-from engine.verification import draft_laws
 from tests.engine.enumeration import (
     JUNK,
     NOTHING,

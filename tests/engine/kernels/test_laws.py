@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.draft_laws import draft_laws
 from engine.drafters.base import NO_TOKEN, Draft
 from engine.kernels import laws
 from engine.kernels.laws import NO_LAW
 from engine.sampling.filters import apply_temperature
-from engine.verification import draft_laws
 from tests.engine.kernels.faults import with_fault
 
 VOCAB = 150

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.draft_laws import draft_laws
 from engine.drafters.base import Draft
 from engine.sampling import acceptance
 from engine.sampling.acceptance import AcceptanceLaw
 from engine.types import Verifier
-from engine.verification import draft_laws
 from tests.engine.enumeration import (
     EXACT,
     KINDS,

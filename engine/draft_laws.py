@@ -1,0 +1,57 @@
+"""The laws that a round's drafts were drawn from, for the sequences that share a verifier."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from cache.transfer import index_tensor
+from engine.drafters.base import Draft, DraftBatch
+from engine.kernels import laws as law_kernels
+from engine.sampling import acceptance
+from engine.staging import Staged
+from engine.trees import Parents
+
+
+def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
+    """log q [N, K, vocab] of the drafts [N, K] of these sequences, in the dtype and vocabulary of logp.
+
+    What no law says is one-hot, see acceptance.fill_one_hot().
+    """
+    count, depth = drafts.shape
+    vocab = logp.shape[-1]
+    logq = logp.new_full((count, depth, vocab), -torch.inf)
+    pairs = [(n, draft.logq_rows[i]) for n, i in enumerate(indices) if i in draft.logq_rows]
+    if pairs and draft.logq is not None:
+        (rows, sources), laws = zip(*pairs, strict=True), draft.logq[:, :depth, :vocab]
+        # Ids beyond the target's vocabulary are cut off: p excludes them.
+        if rows == tuple(range(count)) and sources == tuple(range(len(laws))):
+            logq[:, :, : laws.shape[-1]] = laws
+        else:
+            of_rows, of_sources = index_tensor(rows + sources, logp.device).view(2, -1).unbind(0)
+            logq[of_rows, :, : laws.shape[-1]] = laws[of_sources].to(logp.dtype)
+    return acceptance.fill_one_hot(logq, drafts)
+
+
+def device_draft_laws(batch: DraftBatch, draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
+    """As draft_laws(), by one operation."""
+    if draft.logq is None:
+        return law_kernels.draft_laws(None, None, drafts, logp)
+    rows = [draft.logq_rows.get(i, law_kernels.NO_LAW) for i in indices]
+    if rows == list(range(len(draft.logq))):
+        return law_kernels.draft_laws(draft.logq, None, drafts, logp)
+    return law_kernels.draft_laws(draft.logq, put_law_rows(batch, rows).tensor, drafts, logp)
+
+
+def put_law_rows(batch: DraftBatch, rows: Seq[int]) -> Staged:
+    """The row of each sequence's law in the drafter's table; NO_LAW: it has none."""
+    return batch.sampler.numbers.index(rows)
+
+
+def expected_law_rows(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents], indices: Seq[int]) -> list[int]:
+    """The rows that a draft model's laws of these sequences will have: those of chains come first. Other drafters' cost
+    a copy of their own."""
+    with_law = sorted((i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled), key=trees.__contains__)
+    rows = {i: row for row, i in enumerate(with_law)}
+    return [rows.get(i, law_kernels.NO_LAW) for i in indices]
