@@ -36,7 +36,14 @@ def _decodes(part: Slice) -> bool:
     sequence, params = part.sequence, part.sequence.params
     feeds = part.emits and part.committed == 1 and not part.prompt_rows
     adjusted = params.logit_bias or params.penalised or params.excludes or banned(sequence, 0)
-    return feeds and part.shape is None and not part.confidence and sequence.coupled and not adjusted
+    return (
+        feeds
+        and part.shape is None
+        and not sequence.tree_depth
+        and not part.confidence
+        and sequence.coupled
+        and not adjusted
+    )
 
 
 class CapturedVerdict:
