@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
 from time import process_time
 from typing import TypeVar
 
@@ -33,21 +32,20 @@ PROBE = branching([4, 2, 1])  # the tree that tells the chances
 DEEPER = 16  # depths, of which the probe tells the first only
 DECAYS = (1.0, 0.9, 0.8, 0.7)  # the chances of a depth over those of the depth before it, from the second on
 RESAMPLES = 2000
-PATIENCE = 2  # shapes in a row that need more rounds than the best one, which end a search
-Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
+PATIENCE = 2  # shapes in a row without fewer rounds end a search
 S = TypeVar("S", Parents, Growth)
 Rounds = Sequence[Sequence[RoundRecord]]  # by prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ShapeRun:
     """What came of all prompts with drafts of one shape."""
 
     rounds: Rounds
     cpu_s: float  # processor time, prompts included
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Rounds after the one that ended the prompt, by prompt."""
         return np.array([len(parts) - 1 for parts in self.rounds], np.float64)
 
@@ -56,7 +54,7 @@ class Played:
         return float(self.counts.sum())
 
 
-def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents | Growth, params: SamplingParams) -> Played:
+def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents | Growth, params: SamplingParams) -> ShapeRun:
     """Every prompt, each round with a tree of this shape, or with one that grows to it."""
     began = process_time()
     for i, prompt in enumerate(prompts):
@@ -73,7 +71,7 @@ def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents | Grow
         for output in engine.step().outputs:
             if output.record is not None:
                 done[output.request_id] = output.record.rounds
-    return Played([done[f"{i}"] for i in range(len(prompts))], process_time() - began)
+    return ShapeRun([done[f"{i}"] for i in range(len(prompts))], process_time() - began)
 
 
 def chances_of(rounds: Rounds, shape: Parents) -> Chances:
@@ -102,18 +100,16 @@ def _falling(row: Sequence[float]) -> list[float]:
 
 
 def fewest(engine: Engine, prompts: Sequence[Sequence[int]], shapes: Iterable[S], params: SamplingParams) -> S:
-    """The shape with the fewest rounds. It ends after PATIENCE shapes in a row that need more than the best one."""
-    best, least, worse = None, inf, 0
+    """The shape with the fewest rounds. The search ends after PATIENCE shapes in a row that need more."""
+    totals = dict[S, float]()
     for shape in shapes:
-        total = play(engine, prompts, shape, params).total
-        best, least, worse = (shape, total, 0) if total < least else (best, least, worse + 1)
-        if worse == PATIENCE:
+        totals[shape] = play(engine, prompts, shape, params).total
+        if min(totals.values()) < min([*totals.values()][-PATIENCE:]):
             break
-    assert best is not None, "there are shapes"
-    return best
+    return min(totals, key=totals.__getitem__)
 
 
-def ratio(name: str, over: Played, under: Played) -> dict[str, float]:
+def ratio(name: str, over: ShapeRun, under: ShapeRun) -> dict[str, float]:
     """How many times as many tokens per round the second one has, with its interval."""
     draws = np.random.default_rng(0).integers(0, len(over.rounds), (RESAMPLES, len(over.rounds)))
     low, high = np.quantile(over.counts[draws].sum(1) / under.counts[draws].sum(1), (0.025, 0.975))
@@ -127,7 +123,8 @@ def compare(engine: Engine, prompts: Sequence[Sequence[int]], rows: int, params:
     tree = min(guesses, key=lambda shape: play(engine, even, shape, params).total)
     best = fewest(engine, even, (chain(k) for k in range(1, rows)), params)
     growth = fewest(engine, even, (Growth(rows - 1, depth) for depth in range(min(3, rows - 1), rows)), params)
-    played = {name: play(engine, odd, s, params) for name, s in (("chain", best), ("tree", tree), ("grown", growth))}
+    shapes: dict[str, Parents | Growth] = {"chain": best, "tree": tree, "grown": growth}
+    played = {name: play(engine, odd, shape, params) for name, shape in shapes.items()}
     tokens = (params.max_tokens - 1) * len(odd)  # the first one of each text ends the prompt
     return {
         "T": params.temperature,

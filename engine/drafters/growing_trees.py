@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.model_trees import FedTree, mark_non_finite
+from engine.models.feeds import Feed
 from engine.models.runner import Runner
 from engine.trees import ROOT, Growth, Parents, chain
 
@@ -66,7 +67,7 @@ class GrowingTree:
         if len(self.found) == self.most.nodes:
             self.worst = self.found[-1].order[0]
         levels = self.most.depth - self.depth  # that are still to come
-        if not levels:
+        if levels <= 0:  # others may go deeper
             return []
         # The model reads fewer nodes than the tree may have, as with any tree, and at least one for each level.
         left = self.most.nodes - len(self.read) - levels
@@ -116,7 +117,8 @@ class FedNodes:
         by_sequence: dict[int, list[int]] = {}
         for i, place in level:
             by_sequence.setdefault(i, []).append(place)
-        feeds, rows, first, columns = [], list[int](), 0, max(map(len, by_sequence.values()))
+        feeds, rows = list[Feed](), list[int]()
+        first, columns = 0, max(map(len, by_sequence.values()))
         for i, places in by_sequence.items():
             fed = self.fed.setdefault(i, FedTree(()))
             fed.parents = trees[i].parents

@@ -16,7 +16,7 @@ from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
 
-SHAPES = ((2, 2), (3, 1), (2, 1, 2), (6,), Growth(7, 4))
+SHAPES: tuple[tuple[int, ...] | Growth, ...] = ((2, 2), (3, 1), (2, 1, 2), (6,), Growth(7, 4))
 PROMPTS = ((5, 6, 7), (8, 9), tuple(range(20, 50)))
 
 
