@@ -107,9 +107,8 @@ class Sampler:
     def on_trees(self, trees: Mapping[int, Parents], like: "Sampler | None" = None) -> "Sampler":
         """The same round's sampler, with the same noise, for drafts that are trees. Other sequences keep their chains.
 
-        trees: index of a sequence → the shape of its draft, of at most its k nodes. The verification gets the sampler
-        of a drafter that asked for the same trees, with its noise. like: one for deeper trees, whose noise is taken.
-        """
+        trees: index of a sequence → its draft's shape, of at most its k nodes. The verification gets the sampler of a
+        drafter that asked for the same trees, with its noise. like: one for deeper trees, whose noise is taken."""
         if self._latest is not None and self._latest[0] == trees:
             return self._latest[1]
         other = copy(like or self)
@@ -121,8 +120,7 @@ class Sampler:
                 rows.places[row], rows.paths[row] = (i, len(columns)), columns
         other._adjustments = Adjustments(self._sequences, rows, self._vocab_size, other.numbers)
         if other._race is None:
-            places = dict.fromkeys(rows.places[row] for row in self._noisy)
-            other._race_row = {place: n for n, place in enumerate(places)}
+            other._race_row = {place: n for n, place in enumerate(dict.fromkeys(rows.places[r] for r in self._noisy))}
         self._latest = dict(trees), other
         return other
 
