@@ -13,6 +13,7 @@ from cache.paged import PagedCache
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.sampling import noise
+from engine.trees import Growth
 from engine.types import DRAFTERS, VERIFIERS, DrafterName, Request, SamplingParams, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import load
@@ -104,6 +105,17 @@ def test_chosen_trees(pair: Pair, verifier: Verifier, temperature: float) -> Non
         for i, tree in enumerate(trees)
     ]
     chains = make_requests(params, ["model"], verifier)
+    both = compare(pair, [*requests, *chains], policy=PolicyConfig("fixed", k=4))
+    both.check_drafts([request.id for request in requests], *groups(["model"]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_growing_trees(pair: Pair, temperature: float) -> None:
+    """Beside a tree of a planned shape, whose moves in memory are planned too."""
+    params = replace(PARAMS, temperature=temperature)
+    trees = [Growth(4, 3), (2, 1), Growth(3, 2)]
+    requests = [Request(f"r{i}", PROMPT[i:], replace(params, seed=i), tree=tree) for i, tree in enumerate(trees)]
+    chains = make_requests(params, ["model"], "match")
     both = compare(pair, [*requests, *chains], policy=PolicyConfig("fixed", k=4))
     both.check_drafts([request.id for request in requests], *groups(["model"]))
 
