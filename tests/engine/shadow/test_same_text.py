@@ -20,6 +20,7 @@ from tests.engine.driving import load
 from tests.engine.foreign import save_foreign
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import mlp_config, random_medusa, random_mlp, save_heads
+from tests.engine.heads.passing import ALLOWED, save_pass
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair, Shape, save_checkpoint
 from tests.engine.shadow.both import Both, run_both, without_measurements
@@ -215,6 +216,15 @@ def test_trees_that_heads_cut(pair: Pair, verifier: Verifier, tmp_path: Path) ->
         Pair(pair.target, str(heads)), [*requests, *chains], policy=PolicyConfig("fixed", k=6), max_spec_length=6
     )
     both.check_drafts([request.id for request in requests], *groups(["model"]))
+
+
+def test_more_drafts_than_look_ahead_tokens(pair: Pair, tmp_path: Path) -> None:
+    """Up to the end of the context, where there is memory for the drafts that come and not for all that were asked
+    for."""
+    heads, params = save_pass(tmp_path), replace(PARAMS, max_tokens=43, temperature=0.0, allowed_token_ids=ALLOWED)
+    requests = [Request(f"r{k}", PROMPT[:-2], params, k=k) for k in (2, 6)]
+    both = compare(Pair(pair.target, str(heads)), requests, max_spec_length=6, max_model_len=58)
+    both.check_drafts([request.id for request in requests])
 
 
 def test_a_draft_of_another_tokenizer(tmp_path: Path) -> None:
