@@ -210,6 +210,9 @@ def _score(
     if batch.captured and CapturedVerdict.fits(draft):
         ahead = ahead if isinstance(ahead, CapturedVerdict) else CapturedVerdict(batch, draft.ks, target)
         return *ahead.run(draft), ahead.starts, None
+    if not target.staging.deferred:  # the host moves accepted nodes, and nothing has to be sent ahead
+        logits = target.run(feeds, draft.tokens)
+        return verify(batch, draft, logits), logits, starts, None
     if not isinstance(ahead, PlannedScores) or ahead.scored.feeds != tuple(feeds):
         verification.prepare(batch, draft.ks, draft.trees)
         ahead = PlannedScores.of(feeds, batch, draft.trees, target)
