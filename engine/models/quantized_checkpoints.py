@@ -186,18 +186,14 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
         )
     if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
         blocks = [group["block_structure"] for group in groups if group.get("block_structure")]
-        symmetric = all(group.get("symmetric", True) for group in groups)
         per_row = all(group.get("strategy") in ("channel", "tensor") for group in groups)
         size = _block_size(blocks[0]) if blocks else None
         stored_as: WeightForm | None = "fp8" if kinds == {("float", 8)} else "int8"
-        if reordered or not symmetric:
+        if reordered or not all(group.get("symmetric", True) for group in groups):
             stored_as = None
+        per_row &= stored_as == "int8"
         return Quantisation(
-            path,
-            name,
-            lambda stored, module: _scaled_weight(stored, module, size),
-            stored_as,
-            per_row=per_row and stored_as == "int8",
+            path, name, lambda stored, module: _scaled_weight(stored, module, size), stored_as, per_row=per_row
         )
     raise ConfigError(
         f"{path}: {name} is not supported; supported are pack-quantized int4 and int8, "

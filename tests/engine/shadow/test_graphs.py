@@ -160,21 +160,23 @@ def random_requests(count: int) -> dict[int, list[Request]]:
     return arrivals
 
 
-@pytest.mark.parametrize("requests", [24, pytest.param(46, marks=pytest.mark.proofs)])
+@pytest.mark.parametrize(
+    ("requests", "captured", "replays"), [(24, 80, 50), pytest.param(46, 200, 100, marks=pytest.mark.proofs)]
+)
 def test_captured_rounds_say_what_the_cpu_says(
-    pair: Pair, emulator: Emulator, requests: int, monkeypatch: Patch
+    pair: Pair, emulator: Emulator, requests: int, captured: int, replays: int, monkeypatch: Patch
 ) -> None:
     watch = Watch()
     watch.install(monkeypatch)
     both = run(pair, random_requests(requests), max_running=8, kv_tokens=1600)
     both.check()
     both.check_drafts()
-    assert sum(watch.captured) >= 200 * requests // 46
+    assert sum(watch.captured) >= captured
     assert not all(watch.captured), "no round had to run operation by operation"
     asked = Counter(watch.keys)
     assert len(emulator.tapes) == sum(n > 1 for n in asked.values()), "a bucket was captured twice, or never"
     assert emulator.replays == sum(n - 1 for n in asked.values())
-    assert emulator.replays >= 100 * requests // 46
+    assert emulator.replays >= replays
     assert {len(keys) for keys in watch.buckets.values()} == {1}, "a part's work depends on more than its bucket"
     assert len(watch.buckets) == len(asked), "two buckets share a graph"
     assert watch.sizes == {1: {1}, 2: {2}, 4: {3, 4}, 8: {5, 6, 7, 8}}
