@@ -1,18 +1,22 @@
-"""Tokens per round of draft trees and of chains with as many rows, on the same texts.
+"""Tokens per round of draft trees, trees that grow, and chains with as many rows, on the same texts.
 
     python -m benchmarks.trees --target models/demo/target --draft models/demo/draft --rows 8,16 --temperatures 0,0.8
 
 Under match a seeded text does not depend on the drafts, so all shapes write the same texts, and only the numbers of
 their rounds differ. A round of r rows checks r − 1 drafts. Even prompts choose: one wide tree tells the chances of
-siblings. Those of deeper siblings are not known, so a few guesses of them each give a best tree. The tree and the chain
-with the fewest rounds are compared on the odd prompts. The interval resamples prompts.
+siblings. Those of deeper siblings are not known, so a few guesses of them each give a best tree. A tree that grows by
+the draft's own probabilities needs a depth only. The chain, the tree and the depth with the fewest rounds are compared
+on the odd prompts. The intervals resample prompts. A round's processor time is that of all threads, by sequence.
 """
 
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from time import process_time
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,7 +24,7 @@ from benchmarks import common
 from benchmarks.lab.tree_shapes import Chances, best_shape, value
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.trees import ROOT, Parents, branching, chain, depths, is_chain, ranks
+from engine.trees import ROOT, Growth, Parents, branching, chain, depths, is_chain, ranks
 from engine.types import Request, RoundRecord, SamplingParams
 from policies.config import PolicyConfig
 
@@ -28,21 +32,46 @@ PROBE = branching([4, 2, 1])  # the tree that tells the chances
 DEEPER = 16  # depths, of which the probe tells the first only
 DECAYS = (1.0, 0.9, 0.8, 0.7)  # the chances of a depth over those of the depth before it, from the second on
 RESAMPLES = 2000
+PATIENCE = 2  # shapes in a row without fewer rounds end a search
+S = TypeVar("S", Parents, Growth)
 Rounds = Sequence[Sequence[RoundRecord]]  # by prompt
 
 
-def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents, params: SamplingParams) -> Rounds:
-    """The rounds of every prompt, each with a tree of this shape."""
+@dataclass(frozen=True, slots=True)
+class ShapeRun:
+    """What came of all prompts with drafts of one shape."""
+
+    rounds: Rounds
+    cpu_s: float  # processor time, prompts included
+
+    @property
+    def counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Rounds after the one that ended the prompt, by prompt."""
+        return np.array([len(parts) - 1 for parts in self.rounds], np.float64)
+
+    @property
+    def total(self) -> float:
+        return float(self.counts.sum())
+
+
+def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents | Growth, params: SamplingParams) -> ShapeRun:
+    """Every prompt, each round with a tree of this shape, or with one that grows to it."""
+    began = process_time()
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(f"{i}", tuple(prompt), params, k=len(shape)))
+        engine.submit(
+            Request(f"{i}", tuple(prompt), params, k=shape.nodes if isinstance(shape, Growth) else len(shape))
+        )
     for sequence in engine.scheduler.waiting:
-        sequence.tree = shape
+        if isinstance(shape, Growth):
+            sequence.tree_depth = shape.depth
+        else:
+            sequence.tree = shape
     done: dict[str, Sequence[RoundRecord]] = {}
     while engine.has_work:
         for output in engine.step().outputs:
             if output.record is not None:
                 done[output.request_id] = output.record.rounds
-    return [done[f"{i}"] for i in range(len(prompts))]
+    return ShapeRun([done[f"{i}"] for i in range(len(prompts))], process_time() - began)
 
 
 def chances_of(rounds: Rounds, shape: Parents) -> Chances:
@@ -70,31 +99,43 @@ def _falling(row: Sequence[float]) -> list[float]:
     return np.minimum.accumulate(row).tolist()
 
 
-def count(rounds: Rounds) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Rounds after the one that ended the prompt, by prompt."""
-    return np.array([len(parts) - 1 for parts in rounds], np.float64)
+def fewest(engine: Engine, prompts: Sequence[Sequence[int]], shapes: Iterable[S], params: SamplingParams) -> S:
+    """The shape with the fewest rounds. The search ends after PATIENCE shapes in a row that need more."""
+    totals: dict[S, float] = {}
+    for shape in shapes:
+        totals[shape] = play(engine, prompts, shape, params).total
+        if min(totals.values()) < min([*totals.values()][-PATIENCE:]):
+            break
+    return min(totals, key=totals.__getitem__)
+
+
+def ratio(name: str, over: ShapeRun, under: ShapeRun) -> dict[str, float]:
+    """How many times as many tokens per round the second one has, with its interval."""
+    draws = np.random.default_rng(0).integers(0, len(over.rounds), (RESAMPLES, len(over.rounds)))
+    low, high = np.quantile(over.counts[draws].sum(1) / under.counts[draws].sum(1), (0.025, 0.975))
+    return {name: over.total / under.total, f"{name} low": float(low), f"{name} high": float(high)}
 
 
 def compare(engine: Engine, prompts: Sequence[Sequence[int]], rows: int, params: SamplingParams) -> dict[str, object]:
     even, odd = prompts[::2], prompts[1::2]
-    probed = chances_of(play(engine, even, PROBE, params), PROBE)
+    probed = chances_of(play(engine, even, PROBE, params).rounds, PROBE)
     guesses = {best_shape(chances, rows - 1): chances for chances in (decayed(probed, decay) for decay in DECAYS)}
-    tree = min(guesses, key=lambda shape: float(count(play(engine, even, shape, params)).sum()))
-    chains = {k: play(engine, even, chain(k), params) for k in range(1, rows)}
-    best = min(chains, key=lambda k: float(count(chains[k]).sum()))
-    with_chain, with_tree = count(play(engine, odd, chain(best), params)), count(play(engine, odd, tree, params))
-    draws = np.random.default_rng(0).integers(0, len(odd), (RESAMPLES, len(odd)))
-    low, high = np.quantile(with_chain[draws].sum(1) / with_tree[draws].sum(1), (0.025, 0.975))
-    tokens = params.max_tokens - 1  # the first one ends the prompt
+    tree = min(guesses, key=lambda shape: play(engine, even, shape, params).total)
+    best = fewest(engine, even, (chain(k) for k in range(1, rows)), params)
+    growth = fewest(engine, even, (Growth(rows - 1, depth) for depth in range(min(3, rows - 1), rows)), params)
+    shapes: dict[str, Parents | Growth] = {"chain": best, "tree": tree, "grown": growth}
+    played = {name: play(engine, odd, shape, params) for name, shape in shapes.items()}
+    tokens = (params.max_tokens - 1) * len(odd)  # the first one of each text ends the prompt
     return {
         "T": params.temperature,
         "rows": rows,
-        "best chain": best,
-        "tok/round chain": float(tokens * len(odd) / with_chain.sum()),
-        "tok/round tree": float(tokens * len(odd) / with_tree.sum()),
-        "tree over chain": float(with_chain.sum() / with_tree.sum()),
-        "low": float(low),
-        "high": float(high),
+        "best chain": len(best),
+        "grown depth": growth.depth,
+        **{f"tok/round {name}": tokens / run.total for name, run in played.items()},
+        **ratio("tree over chain", played["chain"], played["tree"]),
+        **ratio("grown over chain", played["chain"], played["grown"]),
+        **ratio("grown over tree", played["tree"], played["grown"]),
+        **{f"cpu ms/round {name}": run.cpu_s / run.total * 1e3 for name, run in played.items()},
         "expected": 1 + value(tree, guesses[tree]),
         "leaves": sum(node not in tree for node in range(len(tree))),
         "depth": max(depths(tree)),

@@ -12,13 +12,12 @@ from engine.models.runner import Runner
 from engine.staging import Staging
 
 
-def law_memory(staging: Staging, owner: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """Where a draft model's graphs write the laws of their drafts [S, K, vocab], at the same address for every shape.
-    owner: the number of the model's runner."""
-    limits = staging.limits
-    size = limits.sequences * limits.drafts * shape[2]
-    memory = staging.keep(("laws", owner), lambda: torch.zeros(size, dtype=dtype, device=staging.device))
-    return memory[: shape[0] * shape[1] * shape[2]].view(shape)
+def law_memory(staging: Staging, owner: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Where a draft model's graphs write the laws of their drafts, [sequences, drafts, vocab] of the largest round. A
+    law lies at the same address whatever the round's numbers are: the verdict's graph does not know how many drafts
+    there was memory for. owner: the number of the model's runner."""
+    size = staging.limits.sequences, staging.limits.drafts, vocab
+    return staging.keep(("laws", owner), lambda: torch.zeros(size, dtype=dtype, device=staging.device))
 
 
 def law_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -73,7 +73,8 @@ def _obstacle_of(part: Slice, most_new: int) -> str | None:
         "a minimum of tokens": bool(banned(sequence, 0)),
         "a text that penalties do not know": params.penalised
         and (text is None or len(sequence.tokens) - text.length > most_new),
-        "a tree": part.shape is not None,
+        "a tree": part.shape is not None or sequence.tree_depth > 0,
+        "typical acceptance": sequence.typical is not None,
         "a confidence": bool(part.confidence),
     }
     return next((why for why, found in obstacles.items() if found), None)

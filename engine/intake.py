@@ -205,6 +205,7 @@ class Intake:
             lenience=request.lenience,
             typical=request.typical,
             tree=plan.tree,
+            tree_depth=plan.tree_depth,
             takes_drafts=request.k is None and request.drafter is None and request.max_k != 0,
             cache_salt=request.cache_salt,
             group=request.group or request.id,

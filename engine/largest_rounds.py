@@ -154,6 +154,8 @@ class LargestRounds:
             k = max(0, self._rows - 1 - ragged)
             riding = target.look_ahead
             ahead = 0 if riding is None else riding.reserve(target.cache, sequence, k, sequence.tree)[0]
+            if riding is not None and ahead and sequence.tree is None:
+                k = min(k, riding.most)  # as the scheduler plans it
             slices.append(Slice(sequence, 1, k, emits=True, ahead=ahead))
         return lambda: run_round(Plan(tuple(slices)), target, drafter)
 

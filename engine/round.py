@@ -79,7 +79,7 @@ class Outcome:
     def siblings(self) -> int:
         """The drafts that are not first children, in the trees that the plan asked for. What a drafter branches by
         itself is the way in which it always drafts."""
-        wanted = (parents for i, parents in self.draft.trees.items() if self.slices[i].shape)
+        wanted = (p for i, p in self.draft.trees.items() if self.slices[i].shape or self.slices[i].sequence.tree_depth)
         return sum(sum(map(bool, trees.ranks(parents))) for parents in wanted)
 
     def decided_drafts(self, i: int) -> tuple[int, ...]:
@@ -102,7 +102,9 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     drawing, rows = filled_up(sequences, planned_ks, target.staging.limits) if captured else (sequences, planned_ks)
     sampler = Sampler(drawing, rows, target.vocab_size, target.device, target.staging)
     shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
-    batch = DraftBatch(sequences, sampler, tuple(s.confidence for s in slices), shapes, captured=captured)
+    depths = tuple(s.tree_depth for s in sequences) if any(s.tree_depth for s in sequences) else ()
+    confidences = tuple(s.confidence for s in slices)
+    batch = DraftBatch(sequences, sampler, confidences, shapes, depths=depths, captured=captured)
     target.take_forwards()  # of a round that failed
     clock = RoundClock(target.device)
 
@@ -189,7 +191,7 @@ def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahe
     together with what drafting needs. None: it is prepared when the drafts are known."""
     if batch.captured:
         return None if is_surprising(batch, ks) else CapturedVerdict(batch, ks, target)
-    if not target.staging.deferred:
+    if not target.staging.deferred or batch.depths:
         return None
     shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
     verification.prepare(batch, ks, shapes)
@@ -208,6 +210,9 @@ def _score(
     if batch.captured and CapturedVerdict.fits(draft):
         ahead = ahead if isinstance(ahead, CapturedVerdict) else CapturedVerdict(batch, draft.ks, target)
         return *ahead.run(draft), ahead.starts, None
+    if not target.staging.deferred:  # the host moves accepted nodes, and nothing has to be sent ahead
+        logits = target.run(feeds, draft.tokens)
+        return verify(batch, draft, logits), logits, starts, None
     if not isinstance(ahead, PlannedScores) or ahead.scored.feeds != tuple(feeds):
         verification.prepare(batch, draft.ks, draft.trees)
         ahead = PlannedScores.of(feeds, batch, draft.trees, target)

@@ -170,8 +170,10 @@ class Scheduler:
             return slices
         for i, s in enumerate(slices):
             if s.emits:
-                made = riding.reserve(self._cache, s.sequence, s.k, s.shape, committed=s.committed, most=left)
-                slices[i], left = replace(s, ahead=made[0]), left - made[1]
+                ahead, rows = riding.reserve(self._cache, s.sequence, s.k, s.shape, committed=s.committed, most=left)
+                # Look-ahead tokens hang behind each draft that is planned, so none is planned that cannot come.
+                k = min(s.k, riding.most) if ahead and s.shape is None else s.k
+                slices[i], left = replace(s, k=k, ahead=ahead), left - rows
         return slices
 
     def _divide_prefill(self, budget: int, queue: StartQueue) -> dict[Sequence, int]:

@@ -5,12 +5,13 @@ Standard library only: the HTTP edge imports this module.
 
 from dataclasses import dataclass, replace
 
-from engine.trees import Parents, branching, count_nodes
+from engine.trees import Growth, Parents, branching, count_nodes
 from engine.types import VERIFIERS, DrafterName, InvalidRequest, Typical, Verifier
 
 DEFAULT_SPEC_LENGTH = 5  # drafts per round for a request that names a drafter where the policy never drafts
 FOR_PREDICTIONS: tuple[DrafterName, ...] = ("prediction", "cascade")  # the drafters that read the client's guess
 FOR_TREES: tuple[Verifier, ...] = ("match", "rejection")  # the verifiers that decide about trees
+FOR_GROWTH: tuple[DrafterName, ...] = ("model", "merged")  # the drafters whose trees grow by their own probabilities
 FIXED_SHAPES: tuple[DrafterName, ...] = ("prediction", "lookahead")  # the drafters that draw no tree of a given shape
 
 
@@ -27,7 +28,9 @@ class SpeculationFields:
     typical: Typical | None = None
     temperature: float = 1.0
     auto: bool = False  # the policy chooses k even where it never drafts
-    tree: tuple[int, ...] | None = None  # children of each node of depth 0, 1, …; None: chains
+    # Children of each node of depth 0, 1, …, or what a tree may have that grows by the draft's own probabilities; None:
+    # chains
+    tree: tuple[int, ...] | Growth | None = None
 
     @property
     def lossy(self) -> bool:
@@ -54,7 +57,8 @@ class Speculation:
     k_max: int  # the most that it may get
     drafter: DrafterName | None  # None: it gets no drafts
     verifier: Verifier
-    tree: Parents | None = None  # the shape of its drafts, k nodes; None: a chain
+    tree: Parents | None = None  # the shape of its drafts, k nodes; None: a chain, or a tree that grows
+    tree_depth: int = 0  # of a tree of up to k nodes that grows; 0: it does not
 
 
 def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = False) -> Speculation:
@@ -63,25 +67,20 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
     Raises InvalidRequest, with the field's name in the client's vocabulary, for what this server cannot do. strict:
     also refuses a field that would have no effect, as the HTTP API promises.
     """
-    tree = None if fields.tree is None else _tree(fields, fields.tree, can)
+    tree = fields.tree
     if tree is not None:
-        fields = replace(fields, k=len(tree))
+        fields = replace(fields, k=_count_drafts(fields, tree, can))
     _check_k(fields, can)
     if strict:
         _check_effect(fields, can)
-    plan = replace(_plan(fields, can), tree=tree)
+    plan = _plan(fields, can)
+    if isinstance(tree, Growth):
+        plan = replace(plan, tree_depth=tree.depth)
+    elif tree is not None:
+        plan = replace(plan, tree=branching(tree))
     _check_names(fields, plan, can)
-    if tree is not None and plan.verifier not in FOR_TREES:
-        raise InvalidRequest(
-            f"a tree needs verifier {' or '.join(map(repr, FOR_TREES))}; this request's is {plan.verifier!r}",
-            "speculation.tree",
-        )
-    if tree is not None and plan.drafter in FIXED_SHAPES:
-        raise InvalidRequest(
-            f"the drafter {plan.drafter!r} draws no tree of a given shape: leave out speculation.tree, or name another "
-            "drafter",
-            "speculation.tree",
-        )
+    if tree is not None:
+        _check_tree(fields, tree, plan)
     if fields.predicted:
         _check_prediction(fields, plan, can)
     if fields.lossy:
@@ -89,21 +88,53 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
     return plan
 
 
-def _tree(fields: SpeculationFields, widths: tuple[int, ...], can: Capabilities) -> Parents:
-    """The shape with so many children for each node, by depth. Raises InvalidRequest."""
+def _check_tree(fields: SpeculationFields, tree: tuple[int, ...] | Growth, plan: Speculation) -> None:
+    """Raise InvalidRequest for a tree that the request's verifier or drafter has not."""
     name = "speculation.tree"
-    if not widths or any(width < 1 for width in widths):
-        raise InvalidRequest(f"{name} {list(widths)} must name at least one child for each depth, as [3, 2, 1]", name)
+    if plan.verifier not in FOR_TREES:
+        raise InvalidRequest(
+            f"a tree needs verifier {' or '.join(map(repr, FOR_TREES))}; this request's is {plan.verifier!r}", name
+        )
+    if plan.drafter in FIXED_SHAPES:
+        raise InvalidRequest(
+            f"the drafter {plan.drafter!r} draws no tree of a given shape: leave out speculation.tree, or name another "
+            "drafter",
+            name,
+        )
+    if not isinstance(tree, Growth):
+        return
+    if plan.drafter not in FOR_GROWTH:
+        raise InvalidRequest(
+            f"a tree with nodes and depth grows by a draft model's probabilities, and the drafter {plan.drafter!r} has "
+            f"none: name the drafter {' or '.join(map(repr, FOR_GROWTH))}, or give the children by depth, as [3, 2, 1]",
+            name,
+        )
+    if plan.verifier != "match" and fields.temperature:
+        raise InvalidRequest(
+            f"a tree with nodes and depth depends on the drawn drafts, which verifier {plan.verifier!r} does not allow "
+            "at this temperature: use verifier 'match' or temperature 0, or give the children by depth, as [3, 2, 1]",
+            name,
+        )
+
+
+def _count_drafts(fields: SpeculationFields, tree: tuple[int, ...] | Growth, can: Capabilities) -> int:
+    """The most drafts of a tree. Raises InvalidRequest for one that this server cannot check."""
+    name = "speculation.tree"
+    if isinstance(tree, Growth):
+        told, nodes = f"{{'nodes': {tree.nodes}, 'depth': {tree.depth}}}", tree.nodes
+        if not 1 <= tree.depth <= tree.nodes:
+            raise InvalidRequest(f"{name} {told} needs a depth between 1 and its nodes", name)
+    else:
+        told, nodes = str(list(tree)), count_nodes(tree, can.max_spec_length)
+        if not tree or any(width < 1 for width in tree):
+            raise InvalidRequest(f"{name} {told} must name at least one child for each depth, as [3, 2, 1]", name)
     if not can.trees:
         raise InvalidRequest(f"{name} is not possible on this server, whose results are deterministic", name)
     if fields.k is not None or fields.max_k is not None or fields.auto:
         raise InvalidRequest(f"{name} fixes the drafts of a round: leave out k, max_k and the modes auto and off", name)
-    nodes = count_nodes(widths, can.max_spec_length)
     if nodes > can.max_spec_length:
-        raise InvalidRequest(
-            f"{name} {list(widths)} has more drafts than this server's maximum, {can.max_spec_length}", name
-        )
-    return branching(widths)
+        raise InvalidRequest(f"{name} {told} has more drafts than this server's maximum, {can.max_spec_length}", name)
+    return nodes
 
 
 def _plan(fields: SpeculationFields, can: Capabilities) -> Speculation:

@@ -111,7 +111,11 @@ class Speculator:
             offered=offer.max_k,
             gap=offer.gap,
             tree=sequence.tree,
-            branches=offer.trees and self._trees and sequence.tree is None and sequence.verifier in FOR_TREES,
+            branches=offer.trees
+            and self._trees
+            and sequence.tree is None
+            and not sequence.tree_depth
+            and sequence.verifier in FOR_TREES,
         )
 
 

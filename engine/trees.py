@@ -6,11 +6,20 @@ are ordered: a verifier tries the one with the lowest index first.
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import lru_cache
 
 ROOT = -1
 
 Parents = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a tree may have whose shape follows from the draft's own probabilities."""
+
+    nodes: int
+    depth: int  # drafts on a path
 
 
 def chain(length: int) -> Parents:

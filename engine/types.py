@@ -10,7 +10,7 @@ from math import isfinite
 from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
-from engine.trees import depths
+from engine.trees import Growth, depths
 from policies.reasons import REASONS as REASONS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -176,7 +176,9 @@ class Request:
     )
     max_k: int | None = None  # the most that the policy may choose; None: what the engine allows
     group: str = ""  # the same for all choices of one client's request, which share one group's part; "": alone
-    tree: tuple[int, ...] | None = None  # children of each draft of depth 0, 1, … in every round; None: chains
+    # Children of each draft of depth 0, 1, … in every round, or what a tree may have that grows by the draft's own
+    # probabilities; None: chains
+    tree: tuple[int, ...] | Growth | None = None
     typical: Typical | None = None  # another way to change the law than lenience
 
 

@@ -364,7 +364,7 @@ def _is_neutral(value: Any, neutral: Any) -> bool:
 
 
 def _as_invalid_request(error: ErrorDetails) -> InvalidRequest:
-    param = ".".join(map(str, error["loc"]))
+    param = ".".join(part for part in map(str, error["loc"]) if not part.startswith("["))
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is required", param)
     if error["type"] == "extra_forbidden":

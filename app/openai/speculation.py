@@ -3,12 +3,28 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Discriminator, Field, PlainValidator, Tag
 
 from app.client import ModelCard
 from app.openai.fields import Strict, TextPart, prediction_text
 from engine.speculation import SpeculationFields, resolve
+from engine.trees import Growth
 from engine.types import DrafterName, InvalidRequest, Typical, Verifier
+
+
+class GrowthOptions(Strict):
+    """What a tree may have that grows by the draft model's own probabilities: drafts in all, and drafts on a path."""
+
+    nodes: Annotated[int, Field(ge=1)]
+    depth: Annotated[int, Field(ge=1)]
+
+
+# A tag in brackets is no part of a parameter's name (request.py).
+TreeOptions = Annotated[
+    Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=64), Tag("[list]")]
+    | Annotated[GrowthOptions, Tag("[object]")],
+    Discriminator(lambda value: "[object]" if isinstance(value, dict | GrowthOptions) else "[list]"),
+]
 
 
 class SpeculationOptions(Strict):
@@ -16,7 +32,8 @@ class SpeculationOptions(Strict):
 
     mode "auto": the server's policy chooses k in every round, at most max_k; "fixed": k is fixed; "off": no drafts.
     Without a mode, k means "fixed", and without k the policy chooses.
-    tree: the children of each draft by depth; [3, 2] drafts three next tokens and two after each of them.
+    tree: the children of each draft by depth; [3, 2] drafts three next tokens and two after each of them. Or
+    {"nodes": 7, "depth": 4}: the draft model's own probabilities decide in each round where the tree branches.
     steps: the reply's metrics list every round (replies.py). tokens: its choices list the origin of every token
     (origins.py). Both work in every mode.
     """
@@ -26,7 +43,7 @@ class SpeculationOptions(Strict):
     max_k: Annotated[int, Field(ge=1)] | None = None
     drafter: DrafterName | None = None
     verifier: Verifier | None = None
-    tree: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=64)] | None = None
+    tree: TreeOptions | None = None
     steps: bool = False
     tokens: bool = False
 
@@ -66,7 +83,7 @@ class Drafting:
     prediction: str | None = None
     lenience: float | None = None
     typical: Typical | None = None
-    tree: tuple[int, ...] | None = None  # children of each draft, by depth; None: chains
+    tree: tuple[int, ...] | Growth | None = None  # children of each draft, by depth, or a tree that grows; None: chains
 
 
 def settle(
@@ -86,7 +103,7 @@ def settle(
         None if prediction is None else prediction.content,
         None if lossy is None else lossy.lenience,
         _typical(lossy),
-        None if options.tree is None else tuple(options.tree),
+        _tree(options.tree),
     )
     fields = SpeculationFields(
         k=drafting.k,
@@ -102,6 +119,12 @@ def settle(
     )
     resolve(fields, card.capabilities, strict=True)
     return drafting
+
+
+def _tree(tree: list[int] | GrowthOptions | None) -> tuple[int, ...] | Growth | None:
+    if isinstance(tree, GrowthOptions):
+        return Growth(tree.nodes, tree.depth)
+    return None if tree is None else tuple(tree)
 
 
 def _k(options: SpeculationOptions) -> int | None:

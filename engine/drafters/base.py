@@ -49,12 +49,17 @@ class DraftBatch:
     confidences: tuple[float, ...] = ()  # joint confidence below which the draft model stops; 0: never; (): all 0
     shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
     branches: tuple[bool, ...] = ()  # whether sequence i may get any tree of up to ks[i] nodes; (): none may
+    depths: tuple[int, ...] = ()  # the depth of a tree that grows for sequence i; 0: its shape is given; (): none grows
     captured: bool = False  # whether parts of the round may be captured graphs: captured_round.py
 
     def wants_tree(self, i: int) -> bool:
         """Whether sequence i gets a tree of its shape in `shapes`, or any tree. `block` decides on chains only."""
         wanted = self.shape(i) is not None or (bool(self.branches) and self.branches[i])
         return wanted and self.sequences[i].verifier != "block"
+
+    def grows(self, i: int) -> bool:
+        """Whether sequence i gets a tree of up to ks[i] nodes that grows by the draft's own probabilities."""
+        return bool(self.depths) and self.depths[i] > 0
 
     def shape(self, i: int) -> Parents | None:
         return self.shapes[i] if self.shapes else None

@@ -53,8 +53,8 @@ class CapturedChains:
         self._key = runner.staging.layout
 
     def _law_memory(self) -> Tensor:
-        shape = len(self._batch.sampler.offsets), max(self._ks), self._vocab
-        return law_memory(self._runner.staging, self._runner.number, shape, law_dtype(self._runner.decoder.dtype))
+        runner, size = self._runner, len(self._batch.sampler.offsets)
+        return law_memory(runner.staging, runner.number, self._vocab, law_dtype(runner.decoder.dtype))[:size]
 
     def propose(self) -> Draft:
         """Draw the chains, and extend the cache by what the passes read."""

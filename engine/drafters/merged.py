@@ -102,7 +102,7 @@ class MergedDrafter:
     def _lengths(self, batch: DraftBatch, i: int, k: int) -> list[int]:
         """The length of each model's chain for sequence i; of the first model's tree, if the batch wants one."""
         sequence = batch.sequences[i]
-        if not k or sequence.drafter != MERGED or batch.shape(i) is not None:
+        if not k or sequence.drafter != MERGED or batch.shape(i) is not None or batch.grows(i):
             return [k, *(0 for _ in self.models[1:])]
         return _divide(sequence, k, [offer.max_k > 0 for offer in self._offers(sequence, k)])
 

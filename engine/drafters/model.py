@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.drafters import captured_chains
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.confidence import ConfidenceLimit
+from engine.drafters.growing_trees import grow_trees, wanted_trees
 from engine.drafters.merging import merge_drafts
 from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader, mark_non_finite
 from engine.drafters.shared_tokens import SharedTokens
@@ -21,7 +22,7 @@ from engine.models.tree_moves import HeldTree, PlannedMoves
 from engine.sampling.acceptance import Verdict
 from engine.sampling.adjustments import put, take
 from engine.sequence import Sequence
-from engine.trees import Parents, trunk
+from engine.trees import Growth, Parents
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +99,13 @@ class ModelDrafter:
         if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
             self._drafted, self._fed_trees = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}, {}
             return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab, self._rank).propose()
-        shapes = self._shapes(batch, ks)
+        shapes, growths = wanted_trees(batch, ks, may_branch=self._shared is None)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
-        active.sort(key=lambda i: i in shapes)
+        active.sort(key=lambda i: (i in growths, i in shapes))
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
         planned = self.runner.prepare(feeds) if feeds and self.runner.staging.deferred else None
-        chains = [i for i in active if i not in shapes]
-        limits = [0 if i in shapes else k for i, k in enumerate(ks)]
+        chains = [i for i in active if i not in shapes and i not in growths]
+        limits = [k if i in chains else 0 for i, k in enumerate(ks)]
         columns = DraftColumns(batch, limits, chains, self.runner.device, self._rank) if chains else None
         steps = self._prepare_steps(batch, columns) if columns is not None else []
         trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}) if shapes else None
@@ -116,7 +117,9 @@ class ModelDrafter:
             drafts.append(self._draw(batch, columns, first[: len(chains)], steps))
         self._fed_trees = {}
         if first is not None and trees is not None:
-            drafts.append(self._draw_trees(batch, trees, first[len(chains) :]))
+            drafts.append(self._draw_trees(batch, trees, first[len(chains) : len(chains) + len(shapes)]))
+        if first is not None and (grown := {i: growths[i] for i in active if i in growths}):
+            drafts.append(self._grow_trees(batch, grown, first[-len(grown) :]))
         draft = merge_drafts(drafts, len(ks))
         self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
         return replace(
@@ -153,16 +156,6 @@ class ModelDrafter:
             logits = self.runner.step(sequences, fed, *planned[steps : steps + 1])
             steps, read = steps + 1, read + len(columns.active)
 
-    def _shapes(self, batch: DraftBatch, ks: list[int]) -> dict[int, Parents]:
-        """Index of a sequence → the tree that it gets, cut to its k nodes. With a translation there are none: ks
-        becomes the number of first children."""
-        wanted = {i: shape[: ks[i]] for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
-        if self._shared is not None:
-            for i, shape in wanted.items():
-                ks[i] = len(trunk(shape))
-            return {}
-        return wanted
-
     def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeReader]:
         draft = TreeDraft(batch, shapes, self._vocab, self.runner.device)
         reader = TreeReader(self.runner, batch, draft)
@@ -177,8 +170,14 @@ class ModelDrafter:
     def _draw_trees(self, batch: DraftBatch, trees: tuple[TreeDraft, TreeReader], logits: Tensor) -> Draft:
         planned, reader = trees
         draft = planned.draw(logits, reader)
-        self._fed_trees = {batch.sequences[i].handle: fed for i, fed in reader.fed.items()}
+        self._fed_trees |= {batch.sequences[i].handle: fed for i, fed in reader.fed.items()}
         return replace(draft, steps=reader.steps, read=reader.read)
+
+    def _grow_trees(self, batch: DraftBatch, growths: dict[int, Growth], logits: Tensor) -> Draft:
+        draft, fed = grow_trees(self.runner, batch, growths, self._vocab, logits)
+        self._fed_trees |= fed
+        self._moves = None  # those of planned shapes alone would leave these where they are
+        return draft
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         cache, drafted, fed_trees = self.runner.cache, self._drafted, self._fed_trees

@@ -190,7 +190,7 @@ class TreeDraft:
         scores = sampler.scores(logits, level.rows, self._tokens)
         if (children := level.coupled) is not None:
             own = take(scores, children.parents, sampler.numbers)
-            self._put(children, sampler.sample_top(own, children.rows, children.width), logits)
+            self._put(children, sampler.sample_top(own, children.rows, children.width).tokens(), logits)
         if (children := level.with_law) is not None:
             laws = sampler.laws(take(scores, children.parents, sampler.numbers), children.rows)
             drawn, given = sampler.propose_top(laws, children.rows, children.width)

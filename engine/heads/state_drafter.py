@@ -1,8 +1,8 @@
 """Heads without memory as a drafter: they draft from one state of the target per sequence."""
 
 import logging
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
+from engine.drafters.growing_trees import GrowingTree, GrownDraft, Node
 from engine.drafters.merging import merge_drafts
 from engine.drafters.model import DraftColumns
 from engine.drafters.model_trees import TreeDraft
@@ -21,7 +22,7 @@ from engine.round_clock import Forward, mark
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
 from engine.staging import RoundNumbers, Staged
-from engine.trees import Parents, depths, within_depth
+from engine.trees import ROOT, Growth, Parents, depths, within_depth
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,13 @@ class StateDrafter:
             for i, shape in enumerate(batch.shapes)
             if shape is not None and ks[i]
         }
-        chains = [0 if i in shapes else min(k, self._most(batch.sequences[i])) for i, k in enumerate(ks)]
+        growths = {
+            i: Growth(k, min(k, batch.depths[i], self._most(batch.sequences[i])))
+            for i, k in enumerate(ks)
+            if k and batch.grows(i)
+        }
+        branched = shapes.keys() | growths.keys()
+        chains = [0 if i in branched else min(k, self._most(batch.sequences[i])) for i, k in enumerate(ks)]
         columns = self._plan_chains(batch, chains) if any(chains) else None
         trees = self._plan_trees(batch, shapes) if shapes else None
         drafts = []
@@ -78,6 +85,8 @@ class StateDrafter:
             drafts.append(self._draw_chains(batch, columns, max(chains)))
         if trees is not None:
             drafts.append(self._draw_trees(batch, *trees))
+        if growths:
+            drafts.append(self._grow_trees(batch, growths))
         draft = merge_drafts(drafts, len(ks))
         self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
         return replace(draft, forwards=(Forward(began, mark(self._device), draft.read),))
@@ -171,6 +180,11 @@ class StateDrafter:
         levels.run, logits = self._start(batch, list(draft.shapes), max(max(depths(s)) for s in draft.shapes.values()))
         return replace(draft.draw(logits, levels), steps=levels.steps, read=levels.read)
 
+    def _grow_trees(self, batch: DraftBatch, growths: dict[int, Growth]) -> Draft:
+        grown = GrownDraft(batch, growths, self._vocab, self._device)
+        run, logits = self._start(batch, list(growths), max(most.depth for most in growths.values()))
+        return grown.draw(logits, _GrownLevels(run, list(growths), batch.sampler.numbers))
+
     def _rows(self, batch: DraftBatch, before: Seq[int], active: Seq[int]) -> Tensor | None:
         """The rows of the step before that go on; None: all."""
         if len(active) == len(before):
@@ -205,3 +219,19 @@ class _TreeLevels:
         self.steps, self.read = self.steps + 1, self.read + self._sizes[number]
         assert self.run is not None, "the first step was done"
         return self.run.step(parents.tensor, drafts.view(-1).index_select(0, places.tensor))
+
+
+class _GrownLevels:
+    """Gives the logits behind the nodes of growing trees (GrowthReader)."""
+
+    def __init__(self, run: HeadRun, indices: Seq[int], numbers: RoundNumbers) -> None:
+        """run: at its first step, with a row for each of these sequences."""
+        self._run, self._numbers = run, numbers
+        self._rows = {(i, ROOT): row for row, i in enumerate(indices)}  # of the latest step
+        self.steps, self.read = 1, len(indices)
+
+    def __call__(self, level: Seq[Node], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor:
+        parents = self._numbers.index([self._rows[i, trees[i].parents[place]] for i, place in level])
+        self._rows = {node: row for row, node in enumerate(level)}
+        self.steps, self.read = self.steps + 1, self.read + len(level)
+        return self._run.step(parents.tensor, tokens)

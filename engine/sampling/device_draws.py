@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.kernels.race import race
 from engine.kernels.truncate import truncate
 from engine.sampling.filters import truncates
-from engine.sampling.noise import DENSE_NOISE_LIMIT
+from engine.sampling.noise import DENSE_NOISE_LIMIT, gumbel_noise
 from engine.staging import RoundNumbers, Staged
 from engine.types import SamplingParams
 
@@ -18,6 +18,7 @@ class DeviceRace:
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         self._numbers = keys, positions, temperatures
+        self._vocab_size = vocab_size
         self._blocks = vocab_size > DENSE_NOISE_LIMIT
 
     def run(self, scores: Tensor, rows: Seq[int]) -> Tensor:
@@ -29,6 +30,11 @@ class DeviceRace:
         """(ids [R], whether each one's score is finite) of all rows, for scores [R, vocab'] of any float type."""
         keys, positions, temperatures = self._numbers
         return race(scores, keys, positions, temperatures, self._blocks)
+
+    def noise(self, tokens: Tensor) -> Tensor:
+        """What the race adds to the scores of tokens [R, m], fp64. It makes the noise of the whole vocabulary."""
+        keys, positions, temperatures = self._numbers
+        return gumbel_noise(keys, positions, self._vocab_size).gather(1, tokens) * temperatures[:, None]
 
 
 class DeviceFilters:

@@ -24,9 +24,10 @@ class TextTable:
         self._uses = torch.zeros(0, vocab_size, dtype=torch.int32, device=staging.device)
         self._num_rows = 1  # that were ever given to a text, and row 0, which takes what belongs to none
         self._free: list[int] = []
-        self._started: list[int] = []  # rows of new texts, and tokens that no round has put on their way yet
+        # What is not recorded yet: rows of new texts, and tokens. It is put again in each round until it is.
+        self._started: list[int] = []
         self._new: list[tuple[int, int, int]] = []
-        self._waiting: list[tuple[Staged | None, Staged | None]] = []  # (rows to clear, tokens to add), in order
+        self._waiting: tuple[Staged | None, Staged | None] = None, None  # all of it; (None, None): not in this state
 
     @classmethod
     def of(cls, staging: Staging, vocab_size: int) -> "TextTable":
@@ -39,7 +40,9 @@ class TextTable:
             self._free.append(self._num_rows)
             self._num_rows += 1
         row = self._free.pop()
+        self._new = [entry for entry in self._new if entry[0] != row]  # of the text that had the row before
         self._started.append(row)
+        self._waiting = None, None
         text = DeviceText(self, row, num_prompt)
         finalize(text, self._free.append, row).atexit = False
         return text
@@ -47,43 +50,45 @@ class TextTable:
     def add(self, row: int, tokens: Seq[int], num_prompt: int) -> None:
         """Add tokens to a row's text; the first num_prompt of them belong to the prompt."""
         self._new += [(row, token, int(n >= num_prompt)) for n, token in enumerate(tokens)]
+        self._waiting = None, None
 
     def put(self, sequences: int = 0) -> None:
-        """Put what was added on its way to the device. sequences: of the round. If it may be captured, so many tokens
-        are put as these may have committed since the last round: those of no text fill up."""
-        fixed = self._staging.fixed
-        if fixed:
-            self.take_in()  # what a round that failed has left lies where this round's numbers will
-            self._staging.note("texts", len(self.uses))
-        started, self._started = self._started, []
-        new, self._new = self._new, []
-        if fixed:
-            new += [(0, 0, 0)] * (sequences * self._staging.limits.new_tokens - len(new))
-        if started or new:
-            cleared = self._staging.ints(started) if started else None
-            tokens = self._staging.ints([x for column in zip(*new, strict=True) for x in column]) if new else None
-            self._waiting.append((cleared, tokens))
+        """Put what is not recorded on its way to the device. sequences: of the round. If it may be captured, so many
+        tokens are put as these may have committed since the last round: those of no text fill up."""
+        new = self._new
+        if self._staging.fixed:
+            self._staging.note("texts", len(self._grown()))
+            new = [*new, *[(0, 0, 0)] * (sequences * self._staging.limits.new_tokens - len(new))]
+        cleared = self._staging.ints(self._started) if self._started else None
+        tokens = self._staging.ints([x for column in zip(*new, strict=True) for x in column]) if new else None
+        self._waiting = cleared, tokens
 
     @property
     def uses(self) -> Tensor:
-        """[≥ texts, vocab] int32, with all that was put on its way. What raises is taken in at the next read."""
-        if len(self._uses) < self._num_rows:
-            most = 1 + self._staging.limits.sequences
-            grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses), most), self._uses.shape[1])
-            grown[: len(self._uses)] = self._uses
-            self._uses = grown
+        """[≥ texts, vocab] int32, with all that was put on its way. What raises is put again in the next round."""
+        self._grown()
         self.take_in()
         return self._uses
 
     def take_in(self) -> None:
         """Record all that was put on its way."""
-        while self._waiting:
-            cleared, tokens = self._waiting[0]
-            if cleared is not None:
-                self._uses.index_fill_(0, cleared.tensor, 0)
-            if tokens is not None:
-                record_texts(self._uses, tokens.tensor)
-            del self._waiting[0]
+        cleared, tokens = self._waiting
+        if cleared is None and tokens is None:
+            return
+        if cleared is not None:
+            self._grown().index_fill_(0, cleared.tensor, 0)
+        if tokens is not None:
+            record_texts(self._grown(), tokens.tensor)
+        self._started, self._new, self._waiting = [], [], (None, None)
+
+    def _grown(self) -> Tensor:
+        """The table, with a row for each text."""
+        if len(self._uses) < self._num_rows:
+            most = 1 + self._staging.limits.sequences
+            grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses), most), self._uses.shape[1])
+            grown[: len(self._uses)] = self._uses
+            self._uses = grown
+        return self._uses
 
 
 class DeviceText:

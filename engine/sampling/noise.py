@@ -90,6 +90,11 @@ class GumbelRace:
         """As run(), where only the kept tokens are left. Token 0 for a row without any."""
         return torch.from_numpy(self._noise.race_few(np.array(rows)[kept.rows], kept, len(rows)))
 
+    def noise(self, tokens: Tensor, rows: Seq[int]) -> Tensor:
+        """What run() adds to the scores of tokens [n, m], fp64."""
+        places = np.repeat(np.array(rows), tokens.shape[1])
+        return torch.from_numpy(self._noise.noise(places, tokens.flatten().numpy())).view(tokens.shape)
+
 
 def gumbel_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [R, vocab_size], fp64, keyed by (keys [R], positions [R], token id).

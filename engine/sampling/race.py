@@ -93,8 +93,11 @@ class BlockNoise:
 
     def race_few(self, noise_rows: Ids, kept: KeptTokens, rows: int) -> Ids:
         """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
-        noise = self._noise(noise_rows, kept.tokens // BLOCK, kept.tokens[:, None])[:, 0]
-        return row_winners(kept, kept.values + self._temperatures[noise_rows, 0] * noise, rows)
+        return row_winners(kept, kept.values + self.noise(noise_rows, kept.tokens), rows)
+
+    def noise(self, rows: Ids, tokens: Ids) -> Floats:
+        """Temperature times noise [m] of tokens [m] in `rows` [m] of the noise."""
+        return self._temperatures[rows, 0] * self._noise(rows, tokens // BLOCK, tokens[:, None])[:, 0]
 
     def _lead(self, scores: NDArray[np.floating], rows: Ids, blocks: int) -> tuple[Floats, Ids]:
         """(best score, its token) [n] among the tokens with the first clocks; id 0 if all of these are excluded."""

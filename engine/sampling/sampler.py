@@ -104,15 +104,14 @@ class Sampler:
         """Record what was committed since the last round, outside of what is captured."""
         self._adjustments.take_in_texts()
 
-    def on_trees(self, trees: Mapping[int, Parents]) -> "Sampler":
+    def on_trees(self, trees: Mapping[int, Parents], like: "Sampler | None" = None) -> "Sampler":
         """The same round's sampler, with the same noise, for drafts that are trees. Other sequences keep their chains.
 
-        trees: index of a sequence → the shape of its draft, of at most its k nodes. The verification gets the sampler
-        of a drafter that asked for the same trees, with the noise that it has made.
-        """
+        trees: index of a sequence → its draft's shape, of at most its k nodes. The verification gets the sampler of a
+        drafter that asked for the same trees, with its noise. like: one for deeper trees, whose noise is taken."""
         if self._latest is not None and self._latest[0] == trees:
             return self._latest[1]
-        other = copy(self)
+        other = copy(like or self)
         other._rows = rows = RoundRows(list(self._rows.places), {})
         other.numbers = RoundNumbers(self.numbers.staging)
         for i, parents in trees.items():
@@ -120,9 +119,8 @@ class Sampler:
                 row, columns = self.offsets[i] + 1 + node, path(parents, node)
                 rows.places[row], rows.paths[row] = (i, len(columns)), columns
         other._adjustments = Adjustments(self._sequences, rows, self._vocab_size, other.numbers)
-        if self._race is None:
-            places = dict.fromkeys(rows.places[row] for row in self._noisy)
-            other._race_row = {place: n for n, place in enumerate(places)}
+        if other._race is None:
+            other._race_row = {place: n for n, place in enumerate(dict.fromkeys(rows.places[r] for r in self._noisy))}
         self._latest = dict(trees), other
         return other
 
@@ -191,7 +189,7 @@ class Sampler:
 
     def _filters_of(self, rows: Seq[int]) -> Filters:
         assert self._filters is not None
-        return self._filters.pick(self._index([self._filter_row[row] for row in rows]))
+        return self._filters.pick(index_tensor([self._filter_row[row] for row in rows], self.device))
 
     def _device_filters(self, rows: Seq[int]) -> DeviceFilters:
         return DeviceFilters([self._params[row] for row in rows], self.numbers, tuple(rows))
@@ -260,16 +258,21 @@ class Sampler:
             self._ones(len(places)),
         )
 
-    def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> Tensor:
-        """Siblings [R, width]: the best tokens of the race in which sample() draws the first of them; at temperature 0
-        the likeliest tokens.
+    def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> Siblings:
+        """`width` siblings: the best tokens of the race in which sample() draws the first of them; at temperature 0 the
+        likeliest tokens. A row with fewer tokens repeats its first one, of which no verifier accepts the second."""
+        return Siblings.draw(scores, width, lambda left: self.sample(left, rows, drafting=True))
 
-        A row with fewer tokens repeats its first one, of which no verifier accepts the second.
-        """
-        siblings = Siblings(scores, self.sample(scores, rows, drafting=True), width)
-        for _ in range(1, width):
-            siblings.add(self.sample(siblings.left, rows, drafting=True))
-        return siblings.tokens()
+    def noise(self, tokens: Tensor, rows: Seq[int]) -> Tensor:
+        """What sample_top() adds to the scores of tokens [R, n]."""
+        if self._on_device:
+            return self._device_race(rows).noise(tokens)
+        noisy = [n for n, row in enumerate(rows) if row in self._noisy]
+        if not noisy:
+            return torch.zeros(tokens.shape, dtype=torch.float64)
+        race, numbers = self._race_of([rows[n] for n in noisy], drafting=True)
+        noise = race.noise(take(tokens, noisy, self.numbers), numbers)
+        return put(noise.new_zeros(tokens.shape), noisy, noise, self.numbers)
 
     def propose_top(self, laws: Tensor, rows: Seq[int], width: int) -> tuple[Tensor, Tensor]:
         """(siblings [R, width], the log-law [R, width, vocab] of each one given those before it), drawn from these
@@ -376,7 +379,7 @@ class Sampler:
         positions = [len(self._sequences[i].tokens) + ahead for i, ahead in places]
         temperatures = [self._sequences[i].params.temperature for i, _ in places]
         column = torch.tensor(temperatures, dtype=torch.float64, device=self.device)
-        return GumbelRace(keys, self._index(positions), column, self._vocab_size)
+        return GumbelRace(keys, index_tensor(positions, self.device), column, self._vocab_size)
 
     def _ends(self, indices: Seq[int]) -> Tensor:
         return self._staged_ends(indices).tensor
@@ -391,9 +394,6 @@ class Sampler:
 
     def _ones(self, count: int) -> Staged:
         return self.numbers.floats(("ones", count), lambda: [1.0] * count)
-
-    def _index(self, values: Seq[int]) -> Tensor:
-        return index_tensor(values, self.device)
 
 
 def _key(sequence: Sequence, stream: int, per_round: bool) -> int:

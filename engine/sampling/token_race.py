@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.sampling import elementwise
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array
-from engine.sampling.race import Bits, Ids, clocks_of, few_held, row_winners
+from engine.sampling.race import Bits, Floats, Ids, clocks_of, few_held, row_winners
 
 HASHED_TOGETHER = 32_768  # hashes; so many stay in a processor's second cache with what is needed to make them
 FEW = 8  # where at most one token in so many is left, only these are hashed
@@ -41,8 +41,11 @@ class TokenNoise:
 
     def race_few(self, noise_rows: Ids, kept: KeptTokens, rows: int) -> Ids:
         """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
-        noise = -np.log(clocks_of(self._bits(noise_rows, kept.tokens)))
-        return row_winners(kept, kept.values + self._temperatures[noise_rows] * noise, rows)
+        return row_winners(kept, kept.values + self.noise(noise_rows, kept.tokens), rows)
+
+    def noise(self, rows: Ids, tokens: Ids) -> Floats:
+        """Temperature times noise [m] of tokens [m] in `rows` [m] of the noise."""
+        return self._temperatures[rows] * -np.log(clocks_of(self._bits(rows, tokens)))
 
     def _rivals(self, scores: Tensor, rows: Ids) -> KeptTokens:
         """All tokens that may win."""

@@ -28,4 +28,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["trees"]
     assert len(row["parents"].split()) == 3
     assert row["best chain"] in (1, 2, 3)
-    assert row["tree over chain"] == pytest.approx(row["tok/round tree"] / row["tok/round chain"])
+    assert row["grown depth"] == 3
+    for name in ("tree", "grown"):
+        assert row[f"{name} over chain"] == pytest.approx(row[f"tok/round {name}"] / row["tok/round chain"])
+        assert row[f"{name} over chain low"] <= row[f"{name} over chain"] <= row[f"{name} over chain high"]

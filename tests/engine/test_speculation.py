@@ -59,6 +59,7 @@ def wishes() -> Iterator[tuple[SpeculationOptions, Prediction | None, Lossy | No
                 temperature,
             )
     trees: tuple[Any, ...] = ([1], [2, 1], [16], [17], [3, 2, 1], [10**9] * 9)
+    trees += ({"nodes": 4, "depth": 2}, {"nodes": 17, "depth": 2}, {"nodes": 2, "depth": 3})
     for tree, mode, k, drafter, verifier in product(trees, modes, (None, 2), drafters, (*verifiers, "block")):
         options = {"mode": mode, "k": k, "tree": tree, "drafter": drafter, "verifier": verifier}
         for lossy in (None, 0.5):

@@ -7,18 +7,20 @@ from dataclasses import replace
 import pytest
 
 from engine import trees
+from engine.drafters.growing_trees import Found, GrowingTree
 from engine.drafters.model_trees import FedTree
 from engine.engine import Engine
+from engine.trees import Growth, Parents
 from engine.types import InvalidRequest, Request, SamplingParams, Verifier
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
 
-SHAPES = ((2, 2), (3, 1), (2, 1, 2), (6,))
+SHAPES: tuple[tuple[int, ...] | Growth, ...] = ((2, 2), (3, 1), (2, 1, 2), (6,), Growth(7, 4))
 PROMPTS = ((5, 6, 7), (8, 9), tuple(range(20, 50)))
 
 
-def requests(tree: tuple[int, ...] | None, **changes: object) -> list[Request]:
+def requests(tree: tuple[int, ...] | Growth | None, **changes: object) -> list[Request]:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
     params = replace(params, **changes)  # type: ignore[arg-type]
     k = 0 if tree is None else None
@@ -60,7 +62,8 @@ def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 12) -> Drive:
         prompt = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 5, 17, 40, 60))))
         tree = rng.choice((None, *SHAPES))
         request = Request(f"r{i}", prompt, params, tree=tree, k=rng.choice((0, 3)) if tree is None else None)
-        verifier: Verifier = rng.choice(("match", "rejection") if tree else ("match", "rejection", "block"))
+        verifiers: tuple[Verifier, ...] = ("match", "rejection") if tree else ("match", "rejection", "block")
+        verifier: Verifier = "match" if isinstance(tree, Growth) else rng.choice(verifiers)
         arrivals.setdefault(rng.randint(0, 12), []).append(replace(request, verifier=verifier))
         if rng.random() < 0.3:
             cancels.setdefault(rng.randint(3, 20), []).append(f"r{i}")
@@ -85,6 +88,32 @@ def test_a_tree_that_is_always_right_follows_its_first_children(twins: Pair) -> 
     for part in rounds:
         assert part.tree == shape[: part.drafted]
         assert part.path == (0, 1)[: min(2, part.drafted)]
+
+
+def test_a_tree_that_grows_follows_the_drafts_own_chances(pair: Pair) -> None:
+    """Its shape changes from round to round, within its bounds; and what it is right about, it is deep about."""
+    run = drive(load(pair, max_running=2), requests(Growth(7, 4)))
+    shapes = [p.tree for told in run.received.values() if told.record for p in told.record.rounds if p.tree]
+    whole = [shape for shape in shapes if len(shape) == 7]
+    assert len(set(whole)) > 3
+    assert max(max(trees.depths(shape)) for shape in whole) <= 4
+    for shape in shapes:
+        trunk = trees.trunk(shape)
+        assert trunk == list(range(len(trunk)))  # first children lie right behind their parents
+
+
+def test_a_tree_that_grows_is_kept_by_what_was_read_last(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory that takes a node's place for its number is noticed."""
+    shape = GrowingTree.shape
+
+    def wrong(self: GrowingTree) -> tuple[Parents, list[Found], list[int]]:
+        parents, nodes, numbers = shape(self)
+        return parents, nodes, list(range(len(numbers)))
+
+    monkeypatch.setattr(GrowingTree, "shape", wrong)
+    engine = load(pair, max_running=4, max_spec_length=9, max_step_tokens=40)
+    with pytest.raises(AssertionError):
+        drive(engine, requests(Growth(7, 4)), {}, Checker(engine))
 
 
 def test_a_cut_tree_is_still_one(pair: Pair) -> None:

@@ -11,6 +11,7 @@ from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import parse
 from app.openai.speculation import Drafting
+from engine.trees import Growth
 from engine.types import REASONS, InvalidRequest
 from tests.app.harness import PROMPT, call, events
 
@@ -32,6 +33,10 @@ def test_a_tree_of_drafts_is_taken_as_it_is() -> None:
     assert settled({"speculation": {"tree": [2], "mode": "fixed", "verifier": "rejection"}}).tree == (2,)
 
 
+def test_a_tree_that_grows_is_taken_as_it_is() -> None:
+    assert settled({"speculation": {"tree": {"nodes": 7, "depth": 4}}}).tree == Growth(7, 4)
+
+
 @pytest.mark.parametrize(
     ("speculation", "message", "param"),
     [
@@ -46,6 +51,14 @@ def test_a_tree_of_drafts_is_taken_as_it_is() -> None:
         ({"tree": [1] * 65}, "at most 64 items", "speculation.tree"),
         ({"tree": [0]}, "greater than or equal to 1", "speculation.tree.0"),
         ({"tree": 2}, "list", "speculation.tree"),
+        ({"tree": {"nodes": 4}}, "depth is required", "speculation.tree.depth"),
+        ({"tree": {"nodes": 4, "depth": 5}}, "a depth between 1 and its nodes", "speculation.tree"),
+        ({"tree": {"nodes": 0, "depth": 1}}, "greater than or equal to 1", "speculation.tree.nodes"),
+        ({"tree": {"nodes": 17, "depth": 4}}, "more drafts than this server's maximum, 16", "speculation.tree"),
+        ({"tree": {"nodes": 4, "depth": 2, "width": 3}}, "unknown field", "speculation.tree.width"),
+        ({"tree": {"nodes": 4, "depth": 2}, "k": 4}, "leave out k", "speculation.tree"),
+        ({"tree": {"nodes": 4, "depth": 2}, "verifier": "rejection"}, "use verifier 'match'", "speculation.tree"),
+        ({"tree": {"nodes": 4, "depth": 2}, "drafter": "lookup"}, "name the drafter 'model'", "speculation.tree"),
     ],
 )
 def test_a_tree_that_cannot_be_is_refused(speculation: dict[str, Any], message: str, param: str) -> None:

@@ -141,18 +141,18 @@ def sibling_rows(count: int, params: SamplingParams, vocab: int, *, coupled: boo
 def test_siblings_are_the_best_tokens_of_the_targets_race(temperature: float, vocab: int) -> None:
     sampler, logits = sibling_rows(5, SamplingParams(temperature=temperature), vocab, coupled=True)
     logits = logits.round() if not temperature else logits  # ties take the lowest id
-    siblings = sampler.sample_top(logits, range(5), 4)
+    siblings = sampler.sample_top(logits, range(5), 4).tokens()
     assert torch.equal(siblings[:, 0], sampler.sample(logits, range(5)))
     noisy = logits + temperature * gumbel_noise(sampler._keys(0, [0] * 5), 4 + torch.arange(5), vocab)
     assert torch.equal(siblings, noisy.argsort(dim=1, descending=True, stable=True)[:, :4])
     rows = [3, 1]
-    assert torch.equal(sampler.sample_top(logits[rows], rows, 2), siblings[rows, :2])
+    assert torch.equal(sampler.sample_top(logits[rows], rows, 2).tokens(), siblings[rows, :2])
 
 
 def test_rows_with_fewer_tokens_repeat_the_first_one() -> None:
     sampler, logits = sibling_rows(4, SamplingParams(), 9, coupled=True)
     logits[0, 2:], logits[1, 1:], logits[2] = -inf, -inf, nan
-    siblings = sampler.sample_top(logits, range(4), 3)
+    siblings = sampler.sample_top(logits, range(4), 3).tokens()
     assert set(siblings[0, :2].tolist()) == {0, 1}
     assert siblings[0, 2] == siblings[0, 0]
     assert siblings[1].tolist() == [0] * 3
@@ -215,7 +215,7 @@ def draft_trees(batch: DraftBatch, shape: Parents, models: Seq[Tensor] = (DRAFT,
         logits = [table_logits(sequences, shape, tokens, [parent], model) for model in models]
         scores = [sampler.scores(of_model, rows, tokens) for of_model in logits]
         if sequences[0].coupled:
-            tokens[:, children] = sampler.sample_top(scores[0], rows, len(children))
+            tokens[:, children] = sampler.sample_top(scores[0], rows, len(children)).tokens()
             continue
         laws = [sampler.laws(of_model, rows) for of_model in scores]
         if len(models) == 1:

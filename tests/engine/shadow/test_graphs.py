@@ -31,7 +31,7 @@ from engine.sampling.filters import truncates
 from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.staging import Staging
-from engine.types import DrafterName, Request, SamplingParams, Verifier
+from engine.types import DrafterName, Request, SamplingParams, Typical, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.models.families import CASES, random_checkpoint
@@ -265,6 +265,7 @@ def test_laws_and_penalties_are_captured(pair: Pair, emulator: Emulator, kind: s
         Request("exclusion", (20, 21), replace(PARAMS, allowed_token_ids=(20, 21, 22))),
         Request("minimum", (20, 21), replace(PARAMS, min_tokens=16, ignore_eos=False)),
         Request("tree", (20, 21), PARAMS, tree=(2, 1)),
+        Request("typical", (20, 21), PARAMS, k=3, verifier="rejection", typical=Typical(0.01, 0.1)),
     ],
     ids=lambda request: request.id,
 )
@@ -452,6 +453,27 @@ def test_negative_control_of_drafts_beyond_a_sequences_own(twins: Pair, emulator
     monkeypatch.setattr(CapturedVerdict, "_decide", deciding)
     with pytest.raises(AssertionError, match="the texts differ"):
         run(twins, steady_requests()).check()
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_drafts_without_memory_are_verified_by_their_own_laws(
+    pair: Pair, emulator: Emulator, monkeypatch: Patch, verifier: Verifier
+) -> None:
+    """In some rounds the draft model has memory for fewer drafts than are planned."""
+    reserve, most = ModelDrafter._reserve, set[int]()
+
+    def reserving(drafter: ModelDrafter, sequence: Sequence, k: int) -> int:
+        most.add(k := reserve(drafter, sequence, min(k, 1 + len(sequence.tokens) % 3)))
+        return k
+
+    monkeypatch.setattr(ModelDrafter, "_reserve", reserving)
+    params = replace(PARAMS, max_tokens=30)
+    requests = [Request(f"r{i}", (20 + i, 21), replace(params, seed=i), verifier=verifier, k=3) for i in range(2)]
+    both = run(pair, requests)
+    both.check()
+    both.check_drafts()
+    assert most == {1, 2, 3}
+    assert emulator.replays > 4
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

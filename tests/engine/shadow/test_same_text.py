@@ -13,12 +13,14 @@ from cache.paged import PagedCache
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.sampling import noise
+from engine.trees import Growth
 from engine.types import DRAFTERS, VERIFIERS, DrafterName, Request, SamplingParams, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.foreign import save_foreign
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import mlp_config, random_medusa, random_mlp, save_heads
+from tests.engine.heads.passing import ALLOWED, save_pass
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair, Shape, save_checkpoint
 from tests.engine.shadow.both import Both, run_both, without_measurements
@@ -104,6 +106,17 @@ def test_chosen_trees(pair: Pair, verifier: Verifier, temperature: float) -> Non
         for i, tree in enumerate(trees)
     ]
     chains = make_requests(params, ["model"], verifier)
+    both = compare(pair, [*requests, *chains], policy=PolicyConfig("fixed", k=4))
+    both.check_drafts([request.id for request in requests], *groups(["model"]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_growing_trees(pair: Pair, temperature: float) -> None:
+    """Beside a tree of a planned shape, whose moves in memory are planned too."""
+    params = replace(PARAMS, temperature=temperature)
+    trees = [Growth(4, 3), (2, 1), Growth(3, 2)]
+    requests = [Request(f"r{i}", PROMPT[i:], replace(params, seed=i), tree=tree) for i, tree in enumerate(trees)]
+    chains = make_requests(params, ["model"], "match")
     both = compare(pair, [*requests, *chains], policy=PolicyConfig("fixed", k=4))
     both.check_drafts([request.id for request in requests], *groups(["model"]))
 
@@ -203,6 +216,15 @@ def test_trees_that_heads_cut(pair: Pair, verifier: Verifier, tmp_path: Path) ->
         Pair(pair.target, str(heads)), [*requests, *chains], policy=PolicyConfig("fixed", k=6), max_spec_length=6
     )
     both.check_drafts([request.id for request in requests], *groups(["model"]))
+
+
+def test_more_drafts_than_look_ahead_tokens(pair: Pair, tmp_path: Path) -> None:
+    """Up to the end of the context, where there is memory for the drafts that come and not for all that were asked
+    for."""
+    heads, params = save_pass(tmp_path), replace(PARAMS, max_tokens=43, temperature=0.0, allowed_token_ids=ALLOWED)
+    requests = [Request(f"r{k}", PROMPT[:-2], params, k=k) for k in (2, 6)]
+    both = compare(Pair(pair.target, str(heads)), requests, max_spec_length=6, max_model_len=58)
+    both.check_drafts([request.id for request in requests])
 
 
 def test_a_draft_of_another_tokenizer(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from engine.graphs import Graphs
 from engine.round_limits import RoundLimits
+from engine.sampling.device_penalties import TextTable
 from engine.staging import Staged, Staging
 from tests.engine.shadow.cuda import shadow_cuda
 from tests.engine.shadow.device import CUDA, ShadowTensor
@@ -112,3 +113,25 @@ def test_on_the_cpu_nothing_is_fixed() -> None:
     staging = Staging(torch.device("cpu"))
     assert put_round(staging, 1)[0].tensor.tolist() == [1, 2, 3]
     assert staging.layout is None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_texts_of_a_round_that_failed_outlast_the_fixed_memory(ended: bool) -> None:
+    """The next captured round has no penalties. ended: the text's row then belongs to another text."""
+    staging = capturing()
+    table = TextTable(staging, 8)
+    staging.begin(fixed=True)
+    text = table.start(0)
+    text.sync([3, 3])
+    table.put(1)
+    put_round(staging, 70)
+    staging.send()
+    staging.begin()
+    if ended:
+        row = text.row
+        del text
+        text = table.start(0)
+        assert text.row == row
+    text.sync([3, 3, 4])
+    table.put()
+    assert table.uses[text.row].tolist() == [0, 0, 0, 5, 3, 0, 0, 0]
