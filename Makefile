@@ -58,7 +58,8 @@ test-clients: $(READY)
 	$(BIN)/python -m pytest -q -rs -m external tests/external/clients $(ARGS)
 
 # What `test` leaves out: long searches, the law of every combination of settings, drafters and verifiers (about an hour
-# on one core), ten times as many examples of Hypothesis, and all of the engine's tests over the other kinds of KV memory.
+# on one core), most faults put into Triton kernels and the kernels of compute capability 8.6 and 8.9, ten times as many
+# examples of Hypothesis, and all of the engine's tests over the other kinds of KV memory.
 proofs: $(READY)
 	$(PYTEST) -m proofs $(ARGS)
 	$(PYTEST) -m hypothesis --hypothesis-profile=proofs $(ARGS)

@@ -60,7 +60,7 @@ def decide(
     return last, accepted, weights, overlaps
 
 
-@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["parents"])
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["parents", "masses"])
 def sibling_kernel(
     logp: tl.tensor,
     logq: tl.tensor,
@@ -113,7 +113,10 @@ def sibling_kernel(
     tl.store(shared_out + place, tl.sum(shared.to(tl.float64)))
 
 
-@triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["parents", "keys", "positions"])
+@triton.jit(
+    do_not_specialize=["size", "width"],
+    do_not_specialize_on_alignment=["parents", "keys", "positions", "masses", "accepted_out"],
+)
 def walk_kernel(
     logp: tl.tensor,
     logq: tl.tensor,

@@ -26,18 +26,11 @@ COMPANIONS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale", "activation_scale"),
 )
+REORDERED = ("group", "dynamic", True)  # actorder: each column names its group, so that groups are no runs of columns
 MXFP4_PARTS = ("_blocks", "_scales")
 MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", *MXFP4_PARTS)  # of a quantised weight
-E2M1 = [
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-]  # the numbers of MXFP4 by their lowest three bits; the fourth is the sign
+# The numbers of MXFP4 by their lowest three bits; the fourth is the sign.
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 MXFP4_BLOCK, MXFP4_BIAS = 32, 127
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, from the lowest, within eight columns
 
@@ -181,22 +174,26 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
     name = f"compressed-tensors {layout} {' and '.join(f'{kind}{n}' for kind, n in sorted(kinds))}"
     if not groups:
         raise ValueError("config_groups is empty")
+    reordered = any(group.get("actorder") in REORDERED for group in groups)
     if config.get("sparsity_config", {}).get("format", "dense") != "dense":
         raise ConfigError(f"{path}: {name} with sparse weights is not supported")
     if config.get("transform_config"):  # activations would have to be turned as the weights were
         raise ConfigError(f"{path}: {name} with a transform_config is not supported")
     if layout in PACKED_FORMATS and kinds <= {("int", 4), ("int", 8)}:
         kind: WeightForm = "int4" if kinds == {("int", 4)} else "int8"
-        return Quantisation(path, name, lambda stored, module: _packed_weight(stored, module, bits), kind)
+        return Quantisation(
+            path, name, lambda stored, module: _packed_weight(stored, module, bits), None if reordered else kind
+        )
     if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
         blocks = [group["block_structure"] for group in groups if group.get("block_structure")]
-        int8 = kinds == {("int", 8)} and all(
-            group.get("symmetric", True) and group.get("strategy") in ("channel", "tensor") for group in groups
-        )
+        per_row = all(group.get("strategy") in ("channel", "tensor") for group in groups)
         size = _block_size(blocks[0]) if blocks else None
-        stored_as: WeightForm = "fp8" if kinds == {("float", 8)} else "int8"
+        stored_as: WeightForm | None = "fp8" if kinds == {("float", 8)} else "int8"
+        if reordered or not all(group.get("symmetric", True) for group in groups):
+            stored_as = None
+        per_row &= stored_as == "int8"
         return Quantisation(
-            path, name, lambda stored, module: _scaled_weight(stored, module, size), stored_as, per_row=int8
+            path, name, lambda stored, module: _scaled_weight(stored, module, size), stored_as, per_row=per_row
         )
     raise ConfigError(
         f"{path}: {name} is not supported; supported are pack-quantized int4 and int8, "
@@ -222,7 +219,9 @@ def _gptq(path: Path, config: dict[str, Any]) -> Quantisation:
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{path}: GPTQ of {bits} bits in format {form!r} is not supported; 2, 4 and 8 bits are")
     raised = 1 if form == "gptq" else 0  # the first format stores zero points less 1
-    kind: WeightForm = "int8" if bits == 8 else "int4"
+    kind: WeightForm | None = "int8" if bits == 8 else "int4"
+    if config.get("desc_act") and int(config.get("group_size", -1)) > 0:  # else all columns are one group
+        kind = None
     return Quantisation(
         path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised), kind
     )
@@ -247,6 +246,8 @@ def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -
     weight, scale = stored.read(f"{module}.weight"), stored.read(names[0]).float()
     if weight.dtype not in (torch.int8, *FP8):
         raise ValueError(f"its weight is stored as {weight.dtype}")
+    if weight.dtype is torch.float8_e4m3fn and bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ValueError(f"{module}.weight holds FP8 numbers that are not finite")
     rows, columns = weight.shape
     zero = stored.read(f"{module}.weight_zero_point").float() if stored.holds(f"{module}.weight_zero_point") else None
     if stored.holds(f"{module}.weight_g_idx"):

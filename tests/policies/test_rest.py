@@ -127,9 +127,9 @@ def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
 @pytest.mark.parametrize(
     ("alpha", "unmeasured", "share", "drafts"),
     [
-        (0.3, STALE, 0.01, False),  # they gain a little, and plain rounds were not measured for long
-        (0.3, STALE - 1, 0.01, True),
-        (0.3, STALE, 0.0, True),
+        (0.5, STALE, 0.01, False),  # they gain a little, and plain rounds were not measured for long
+        (0.5, STALE - 1, 0.01, True),
+        (0.5, STALE, 0.0, True),
         (0.99, STALE, 0.01, True),  # they gain too much for that
     ],
 )

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.engine.kernels.faults import in_proofs
+
 pytestmark = pytest.mark.slow
 
 # Triton decides at import whether it interprets kernels, so they are compiled in a process of their own.
@@ -33,34 +35,35 @@ def launches(kind, groups, rows):
     return made
 
 
-CASES = (
-    ("int4", 38, 1, (90,)),
-    ("int4", 38, 17, (90,)),
-    ("int4", 38, 65, (80, 86, 89, 90)),
-    ("int4", 152, 1, (89,)),
-    ("fp8", 1, 1, (90,)),
-    ("fp8", 1, 65, (90,)),
-    ("int8", 1, 17, (80,)),
-)
-for kind, groups, rows, capabilities in CASES:
+for kind, groups, rows, capability in CASES:
     for launch in launches(kind, groups, rows)[: 1 if groups > 1 else 2]:
-        for capability in capabilities:
-            made = asdict(compile_launch(launch, capability))
-            print(json.dumps(made | {"rows": rows}))
+        made = asdict(compile_launch(launch, capability))
+        print(json.dumps(made | {"rows": rows}))
 """
+# (kind, groups, rows, compute capability) of a product
+Case = tuple[str, int, int, int]
+USUAL: tuple[Case, ...] = (("int4", 38, 1, 90), ("int4", 38, 65, 90), ("fp8", 1, 65, 90), ("int8", 1, 17, 80))
+OTHERS: tuple[Case, ...] = (
+    ("int4", 38, 17, 90),
+    *(("int4", 38, 65, capability) for capability in (80, 86, 89)),
+    ("int4", 152, 1, 89),
+    ("fp8", 1, 1, 90),
+    ("fp8", 1, 65, 90),
+)
 
 
-def test_the_kernels_compile_within_what_a_gpu_has() -> None:
+@pytest.mark.parametrize("cases", [USUAL, *in_proofs(OTHERS)], ids=["usual", "others"])
+def test_the_kernels_compile_within_what_a_gpu_has(cases: tuple[Case, ...]) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     from benchmarks.compiled_kernels import SHARED_LIMITS
 
-    command = [sys.executable, "-c", COMPILE]
+    command = [sys.executable, "-c", f"CASES = {cases}\n{COMPILE}"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["kernel"] for one in made} == {"multiply_kernel", "join_kernel"}
-    assert {one["capability"] for one in made} == SHARED_LIMITS.keys()
+    assert {one["capability"] for one in made} == {capability for *_, capability in cases}
     for one in made:
         assert one["shared"] <= SHARED_LIMITS[one["capability"]], one
         assert one["registers"] <= 255, one

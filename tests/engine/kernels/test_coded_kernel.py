@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels.coded_product import coded_product, pack_int4, reference, unpack_int4
 from engine.models.quantize import quantise_as_fp8, quantise_in_groups, quantise_weight
-from tests.engine.kernels.faults import with_fault
+from tests.engine.kernels.faults import usual_and_proofs, with_fault
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ def error(kernels: ModuleType, case: Case) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_rows(kernels: ModuleType, kind: str, dtype: torch.dtype) -> None:
-    for rows in (1, 16, 17, 65):
+    for rows in (1, 16, 17) if dtype is torch.float32 else (1, 16, 17, 65):  # fp32 has one tile for all
         assert error(kernels, draw(kind, rows, 20, 160, dtype=dtype)) < 1, rows
 
 
@@ -115,7 +115,7 @@ def test_numbers_of_rows(kernels: ModuleType, kind: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("group", [32, 96, 128])
 def test_groups(kernels: ModuleType, kind: str, offsets: bool, group: int) -> None:
-    for rows in (3, 65):
+    for rows in (3, 65) if group == 96 else (3,):
         assert error(kernels, draw(kind, rows, 33, 2 * group, 2, offsets=offsets, dtype=torch.bfloat16)) < 1
 
 
@@ -195,6 +195,16 @@ def test_rows_that_are_not_finite_touch_no_other(kernels: ModuleType, kind: str)
     assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_channels_of_a_weight_that_is_not_finite_give_no_numbers(kernels: ModuleType) -> None:
+    """The kernel reads the code of NaN as a number, but the step is not finite either."""
+    weight = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    weight[3, 5], weight[7, 1] = torch.nan, torch.inf
+    coded = quantise_as_fp8(weight)
+    finite = kernels.coded_product(torch.ones(2, 64), coded.codes, coded.steps.t().contiguous(), None, None).isfinite()
+    assert (~finite).nonzero()[:, 1].tolist() == [3, 7] * 2
+
+
 def test_x_whose_address_is_odd(kernels: ModuleType) -> None:
     case = draw("int8", 5, 40, 33)
     assert error(kernels, case._replace(x=case.x[1:])) < 1
@@ -225,8 +235,12 @@ def errors(kernels: ModuleType) -> Iterator[float]:
     yield error(kernels, draw("int8", 3, 20, 1024))
 
 
+# None, two faults of multiply_kernel and one of join_kernel.
+USUAL_FAULTS = (None, "upper and lower bits are exchanged", "steps of the next group", "a part is left out")
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("fault", [None, *FAULTS])
+@pytest.mark.parametrize("fault", usual_and_proofs([None, *FAULTS], USUAL_FAULTS))
 def test_a_fault_in_one_place_is_seen(kernels: ModuleType, fault: str | None, tmp_path: Path) -> None:
     with nullcontext(kernels) if fault is None else with_fault(kernels, *FAULTS[fault], tmp_path) as made:
         assert any(found > 1 for found in errors(made)) == (fault is not None)

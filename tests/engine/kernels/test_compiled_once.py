@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.compiled_kernels import recorded
-from engine.kernels import decide_kernel, laws_kernel, penalise_kernel, race_kernel, truncate_kernel, verdict_kernel
+from engine.kernels import decide_kernel, decide_trees_kernel, laws_kernel, path_rows_kernel, penalise_kernel
+from engine.kernels import race_kernel, truncate_kernel, verdict_kernel
 
 VOCAB = 5003
 KERNELS = {
@@ -31,6 +32,8 @@ KERNELS = {
     penalise_kernel: ("record_kernel", "penalise_kernel"),
     laws_kernel: ("mass_kernel", "law_kernel", "draft_kernel", "mark_kernel"),
     decide_kernel: ("mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel"),
+    decide_trees_kernel: ("sibling_kernel", "walk_kernel", "weight_kernel"),
+    path_rows_kernel: ("path_kernel",),
 }
 
 
@@ -58,6 +61,9 @@ def launch(sequences, depth, odd):
     logq = laws_kernel.draft_laws(torch.zeros(sequences, depth, VOCAB), of_sequence, drafts, logp)
     lenience = sent(sequences, dtype=torch.float64, odd=odd)
     decide_kernel.decide(logp, logq, drafts, of_sequence, lenience, of_sequence, of_sequence)
+    nodes = sent(sequences, depth, odd=odd)
+    decide_trees_kernel.decide(logp, logq, drafts, nodes, lenience, nodes, nodes, depth)
+    path_rows_kernel.path_rows(nodes[:, 0], of_sequence, nodes, nodes, nodes)
 
 
 def specialised(parameter, value):

@@ -1,6 +1,7 @@
 """Rejection on trees as one operation: tree_acceptance.py's decisions, from the reference and the Triton kernels."""
 
 from collections.abc import Iterator
+from itertools import product
 from math import inf, nan
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from engine.sampling import noise, tree_acceptance
 from engine.sampling.tree_acceptance import NONE, TreeTable
 from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, chain
-from tests.engine.kernels.faults import with_fault
+from tests.engine.kernels.faults import usual_and_proofs, with_fault
 
 VOCAB = 40
 # Siblings in a row, siblings behind other branches, a chain, no drafts, and siblings at every depth.
@@ -126,9 +127,13 @@ def test_the_operation_decides_as_tree_acceptance_does(lenience: float, dtype: t
     assert len(rows) > 0.7 * sum(len(shape) + 1 for shape in SHAPES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("lenience", [1.0, 0.4])
-def test_the_kernels_are_the_reference(lenience: float, dtype: torch.dtype, kernels: ModuleType) -> None:
+KINDS = list(product((1.0, 0.4), (torch.float64, torch.float32)))
+USUAL_KINDS = ((1.0, torch.float64), (0.4, torch.float32))
+
+
+@pytest.mark.parametrize("kind", usual_and_proofs(KINDS, USUAL_KINDS), ids=str)
+def test_the_kernels_are_the_reference(kind: tuple[float, torch.dtype], kernels: ModuleType) -> None:
+    lenience, dtype = kind
     for args in cases(lenience, dtype, 2):
         assert not differ(on_device(kernels, args), decide_trees_reference(*args), CLOSE[dtype])
 
@@ -158,7 +163,17 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# One or two faults of each kernel.
+USUAL_FAULTS = (
+    "a later sibling counts as an older one",
+    "what is left is not normalised",
+    "another node's coin",
+    "any node follows",
+    "the law of the root",
+)
+
+
+@pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))
 def test_a_fault_in_the_kernels_shows(fault: str, kernels: ModuleType, tmp_path: Path) -> None:
     with with_fault(kernels, *FAULTS[fault], tmp_path) as faulty:
         small(faulty)

@@ -14,6 +14,7 @@ from engine.kernels.paged_attention import reference
 from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.trees import ROOT, branching
+from tests.engine.kernels.faults import in_proofs, usual_and_proofs
 from tests.engine.kernels.paged_cases import (
     Case,
     Heads,
@@ -26,7 +27,7 @@ from tests.engine.kernels.paged_cases import (
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 255, 256, 257, 511, 513, 1000, 3000)
+LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 65, 255, 256, 257, 511, 513, 1000)
 BUSHY = branching([2, 1, 2])
 DEEP = (ROOT, 0, 1, 2, 3, 1, 5, ROOT)
 MIXED = (
@@ -67,21 +68,21 @@ def error(kernels: ModuleType, case: Case, scoring: Scoring = PLAIN) -> float:
     return float(((result.double() - expected).abs() / (allowed * (1 + expected.abs()))).nan_to_num(torch.inf).max())
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 5])
-def test_lengths_from_none_to_thousands(kernels: ModuleType, block_size: int) -> None:
+@pytest.mark.parametrize("block_size", [5, *in_proofs(16, 32)])
+def test_lengths_from_none_to_a_thousand(kernels: ModuleType, block_size: int) -> None:
     spans = [Span.at(n, max(0, length - n % 4), min(length, n % 4)) for n, length in enumerate(LENGTHS)]
     assert error(kernels, make_case(spans, Heads(block_size=block_size))) < 1
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [1, *in_proofs(2, 3, 4), 5, *in_proofs(6, 7, 8)])
 def test_any_number_of_heads_shares_a_kv_head(kernels: ModuleType, group: int) -> None:
     spans = [Span.at(0, 300, 3), Span.at(1, 17, 5), Span.at(2, 0, 9)]
     assert error(kernels, make_case(spans, Heads(2, group))) < 1
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("head_dim", [8, 16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, *in_proofs(16, 64), 80, *in_proofs(96, 128), 256])
 def test_head_sizes(kernels: ModuleType, head_dim: int) -> None:
     spans = [Span.at(0, 300, 3), Span.at(1, 17, 1)]
     assert error(kernels, make_case(spans, Heads(2, 2, head_dim))) < 1
@@ -94,7 +95,7 @@ def test_short_types(kernels: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("window", [1, 2, 31, 32, 250, 600])
+@pytest.mark.parametrize("window", [1, *in_proofs(2), 31, *in_proofs(32, 250), 600])
 def test_windows(kernels: ModuleType, window: int) -> None:
     spans = [*MIXED, Span.at(6, 1500, 2)]
     assert error(kernels, make_case(spans, Heads(), window=window), Scoring(window=window)) < 1
@@ -103,7 +104,7 @@ def test_windows(kernels: ModuleType, window: int) -> None:
 @pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0])])
-@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("scale", [None, *in_proofs(4.0)])
 def test_soft_caps_and_sinks(
     kernels: ModuleType, softcap: float | None, sinks: torch.Tensor | None, scale: float | None
 ) -> None:
@@ -127,7 +128,7 @@ def test_sequences_with_more_segments_than_parts(kernels: ModuleType, monkeypatc
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(6), *in_proofs(*range(6, 16))])
 def test_random_passes(kernels: ModuleType, seed: int) -> None:
     draw = random.Random(seed)
     heads = Heads(draw.choice((1, 2)), draw.randint(1, 4), draw.choice((8, 16, 20)), draw.choice((5, 16, 32)))
@@ -245,7 +246,16 @@ def mutant(
     return kernels
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, indirect=True)
+# Two faults of each kernel.
+USUAL_MUTANTS = (
+    "paths are ignored",
+    "the window is one longer",
+    "a part is not joined",
+    "parts are not weighed",
+)
+
+
+@pytest.mark.parametrize("mutant", usual_and_proofs(MUTANTS, USUAL_MUTANTS), indirect=True)
 def test_a_kernel_with_a_fault_is_seen(mutant: ModuleType) -> None:
     assert any(found > 1 for found in errors(mutant))
 

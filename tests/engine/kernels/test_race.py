@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.kernels.race import race, race_reference
 from engine.sampling.hashing import BLOCK
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
-from tests.engine.kernels.faults import with_fault
+from tests.engine.kernels.faults import usual_and_proofs, with_fault
 
 Race = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Kind = Callable[[tuple[int, int], torch.Generator], Tensor]
@@ -222,7 +222,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Two faults of each kernel.
+USUAL_FAULTS = ("a wrong rate", "a bound that is too low", "a NaN is passed over", "the first part only")
+
+
+@pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))
 def test_a_kernel_with_a_fault_is_seen(kernels: ModuleType, device: torch.device, fault: str, tmp_path: Path) -> None:
     with with_fault(kernels, *FAULTS[fault], tmp_path) as faulty, pytest.raises(AssertionError):
         compare_few(on_device(small(faulty), device))

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.engine.kernels.faults import in_proofs
+
 # Triton decides at import whether it interprets kernels, so they are compiled in a process of their own.
 COMPILE = """
 import json, sys
@@ -16,7 +18,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.compiled_kernels import compile_launch, recorded
-from engine.kernels import decide_kernel, laws_kernel, penalise_kernel, race_kernel, truncate_kernel, verdict_kernel
+from engine.kernels import decide_kernel, decide_trees_kernel, laws_kernel, path_rows_kernel, penalise_kernel
+from engine.kernels import race_kernel, truncate_kernel, verdict_kernel
 
 ROWS, VOCAB = 40, 151_936
 DECIDING = "mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel"
@@ -38,7 +41,7 @@ def launches():
             logits, index = torch.zeros(ROWS, VOCAB, dtype=dtype), number.new_zeros(ROWS, 6)
             penalise_kernel.penalise(logits, uses, index, params, number.view(8, 5))
         penalise_kernel.record(uses, number.new_zeros(300))
-    return [*raced, *decided, *penalised, *of_laws(number, real)], cut
+    return [*raced, *decided, *penalised, *of_laws(number, real), *of_trees(number, real)], cut
 
 
 def of_laws(number, real):
@@ -56,6 +59,17 @@ def of_laws(number, real):
     return [*made, *filled, *decided]
 
 
+def of_trees(number, real):
+    nodes = number.view(5, 8)
+    with recorded(decide_trees_kernel, "sibling_kernel", "walk_kernel", "weight_kernel") as decided:
+        for dtype in (torch.float32, torch.float64):
+            p, q = (torch.zeros(5, n, VOCAB, dtype=dtype) for n in (9, 8))
+            decide_trees_kernel.decide(p, q, nodes, nodes, real[:5], nodes, nodes, 2)
+    with recorded(path_rows_kernel, "path_kernel") as moved:
+        path_rows_kernel.path_rows(number, number[:5], nodes, nodes, nodes)
+    return [*decided, *moved]
+
+
 def variants(launches):
     found = {}
     for launch in launches:
@@ -70,26 +84,40 @@ def variants(launches):
 
 others, cut = map(variants, launches())
 largest = [others[0], *(x for x in cut if x.arguments.get("MASS") and not x.arguments["FIRST"])]
-for capability in (80, 86, 89, 90):
-    for launch in [*others, *cut] if capability == 90 else largest[:2]:
+every = [*others, *cut]
+first = {(launch.kernel.module, launch.kernel.__name__): launch for launch in reversed(every)}  # of each kernel
+for capability, chosen in CHOSEN.items():
+    for launch in {"all": every, "first": first.values(), "largest": largest[:2]}[chosen]:
         made = compile_launch(launch, capability)
         print(json.dumps([made.kernel, capability, made.shared, made.registers, made.spilled]))
 """
+ALL = "part join top search write verdict penalise record mass law draft mark coin weight fallback"
+ALL += " sibling walk path"
 
 
-def test_the_kernels_compile_within_what_a_gpu_has() -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [{80: "largest", 90: "first"}, *in_proofs(dict.fromkeys((80, 86, 89), "largest") | {90: "all"})],
+    ids=["usual", "all"],
+)
+def test_the_kernels_compile_within_what_a_gpu_has(chosen: dict[int, str]) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     from benchmarks.compiled_kernels import SHARED_LIMITS
 
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True
+        [sys.executable, "-c", f"CHOSEN = {chosen}\n{COMPILE}"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    parts = "part join top search write verdict penalise record mass law draft mark coin weight fallback uniform"
-    assert {name for name, *_ in made} == {f"{part}_kernel" for part in parts.split()}
-    assert {capability for _, capability, *_ in made} == SHARED_LIMITS.keys()
+    for capability, which in chosen.items():
+        names = {name for name, found, *_ in made if found == capability}
+        assert names == (
+            {f"{part}_kernel" for part in ALL.split()} if which != "largest" else {"part_kernel", "search_kernel"}
+        )
     for name, capability, shared, registers, spilled in made:
         assert shared <= SHARED_LIMITS[capability], name
         assert registers <= 255, name

@@ -389,6 +389,9 @@ def test_metadata_that_cannot_be_read(plain: str, tmp_path: Path, config: dict[s
         open_checkpoint(str(path))
 
 
+NAN = torch.ones(96, 64).index_fill(1, torch.tensor([5]), torch.nan).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     ("config", "pack", "part", "broken", "message"),
     [
@@ -399,6 +402,7 @@ def test_metadata_that_cannot_be_read(plain: str, tmp_path: Path, config: dict[s
         (INT8, w8a8, "weight_scale", torch.ones(96, 0), "is no compressed-tensors int-quantized int8 weight: "),
         (FORMATS["packed int8"][0], FORMATS["packed int8"][1], "weight_shape", torch.tensor(64), "int8 weight: "),
         (INT8, w8a8, "weight_scale", None, "stored as I8 without the scales of compressed-tensors int-quantized int8"),
+        (FP8, FORMATS["fp8 in blocks"][1], "weight", NAN, r"up_proj\.weight holds FP8 numbers that are not finite"),
         (AWQ, awq, "qzeros", None, "up_proj is no AWQ int4 weight: the checkpoint holds no .*qzeros"),
     ],
 )

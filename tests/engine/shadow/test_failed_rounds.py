@@ -43,7 +43,13 @@ def sometimes_failing(work: Callable[..., Any], often: float) -> Callable[..., A
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [(DraftColumns, "draw"), (Runner, "prepare"), (Runner, "compute"), (Runner, "step")]
+    ("where", "name"),
+    [
+        (DraftColumns, "draw"),
+        pytest.param(Runner, "prepare", marks=pytest.mark.proofs),
+        (Runner, "compute"),
+        pytest.param(Runner, "step", marks=pytest.mark.proofs),
+    ],
 )
 def test_faults_change_no_text(pair: Pair, where: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = run_both(lambda device: start(pair, device), REQUESTS)

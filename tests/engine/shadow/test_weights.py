@@ -153,8 +153,20 @@ def test_the_text_of_a_quantised_checkpoint(plain: str, name: str, tmp_path: Pat
     both.check_drafts()
 
 
-@pytest.mark.parametrize("form", ["as_is", "int4"])
-@pytest.mark.parametrize("name", [None, "gptq", "packed int8", "fp8 per channel"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        (None, "as_is"),
+        (None, "int4"),
+        ("gptq", "as_is"),
+        ("gptq", "int4"),
+        ("gptq in another order", "as_is"),
+        ("packed int8", "as_is"),
+        ("packed int8", "int4"),
+        ("groups of integers in another order", "as_is"),
+        ("fp8 per channel", "as_is"),
+    ],
+)
 def test_the_plan_counts_the_bytes_of_the_codes(plain: str, name: str | None, form: WeightForm, tmp_path: Path) -> None:
     """It may leave out steps, offsets and biases, which weigh much in so small a model only."""
     path = plain if name is None else str(save_quantised(plain, tmp_path, *format_of(name))[0])
