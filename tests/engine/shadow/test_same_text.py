@@ -114,7 +114,7 @@ def test_chosen_trees(pair: Pair, verifier: Verifier, temperature: float) -> Non
 def test_growing_trees(pair: Pair, temperature: float) -> None:
     """Beside a tree of a planned shape, whose moves in memory are planned too."""
     params = replace(PARAMS, temperature=temperature)
-    trees = [Growth(4, 3), (2, 1), Growth(3, 2)]
+    trees: list[tuple[int, ...] | Growth] = [Growth(4, 3), (2, 1), Growth(3, 2)]
     requests = [Request(f"r{i}", PROMPT[i:], replace(params, seed=i), tree=tree) for i, tree in enumerate(trees)]
     chains = make_requests(params, ["model"], "match")
     both = compare(pair, [*requests, *chains], policy=PolicyConfig("fixed", k=4))
