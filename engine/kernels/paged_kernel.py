@@ -63,11 +63,10 @@ def attend_keys(
     sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     first, length = tl.load(first_rows + sequence), tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
     rows = tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first
-    count = rows * GROUP
-    if (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= count) | (part * SEGMENT >= length):
+    if (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= rows * GROUP) | (part * SEGMENT >= length):
         return
     packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live, row, head = packed < count, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP
+    live, row, head = packed < rows * GROUP, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP
     last, position, bits, base = _load_rows(row, live, sequence, positions, last_visible, paths, bases)
     at = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     query = _load_vectors(queries + at * HEAD_DIM, live, HEAD_DIM, WIDTH)
@@ -83,8 +82,7 @@ def attend_keys(
         values = _load_vectors(source + KV_HEADS * HEAD_DIM, inside, HEAD_DIM, WIDTH)
         sums, total, top = _continue(sums, total, top, scores, values)
     if tops is None:
-        sums = _finish(sums, total, top, head, live, sinks)
-        _store(out + at * HEAD_DIM, sums, live, HEAD_DIM, WIDTH)
+        _store(out + at * HEAD_DIM, _finish(sums, total, top, head, live, sinks), live, HEAD_DIM, WIDTH)
     else:
         at += (sequence.to(tl.int64) * most - first) * (KV_HEADS * GROUP)
         _store_part(out, tops, totals, at * parts + part, sums, total, top, live, HEAD_DIM, WIDTH)
