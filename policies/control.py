@@ -66,6 +66,7 @@ class SpecControl:
         self.timings = tuple(replace(t, draft_s=0.0, forwards=0, read=0) for t in self.timings)
         self.cost.begin_draft(cost)
         self._held, self._budget = None, ProbeBudget()
+        self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self._last.clear()
 
     @property

@@ -134,6 +134,22 @@ def test_choices_go_by_the_prompts_that_rounds_really_had() -> None:
     assert anew(policy, [candidate()]).ks[0] < DEPTH
 
 
+def test_another_draft_does_not_inherit_the_rounds_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would count as rounds without drafts."""
+    policy, seen = control(), list[int]()
+    play(policy, [True], 3)
+    choose = policy._policy
+
+    def recording(observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
+        seen.append(observation.rounds)
+        return choose(observation, budget)
+
+    monkeypatch.setattr(policy, "_policy", recording)
+    policy.begin_draft("model", policy.cost.draft_cost(()))
+    policy.plan([candidate()])
+    assert seen == [0]
+
+
 def test_what_was_learned_outlives_a_change_of_policy() -> None:
     policy = control("fixed", k=4)
     play(policy, [False], 40)
