@@ -13,7 +13,7 @@ def limits(**settings: int) -> RoundLimits:
 
 
 def test_the_tables_of_64_long_sequences_fit() -> None:
-    """Those of the target and of a draft. An entry has 32 bits."""
+    """The tables of the target and of a draft. An entry has 32 bits."""
     assert limits(max_running=64).numbers > 2 * 64 * 4096 / 2
     few = limits(max_running=8).numbers
     assert few > 2 * 8 * 4096 / 2
