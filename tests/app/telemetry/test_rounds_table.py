@@ -76,7 +76,7 @@ def test_a_request_of_several_choices_shows_the_first(level: Any) -> None:
 
 
 def test_viewers_show_every_choices_rounds_as_the_output_of_its_decoding() -> None:
-    """Phoenix shows an attribute's line ends as two characters, and an output as text."""
+    """Viewers such as Phoenix read a span's output from these two attributes."""
     traced = Traced(level="packed")
     call(traced.app, PROMPT | {"n": 3})
     decodes = [told(span) for span in traced.spans("specdec.decode")]
