@@ -30,7 +30,7 @@ TEXT = "def f{i}(x):\n    return [x * {i} for _ in range({i})]  # a comment, so 
 @pytest.fixture(scope="module", autouse=True)
 def real_shapes() -> Iterator[tuple[int, dict[str, dict[str, Any]]]]:
     """Let the scripts train small models. Yields the vocabulary and the shapes that they have elsewhere."""
-    found = train_demo_pair.VOCAB, train_demo_pair.SHAPES
+    found = pair_data.VOCAB, train_demo_pair.SHAPES
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_demo_pair, "SHAPES", SMALL)
         for module in (pair_data, train_demo_pair):
