@@ -250,7 +250,7 @@ def clairvoyant(world: World, bits: bool = False) -> Report:
     return simulate(world, Clairvoyant(world, DEPTH, bits))
 
 
-@pytest.mark.parametrize(("machine", "batch"), [(GPU, 8), (CPU, 4)])
+@pytest.mark.parametrize(("machine", "batch"), [pytest.param(GPU, 8, marks=pytest.mark.proofs), (CPU, 4)])
 def test_nobody_beats_the_clairvoyant_in_the_mean(machine: Callable[..., object], batch: int) -> None:
     rates: dict[str, list[float]] = {}
     for seed in range(3):
