@@ -18,7 +18,7 @@ RANKS = 4  # siblings that a node may get, itself included: a later one is hardl
 MOST_NODES = 1024  # of all sequences: in larger batches only the nodes of chains and of smaller trees are considered
 
 Parents = tuple[int, ...]
-Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain; (): all are chains
+Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -134,6 +134,4 @@ def cut(shape: Parents | None, k: int) -> Parents | None:
 
 def depths_of(ks: Sequence[int], shapes: Shapes) -> list[int]:
     """Per sequence the most drafts on a path."""
-    if not shapes:
-        return list(ks)
     return [k if shape is None else measure(shape).depth for k, shape in zip(ks, shapes, strict=True)]

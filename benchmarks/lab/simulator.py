@@ -20,7 +20,7 @@ from policies.trees import depths_of, measure
 
 MODEL = "model"  # the source whose drafts cost forwards of a model
 PLENTY = 1 << 30  # drafts: neither memory nor a drafter is a limit here
-NOTHING = Decision([], [], [], 0.0, 0.0, 0.0)  # where no sequence decodes
+NOTHING = Decision([], [], [], [], 0.0, 0.0, 0.0)  # where no sequence decodes
 
 Machine = Callable[[int, int], RoundCost]  # (sequences that decode, tokens of prompts) → cost of a round with them
 
@@ -172,7 +172,7 @@ class World:
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
         alphas = [self.alpha(running.handle) for running in decoding]
-        trees = decision.shapes or [None] * len(decoding)
+        trees = decision.shapes
         true = self._timing(decoding, decision.ks, trees, joining)
         broken = self.rounds in self._broken
         columns = zip(decoding, decision.ks, trees, strict=True)

@@ -109,7 +109,7 @@ def regrets(planned_by: Callable[[Observation], Allocation], reads: bool, instan
     for _ in range(instances):
         observation = instance(random, reads)
         planned = planned_by(observation)
-        for n, (k, shape) in enumerate(zip(planned.ks.tolist(), planned.shapes or [None] * 9, strict=False)):
+        for n, (k, shape) in enumerate(zip(planned.ks.tolist(), planned.shapes, strict=True)):
             assert k == observation.fixed[n] or (observation.fixed[n] < 0 and k <= observation.limits[n])
             assert shape is None or (len(shape) == k and shape in all_trees(k) and observation.siblings[n].any())
         found.append(1 - evaluate(observation, planned.ks, planned.shapes).goodput / best_goodput(observation))
@@ -195,7 +195,7 @@ def play(
     random, played = np.random.default_rng(0), list[list[Parents | None]]()
     for _ in range(rounds):
         decision = policy.plan([branching(n, **changes) for n in range(batch)])
-        shapes = decision.shapes or [None] * batch
+        shapes = decision.shapes
         drafted = [outcome(random, n, k, shapes[n], further=further) for n, k in enumerate(decision.ks) if k]
         forwards = max(depths_of(decision.ks, tuple(shapes)))
         count, beside = sum(decision.ks), sum(len(t) - len(set(t)) for t in shapes if t)
@@ -335,13 +335,13 @@ def test_a_held_tree_is_cut_to_todays_limits_and_newcomers_get_chains() -> None:
 
 def test_trees_are_planned_only_for_those_that_may_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's own tree beside chains takes no more time to plan than a chain."""
-    asked, find = list[int](), planner._trees
+    asked, find = list[int](), planner._most_valuable
 
-    def spy(observation: Observation) -> tuple[Ints, Ints]:
-        asked.append(len(observation.handles))
+    def spy(observation: Observation) -> Ints:
+        asked.append(len(observation.limits))
         return find(observation)
 
-    monkeypatch.setattr(planner, "_trees", spy)
+    monkeypatch.setattr(planner, "_most_valuable", spy)
     fixed = branching(0, fixed=6, tree=(ROOT, 0, 0, ROOT, 3, 3), branches=False)
     control(trees=False).plan([fixed, branching(1)])
     assert asked == []
