@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.reasons import Reason
-from policies.trees import MOST_NODES, Nodes, Parents, Shapes, best_nodes, largest_size, node_values
 from policies.trees import Floats as Floats
 from policies.trees import Ints as Ints
+from policies.trees import Nodes, Parents, Shapes, best_nodes, node_values
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
 FEW = 4  # rounds from which on their median is used; drafts of a probe
@@ -104,22 +104,20 @@ class Observation:
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
 
-    @cached_property
-    def size(self) -> int:
-        """Nodes of the largest trees to consider; 0: only chains."""
-        batch, depth = self.survival.shape
-        most = MOST_NODES // max(batch, 8)  # for one sequence an eighth is enough
-        return largest_size(depth, most) if self.siblings.any() else 0
+    @property
+    def nodes(self) -> Nodes:
+        """What drafts may be made of: the K nodes of a chain, then those of branches."""
+        return best_nodes(self.survival.shape[1])
 
     @cached_property
-    def nodes(self) -> Nodes:
-        """What drafts may be made of."""
-        return best_nodes(self.survival.shape[1], self.size)
+    def branches(self) -> bool:
+        """Whether any drafts may branch, so that `values` has the nodes of branches."""
+        return bool(self.siblings.any())
 
     @cached_property
     def values(self) -> Floats:
-        """[B, U] chance that a round accepts each node."""
-        return node_values(self.survival, self.siblings, self.nodes) if self.size else self.survival
+        """[B, K or U] chance that a round accepts each node."""
+        return node_values(self.survival, self.siblings, self.nodes) if self.branches else self.survival
 
     @cached_property
     def open(self) -> Ints:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.observation import UNREAD, Floats, Ints, Observation
-from policies.trees import MOST_NODES, RANKS, Shapes, measure, places_of, shape_of
+from policies.trees import Shapes, measure, places_of, shape_of
 
 Bools = NDArray[np.bool_]
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
@@ -37,13 +37,13 @@ class Allocation(NamedTuple):
 
 def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes) -> float:
     """Mean number of tokens that the round emits: one for each sequence, and its accepted drafts."""
-    depth, size = observation.survival.shape[1], observation.size
+    depth = observation.survival.shape[1]
     reached = np.zeros((len(ks), depth + 1))  # accepted drafts of a chain
     np.cumsum(observation.survival, axis=1, out=reached[:, 1:])
     tokens = 1 + reached[np.arange(len(ks)), np.minimum(ks, depth)]
     for n, shape in enumerate(shapes):
         if shape is not None:
-            tokens[n] = 1 + observation.values[n, places_of(shape, depth, size)].sum()
+            tokens[n] = 1 + observation.values[n, places_of(shape, depth)].sum()
     return float(tokens.sum())
 
 
@@ -84,7 +84,7 @@ def plan(observation: Observation, least: Allocation | None = None) -> Allocatio
     """
     best = least = least or required(observation)
     chains = np.broadcast_to(np.arange(observation.survival.shape[1]), observation.survival.shape)
-    branches = observation.size and observation.siblings[observation.free].any()
+    branches = observation.branches and observation.siblings[observation.free].any()
     for nodes in (chains, _most_valuable(observation)) if branches else (chains,):
         found = _search(observation, least, nodes)
         best = found if found.goodput > best.goodput * (1 + TIE) else best
@@ -109,8 +109,8 @@ def lone_ks(observation: Observation) -> Ints:
 
 
 def _most_valuable(observation: Observation) -> Ints:
-    """[B, M] the nodes of each sequence that are worth most, in this order."""
-    most = max(RANKS, MOST_NODES // 4 // len(observation.limits))
+    """[B, 2 · K] the nodes of each sequence that are worth most, in this order. Half of them may be too deep."""
+    most = 2 * observation.survival.shape[1]
     return np.argsort(-observation.values, axis=1, kind="stable")[:, :most]
 
 
@@ -190,7 +190,6 @@ def _read(observation: Observation, sequence: Ints, node: Ints) -> Floats:
 
 def _with(observation: Observation, least: Allocation, table: Ints, chosen: Ints) -> tuple[Ints, Shapes]:
     """The drafts of `least`, and those at the chosen places of the table."""
-    depth, size = observation.survival.shape[1], observation.size
     sequence, node = chosen // table.shape[1], table.ravel()[chosen]
     shapes = list(least.shapes)
     branched = observation.nodes.branched[node] > 0
@@ -199,5 +198,5 @@ def _with(observation: Observation, least: Allocation, table: Ints, chosen: Ints
         for n, added in zip(sequence.tolist(), node.tolist(), strict=True):
             grown[n].append(added)
         for n in set(sequence[branched].tolist()):
-            shapes[n] = shape_of(tuple(sorted(grown[n])), depth, size)
+            shapes[n] = shape_of(tuple(sorted(grown[n])), observation.survival.shape[1])
     return least.ks + np.bincount(sequence, minlength=len(shapes)), tuple(shapes)
