@@ -77,11 +77,11 @@ class SpecControl:
         """As HeldChoice.rest, of the last choice."""
         return None if self._held is None else self._held.rest(fixed, drafters)
 
-    def rested(self, seconds: float) -> None:
+    def rested(self, round_s: float) -> None:
         """A round of a rest has ended."""
         self._rested += 1
         self._rounds += 1
-        self._spent_s += seconds
+        self._spent_s += round_s
 
     def keeps_choice(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
         """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""

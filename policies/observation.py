@@ -110,14 +110,9 @@ class Observation:
         return best_nodes(self.survival.shape[1])
 
     @cached_property
-    def branches(self) -> bool:
-        """Whether any drafts may branch, so that `values` has the nodes of branches."""
-        return bool(self.siblings.any())
-
-    @cached_property
     def values(self) -> Floats:
-        """[B, K or U] chance that a round accepts each node."""
-        return node_values(self.survival, self.siblings, self.nodes) if self.branches else self.survival
+        """[B, U] chance that a round accepts each node, or [B, K] where no drafts may branch."""
+        return node_values(self.survival, self.siblings, self.nodes) if self.siblings.any() else self.survival
 
     @cached_property
     def open(self) -> Ints:

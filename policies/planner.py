@@ -84,7 +84,7 @@ def plan(observation: Observation, least: Allocation | None = None) -> Allocatio
     """
     best = least = least or required(observation)
     chains = np.broadcast_to(np.arange(observation.survival.shape[1]), observation.survival.shape)
-    branches = observation.branches and observation.siblings[observation.free].any()
+    branches = observation.siblings[observation.free].any()
     for nodes in (chains, _most_valuable(observation)) if branches else (chains,):
         found = _search(observation, least, nodes)
         best = found if found.goodput > best.goodput * (1 + TIE) else best

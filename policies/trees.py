@@ -36,8 +36,8 @@ class Nodes(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def best_nodes(depth: int, size: int = TREE) -> Nodes:
-    """The chain of `depth` first children, and all further nodes that a best tree of at most `size` nodes may have.
+def best_nodes(depth: int) -> Nodes:
+    """The chain of `depth` first children, and all further nodes that a best tree of at most TREE nodes may have.
 
     A node with the ranks r_1, …, r_d on its path is worth no more than any node with ranks as low on a path as short.
     A best tree with it holds all of these: Σ_i Π_{j ≤ i} (r_j + 1).
@@ -48,7 +48,7 @@ def best_nodes(depth: int, size: int = TREE) -> Nodes:
         for rank in range(RANKS):
             level = width * (rank + 1)
             beside = branched or int(rank > 0)
-            if nodes + level > (min(size, depth) if beside else depth):
+            if nodes + level > (min(TREE, depth) if beside else depth):
                 return
             found.append((parent, at, rank, beside))
             visit(len(found) - 1, at + 1, level, nodes + level, beside)
@@ -78,19 +78,14 @@ def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
     return values
 
 
-class Shape(NamedTuple):
-    """What a round pays for a tree."""
-
-    depth: int  # forwards of the draft model
-    read: int  # tokens that it reads, if the gap is one: inner nodes are read, as many as there are first children
-
-
 @lru_cache(maxsize=1024)
-def measure(parents: Parents) -> Shape:
+def measure(parents: Parents) -> tuple[int, int]:
+    """(forwards of the draft model that a tree takes, tokens that it reads behind the text: its nodes with children and
+    the root, as many as there are first children)."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
-    return Shape(max(depths, default=0), len(set(parents)))
+    return max(depths, default=0), len(set(parents))
 
 
 def is_chain(parents: Parents) -> bool:
@@ -125,4 +120,4 @@ def cut(shape: Parents | None, k: int) -> Parents | None:
 
 def depths_of(ks: Sequence[int], shapes: Shapes) -> list[int]:
     """Per sequence the most drafts on a path."""
-    return [k if shape is None else measure(shape).depth for k, shape in zip(ks, shapes, strict=True)]
+    return [k if shape is None else measure(shape)[0] for k, shape in zip(ks, shapes, strict=True)]

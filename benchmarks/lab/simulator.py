@@ -102,7 +102,7 @@ class Running:
         if not k:
             self.gap += emitted if self.job.source == MODEL else 0
             return accepted, emitted, None
-        deepest = k if tree is None else measure(tree).depth
+        deepest = k if tree is None else measure(tree)[0]
         if self.job.source == MODEL:  # it has read all of its draft but the last token
             self.gap = 1 + (accepted == deepest)
         told = Drafted(self.handle, self.job.source or "", k, accepted)
@@ -215,7 +215,7 @@ class World:
         for running, k, depth, tree in zip(decoding, ks, depths_of(ks, tuple(trees)), trees, strict=True):
             if k and running.job.source == MODEL:
                 forwards = max(forwards, depth)
-                read += running.gap - 1 + (k if tree is None else measure(tree).read)
+                read += running.gap - 1 + (k if tree is None else measure(tree)[1])
         batch = len(decoding) + len(joining)
         prefill = sum(running.job.prompt - 1 for running in joining)  # each emits a token, as the others do
         siblings = sum(rank > 0 for tree in trees if tree for rank in ranks(tree))
