@@ -51,7 +51,9 @@ class Script:
         self.prefills.append(prefill)
         k = next(self.ks)
         ks = [min(k, c.left) for c in candidates]
-        return Decision(ks, ["policy"] * len(ks), [0.5] * len(ks), self.confidence, 0.01, float(len(ks)))
+        return Decision(
+            ks, [None] * len(ks), ["policy"] * len(ks), [0.5] * len(ks), self.confidence, 0.01, float(len(ks))
+        )
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int]) -> None:
         self.timings.append(timing)
