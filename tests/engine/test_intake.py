@@ -505,14 +505,14 @@ def test_choices_that_share_their_parameters_share_the_check(engine: Engine) -> 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "prediction_ids"])
 def test_choices_that_share_their_text_share_the_check(engine: Engine, name: str) -> None:
-    ids = Counted((5, 6, 7))
-    request = replace(BASE, **{name: ids})
+    ids, wrong = Counted((5, 6, 7)), dict[str, Any]({name: (5, VOCAB)})
+    request = replace(BASE, **dict[str, Any]({name: ids}))
     engine.check(request)
     before, ids.readings = ids.readings, 0
     engine.check(*(replace(request, id=f"r-{i}", choice_index=i) for i in range(8)))
     assert ids.readings == before > 0
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
-        engine.check(request, replace(request, **{name: (5, VOCAB)}))
+        engine.check(request, replace(request, **wrong))
 
 
 def test_an_empty_prompt_is_refused_behind_an_empty_prediction(engine: Engine) -> None:
