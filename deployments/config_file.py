@@ -41,8 +41,9 @@ def our_applications(document: Any) -> list[OurApplication]:
 
 
 def _ours(entry: dict[str, Any]) -> OurApplication:
-    deployments = entry.get("deployments") or []
-    replicas = [d for d in deployments if isinstance(d, dict) and d.get("name") == DEPLOYMENT]
+    deployments = entry.get("deployments")
+    listed = deployments if isinstance(deployments, list) else []
+    replicas = [d for d in listed if isinstance(d, dict) and d.get("name") == DEPLOYMENT]
     user_config = replicas[0].get("user_config") if replicas else None
     args = entry.get("args") or {}
     if not isinstance(args, dict):

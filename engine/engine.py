@@ -220,7 +220,6 @@ class Engine:
 
     def _publish(self, plan: Plan, outcome: Outcome | None, outputs: list[Output]) -> StepResult:
         outputs += self._last_outputs
-        self._last_outputs = []
         stats = self._ledger.close(
             plan,
             outcome,
@@ -229,6 +228,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             policy_us=self.speculator.spent_us(),
         )
+        self._last_outputs = []  # now that nothing raises: `abort` would return them
         return StepResult(outputs, stats)
 
     def _finish(

@@ -1,7 +1,7 @@
 """Checks requests against the model and turns them into sequences. Refusals that depend on the model are made here."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -76,21 +76,32 @@ class Intake:
     def check(self, *requests: Request) -> None:
         """Raise InvalidRequest for a request that can never be served. Any thread may call it.
 
-        Requests that share their parameters, as the choices of one prompt do, share the check of these.
+        Requests that share their prompt, prediction or parameters, as the choices of one prompt do, share the check of
+        these: a prompt may have 100,000 tokens, and this runs on the event loop.
         """
-        checked: set[int] = set()
+        prompts, predictions, params = set[int](), set[int](), set[int]()
         for request in requests:
+            if id(request.prompt_ids) not in prompts:
+                prompts.add(id(request.prompt_ids))
+                self._check_prompt(request.prompt_ids)
+            if id(request.prediction_ids) not in predictions:
+                predictions.add(id(request.prediction_ids))
+                self._in_vocabulary("prediction", request.prediction_ids)
             self._check(request)
-            if id(request.params) not in checked:
-                checked.add(id(request.params))
+            if id(request.params) not in params:
+                params.add(id(request.params))
                 self._check_params(request.params)
 
-    def _check(self, request: Request) -> None:
-        prompt, limit = len(request.prompt_ids), self._max_model_len
-        if not prompt:
+    def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
+        if not prompt_ids:
             raise InvalidRequest("the prompt holds no tokens", "prompt")
-        if bad := next((t for t in request.prompt_ids if not 0 <= t < self._vocab_size), None):
-            raise InvalidRequest(f"prompt token id {bad} is outside the vocabulary", "prompt")
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequest(f"prompt token id {token} is outside the vocabulary", "prompt")
+
+    def _check(self, request: Request) -> None:
+        """Check all but the ids of the tokens, and the parameters."""
+        prompt, limit = len(request.prompt_ids), self._max_model_len
         if prompt + request.params.max_tokens > limit:
             raise InvalidRequest(
                 f"the prompt's {prompt} tokens and max_tokens {request.params.max_tokens} exceed the context of "
@@ -100,7 +111,6 @@ class Intake:
             )
         if request.deadline_s is not None and not 0 < request.deadline_s < inf:
             raise InvalidRequest("deadline_s must be a number of seconds above 0", "deadline_s")
-        self._in_vocabulary("prediction", request.prediction_ids)
         if (count := len(request.prediction_ids)) > limit:
             raise InvalidRequest(f"no output is as long as a prediction of {count} tokens", "prediction")
         self._speculation(request)
@@ -120,8 +130,8 @@ class Intake:
         if params.excludes:
             self._check_remaining(params)
 
-    def _in_vocabulary(self, param: str, ids: Iterable[int]) -> None:
-        if any(not 0 <= token < self._vocab_size for token in ids):
+    def _in_vocabulary(self, param: str, ids: Seq[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             raise InvalidRequest(f"{param} names a token outside the vocabulary of {self._vocab_size}", param)
 
     def _check_remaining(self, params: SamplingParams) -> None:

@@ -76,10 +76,14 @@ class LLM:
         """Completions in the order of the prompts.
 
         params and k: one for all prompts or one per prompt; params None: `sampling_params()`; k None: the policy
-        chooses. verifier and drafter None: the
-        engine's default. predictions: guesses of the outputs, one per prompt.
-        Raises InvalidRequest before anything runs, RuntimeError if a request fails while it runs.
+        chooses. verifier and drafter None: the engine's default. predictions: guesses of the outputs, one per prompt.
+
+        Raises TypeError for a text in place of a list of prompts, InvalidRequest before anything runs, and RuntimeError
+        if a request fails while it runs.
         """
+        for name, given in (("prompts", prompts), ("predictions", predictions)):
+            if isinstance(given, str):  # a sequence of texts too: one of each character
+                raise TypeError(f"{name} must be a list, not the text {given[:40]!r}: put it in brackets")
         params = self.sampling_params() if params is None else params
         all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         ks = list(k) if isinstance(k, Sequence) else [k] * len(prompts)
@@ -98,9 +102,13 @@ class LLM:
         ]
         for request in requests:
             self.engine.check(request)
-        for request in requests:
-            self.engine.submit(request)
-        outputs = self._run()
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            outputs = self._run()
+        except BaseException:  # also Ctrl-C: the next call must not go on with these requests
+            self.engine.abort("generate was interrupted")
+            raise
         return [_complete(r, outputs[r.id]) for r in requests]
 
     def _encode(self, text: Prompt, *, special: bool = True) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ class NoAnswer(Exception):
 
 @dataclass
 class Conversation:
-    """What was said so far. An answer that broke off is not kept, nor its question."""
+    """What was said so far. An answer that broke off, or was stopped before its first word, is not kept, nor its
+    question."""
 
     url: str
     key: str | None
@@ -48,17 +49,20 @@ class Conversation:
         """Send a message and write the answer while it comes. Raises NoAnswer."""
         question = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*self.messages, question], "stream": True, **self.parameters}
-        answer = Answer(out, colour=colour)
-        with self._request("/v1/chat/completions", body | {"speculation": {"tokens": True}}) as reply:
-            try:
+        answer, stopped = Answer(out, colour=colour), False
+        try:
+            # The server's reply begins with the first token.
+            with self._request("/v1/chat/completions", body | {"speculation": {"tokens": True}}) as reply:
                 for event in _events(reply):
                     answer.add(event)
-            except KeyboardInterrupt:  # leaving the connection ends the request at the server
-                out.write("\n(stopped)")
-            except (OSError, HTTPException, ValueError) as error:
-                raise NoAnswer(f"the answer broke off: {error}") from None
+        except KeyboardInterrupt:  # leaving the connection ends the request at the server
+            stopped = True
+            out.write("\n(stopped)")
+        except (OSError, HTTPException, ValueError) as error:
+            raise NoAnswer(f"the answer broke off: {error}") from None
         answer.end()
-        self.messages += [question, {"role": "assistant", "content": answer.content}]
+        if answer.content or not stopped:
+            self.messages += [question, {"role": "assistant", "content": answer.content}]
 
     def _request(self, path: str, body: Any) -> HTTPResponse:
         if not self.url.startswith(("http://", "https://")):

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
-from engine.drafters.indexed_text import END, IndexedText
+from engine.drafters.indexed_text import IndexedText
 
 
 class FinishedOutputs:
@@ -33,13 +33,15 @@ class FinishedOutputs:
         self._held += len(kept)
 
     def audit(self) -> None:
-        """Raise AssertionError unless the texts hold what the books say."""
-        held = Counter[str]()
+        """Raise AssertionError unless the texts are as long as the books say. It does not look at their tokens: it runs
+        whenever the engine becomes idle, before the next request."""
+        booked = Counter[str]()
         for salt, length in self._order:
-            held[salt] += length
-        texts = {salt: sum(token != END for token in text.tokens) for salt, text in self._texts.items()}
-        assert texts == dict(held), f"texts of {texts} tokens are held; outputs of {dict(held)} tokens were taken in"
-        assert self._held == held.total() <= self._max_tokens, f"{self._held} of {self._max_tokens} tokens are held"
+            booked[salt] += length + 1  # with its END
+        lengths = {salt: len(text.tokens) for salt, text in self._texts.items()}
+        assert lengths == dict(booked), f"texts of {lengths} tokens are held; the books say {dict(booked)}"
+        tokens = booked.total() - len(self._order)
+        assert self._held == tokens <= self._max_tokens, f"{self._held} of {self._max_tokens} tokens are held"
 
     def _drop_oldest(self) -> None:
         salt, length = self._order.popleft()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -333,6 +334,25 @@ def test_an_answer_that_breaks_off_is_told_and_not_kept(
     assert len(errors) == 2
     assert all(error.startswith(f"foretoken: {reason}") for error in errors)
     assert [message["content"] for message in raw[1].seen[-1][1]["messages"]] == ["Be short.", "second"]
+
+
+def test_an_answer_can_be_stopped_before_it_begins(
+    server: tuple[str, type[Bridge]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server sends nothing before the first token, so Ctrl-C may come while the request is still being opened."""
+    real, interrupted = urllib.request.urlopen, [True]
+
+    def opened(request: urllib.request.Request, **options: Any) -> Any:
+        if request.data is not None and interrupted:
+            interrupted.pop()
+            raise KeyboardInterrupt
+        return real(request, **options)
+
+    monkeypatch.setattr(urllib.request, "urlopen", opened)
+    out = io.StringIO()
+    assert talk(server[0], "first\nsecond\n", out) == 0
+    assert out.getvalue().splitlines() == ["", "(stopped)", "Be sh"]
+    assert [message["content"] for message in server[1].seen[-1][1]["messages"]] == ["Be short.", "second"]
 
 
 def test_a_terminal_without_unicode_shows_what_it_can(raw: tuple[str, type[Raw]]) -> None:

@@ -19,7 +19,9 @@ from tokenizers.models import WordLevel
 with warnings.catch_warnings():  # Ray 2.60 declares its models in a way that this pydantic deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
     from deployments.build import build
+    from deployments.cluster import read_config
 from deployments import checks, launch
+from deployments.config_file import BUILDER, our_applications
 from deployments.launch import main
 from deployments.settings import ROOT, Settings
 from engine import checkpoint_files
@@ -193,6 +195,14 @@ def test_a_file_that_cannot_be_served(
     file = tmp_path / "serve.yaml"
     file.write_text(text, "utf-8")
     assert refusal(file, capsys).startswith(message)
+
+
+def test_what_is_malformed_is_left_to_serves_schema() -> None:
+    document = {"applications": [4, {"import_path": BUILDER, "deployments": 4}]}
+    (ours,) = our_applications(document)
+    assert (ours.args, ours.user_config) == ({}, None)
+    with pytest.raises(ValueError, match=r"applications\.1\.deployments: Input should be a valid list, not 4"):
+        read_config(document)
 
 
 def test_a_target_alone_has_no_draft_and_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

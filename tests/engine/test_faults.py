@@ -282,6 +282,20 @@ def test_abort_after_a_step_that_died_half_way_through_admission(
     assert not engine.has_work
 
 
+def test_abort_after_a_step_that_died_in_its_last_verb(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that the step has finished still get their ends (I5), with their tokens."""
+    engine.submit(Request("cancelled", (5, 6), SamplingParams(max_tokens=9)))
+    engine.submit(Request("done", (5, 6, 7), SamplingParams(max_tokens=1)))
+    engine.cancel("cancelled")
+    monkeypatch.setattr(engine.speculator, "spent_us", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    ends = {output.request_id: output for output in engine.abort("gone")}
+    assert {name: end.finish_reason for name, end in ends.items()} == {"cancelled": "cancelled", "done": "length"}
+    assert len(ends["done"].token_ids) == 1
+    assert not engine.has_work
+
+
 # --- the pass --------------------------------------------------------------------------------------------------------
 
 

@@ -501,3 +501,21 @@ def test_choices_that_share_their_parameters_share_the_check(engine: Engine) -> 
     assert allowed.readings == before
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
         engine.check(request, replace(request, params=replace(GREEDY, allowed_token_ids=(VOCAB,))))
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "prediction_ids"])
+def test_choices_that_share_their_text_share_the_check(engine: Engine, name: str) -> None:
+    ids, wrong = Counted((5, 6, 7)), dict[str, Any]({name: (5, VOCAB)})
+    request = replace(BASE, **dict[str, Any]({name: ids}))
+    engine.check(request)
+    before, ids.readings = ids.readings, 0
+    engine.check(*(replace(request, id=f"r-{i}", choice_index=i) for i in range(8)))
+    assert ids.readings == before > 0
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        engine.check(request, replace(request, **wrong))
+
+
+def test_an_empty_prompt_is_refused_behind_an_empty_prediction(engine: Engine) -> None:
+    """Both are the same object."""
+    with pytest.raises(InvalidRequest, match="holds no tokens"):
+        engine.check(BASE, replace(BASE, prompt_ids=()))

@@ -93,6 +93,33 @@ def test_lists_of_another_length(llm: LLM, lists: dict[str, list[SamplingParams]
     assert not llm.engine.has_work
 
 
+@pytest.mark.parametrize("name", ["prompts", "predictions"])
+def test_a_text_in_place_of_a_list(llm: LLM, name: str) -> None:
+    given: dict[str, Any] = {"prompts": ["the cat"], name: "the cat"}
+    with pytest.raises(TypeError, match=f"{name} must be a list, not the text 'the cat'"):
+        llm.generate(params=GREEDY, **given)
+
+
+def test_an_interrupted_call_leaves_nothing_to_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Runner.run
+    passes = iter((run, run))
+
+    def interrupted(self: Runner, *given: Any) -> Any:
+        step = next(passes, None)
+        if step is None:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["def main(", "the cat"], GREEDY)
+    assert not llm.engine.has_work
+    llm.engine.audit()
+    (again,) = llm.generate(["the cat"], GREEDY)
+    assert again.token_ids == llm.generate(["the cat"], GREEDY, k=0)[0].token_ids
+
+
 def test_without_a_draft_every_round_is_plain(llm: LLM, pair: Pair) -> None:
     plain = LLM(pair.target, dtype="float64", max_model_len=64)
     (completion,) = plain.generate(["the cat"], GREEDY)
