@@ -2,19 +2,30 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.generation_config import sampling_defaults
 from scripts import pair_data, train_demo_pair
 from scripts.eval_pair import main as evaluate
 from scripts.pair_data import corpus, held_out, held_out_tokens, train_tokenizer, training_tokens, windows
-from scripts.train_demo_pair import TrainingBudget, draft_loss, learning_rate_scale, load_weights, main, new_model
+from scripts.train_demo_pair import (
+    TEMPERATURE,
+    TrainingBudget,
+    draft_loss,
+    learning_rate_scale,
+    load_weights,
+    main,
+    new_model,
+)
 
 # A hundredth of the demo pair's numbers; test_the_shapes_are_those_of_the_demo_pair holds the real ones.
 VOCAB = 320
@@ -100,6 +111,23 @@ def test_the_second_draft_begins_as_the_first(trained: Path, source: Path) -> No
     weights = [dict(model.named_parameters()) for model in (first, still, moved)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def test_training_goes_on_from_what_it_wrote_if_asked_to(trained: Path, source: Path, tmp_path: Path) -> None:
+    """A learning rate of 0 leaves a model as training began with it."""
+    began = {}
+    for options in (["--resume"], []):
+        work = Path(shutil.copytree(trained, tmp_path / str(len(began)))) / "work"
+        common = [f"--out={work.parent}", f"--corpus={source}", "--steps=1", "--batch=2", "--context=32", "--lr=0"]
+        main(["draft", *common, *options])
+        began[bool(options)] = load_file(work / "draft.safetensors")
+    written = load_file(trained / "work" / "draft.safetensors")
+    assert all(torch.equal(began[True][name], written[name]) for name in written)
+    assert any(not torch.equal(began[False][name], written[name]) for name in written)
+
+
+def test_the_target_asks_for_its_temperature(trained: Path) -> None:
+    assert sampling_defaults(trained / "target") == sampling_defaults(DEMO / "target") == {"temperature": TEMPERATURE}
 
 
 @pytest.mark.parametrize(("options", "seed"), [([], 1), (["--resume"], 2), (["--seed=0"], 0)])
