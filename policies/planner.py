@@ -43,7 +43,8 @@ def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes) -> float
     tokens = 1 + reached[np.arange(len(ks)), np.minimum(ks, depth)]
     for n, shape in enumerate(shapes):
         if shape is not None:
-            tokens[n] = 1 + observation.values[n, places_of(shape, depth)].sum()
+            values = observation.values[n]  # only those of a chain where no drafts may branch
+            tokens[n] = 1 + sum(values[node] for node in places_of(shape, depth) if node < len(values))
     return float(tokens.sum())
 
 

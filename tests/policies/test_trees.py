@@ -384,6 +384,13 @@ def test_a_requests_tree_is_priced_as_one() -> None:
     assert as_tree.tokens < as_chain.tokens
 
 
+def test_a_requests_tree_whose_drafter_is_gone_is_priced_all_the_same() -> None:
+    """Nobody may branch, so only the values of chains are known."""
+    tree = (ROOT, 0, 0, ROOT, 3, 3)
+    decision = control().plan([branching(0, fixed=6, tree=tree, source=None, offered=0, gap=0, branches=False)])
+    assert (decision.ks, decision.shapes, decision.tokens) == ([6], [tree], 1.0)
+
+
 def test_what_a_sequence_would_get_alone_is_mostly_its_plan_alone() -> None:
     """Trees that end before a dear forward are left out."""
     random, same = np.random.default_rng(6), list[bool]()

@@ -99,7 +99,7 @@ def test_trees_do_vary(samples: dict[Configuration, Sample]) -> None:
     """From round to round, and between the sequences of one round; and siblings decide."""
     for which, sample in samples.items():
         shapes = set().union(*sample.trees.values())
-        assert len(shapes) > 3, which
+        assert len(shapes) > 2, which
         assert max(map(len, sample.trees.values())) > 1, which
         assert sample.beside > len(sample.texts) / 50, which
 
