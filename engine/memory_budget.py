@@ -237,9 +237,8 @@ class _Usage:
 
     block_size: int
     token_bytes: tuple[int, ...]
-    limits: tuple[
-        int | None, ...
-    ]  # blocks that a model of a shorter context needs at most; None: as many as the target
+    # Blocks that each model needs at most; None: as many as the target. Only a draft of a shorter context needs fewer.
+    limits: tuple[int | None, ...]
     beside: int  # further blocks of each model
 
     def of_models(self, blocks: int) -> tuple[int, ...]:
