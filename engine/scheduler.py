@@ -159,8 +159,7 @@ class Scheduler:
             self._cache.reserve(sequence.handle, 1 + k)
             reason = chosen.reasons[n] if k == chosen_k else "cache"
             confidence = chosen.confidence if sequence.k is None else 0.0
-            tree = chosen.shapes[n] if chosen.shapes else None
-            slices.append(Slice(sequence, 1, k, True, 0, reason, chosen.alphas[n], confidence, tree))
+            slices.append(Slice(sequence, 1, k, True, 0, reason, chosen.alphas[n], confidence, chosen.shapes[n]))
         return slices
 
     def _look_ahead(self, slices: list[Slice]) -> list[Slice]:

@@ -34,26 +34,21 @@ class Speculator:
 
         Each sequence must hold memory for one more token.
         """
-        rest = self.control.rest
+        fixed, drafters = {s.handle: s.k for s in decoding}, [s.drafter for s in decoding]
+        rest = self.control.rest(fixed, drafters)
+        self._resting = rest is not None
         if rest is not None:
-            fixed = {s.handle: s.k for s in decoding}
-            self._resting = rest.serves(fixed, [s.drafter for s in decoding])
-            if self._resting:
-                return rest.decide(fixed)
-        self._resting = False
+            return rest
         started = perf_counter_ns()
-        most, handles = self.control.most, [s.handle for s in decoding]
-        certain = self.control.keeps_choice(handles, [s.drafter for s in decoding])
+        most, certain = self.control.most, self.control.keeps_choice(fixed, drafters)
         decision = self.control.plan([self._candidate(s, most, certain) for s in decoding], prefill)
         self._spent_ns += perf_counter_ns() - started
         return decision
 
     def observe(self, outcome: Outcome, prefill: int, rest_us: int) -> None:
         """Learn from a round. `prefill`: tokens in its pass beyond one per sequence and their drafts."""
-        rest = self.control.rest
-        if self._resting and rest is not None:
-            rest.rounds += 1
-            rest.spent_s += (outcome.draft_us + outcome.score_us + rest_us) / 1e6
+        if self._resting:
+            self.control.rested((outcome.draft_us + outcome.score_us + rest_us) / 1e6)
             return
         started = perf_counter_ns()
         drafts = outcome.draft

@@ -22,9 +22,8 @@ from engine.types import (
     Request,
     StepStats,
 )
-from policies.admission import Admission
+from policies.admission import Admission, TokenCost
 from policies.config import PolicyConfig
-from policies.token_cost import TokenCost
 
 log = logging.getLogger(__name__)
 

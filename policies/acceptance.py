@@ -57,45 +57,39 @@ class Population:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
         self._evidence: Floats = np.zeros(len(LEVELS))  # sums to its weight in rounds
-        self._tried: Floats | None = None  # as `counts` of learn_siblings; None: no sibling was tried
-        self.siblings = _shares(0.0)  # [RANKS − 1] as Observation.siblings
+        self._siblings: Floats = np.zeros((2, RANKS - 1))  # tried and accepted ones, by rank from 1 on
+        self.siblings = _shares(self._siblings, self.law)  # [RANKS − 1] as Observation.siblings
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
         return np.array([self.beliefs.get(handle, self.law) for handle in handles])
 
-    def learn(self, outcomes: Mapping[int, tuple[float, float, int]]) -> None:
-        """handle → accepted drafts, rejected drafts, and the rounds that showed them."""
-        if not outcomes:
+    def learn(self, outcomes: Iterable[Drafted], depth: int) -> None:
+        """Of each outcome the first `depth` positions count."""
+        seen: dict[int, tuple[float, float, int]] = {}  # handle → accepted and rejected drafts, rounds that showed them
+        for outcome in outcomes:
+            before, (accepted, rejected) = seen.get(outcome.handle, (0.0, 0.0, 0)), _evidence(outcome, depth)
+            seen[outcome.handle] = before[0] + accepted, before[1] + rejected, before[2] + 1
+            for rank, counts in enumerate(outcome.siblings[: RANKS - 1]):
+                self._siblings[:, rank] += counts
+        if not seen:
             return
-        accepted, rejected, rounds = np.array(list(outcomes.values())).T
+        accepted, rejected, rounds = np.array(list(seen.values())).T
         likelihood = np.outer(rejected, REJECTED) - np.outer(accepted, LEVELS)
-        beliefs = self.believed(outcomes) * np.exp(likelihood - likelihood.max(1, keepdims=True))
+        beliefs = self.believed(seen) * np.exp(likelihood - likelihood.max(1, keepdims=True))
         beliefs /= beliefs.sum(1, keepdims=True)
-        self.beliefs.update(zip(outcomes, beliefs, strict=True))
+        self.beliefs.update(zip(seen, beliefs, strict=True))
         evidence = rounds @ beliefs
         self._evidence = self._evidence * exp(-evidence.sum() / MOST_WEIGHT) + evidence
-
-    def rejected_rate(self, handle: int) -> float:
-        """Chance of a first draft where one was rejected: a rejection tells that it was low."""
-        accepted = np.exp(-LEVELS)
-        rejected = self.beliefs.get(handle, self.law) * (1 - accepted)
-        return float(rejected @ accepted / rejected.sum())
-
-    def learn_siblings(self, counts: Floats) -> None:
-        """counts [3, RANKS − 1]: how many siblings were tried and accepted, by rank from 1 on, and the sum of
-        rejected_rate over the tried ones. Eight trials weigh as much as a round."""
-        kept = np.exp(-counts[0] / (8 * MOST_WEIGHT))
-        self._tried = counts + (0.0 if self._tried is None else self._tried * kept)
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, move beliefs towards it, and forget of siblings: trees that are no longer chosen must be
         tried again. rounds: handle → rounds that the sequence took part in."""
-        if self._tried is not None:
-            self._tried = self._tried * (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
-            self.siblings = _shares(self._tried)
         law = self._evidence + BASE_WEIGHT * BASE_LAW
         self.law = law / law.sum()
+        if self._siblings.any():
+            self._siblings *= (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
+            self.siblings = _shares(self._siblings, self.law)
         known = [handle for handle in rounds if handle in self.beliefs]
         if known:
             shares = 1 - (1 - SWITCH) ** np.array([rounds[handle] for handle in known])
@@ -104,13 +98,17 @@ class Population:
             self.beliefs.update(zip(known, beliefs, strict=True))
 
 
-def _shares(counts: Floats | float) -> Floats:
-    """[RANKS − 1] as Observation.siblings, from counts as of Population.learn_siblings."""
-    rates = SIBLING_RATE / np.arange(1, RANKS)
-    tried, accepted, firsts = counts + 2 * BASE_WEIGHT * np.array([0 * rates + 1, rates, 0 * rates + BASE_RATE])
-    rates = accepted / tried
+def _shares(counts: Floats, law: Floats) -> Floats:
+    """[RANKS − 1] as Observation.siblings. counts [2, RANKS − 1]: siblings that were tried and accepted, by rank.
+
+    A sibling is tried where a first child was rejected, which tells that the chance of first children was low there.
+    """
+    prior = SIBLING_RATE / np.arange(1, RANKS)
+    tried, found = counts + 2 * BASE_WEIGHT * np.array([np.ones_like(prior), prior])
+    rates = found / tried
     among_rejected = rates * np.append(1.0, np.cumprod(1 - rates[:-1]))
-    return among_rejected * tried[0] / firsts[0]
+    first, rejected = np.exp(-LEVELS), law * -np.expm1(-LEVELS)
+    return among_rejected * rejected.sum() / (rejected @ first)
 
 
 class Estimator:
@@ -154,23 +152,8 @@ class Estimator:
         took_part = Counter(outcome.handle for outcome in outcomes)
         took_part.update(idle)
         for source in by_source.keys() | self._populations.keys():
-            self._observe(self._populations[source], by_source[source])
+            self._populations[source].learn(by_source[source], self.depth)
             self._populations[source].settle(took_part)
-
-    def _observe(self, population: Population, outcomes: Sequence[Drafted]) -> None:
-        seen: dict[int, tuple[float, float, int]] = {}
-        siblings = np.zeros((3, RANKS - 1))
-        for outcome in outcomes:
-            accepted, rejected = _evidence(outcome, self.depth)
-            before = seen.get(outcome.handle, (0.0, 0.0, 0))
-            seen[outcome.handle] = (before[0] + accepted, before[1] + rejected, before[2] + 1)
-            if outcome.siblings:
-                first = population.rejected_rate(outcome.handle)
-                for rank, (tried, found) in enumerate(outcome.siblings[: RANKS - 1]):
-                    siblings[:, rank] += tried, found, tried * first
-        if siblings.any():
-            population.learn_siblings(siblings)
-        population.learn(seen)
 
     def forget_drafter(self, drafter: str) -> None:
         """Another drafter has this name now."""

@@ -1,4 +1,4 @@
-"""Whether to take more requests, and what to tell a client that is turned away. Standard library only.
+"""Whether to take more requests, and what to tell a client that is turned away.
 
 Work is counted in the seconds that a full engine is expected to spend on it, by its measurements at the start. Two
 ratios correct this: the seconds that a full engine takes for a second of work, and the share of the requested work that
@@ -11,9 +11,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
+from policies.cost import PASS_S
+from policies.observation import Timing
+
 LONGEST_WAIT_S = 60  # seconds: the longest advice to a client
 MEMORY_S = 10.0  # seconds of work after which what was learned counts 1 / e
 DOUBT_S = 0.2  # seconds of work that the first guess, a ratio of 1, counts as
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Seconds per token while as many sequences decode as may run. Where nothing was measured, each is a pass."""
+
+    read_s: float = PASS_S  # per token of a prompt
+    decode_s: float = PASS_S  # per generated token
+
+    @classmethod
+    def measured(cls, timings: Sequence[Timing], most: int) -> "TokenCost":
+        """From the passes over the largest batch that was measured: without drafts, and with the most drafts.
+
+        The additional seconds per row of the longer pass are those of a prompt's token, and of each sequence from that
+        batch up to `most`.
+        """
+        undrafted = max((t for t in timings if not t.drafts), key=lambda t: t.batch, default=None)
+        if undrafted is None or undrafted.score_s <= 0:
+            return cls()
+        longest = max((t for t in timings if t.batch == undrafted.batch), key=lambda t: t.drafts)
+        read_s = undrafted.score_s / undrafted.batch
+        if longest.drafts and longest.score_s > undrafted.score_s:
+            read_s = (longest.score_s - undrafted.score_s) / longest.drafts
+        return cls(read_s, (undrafted.score_s + read_s * (most - undrafted.batch)) / most)
+
+    def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
+        return prompt_tokens * self.read_s + output_tokens * self.decode_s
 
 
 @dataclass(slots=True)

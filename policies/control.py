@@ -1,7 +1,7 @@
 """All that an engine keeps to choose k: what it learned of acceptance and of time, the policy, and the last choice."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +10,8 @@ from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.cost import CostModel
 from policies.draft_cost import DraftCost
-from policies.held_choice import Decision, HeldChoice, Rest
-from policies.observation import WINDOW, Candidate, Drafted, Observation, ProbeBudget, RoundCost, Timing
+from policies.held_choice import Decision, HeldChoice
+from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, ProbeBudget, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import make_policy
 from policies.trees import cut
@@ -31,11 +31,11 @@ class SpecControl:
         self._depth = depth
         self._budget = ProbeBudget()
         self._held: HeldChoice | None = None
-        self.rest: Rest | None = None
         self._last: dict[int, tuple[int, int]] = {}  # as Observation.last
         # Not learned from so far:
         self._drafted: list[Drafted] = []
-        self._idle: list[int] = []
+        self._idle: Counter[int] = Counter()  # handle → rounds without drafts
+        self._rested = 0  # rounds without drafts of all sequences of the held choice
         self._gone: list[int] = []
         self._timings: list[Timing] = []
         self._policy_s = deque[float](maxlen=WINDOW)  # seconds of the policy's code in the last rounds with drafts
@@ -47,9 +47,7 @@ class SpecControl:
     def configure(self, config: PolicyConfig) -> None:
         self.config = config
         self._policy = make_policy(config)
-        if self._held is not None:
-            self._held.rounds_left = 0
-        self._end_rest()
+        self._drop_choice()
 
     def begin(self, timings: Sequence[Timing]) -> None:
         """Take over a new profile."""
@@ -60,12 +58,11 @@ class SpecControl:
     def begin_draft(self, drafter: str, cost: DraftCost) -> None:
         """Another model drafts under this name from now on: forget what the old one's drafts have taught. cost: of the
         new one, until rounds correct it."""
-        self._end_rest()
-        self._learn()
+        self._drop_choice()
         self.estimator.forget_drafter(drafter)
         self.timings = tuple(replace(t, draft_s=0.0, forwards=0, read=0) for t in self.timings)
         self.cost.begin_draft(cost)
-        self._held, self._budget = None, ProbeBudget()
+        self._budget = ProbeBudget()
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         self._last.clear()
 
@@ -76,54 +73,61 @@ class SpecControl:
             return 0
         return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
 
-    def keeps_choice(self, handles: Sequence[int], drafters: Sequence[str | None]) -> bool:
+    def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None:
+        """As HeldChoice.rest, of the last choice."""
+        return None if self._held is None else self._held.rest(fixed, drafters)
+
+    def rested(self, round_s: float) -> None:
+        """A round of a rest has ended."""
+        self._rested += 1
+        self._rounds += 1
+        self._spent_s += round_s
+
+    def keeps_choice(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
         """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""
-        held = self._held
-        return held is not None and held.suits(handles) and held.drafters.issuperset(filter(None, drafters))
+        return self._held is not None and self._held.rounds_left > 0 and self._held.suits(handles, drafters)
 
     def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
         """k for each candidate of a round whose pass reads about `prefill` tokens of prompts as well."""
         if not candidates:
-            return Decision([], [], [], 0.0, 0.0, 0.0)
-        if self._held is not None and self._held.serves(candidates):
-            return self._held.reuse(candidates, self.most)
-        self._end_rest()
+            return Decision([], [], [], [], 0.0, 0.0, 0.0)
+        choosing = [c for c in candidates if c.fixed is None]
+        if self._held and self.keeps_choice([c.handle for c in candidates], [c.source for c in choosing]):
+            self._held.rounds_left -= 1
+            return self._held.decide(candidates, self.most)
         self._learn()
         if self._held is not None and "probe" in self._held.decision.reasons:
             self.cost.refresh()  # the rounds of a probe were run to be learned from
         observation = self._observation(candidates)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._budget = self._policy(observation, self._budget)
-        shapes = choice.shapes or observation.trees
+        self._held = self._hold(choice, observation, candidates, prefill)
+        return self._held.decision
+
+    def _hold(
+        self, choice: Choice, observation: Observation, candidates: Sequence[Candidate], prefill: int
+    ) -> HeldChoice:
+        drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
         decision = Decision(
             choice.ks.tolist(),
+            list(choice.shapes),
             list(choice.reasons),
             observation.survival[:, 0].tolist(),
             choice.confidence,
-            self._prompts_s(len(candidates), prefill) + seconds(observation, choice.ks, shapes, amortised=False),
-            expected_tokens(observation, choice.ks, shapes),
-            list(shapes),
+            self._prompts_s(len(candidates), prefill) + drafts_s,
+            expected_tokens(observation, choice.ks, choice.shapes),
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}
-        more = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
-        drafters = frozenset(c.source for c in candidates if c.source is not None and c.gap)
-        self._held = HeldChoice(decision, places, more, choice.newcomer_k, drafters)
-        if choice.rests and not choice.ks.any():
-            self.rest = self._new_rest(decision, candidates, choice.rests)
-        return decision
-
-    def _new_rest(self, decision: Decision, candidates: Sequence[Candidate], rounds: int) -> Rest | None:
-        """None if a drafter without a model, which may have a guess in any round, drafts for one of the candidates."""
-        drafters = frozenset(c.source for c in candidates if c.source is not None and self.most)
-        if self.most and (not drafters or any(candidate.guessed for candidate in candidates)):
-            return None
-        return Rest(decision, [candidate.handle for candidate in candidates], drafters, rounds)
+        drafters = frozenset(c.source for c in candidates if c.source is not None and c.gap) if self.most else None
+        again = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
+        rest = 0 if choice.ks.any() else choice.rests
+        return HeldChoice(decision, places, drafters, choice.newcomer_k, again, rest)
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """A round has ended. idle: sequences for which nothing was drafted in it."""
         self._timings.append(timing)
         self._drafted += drafted
-        self._idle += idle
+        self._idle.update(idle)
         if self._held is not None:
             self._held.observe(sum(outcome.accepted for outcome in drafted))
         if len(self._timings) >= WINDOW // 2:  # where nothing is chosen, rounds must not pile up
@@ -139,17 +143,17 @@ class SpecControl:
         if len(self._gone) >= WINDOW:
             self._learn()
 
-    def _end_rest(self) -> None:
-        """What a rest has run counts as rounds without drafts."""
-        rest, self.rest = self.rest, None
-        if rest is not None and rest.rounds:
-            self.estimator.observe((), dict.fromkeys(rest.handles, rest.rounds))
-            self._rounds += rest.rounds
-            self._spent_s += rest.spent_s
+    def _drop_choice(self) -> None:
+        """Choose anew in the next round."""
+        self._learn()
+        self._held = None
 
     def _learn(self) -> None:
         """Learn from what happened since the last time."""
-        if self._timings:
+        if self._held is not None and self._rested:
+            self._idle.update(dict.fromkeys(self._held.places, self._rested))
+        self._rested = 0
+        if self._timings or self._idle:
             self.estimator.observe(self._drafted, self._idle)
         for timing in self._timings:
             # A choice is made for rounds in a row. The first round without drafts after drafts finds less in the
@@ -180,9 +184,7 @@ class SpecControl:
         if prefill:
             cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
-        trees = tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True))
         return Observation(
-            handles=tuple(c.handle for c in candidates),
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
             limits=np.array(most),
             bounds=bounds,
@@ -192,12 +194,11 @@ class SpecControl:
             horizon=np.array([max(c.left // 2, 1) for c in candidates]),  # a round emits some two tokens
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
-            held=self._held.planned if self._held is not None else {},
-            last=self._last,
+            trees=tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True)),
+            held=self._held.planned(candidates, self.most) if self._held is not None else None,
+            last=tuple(self._last.get(c.handle) for c in candidates),
             rounds=self._rounds,
             round_s=self._spent_s / max(1, self._rounds),
-            trees=trees if any(trees) else (),
-            held_shapes=self._held.planned_shapes if self._held is not None else {},
         )
 
     def _prompts_s(self, batch: int, prefill: int) -> float:

@@ -50,12 +50,18 @@ class CostModel:
     def observe(self, timing: Timing) -> None:
         """Learn from a round of the engine. Prompts' tokens cost less than drafts, so a round with prompts teaches
         nothing about the target's pass."""
-        batch, drafts = timing.batch, timing.drafts
-        if batch < 1:
+        if timing.batch < 1:
             return
         if timing.siblings:
             self._observe_tree(timing)
-            return
+        else:
+            self._observe_chains(timing)
+        self._rounds += 1
+        if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
+            self.refresh()
+
+    def _observe_chains(self, timing: Timing) -> None:
+        batch, drafts = timing.batch, timing.drafts
         if not timing.prefill:
             profiled = self._pass_cost.round_seconds(batch, drafts, timing.depth)
             self._score.observe((bucket(batch), bucket(batch + drafts)), timing.score_s, profiled)
@@ -65,7 +71,6 @@ class CostModel:
             self._draft.observe((bucket(batch),), timing.draft_s, float(predicted))
         self._host.observe(timing)
         self._tree.add(0.0)  # a round of another kind
-        self._count()
 
     def _observe_tree(self, timing: Timing) -> None:
         """A round with trees teaches only how much longer it takes than one of chains as deep, with as many drafts."""
@@ -74,12 +79,6 @@ class CostModel:
             took_s = timing.draft_s + timing.score_s + timing.rest_s
             predicted_s = chains.seconds(timing.drafts, timing.depth, timing.forwards, timing.read)
             self._tree.observe((bucket(timing.batch),), took_s, predicted_s)
-        self._count()
-
-    def _count(self) -> None:
-        self._rounds += 1
-        if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
-            self.refresh()
 
     def refresh(self) -> None:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""

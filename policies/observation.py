@@ -4,17 +4,16 @@ Arrays have one entry per sequence that decodes, in the order of the round's can
 server allows. Times are in seconds, lengths in tokens.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from policies.reasons import Reason
-from policies.trees import MOST_NODES, Nodes, Parents, Shapes, best_nodes, largest_size, node_values
 from policies.trees import Floats as Floats
 from policies.trees import Ints as Ints
+from policies.trees import Nodes, Parents, Shapes, best_nodes, node_values
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
 FEW = 4  # rounds from which on their median is used; drafts of a probe
@@ -87,7 +86,6 @@ class RoundCost:
 class Observation:
     """What a policy decides on. It includes sequences whose request fixed k: their drafts are made in any case."""
 
-    handles: tuple[int, ...]
     fixed: Ints  # [B] k that a request fixed, within its limit; −1: the policy chooses
     limits: Ints  # [B] most drafts that each may get
     bounds: tuple[Reason, ...]  # [B] reason of a k at its limit: user, cap or cache
@@ -99,30 +97,22 @@ class Observation:
     horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
-    held: Mapping[int, int]  # handle → k of the last plan
-    # handle → (drafted, accepted) of its last round with drafts; a tree with a whole path accepted counts as accepted
-    last: Mapping[int, tuple[int, int]]
+    trees: Shapes  # [B] that requests fixed, within their limits
+    held: tuple[Ints, Shapes] | None  # [B] drafts of the last plan, within the limits; None: it was for other sequences
+    # [B] (drafted, accepted) of each one's last round with drafts; a tree with a whole path accepted counts as accepted
+    last: tuple[tuple[int, int] | None, ...]
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
-    trees: Shapes = ()  # that requests fixed, within their limits
-    held_shapes: Mapping[int, Parents] = field(default_factory=dict)  # handle → tree of the last plan
 
-    @cached_property
-    def size(self) -> int:
-        """Nodes of the largest trees to consider; 0: only chains."""
-        batch, depth = self.survival.shape
-        most = MOST_NODES // max(batch, 8)  # for one sequence an eighth is enough
-        return largest_size(depth, most) if self.siblings.any() else 0
-
-    @cached_property
+    @property
     def nodes(self) -> Nodes:
-        """What drafts may be made of."""
-        return best_nodes(self.survival.shape[1], self.size)
+        """What drafts may be made of: the K nodes of a chain, then those of branches."""
+        return best_nodes(self.survival.shape[1])
 
     @cached_property
     def values(self) -> Floats:
-        """[B, U] chance that a round accepts each node."""
-        return node_values(self.survival, self.siblings, self.nodes) if self.size else self.survival
+        """[B, U] chance that a round accepts each node, or [B, K] where no drafts may branch."""
+        return node_values(self.survival, self.siblings, self.nodes) if self.siblings.any() else self.survival
 
     @cached_property
     def open(self) -> Ints:
@@ -142,9 +132,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class ProbeBudget:
-    """Time saved up for probes: drafts that are not expected to pay, made to learn whether they would."""
+    """What a policy remembers. Probes are drafts that are not expected to pay, made to learn whether they would."""
 
-    saved_s: float = 0.0
+    saved_s: float = 0.0  # time saved up for probes
+    drafts: int = 0  # of the last plan
     rounds: int = 0  # since the last drafts
     unmeasured: int = STALE - WINDOW  # since rounds without drafts were last measured: at first the profile holds
 
@@ -155,11 +146,11 @@ class Choice:
 
     ks: Ints  # [B]
     reasons: tuple[Reason, ...]  # [B]
+    shapes: Shapes  # [B]
     confidence: float = 0.0  # a model's draft ends before a position at which the drafts' joint confidence is lower
     holds: int = 1  # rounds that it may be used for
     newcomer_k: int = 0  # k of sequences that join in these rounds
     rests: int = 0  # rounds before them in which no policy needs to be asked, because nothing would be drafted
-    shapes: Shapes = ()
 
 
 class Drafted(NamedTuple):

@@ -12,16 +12,17 @@ Elsewhere drafts are ranked by their worth less the worth of their seconds at th
 Dinkelbach 1967, On nonlinear fractional programming), which is an approximation. Standard library and numpy only.
 """
 
+from collections import defaultdict
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.observation import UNREAD, Floats, Ints, Observation
-from policies.trees import MOST_NODES, Shapes, measure, places_of, shape_of
+from policies.trees import Shapes, measure, places_of, shape_of
 
+Bools = NDArray[np.bool_]
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
 
 
@@ -29,41 +30,27 @@ class Allocation(NamedTuple):
     """A round, and what is expected of it."""
 
     ks: Ints  # [B]
-    goodput: float  # tokens per second, with gaps amortised
+    shapes: Shapes  # [B]
     tokens: float
-    shapes: Shapes = ()
+    goodput: float  # tokens per second, with gaps amortised
 
 
-class PossibleDrafts(NamedTuple):
-    """The drafts that the policy may ask for, N of them, the most valuable first."""
-
-    sequence: Ints  # [N] its place in the round
-    node: Ints  # [N] among Observation.nodes
-    position: Ints  # [N] 0 for the first draft on a path
-    by_model: Ints  # [N] 1 if the draft model makes it, else 0
-    chance: Floats  # [N] that it and all drafts before it on its path are accepted
-    read_s: Floats  # [N] seconds that the draft model reads for it; a first draft includes its gap, amortised
-
-
-def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes | None = None) -> float:
-    """Mean number of tokens that the round emits: one for each sequence, and its accepted drafts.
-
-    shapes: here and below, the trees of these drafts. By default only requests that fixed a tree have one.
-    """
-    depth, size = observation.survival.shape[1], observation.size
-    shapes = (observation.trees if shapes is None else shapes) or (None,) * len(ks)
-    places = [
-        range(min(k, depth)) if shape is None else places_of(shape, depth, size)
-        for k, shape in zip(ks.tolist(), shapes, strict=True)
-    ]
-    rows = np.repeat(np.arange(len(ks)), [len(row) for row in places])
-    return len(ks) + float(observation.values[rows, list(chain.from_iterable(places))].sum())
+def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes) -> float:
+    """Mean number of tokens that the round emits: one for each sequence, and its accepted drafts."""
+    depth = observation.survival.shape[1]
+    reached = np.zeros((len(ks), depth + 1))  # accepted drafts of a chain
+    np.cumsum(observation.survival, axis=1, out=reached[:, 1:])
+    tokens = 1 + reached[np.arange(len(ks)), np.minimum(ks, depth)]
+    for n, shape in enumerate(shapes):
+        if shape is not None:
+            tokens[n] = 1 + observation.values[n, places_of(shape, depth)].sum()
+    return float(tokens.sum())
 
 
 def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -> tuple[int, int, int, float]:
     """(all drafts, the largest k, forwards of the draft model, tokens that it reads)."""
     drafts, longest, forwards, read = 0, 0, 0, 0.0
-    columns = ks.tolist(), observation.gaps.tolist(), observation.horizon.tolist(), shapes or (None,) * len(ks)
+    columns = ks.tolist(), observation.gaps.tolist(), observation.horizon.tolist(), shapes
     for k, gap, horizon, shape in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
         if k:
             depth, inner = (k, k) if shape is None else measure(shape)
@@ -74,90 +61,57 @@ def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -
     return drafts, longest, forwards, read
 
 
-def seconds(observation: Observation, ks: Ints, shapes: Shapes | None = None, amortised: bool = True) -> float:
+def seconds(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool = True) -> float:
     """Seconds of the round. amortised: a gap costs its share of the rounds over which reading it pays off."""
-    shapes = observation.trees if shapes is None else shapes
     return observation.cost.seconds(*_work(observation, ks, shapes, amortised), branched=any(shapes))
 
 
-def evaluate(observation: Observation, ks: Ints, shapes: Shapes | None = None) -> Allocation:
+def evaluate(observation: Observation, ks: Ints, shapes: Shapes) -> Allocation:
     """The expected outcome of these drafts. Its goodput is the objective that `plan` maximises."""
-    shapes = observation.trees if shapes is None else shapes
     tokens = expected_tokens(observation, ks, shapes)
-    return Allocation(ks, tokens / seconds(observation, ks, shapes), tokens, shapes)
+    return Allocation(ks, shapes, tokens, tokens / seconds(observation, ks, shapes))
 
 
-def plan(observation: Observation, nothing: Allocation | None = None) -> Allocation:
+def required(observation: Observation) -> Allocation:
+    """The drafts that requests fixed, and no others."""
+    return evaluate(observation, np.maximum(observation.fixed, 0), observation.trees)
+
+
+def plan(observation: Observation, least: Allocation | None = None) -> Allocation:
     """The best drafts within the limits; among equals the fewest. Every round must cost some time.
 
-    nothing: the plan with fixed drafts only, if it is known.
+    least: what `required` returns, if it is known.
     """
-    best = nothing = nothing or evaluate(observation, np.maximum(observation.fixed, 0))
-    branches = observation.size and observation.siblings[observation.free].any()
-    for table in (_chains, _trees) if branches else (_chains,):
-        drafts = _ranked_drafts(observation, nothing.goodput, *table(observation))
-        if drafts.sequence.size:
-            found = _best_first(observation, nothing, drafts)
-            best = found if found.goodput > best.goodput * (1 + TIE) else best
+    best = least = least or required(observation)
+    chains = np.broadcast_to(np.arange(observation.survival.shape[1]), observation.survival.shape)
+    branches = observation.siblings[observation.free].any()
+    for nodes in (chains, _most_valuable(observation)) if branches else (chains,):
+        found = _search(observation, least, nodes)
+        best = found if found.goodput > best.goodput * (1 + TIE) else best
     return best
 
 
 def lone_ks(observation: Observation) -> Ints:
-    """[B] the k that each sequence would get in a round of its own: by the same objective for chains, and for trees
-    among those of its most valuable drafts."""
-    k = np.arange(observation.survival.shape[1] + 1)
-    goodput = _lone_goodput(observation, observation.survival, k[None], k[None])
-    if observation.size:
-        nodes, none = observation.nodes, np.zeros((len(goodput), 1), np.int64)
-        order = np.argsort(-observation.values, axis=1, kind="stable")[:, : len(k) - 1]
-        depths = np.hstack([none, np.maximum.accumulate(nodes.depths[order] + 1, 1)])
-        reads = np.hstack([none, (nodes.ranks[order] == 0).cumsum(1)])
-        branched = np.hstack([none, np.maximum.accumulate(nodes.branched[order], 1)])
-        trees = _lone_goodput(observation, np.take_along_axis(observation.values, order, 1), depths, reads)
-        goodput = np.maximum(goodput, trees / np.where(branched, observation.alone.tree, 1))
-    return np.where(k <= observation.limits[:, None], goodput, 0.0).argmax(1)
-
-
-def _lone_goodput(observation: Observation, values: Floats, depths: Ints, reads: Ints) -> Floats:
-    """[B, K + 1] of a round of each sequence alone, by its number of drafts. values: of the 1st, 2nd … draft; depths,
-    reads: the most drafts on a path, and the drafts that are read, so far."""
-    cost, k = observation.alone, np.arange(values.shape[1] + 1)
-    tokens = 1 + np.hstack([np.zeros((len(values), 1)), values.cumsum(1)])
-    model_s = cost.model_s + depths * cost.step_s + (reads + observation.behind[:, None]) * cost.token_s
-    drafting_s = np.where(k > 0, cost.drafting_s + np.where(observation.gaps[:, None] > 0, model_s, 0.0), 0.0)
-    return tokens / (cost.base_s + cost.verify_s[k] + cost.padding_s[k] + drafting_s)
-
-
-def _chains(observation: Observation) -> tuple[Ints, Ints]:
-    """(sequence, node) of the drafts of chains: the first nodes."""
-    sequence, node = np.nonzero(np.arange(observation.survival.shape[1]) < observation.open[:, None])
-    return sequence, node
-
-
-def _trees(observation: Observation) -> tuple[Ints, Ints]:
-    """(sequence, node) of the drafts of trees: of each sequence the most valuable ones."""
-    most = max(4, MOST_NODES // 4 // len(observation.open))
+    """[B] the k that each sequence would get in a round of its own: by the same objective, among its most valuable
+    drafts."""
+    cost, nodes, most = observation.alone, observation.nodes, observation.survival.shape[1]
     order = np.argsort(-observation.values, axis=1, kind="stable")[:, :most]
-    possible = (np.take_along_axis(observation.values, order, 1) > 0) & (observation.open[:, None] > 0)
-    sequence, place = np.nonzero(possible)
-    return sequence, order[sequence, place]
+    tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)
+    forwards = np.maximum.accumulate(nodes.depths[order] + 1, 1)
+    read = (nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None]
+    model_s = cost.model_s + forwards * cost.step_s + read * cost.token_s
+    round_s = cost.base_s + cost.drafting_s + cost.verify_s[1 : most + 1] + cost.padding_s[1 : most + 1]
+    round_s = round_s + np.where(observation.gaps[:, None] > 0, model_s, 0.0)
+    slower = np.where(np.maximum.accumulate(nodes.branched[order], 1), cost.tree, 1.0)
+    goodput = np.where(np.arange(most) < observation.limits[:, None], tokens / (round_s * slower), 0.0)
+    undrafted = np.full((len(order), 1), 1 / cost.seconds(0, 0, 0, 0))
+    return np.hstack([undrafted, goodput]).argmax(1)
 
 
-def _ranked_drafts(observation: Observation, goodput: float, sequence: Ints, node: Ints) -> PossibleDrafts:
-    """Drafts by their tokens less those that their seconds would bring otherwise, which never rise in a sequence.
-
-    A gap counts in equal parts for all drafts of its sequence, so that the first one does not hide the cheap ones
-    behind it. So does what the draft model reads, though only drafts with others behind them are read.
-    """
-    nodes, token_s, behind = observation.nodes, observation.cost.token_s, observation.behind
-    modelled = observation.gaps > 0
-    part_s = token_s * modelled * (1 + behind / np.maximum(observation.open, 1))
-    order = np.argsort(goodput * part_s[sequence] - observation.values[sequence, node], kind="stable")
-    sequence, node = sequence[order], node[order]
-    by_model = modelled[sequence]
-    read_s = token_s * by_model * ((nodes.ranks == 0)[node] + (node == 0) * behind[sequence])
-    chance = observation.values[sequence, node]
-    return PossibleDrafts(sequence, node, nodes.depths[node], by_model.astype(np.int64), chance, read_s)
+def _most_valuable(observation: Observation) -> Ints:
+    """[B, 2 · K] the nodes of each sequence that are worth most, in this order. Half of them may be too deep."""
+    most = 2 * observation.survival.shape[1]
+    return np.argsort(-observation.values, axis=1, kind="stable")[:, :most]
 
 
 @lru_cache(maxsize=1024)
@@ -166,57 +120,83 @@ def _depths(others: int, model: int) -> Ints:
     without a model cost nothing for their depth up to the model's: they get that depth or the largest."""
     pairs = {(other, own) for own in range(model + 1) for other in (min(own, others), others)}
     pairs |= set() if model else {(other, 0) for other in range(others)}
-    return np.array(sorted(pairs - {(0, 0)}))
+    return np.array(sorted(pairs - {(0, 0)}), np.int64).reshape(-1, 2)
 
 
-def _best_first(observation: Observation, nothing: Allocation, drafts: PossibleDrafts) -> Allocation:
-    """The best plan among those that take, for some pair of largest depths, the first n drafts no deeper than it, of
-    chains or of trees.
+def _search(observation: Observation, least: Allocation, table: Ints) -> Allocation:
+    """The best plan among those that add, for some pair of largest depths, the first n drafts no deeper than it.
 
-    nothing: the plan without any of the drafts. A row's forwards are those of its depth. A plan that is less deep has
-    its true seconds in another row.
+    table [B, M]: the possible drafts of each sequence, those that are worth most first. A plan's forwards are those of
+    its depth. A plan that is less deep has its true seconds under another depth.
     """
-    cost, sequence = observation.cost, drafts.sequence
-    others, model = (int(((drafts.position + 1) * (drafts.by_model == kind)).max()) for kind in (0, 1))
-    depths = _depths(others, model)
-    included = drafts.position < depths[:, drafts.by_model]  # [P, N]
-    branched = observation.nodes.branched[drafts.node].any()
-    numbers = _numbers(included, sequence) if branched else drafts.position + 1
-    included &= numbers <= observation.limits[sequence]
-    count = included.cumsum(1)
-    fixed, longest, least, read = _work(observation, nothing.ks, nothing.shapes, True)
-    forwards = np.maximum(depths[:, 1], least)
-    once_s: Floats = (forwards > 0) * cost.model_s + forwards * cost.step_s + read * cost.token_s
-    once_s += cost.base_s + cost.drafting_s
-    round_s = once_s[:, None] + (included * drafts.read_s).cumsum(1) + cost.verify_s[fixed + count]
+    cost, kind = observation.cost, (observation.gaps > 0).astype(np.int64)
+    order = _ranking(observation, least.goodput, table)  # N places in the table
+    sequence, node = order // table.shape[1], table.ravel()[order]
+    depth = observation.nodes.depths[node]
+    depths = _depths(*(int((depth + 1)[kind[sequence] == k].max(initial=0)) for k in (0, 1)))
+    if not depths.size:
+        return least
+    added = depth < depths[:, kind[sequence]]  # [P, N], as all below
+    number = depth + 1
+    if observation.nodes.branched[node].any():
+        number = _numbers(added, order, table.shape)
+    added &= number <= observation.open[sequence]
+    fixed, longest, forwards, read = _work(observation, least.ks, least.shapes, True)
+    drafts, forwards_of = fixed + added.cumsum(1), np.maximum(depths[:, 1:], forwards)
+    round_s = cost.base_s + cost.drafting_s + (forwards_of > 0) * cost.model_s + forwards_of * cost.step_s
+    round_s = round_s + cost.token_s * (read + (added * _read(observation, sequence, node)).cumsum(1))
+    round_s += cost.verify_s[drafts]
     if cost.padding_s[-1]:
-        round_s += cost.padding_s[np.maximum(np.maximum.accumulate(numbers * included, axis=1), longest)]
-    tokens = nothing.tokens + (included * drafts.chance).cumsum(1)
+        round_s += cost.padding_s[np.maximum(np.maximum.accumulate(number * added, axis=1), longest)]
+    tokens = least.tokens + (added * observation.values[sequence, node]).cumsum(1)
     goodput = tokens / round_s
     equal = np.flatnonzero(goodput >= goodput.max() * (1 - TIE))
-    row, last = divmod(int(equal[count.ravel()[equal].argmin()]), sequence.size)
-    taken = np.flatnonzero(included[row, : last + 1])
-    ks = nothing.ks + np.bincount(sequence[taken], minlength=len(nothing.ks))
-    shapes = _shapes(observation, nothing.shapes, sequence[taken], drafts.node[taken])
+    row, last = divmod(int(equal[drafts.ravel()[equal].argmin()]), order.size)
+    chosen = order[: last + 1][added[row, : last + 1]]
+    ks, shapes = _with(observation, least, table, chosen)
     slower = cost.tree if any(shapes) else 1.0
-    return Allocation(ks, float(goodput[row, last]) / slower, float(tokens[row, last]), shapes)
+    return Allocation(ks, shapes, float(tokens[row, last]), float(goodput[row, last]) / slower)
 
 
-def _numbers(included: NDArray[np.bool_], sequence: Ints) -> Ints:
-    """[P, N] how many drafts of its sequence a row includes up to this one."""
-    order = np.argsort(sequence, kind="stable")
-    count = included[:, order].cumsum(1)
-    first = np.searchsorted(sequence[order], sequence[order])
-    numbers = np.empty_like(count)
-    numbers[:, order] = count - count[:, first] + included[:, order[first]]
-    return numbers
+def _ranking(observation: Observation, goodput: float, table: Ints) -> Ints:
+    """[N] places of possible drafts in the table: by their tokens less those that their seconds would bring otherwise.
+
+    What a sequence has to read counts in equal parts for all of its drafts, so that the first one does not hide the
+    cheap ones behind it.
+    """
+    nodes, limits = observation.nodes, observation.open
+    value = observation.values[np.arange(len(limits))[:, None], table]
+    possible = nodes.depths[table] < limits[:, None]
+    possible &= (value > 0) | (nodes.branched[table] == 0)
+    parts = np.where(observation.gaps > 0, 1 + observation.behind / np.maximum(limits, 1), 0.0)
+    loss = goodput * observation.cost.token_s * parts[:, None] - value
+    places = np.flatnonzero(possible)
+    return places[loss.ravel()[places].argsort(kind="stable")]
 
 
-def _shapes(observation: Observation, shapes: Shapes, sequence: Ints, node: Ints) -> Shapes:
-    """`shapes` and the trees that these drafts form."""
-    depth, size = observation.survival.shape[1], observation.size
-    branching = set(sequence[observation.nodes.branched[node] > 0].tolist())
-    grown = list(shapes or [None] * len(observation.handles)) if branching else []
-    for n in branching:
-        grown[n] = shape_of(tuple(np.sort(node[sequence == n]).tolist()), depth, size)
-    return tuple(grown) or shapes
+def _numbers(added: Bools, order: Ints, shape: tuple[int, ...]) -> Ints:
+    """[P, N] how many drafts of its sequence are added up to this one."""
+    table = np.zeros((len(added), *shape), np.int64)
+    flat = table.reshape(len(added), -1)
+    flat[:, order] = added
+    return table.cumsum(2).reshape(flat.shape)[:, order]
+
+
+def _read(observation: Observation, sequence: Ints, node: Ints) -> Floats:
+    """[N] tokens that the draft model reads for each draft; a first draft includes its gap, amortised."""
+    read = (observation.nodes.ranks[node] == 0) + (node == 0) * observation.behind[sequence]
+    return np.where(observation.gaps[sequence] > 0, read, 0.0)
+
+
+def _with(observation: Observation, least: Allocation, table: Ints, chosen: Ints) -> tuple[Ints, Shapes]:
+    """The drafts of `least`, and those at the chosen places of the table."""
+    sequence, node = chosen // table.shape[1], table.ravel()[chosen]
+    shapes = list(least.shapes)
+    branched = observation.nodes.branched[node] > 0
+    if branched.any():
+        grown = defaultdict[int, list[int]](list)
+        for n, added in zip(sequence.tolist(), node.tolist(), strict=True):
+            grown[n].append(added)
+        for n in set(sequence[branched].tolist()):
+            shapes[n] = shape_of(tuple(sorted(grown[n])), observation.survival.shape[1])
+    return least.ks + np.bincount(sequence, minlength=len(shapes)), tuple(shapes)

@@ -13,9 +13,9 @@ import numpy as np
 
 from policies.config import PolicyConfig, PolicyName
 from policies.observation import FEW, STALE, Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
-from policies.planner import Allocation, evaluate, lone_ks, plan, seconds
+from policies.planner import Allocation, evaluate, lone_ks, plan, required, seconds
 from policies.reasons import Reason
-from policies.trees import cut, depths_of
+from policies.trees import depths_of
 
 Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
@@ -42,7 +42,7 @@ def _fixed(k: int, observation: Observation, budget: ProbeBudget) -> tuple[Choic
     reasons = _reasons(observation, ks)
     if not k:
         reasons = _for_free(observation, "policy", reasons)
-    return Choice(ks, reasons, holds=HOLDS, newcomer_k=k, rests=0 if k else maxsize), budget
+    return Choice(ks, reasons, observation.trees, holds=HOLDS, newcomer_k=k, rests=0 if k else maxsize), budget
 
 
 def _heuristic(k: int, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
@@ -50,10 +50,12 @@ def _heuristic(k: int, observation: Observation, budget: ProbeBudget) -> tuple[C
 
     This is the schedule `heuristic` of transformers' assisted generation.
     """
-    last = [observation.last.get(handle) for handle in observation.handles]
-    after = [k if found is None else found[0] + 2 if found[0] == found[1] else max(1, found[0] - 1) for found in last]
+    after = [
+        k if found is None else found[0] + 2 if found[0] == found[1] else max(1, found[0] - 1)
+        for found in observation.last
+    ]
     ks = _within(observation, np.array(after, np.int64))
-    return Choice(ks, _reasons(observation, ks)), budget
+    return Choice(ks, _reasons(observation, ks), observation.trees), budget
 
 
 def _optimal(observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
@@ -66,13 +68,13 @@ def _optimal(observation: Observation, budget: ProbeBudget) -> tuple[Choice, Pro
     drafting = int((by_model & (observation.limits > 0)).sum())
     ks = _within(observation, _theorem(observation, np.where(by_model, _draft_ratio(observation.cost, drafting), 0.0)))
     lone = _theorem(observation, np.where(by_model, _draft_ratio(observation.alone, 1), 0.0))
-    return Choice(ks, _reasons(observation, ks, lone)), budget
+    return Choice(ks, _reasons(observation, ks, lone), observation.trees), budget
 
 
 def _confidence(threshold: float, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
     """As many drafts as the limits allow: the drafter stops where its own law says that the drafts will be rejected."""
     ks, most = _within(observation, observation.limits), observation.survival.shape[1]
-    return Choice(ks, _reasons(observation, ks), threshold, HOLDS, newcomer_k=most), budget
+    return Choice(ks, _reasons(observation, ks), observation.trees, threshold, HOLDS, newcomer_k=most), budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,59 +100,54 @@ class Goodput:
         ks, free = best.ks, observation.free
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
         drafting = bool(ks[free].any())
-        resumed = drafting and budget.rounds > 0
-        budget = self._saved(observation, budget, drafting)
+        before, budget = budget, self._saved(observation, budget, best, drafting)
         if drafting and budget.unmeasured >= STALE and self._may_compare(observation, best):
-            why = _for_free(observation, "probe", reasons)
-            return Choice(np.maximum(observation.fixed, 0), why, holds=FEW + 1), replace(budget, unmeasured=0)
+            none, why = np.maximum(observation.fixed, 0), _for_free(observation, "probe", reasons)
+            return Choice(none, why, observation.trees, holds=FEW + 1), replace(budget, drafts=0, unmeasured=0)
         if free.size and budget.rounds >= PROBE_EVERY:
             place = free[observation.gaps[free].argmin()]
             probe = ks.copy()
             probe[place] = min(FEW, int(observation.limits[place]))
-            cost_s = seconds(observation, probe, amortised=False) - seconds(observation, ks, amortised=False)
+            cost_s = seconds(observation, probe, best.shapes, amortised=False)
+            cost_s = max(0.0, cost_s - seconds(observation, ks, best.shapes, amortised=False))
             if cost_s <= budget.saved_s and self._may_pay(observation):
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
-                left_s = budget.saved_s - max(cost_s, 0.0)
-                return Choice(probe, why), replace(budget, saved_s=left_s, rounds=0)
+                return Choice(probe, why, best.shapes), replace(budget, saved_s=budget.saved_s - cost_s, rounds=0)
         depths = np.array(depths_of(ks.tolist(), best.shapes))
         newcomer_k = int(np.median(depths[free])) if free.size else 0  # a chain, until the next choice
         rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
-        halved = 0 < sum(observation.held.values()) >= 2 * int(ks.sum())
+        halved, resumed = before.drafts > 0 and before.drafts >= 2 * ks.sum(), drafting and before.rounds > 0
         holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
-        return Choice(ks, reasons, holds=holds, newcomer_k=newcomer_k, rests=rests, shapes=best.shapes), budget
+        return Choice(ks, reasons, best.shapes, holds=holds, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Allocation:
-        last = evaluate(observation, np.maximum(observation.fixed, 0))
+        last = required(observation)
         best = plan(observation, last)
-        if observation.held.keys() == set(observation.handles):
-            last = max(last, _held(observation), key=lambda plan: plan.goodput)
+        if observation.held is not None:
+            last = max(last, evaluate(observation, *observation.held), key=lambda plan: plan.goodput)
         return best if best.goodput >= (1 + self.hysteresis) * last.goodput else last
 
     def _may_compare(self, observation: Observation, best: Allocation) -> bool:
         """Whether a few rounds without drafts cost at most a quarter of the share, until they are due again."""
-        gain = best.goodput / evaluate(observation, np.zeros_like(best.ks)).goodput
+        gain = best.goodput / required(observation).goodput
         cost = (FEW + 1) * (1 - 1 / gain)  # in rounds without drafts
         return not (observation.fixed > 0).any() and cost <= self.probe_share * STALE / 4
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
-        certain = replace(
-            observation,
-            survival=np.ones_like(observation.survival),
-            siblings=np.zeros_like(observation.siblings),
-            held={},
-        )
+        siblings = np.zeros_like(observation.siblings)
+        certain = replace(observation, survival=np.ones_like(observation.survival), siblings=siblings, held=None)
         return bool(self._plan(certain).ks[observation.free].any())
 
-    def _saved(self, observation: Observation, budget: ProbeBudget, drafting: bool) -> ProbeBudget:
+    def _saved(self, observation: Observation, budget: ProbeBudget, best: Allocation, drafting: bool) -> ProbeBudget:
         """The budget after the rounds since the last choice."""
-        rounds, held = observation.rounds, observation.held
+        rounds = observation.rounds
         saved_s = budget.saved_s + self.probe_share * observation.round_s * rounds
         if observation.round_s:  # a probe that takes longer than this has too much to read
             saved_s = min(saved_s, 2 * PROBE_EVERY * observation.round_s)
-        measured = rounds > FEW and not any(held.values())
+        measured = rounds > FEW and not budget.drafts
         unmeasured = 0 if measured else budget.unmeasured + rounds
-        return ProbeBudget(saved_s, 0 if drafting else budget.rounds + rounds, unmeasured)
+        return ProbeBudget(saved_s, int(best.ks.sum()), 0 if drafting else budget.rounds + rounds, unmeasured)
 
 
 def _theorem(observation: Observation, ratio: Floats) -> Ints:
@@ -163,18 +160,6 @@ def _theorem(observation: Observation, ratio: Floats) -> Ints:
 
 def _draft_ratio(cost: RoundCost, sequences: int) -> float:
     return (cost.step_s + sequences * cost.token_s) / float(cost.verify_s[0])
-
-
-def _held(observation: Observation) -> Allocation:
-    """The last plan, within the present limits, in the light of what is known by now."""
-    ks = _within(observation, np.array([observation.held[handle] for handle in observation.handles]))
-    if not observation.held_shapes:
-        return evaluate(observation, ks)
-    shapes = list(observation.trees) or [None] * len(ks)
-    for n, handle in enumerate(observation.handles):
-        if observation.fixed[n] < 0 and observation.siblings[n].any():
-            shapes[n] = cut(observation.held_shapes.get(handle), int(ks[n]))
-    return evaluate(observation, ks, tuple(shapes))
 
 
 def _within(observation: Observation, wanted: Ints) -> Ints:

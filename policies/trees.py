@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 ROOT = -1
 RANKS = 4  # siblings that a node may get, itself included: a later one is hardly ever accepted
-MOST_NODES = 1024  # of all sequences: in larger batches only the nodes of chains and of smaller trees are considered
+TREE = 6  # nodes of the largest trees to consider, beside what chains add to them: larger ones gain next to nothing
 
 Parents = tuple[int, ...]
-Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain; (): all are chains
+Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -35,9 +35,9 @@ class Nodes(NamedTuple):
     levels: tuple[Ints, ...]  # the branched nodes of depth 1, 2, …
 
 
-@lru_cache(maxsize=256)
-def best_nodes(depth: int, size: int) -> Nodes:
-    """All nodes that a best tree of at most `size` nodes may have, and the chain of `depth` first children.
+@lru_cache(maxsize=64)
+def best_nodes(depth: int) -> Nodes:
+    """The chain of `depth` first children, and all further nodes that a best tree of at most TREE nodes may have.
 
     A node with the ranks r_1, …, r_d on its path is worth no more than any node with ranks as low on a path as short.
     A best tree with it holds all of these: Σ_i Π_{j ≤ i} (r_j + 1).
@@ -48,7 +48,7 @@ def best_nodes(depth: int, size: int) -> Nodes:
         for rank in range(RANKS):
             level = width * (rank + 1)
             beside = branched or int(rank > 0)
-            if nodes + level > (size if beside else depth):
+            if nodes + level > (min(TREE, depth) if beside else depth):
                 return
             found.append((parent, at, rank, beside))
             visit(len(found) - 1, at + 1, level, nodes + level, beside)
@@ -58,15 +58,6 @@ def best_nodes(depth: int, size: int) -> Nodes:
     places = {(p, rank): n for n, (p, _, rank, _) in enumerate(found)}
     levels = tuple(np.flatnonzero(branched * depths == at) for at in range(1, depths[branched > 0].max(initial=0) + 1))
     return Nodes(parents, depths, ranks, branched, places, levels)
-
-
-@lru_cache(maxsize=1024)
-def largest_size(depth: int, most: int) -> int:
-    """The largest trees, of at most `depth` nodes, that are made of at most `most` nodes; 0: none are."""
-    size = 0
-    while size < depth and len(best_nodes(depth, size + 1).depths) <= most:  # upwards: the largest take seconds to list
-        size += 1
-    return size
 
 
 def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
@@ -87,19 +78,14 @@ def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
     return values
 
 
-class Shape(NamedTuple):
-    """What a round pays for a tree."""
-
-    depth: int  # forwards of the draft model
-    read: int  # tokens that it reads, if the gap is one: inner nodes are read, as many as there are first children
-
-
 @lru_cache(maxsize=1024)
-def measure(parents: Parents) -> Shape:
+def measure(parents: Parents) -> tuple[int, int]:
+    """(forwards of the draft model that a tree takes, tokens that it reads behind the text: its nodes with children and
+    the root, as many as there are first children)."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
-    return Shape(max(depths, default=0), len(set(parents)))
+    return max(depths, default=0), len(set(parents))
 
 
 def is_chain(parents: Parents) -> bool:
@@ -107,9 +93,9 @@ def is_chain(parents: Parents) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def places_of(parents: Parents, depth: int, size: int) -> list[int]:
-    """The nodes of a tree among best_nodes(depth, size). Those that are not there are left out."""
-    known, placed, children = best_nodes(depth, size).places, {ROOT: ROOT}, dict[int, int]()
+def places_of(parents: Parents, depth: int) -> list[int]:
+    """The nodes of a tree among best_nodes(depth). Those that are not there are left out."""
+    known, placed, children = best_nodes(depth).places, {ROOT: ROOT}, dict[int, int]()
     for node, parent in enumerate(parents):
         rank = children.get(parent, 0)
         children[parent] = rank + 1
@@ -119,9 +105,9 @@ def places_of(parents: Parents, depth: int, size: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def shape_of(nodes: tuple[int, ...], depth: int, size: int) -> Parents | None:
-    """The tree of these nodes of best_nodes(depth, size), in ascending order; None: a chain."""
-    known = best_nodes(depth, size)
+def shape_of(nodes: tuple[int, ...], depth: int) -> Parents | None:
+    """The tree of these nodes of best_nodes(depth), in ascending order; None: a chain."""
+    known = best_nodes(depth)
     places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
     parents = tuple(places[int(known.parents[node])] for node in nodes)
     return None if is_chain(parents) else parents
@@ -134,6 +120,4 @@ def cut(shape: Parents | None, k: int) -> Parents | None:
 
 def depths_of(ks: Sequence[int], shapes: Shapes) -> list[int]:
     """Per sequence the most drafts on a path."""
-    if not shapes:
-        return list(ks)
-    return [k if shape is None else measure(shape).depth for k, shape in zip(ks, shapes, strict=True)]
+    return [k if shape is None else measure(shape)[0] for k, shape in zip(ks, shapes, strict=True)]

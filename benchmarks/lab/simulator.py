@@ -20,7 +20,7 @@ from policies.trees import depths_of, measure
 
 MODEL = "model"  # the source whose drafts cost forwards of a model
 PLENTY = 1 << 30  # drafts: neither memory nor a drafter is a limit here
-NOTHING = Decision([], [], [], 0.0, 0.0, 0.0)  # where no sequence decodes
+NOTHING = Decision([], [], [], [], 0.0, 0.0, 0.0)  # where no sequence decodes
 
 Machine = Callable[[int, int], RoundCost]  # (sequences that decode, tokens of prompts) → cost of a round with them
 
@@ -102,7 +102,7 @@ class Running:
         if not k:
             self.gap += emitted if self.job.source == MODEL else 0
             return accepted, emitted, None
-        deepest = k if tree is None else measure(tree).depth
+        deepest = k if tree is None else measure(tree)[0]
         if self.job.source == MODEL:  # it has read all of its draft but the last token
             self.gap = 1 + (accepted == deepest)
         told = Drafted(self.handle, self.job.source or "", k, accepted)
@@ -172,7 +172,7 @@ class World:
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
         alphas = [self.alpha(running.handle) for running in decoding]
-        trees = decision.shapes or [None] * len(decoding)
+        trees = decision.shapes
         true = self._timing(decoding, decision.ks, trees, joining)
         broken = self.rounds in self._broken
         columns = zip(decoding, decision.ks, trees, strict=True)
@@ -215,7 +215,7 @@ class World:
         for running, k, depth, tree in zip(decoding, ks, depths_of(ks, tuple(trees)), trees, strict=True):
             if k and running.job.source == MODEL:
                 forwards = max(forwards, depth)
-                read += running.gap - 1 + (k if tree is None else measure(tree).read)
+                read += running.gap - 1 + (k if tree is None else measure(tree)[1])
         batch = len(decoding) + len(joining)
         prefill = sum(running.job.prompt - 1 for running in joining)  # each emits a token, as the others do
         siblings = sum(rank > 0 for tree in trees if tree for rank in ranks(tree))

@@ -39,6 +39,7 @@ CONFIG = EngineConfig(
     max_waiting=1,
     max_model_len=256,
     threads=1,
+    generation_config="none",
 )
 
 

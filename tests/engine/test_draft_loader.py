@@ -130,7 +130,7 @@ def test_a_stream_goes_on_while_drafts_are_loaded_and_exchanged(
     assert worker.loading_draft is None
 
 
-@pytest.mark.parametrize("step", ["put_drafters", "adopt", "begin_draft"])
+@pytest.mark.parametrize("step", [pytest.param("put_drafters", marks=pytest.mark.proofs), "adopt", "begin_draft"])
 def test_an_exchange_that_fails_on_its_way_leaves_the_old_draft(
     step: str, pair: Pair, worker: EngineWorker, gate: Gate, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

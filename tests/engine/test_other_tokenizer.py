@@ -57,14 +57,16 @@ def engine(other: Pair) -> Engine:
     return load(other, max_model_len=None, max_running=5, max_step_tokens=60, max_spec_length=6)
 
 
-def make_requests(temperature: float, k: int, verifier: Verifier = "match", **params: Any) -> list[Request]:
+def make_requests(
+    temperature: float, k: int, verifier: Verifier = "match", max_tokens: int = 16, **params: Any
+) -> list[Request]:
     """Prompts with a common beginning, one of them long, of any tokens at all."""
     rng = random.Random(2)
     begin = tuple(rng.randrange(ROWS) for _ in range(20))
     requests = []
     for n in range(10):
         prompt = begin[: rng.choice((0, 20))] + tuple(rng.randrange(ROWS) for _ in range(45 if n == 5 else 1 + n))
-        settings = SamplingParams(temperature, seed=n, max_tokens=24, ignore_eos=n % 2 == 0, **params)
+        settings = SamplingParams(temperature, seed=n, max_tokens=max_tokens, ignore_eos=n % 2 == 0, **params)
         requests.append(Request(f"r{n}", prompt, settings, k, verifier=verifier))
     return requests
 
@@ -83,21 +85,23 @@ CUT = {"top_p": 0.9, "repetition_penalty": 1.2}
 )
 def test_the_text_is_that_of_plain_decoding(temperature: float, params: dict[str, Any], engine: Engine) -> None:
     plain = drive(engine, make_requests(temperature, 0, **params)).tokens
-    run = drive(engine, make_requests(temperature, 5, **params))
-    assert run.tokens == plain
-    assert 0.03 < run.accepted / run.drafted < 0.95
     # In a batch of others, with a part of the prompts found in the index.
     mixed = [replace(r, k=n % 7) for n, r in enumerate(make_requests(temperature, 0, **params))]
-    assert drive(engine, {n: [r] for n, r in enumerate(mixed)}).tokens == plain
+    run = drive(engine, {n: [r] for n, r in enumerate(mixed)})
+    assert run.tokens == plain
+    assert 0.03 < run.accepted / run.drafted < 0.95
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_every_verifier_runs_to_the_end(verifier: Verifier, engine: Engine) -> None:
     """At temperature 0 the text is the same; above it the law is, which tests/engine/law proves."""
-    greedy = drive(engine, make_requests(0.0, 4, verifier))
-    assert greedy.tokens == drive(engine, make_requests(0.0, 0)).tokens
-    run = drive(engine, make_requests(0.8, 4, verifier))
-    assert 0.03 < run.accepted / run.drafted < 0.95
+    greedy, sampled = make_requests(0.0, 4, verifier), make_requests(0.8, 4, verifier)
+    run = drive(engine, [*greedy[::2], *sampled[1::2]])
+    plain = drive(engine, make_requests(0.0, 0)[::2]).tokens
+    assert {name: run.tokens[name] for name in plain} == plain
+    records = [told.record for name, told in run.received.items() if name not in plain and told.record]
+    accepted, drafted = (sum(sum(record.column(name)) for record in records) for name in ("accepted", "drafted"))
+    assert 0.03 < accepted / drafted < 0.95
     assert sum(step.draft_faults for step in run.steps) == 0
 
 
@@ -116,7 +120,7 @@ def test_drafts_are_shared_tokens(engine: Engine) -> None:
 
 
 def run_greedy(pair: Pair) -> Drive:
-    return drive(load(pair, max_running=5), make_requests(0.0, 4))
+    return drive(load(pair, max_running=5), make_requests(0.0, 4, max_tokens=24))
 
 
 def test_a_draft_that_is_the_target_under_other_ids_is_always_right(renamed: Pair) -> None:
@@ -201,7 +205,7 @@ def test_drafts_in_memory_are_the_tokens_as_they_are_read(
     if fault is None:
         run = drive(engine, requests, after_step=checker)
         assert run.accepted > 0.9 * run.drafted
-        assert checker.compared["draft"] > 1000
+        assert checker.compared["draft"] > 500
         return
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=r"draft: (keys|values) of layer|cached of"):

@@ -300,7 +300,7 @@ def scripted(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> list
     ("later", "confirmed"),
     [
         ({0: 1.1}, True),
-        ({4: 0.7}, False),
+        pytest.param({4: 0.7}, False, marks=pytest.mark.proofs),
         ({16: 1.3}, False),
         pytest.param({}, True, marks=pytest.mark.proofs),
         pytest.param({0: 1.3}, False, marks=pytest.mark.proofs),

@@ -166,7 +166,7 @@ def test_a_prompt_whose_memory_is_not_finite_ends_alone(tmp_path: Path) -> None:
     assert run.tokens["healthy"] == alone.tokens["healthy"]
 
 
-@pytest.mark.parametrize("name", few(GREEDY, lambda name: " " not in name))
+@pytest.mark.parametrize("name", few(GREEDY, lambda name: name in ("gpt_oss", "gemma3", "mistral", "llama", "granite")))
 def test_64_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Four drafts per round by a draft model of the same family."""
     pair = save_families(name, tmp_path)

@@ -30,8 +30,7 @@ from engine.types import (
     StepStats,
 )
 from engine.worker import IDLE_WAIT_S, EngineWorker
-from policies.admission import Admission
-from policies.token_cost import TokenCost
+from policies.admission import Admission, TokenCost
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 from tests.kv import kv_kind, without_prefixes

@@ -32,7 +32,6 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
     batch = len(alphas)
     cost = cost or machine(batch)
     usual: dict[str, Any] = {
-        "handles": tuple(range(batch)),
         "fixed": np.full(batch, -1),
         "limits": np.full(batch, DEPTH),
         "bounds": ("cap",) * batch,
@@ -42,8 +41,9 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "horizon": np.full(batch, 32),
         "cost": cost,
         "alone": machine(),
-        "held": {},
-        "last": {},
+        "trees": (None,) * batch,
+        "held": None,
+        "last": (None,) * batch,
         "rounds": 1,
         "round_s": 1e-3,
     }

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import admission as admission_module
-from policies.admission import Admission, Ratio
+from policies.admission import Admission, Ratio, TokenCost
 from policies.cost import PASS_S
 from policies.observation import Timing
-from policies.token_cost import TokenCost
 from tests.examples import examples
 
 ROOMY = 10**9  # tokens of memory, where only the places matter

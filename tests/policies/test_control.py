@@ -206,10 +206,10 @@ def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
 )
 def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> None:
     """Half and twice the expected accepted drafts are none; nor is anything if fewer than two were expected."""
-    decision = Decision([4, 4], ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
-    held = HeldChoice(decision, {0: 0, 1: 1}, HOLDS, 0)
+    decision = Decision([4, 4], [None] * 2, ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
+    held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, HOLDS)
     held.observe(accepted)
-    assert held.serves([candidate(0), candidate(1)]) != surprised
+    assert held.rounds_left == (0 if surprised else HOLDS)
 
 
 def test_a_choice_is_used_within_todays_limits() -> None:
@@ -224,8 +224,23 @@ def test_a_choice_is_used_within_todays_limits() -> None:
 
 def test_a_probe_is_not_the_plan() -> None:
     """The next choice is compared with the plan, which gave the probed sequence no drafts."""
-    decision = Decision([4, 0, 3], ["probe", "acceptance", "user"], [0.1] * 3, 0.0, 1e-3, 3.0)
-    assert HeldChoice(decision, {7: 0, 8: 1, 9: 2}, 0, 0).planned == {7: 0, 8: 0, 9: 3}
+    decision = Decision([4, 0, 3], [None] * 3, ["probe", "acceptance", "user"], [0.1] * 3, 0.0, 1e-3, 3.0)
+    held = HeldChoice(decision, {7: 0, 8: 1, 9: 2}, frozenset(["model"]), 0, 0)
+    assert planned(held, candidate(9, fixed=3), candidate(8), candidate(7)) == [3, 0, 0]
+
+
+def planned(held: HeldChoice, *candidates: Candidate) -> list[int] | None:
+    plan = held.planned(candidates, DEPTH)
+    return None if plan is None else plan[0].tolist()
+
+
+def test_the_last_plan_is_compared_with_the_next_one_of_the_same_sequences_within_their_limits() -> None:
+    decision = Decision([3, 3], [None] * 2, ["acceptance"] * 2, [0.5] * 2, 0.0, 1e-3, 3.0)
+    held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, 0)
+    assert planned(held, candidate(0, left=2), candidate(1)) == [2, 3]
+    assert planned(held, candidate(0), candidate(1, fixed=1)) == [3, 1]
+    for others in ((0,), (0, 1, 2), (0, 2)):
+        assert planned(held, *map(candidate, others)) is None
 
 
 def test_newcomers_get_the_middle_k_of_the_plan() -> None:

@@ -11,7 +11,7 @@ from numpy.random import Generator
 
 from policies import planner
 from policies.observation import Floats, Ints, Observation, RoundCost
-from policies.planner import TIE, Allocation, evaluate, expected_tokens, lone_ks, plan, seconds
+from policies.planner import TIE, Allocation, evaluate, expected_tokens, lone_ks, plan, required, seconds
 from tests.policies.observing import DEPTH, machine, observe
 
 SMALL = 3  # K of random instances
@@ -108,11 +108,13 @@ def test_equals_brute_force_where_all_drafts_cost_the_same() -> None:
 
 def greedy(observation: Observation) -> Allocation:
     """Adds the draft that gains most, as long as one gains."""
-    best = evaluate(observation, np.maximum(observation.fixed, 0))
+    best = required(observation)
     while True:
         grown = [best.ks + (np.arange(len(best.ks)) == place) for place in observation.free]
         within = [ks for ks in grown if (ks <= np.maximum(observation.limits, observation.fixed)).all()]
-        found = max((evaluate(observation, ks) for ks in within), key=lambda plan: plan.goodput, default=best)
+        found = max(
+            (evaluate(observation, ks, best.shapes) for ks in within), key=lambda plan: plan.goodput, default=best
+        )
         if found.goodput <= best.goodput:
             return best
         best = found
@@ -174,19 +176,21 @@ def test_the_objective_is_its_definition() -> None:
     for _ in range(200):
         observation = instance(random, lambda batch: random.integers(0, 5, batch))
         for ks, goodput in zip(all_ks(observation), goodputs(observation, all_ks(observation)), strict=True):
-            expected = evaluate(observation, ks)
+            expected = evaluate(observation, ks, observation.trees)
             assert expected.goodput == pytest.approx(goodput)
-            assert expected.tokens == expected_tokens(observation, ks)
-            assert expected.tokens / seconds(observation, ks) == pytest.approx(goodput)
+            assert expected.tokens == expected_tokens(observation, ks, observation.trees)
+            assert expected.tokens / seconds(observation, ks, observation.trees) == pytest.approx(goodput)
 
 
 def test_the_seconds_of_a_round_are_those_of_all_that_it_reads() -> None:
     observation = observe([0.8, 0.8, 0.8], gaps=np.array([40, 0, 7]))
     for ks, forwards, read in (([2, 1, 4], 4, 41 + 10), ([0, 3, 1], 1, 7), ([0, 5, 0], 0, 0), ([0, 0, 0], 0, 0)):
         round_s = observation.cost.seconds(sum(ks), max(ks), forwards, read)
-        assert seconds(observation, np.array(ks), amortised=False) == pytest.approx(round_s)
+        assert seconds(observation, np.array(ks), observation.trees, amortised=False) == pytest.approx(round_s)
         saved = (39 - 38 / 32) * (ks[0] > 0) + (6 - 5 / 32) * (ks[2] > 0)
-        assert seconds(observation, np.array(ks)) == pytest.approx(round_s - saved * observation.cost.token_s)
+        assert seconds(observation, np.array(ks), observation.trees) == pytest.approx(
+            round_s - saved * observation.cost.token_s
+        )
 
 
 def test_fewer_drafts_among_equals() -> None:
@@ -204,7 +208,7 @@ def test_a_plan_is_worth_more_than_none() -> None:
     best = plan(observation)
     assert best.ks.tolist() == sorted(best.ks, reverse=True)
     assert best.ks[0] > best.ks[1] > best.ks[2] == 0
-    assert best.goodput > 1.2 * evaluate(observation, np.zeros(3, np.int64)).goodput
+    assert best.goodput > 1.2 * required(observation).goodput
 
 
 def test_drafts_end_as_the_batch_grows() -> None:
@@ -243,4 +247,4 @@ def test_lone_ks_are_the_plans_of_rounds_of_one() -> None:
             arrays = ("fixed", "limits", "survival", "gaps", "horizon")
             one = {name: getattr(observation, name)[place : place + 1] for name in arrays}
             alone = observe([0.0], observation.alone, **(one | {"fixed": np.array([-1])}))
-            assert evaluate(alone, np.array([k])).goodput >= plan(alone).goodput * (1 - TIE)
+            assert evaluate(alone, np.array([k]), (None,)).goodput >= plan(alone).goodput * (1 - TIE)

@@ -8,7 +8,7 @@ import pytest
 
 from policies.config import PolicyConfig
 from policies.control import SpecControl
-from policies.held_choice import PER_NEWCOMER, Rest
+from policies.held_choice import PER_NEWCOMER, HeldChoice
 from policies.observation import FEW, STALE, Drafted, ProbeBudget, Timing
 from policies.spec_length import HOLDS, PROBE_EVERY, Goodput, make_policy
 from tests.policies.observing import observe
@@ -19,24 +19,26 @@ FIXED: dict[int, int | None] = dict.fromkeys(range(4))
 MODEL = ["model"] * 4
 
 
-def rested(count: int = 4) -> Rest:
-    """The rest of a policy whose drafts have been rejected for long."""
-    policy = control(probe_share=0.0)
+def tire(policy: SpecControl, count: int = 4) -> HeldChoice:
+    """Reject all drafts until the policy rests. Returns its choice."""
     play(policy, [False] * count, 60)
-    while policy.rest is None:
+    while policy._held is None or not policy._held.rest_left:
         play(policy, [False] * count, 1)
-    return policy.rest
+    return policy._held
+
+
+def rested() -> HeldChoice:
+    return tire(control(probe_share=0.0))
 
 
 def test_drafts_that_never_pay_end_in_a_rest() -> None:
-    rest = rested()
-    assert rest.rounds_left == PROBE_EVERY - HOLDS
-    assert [rest.serves(FIXED, MODEL) for _ in range(PROBE_EVERY - HOLDS + 1)] == [True] * (PROBE_EVERY - HOLDS) + [
-        False
-    ]
+    held = rested()
+    assert held.rest_left == PROBE_EVERY - HOLDS
+    served = [held.rest(FIXED, MODEL) is not None for _ in range(PROBE_EVERY - HOLDS + 1)]
+    assert served == [True] * (PROBE_EVERY - HOLDS) + [False]
     good = control(probe_share=0.0)
     play(good, [True] * 4, 60)
-    assert good.rest is None
+    assert good.rest(FIXED, MODEL) is None
 
 
 @pytest.mark.parametrize(
@@ -54,25 +56,27 @@ def test_drafts_that_never_pay_end_in_a_rest() -> None:
 )
 def test_what_ends_a_rest(fixed: dict[int, int | None], drafters: list[str | None], serves: bool) -> None:
     assert PER_NEWCOMER == 4
-    assert rested().serves(fixed, drafters) is serves
+    assert (rested().rest(fixed, drafters) is not None) is serves
 
 
 def test_what_a_rest_answers() -> None:
-    rest = rested()
-    assert rest.decide(FIXED) is rest.decision
-    other = rest.decide({0: None, 1: None, 7: None, 8: 0})
-    assert other.ks == [0] * 4
-    assert other.reasons == [*rest.decision.reasons[:2], "policy", "user"]
+    held = rested()
+    assert held.rest(FIXED, MODEL) is held.decision
+    other = held.rest({0: None, 1: None, 2: 0, 7: None}, MODEL)
+    assert other is not None
+    assert (other.ks, other.shapes) == ([0] * 4, [None] * 4)
+    assert other.reasons == [*held.decision.reasons[:2], "user", "policy"]
     assert (other.seconds, other.tokens) == (0.0, 0.0)
 
 
 def test_policy_off_rests_for_good_whoever_joins() -> None:
     policy = control("off")
     policy.plan([candidate(0, source=None, offered=0, gap=0)])
-    assert policy.rest is not None
-    assert all(policy.rest.serves({n: None, n + 1: 0}, ["model", None]) for n in range(2000))
-    assert policy.rest.decide({5: None, 6: 0}).reasons == ["policy", "user"]
-    assert not policy.rest.serves({5: 2}, ["model"])
+    assert all(policy.rest({n: None, n + 1: 0}, ["lookup", None]) for n in range(2000))
+    answer = policy.rest({5: None, 6: 0}, ["model", "model"])
+    assert answer is not None
+    assert answer.reasons == ["policy", "user"]
+    assert policy.rest({5: 2}, ["model"]) is None
 
 
 def test_guesses_forbid_a_rest() -> None:
@@ -81,7 +85,7 @@ def test_guesses_forbid_a_rest() -> None:
     for _ in range(60):
         decision = policy.plan([candidate(source="lookup", gap=0, offered=3)])
         policy.observe(Timing(1, decision.ks[0], 3, 0, 0, 0, 0.0, 9e-3, 0.0), [Drafted(0, "lookup", 3, 0)])
-        assert policy.rest is None
+        assert policy.rest({0: None}, ["lookup"]) is None
 
 
 def test_a_rest_counts_as_rounds_without_drafts() -> None:
@@ -89,12 +93,10 @@ def test_a_rest_counts_as_rounds_without_drafts() -> None:
     beliefs = []
     for resting in (True, False):
         policy = control(probe_share=0.0)
-        play(policy, [False], 60)
-        while policy.rest is None:
-            play(policy, [False], 1)
-        rest = policy.rest
+        tire(policy, 1)
         if resting:
-            rest.rounds = 20
+            for _ in range(20):
+                policy.rested(1e-3)
         else:
             policy.estimator.observe([], [0] * 20)
         policy.configure(policy.config)
@@ -106,15 +108,14 @@ def test_a_rest_counts_as_rounds_without_drafts() -> None:
 def test_a_rest_of_days_ends_at_once(name: str) -> None:
     """Its end takes no memory for each of its rounds."""
     policy = control(name, probe_share=0.0)
-    play(policy, [False] * 4, 60)
-    while policy.rest is None:
-        play(policy, [False] * 4, 1)
-    policy.rest.rounds = 10**6
+    tire(policy)
+    for _ in range(10**5):
+        policy.rested(1e-3)
     tracemalloc.start()
     policy.configure(policy.config)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 10**6
+    assert peak < 10**5
 
 
 def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
@@ -144,8 +145,8 @@ def test_drafts_that_hardly_gain_are_compared_with_real_rounds(
 
 def test_rounds_without_drafts_are_measured_once_there_were_a_few() -> None:
     policy = make_policy(PolicyConfig())
-    for ks, rounds, measured in (({0: 0}, FEW + 1, True), ({0: 0}, FEW, False), ({0: 2}, FEW + 1, False)):
-        _, budget = policy(observe([0.9], held=ks, rounds=rounds), ProbeBudget(unmeasured=20))
+    for drafts, rounds, measured in ((0, FEW + 1, True), (0, FEW, False), (2, FEW + 1, False)):
+        _, budget = policy(observe([0.9], rounds=rounds), ProbeBudget(unmeasured=20, drafts=drafts))
         assert budget.unmeasured == (0 if measured else 20 + rounds)
 
 
@@ -155,9 +156,8 @@ def served(policy: SpecControl, plain_s: float, draft_s: float, rounds: int, pro
     random, ks = np.random.default_rng(0), []
     for n in range(rounds):
         prefill = 20 if prompts_every and n % prompts_every == 0 else 0
-        if policy.rest is not None and policy.rest.serves({0: None}, ["model"]):
-            policy.rest.rounds += 1
-            policy.rest.spent_s += plain_s
+        if policy.rest({0: None}, ["model"]):
+            policy.rested(plain_s)
             ks.append(0)
             continue
         k = policy.plan([candidate()], prefill).ks[0]

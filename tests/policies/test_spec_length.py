@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.lab import analysis
 from policies.config import PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, ProbeBudget
-from policies.planner import evaluate, plan, seconds
+from policies.planner import plan, required, seconds
 from policies.reasons import REASONS
 from policies.spec_length import HOLDS, PROBE_EVERY, make_policy
 from tests.policies.observing import DEPTH, machine, observe
@@ -85,7 +85,7 @@ def test_confidence_leaves_it_to_the_drafter() -> None:
     ("last", "k"), [(None, 5), ((5, 5), 7), ((5, 4), 4), ((5, 0), 4), ((1, 0), 1), ((1, 1), 3), ((7, 7), 8)]
 )
 def test_heuristic_is_two_more_or_one_less(last: tuple[int, int] | None, k: int) -> None:
-    choice = choose("heuristic", observe([0.5], last={} if last is None else {0: last}), k=5)
+    choice = choose("heuristic", observe([0.5], last=(last,)), k=5)
     assert choice.ks.tolist() == [k]
     assert choice.reasons == ("policy" if k < DEPTH else "cap",)
 
@@ -94,7 +94,7 @@ def test_heuristic_forgets_nothing_in_rounds_without_drafts() -> None:
     """It does not act twice upon the same outcome."""
     policy, budget = make_policy(PolicyConfig("heuristic")), ProbeBudget()
     for limit in (DEPTH, 0, 0, DEPTH):
-        choice, budget = policy(observe([0.5], last={0: (4, 4)}, limits=np.array([limit])), budget)
+        choice, budget = policy(observe([0.5], last=((4, 4),), limits=np.array([limit])), budget)
     assert choice.ks.tolist() == [6]
 
 
@@ -141,7 +141,7 @@ def rounds_that_changed(hysteresis: float) -> int:
     budget, changed = ProbeBudget(), 0
     last: list[int] | None = None
     for _ in range(300):
-        held = dict(enumerate(last or []))
+        held = None if last is None else (np.array(last), (None,) * 3)
         noisy = (np.array([0.7, 0.6, 0.5]) + random.normal(0, 0.05, 3)).tolist()
         choice, budget = policy(observe(noisy, held=held), budget)
         changed += last is not None and choice.ks.tolist() != last
@@ -161,37 +161,24 @@ def test_drafts_that_hardly_pay_are_left_alone() -> None:
     for alpha in np.arange(0.05, 0.6, 0.01).tolist():
         observation = observe([alpha], cost)
         if plan(observation).ks.any():
-            gains[alpha] = plan(observation).goodput / evaluate(observation, np.zeros(1, np.int64)).goodput
+            gains[alpha] = plan(observation).goodput / required(observation).goodput
     assert min(gains.values()) < 1.02
     for alpha, gain in gains.items():
         assert choose("goodput", observe([alpha], cost), hysteresis=0.02).ks.any() == (gain >= 1.02)
 
 
-def after(observation: Observation, ks: dict[int, int], **fields: Any) -> list[int]:
+def after(observation: Observation, ks: list[int], **fields: Any) -> list[int]:
     """The default policy's ks after a last plan with `ks`."""
-    return choose("goodput", replace(observation, held=ks), **fields).ks.tolist()
+    held = np.array(ks), (None,) * len(ks)
+    return choose("goodput", replace(observation, held=held), **fields).ks.tolist()
 
 
 def test_the_last_plan_stands_until_another_gains_enough() -> None:
     observation = observe([0.8, 0.5])
     best = plan(observation).ks.tolist()
-    near = {0: best[0] - 1, 1: best[1]}
-    assert after(observation, near) == list(near.values())
-    assert after(observation, {0: 0, 1: 0}) == best
-
-
-def test_another_set_of_sequences_gets_another_plan() -> None:
-    observation = observe([0.8, 0.5])
-    best = plan(observation).ks.tolist()
-    near = {0: best[0] - 1, 1: best[1]}
-    for ks in ({0: near[0]}, near | {2: 0}, {0: near[0], 2: near[1]}):
-        assert after(observation, ks) == best
-
-
-def test_the_last_plan_stands_within_the_limits_and_what_is_fixed() -> None:
-    observation = observe([0.8] * 3, limits=np.array([2, DEPTH, 1]), fixed=np.array([-1, -1, 1]))
-    assert plan(observation).ks.tolist() == [2, 2, 1]
-    assert after(observation, {0: 3, 1: 3, 2: 3}, hysteresis=0.2) == [2, 3, 1]
+    near = [best[0] - 1, best[1]]
+    assert after(observation, near) == near
+    assert after(observation, [0, 0]) == best
 
 
 class Idle:
@@ -211,9 +198,9 @@ class Idle:
     def run(self, rounds: int) -> "Idle":
         for number in range(rounds):
             choice, self.budget = self.policy(self.observation, self.budget)
-            round_s = seconds(self.observation, choice.ks, amortised=False)
+            round_s = seconds(self.observation, choice.ks, choice.shapes, amortised=False)
             self.total_s += round_s
-            self.probes_s += round_s - seconds(self.observation, 0 * choice.ks, amortised=False)
+            self.probes_s += round_s - seconds(self.observation, 0 * choice.ks, choice.shapes, amortised=False)
             if choice.ks.any():
                 self.probes.append((number, choice))
             gaps = np.where(choice.ks > 0, 1, self.observation.gaps + 1)
@@ -290,8 +277,8 @@ def test_rounds_with_drafts_put_off_the_next_probe() -> None:
 @pytest.mark.parametrize(("limit", "holds"), [(4, 1), (5, HOLDS)])
 def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, holds: int) -> None:
     """Its result is looked at again at once. A choice of a little more than half is held."""
-    observation = observe([0.95, 0.95], limits=np.full(2, limit), held={0: DEPTH, 1: DEPTH})
-    choice = choose("goodput", observation)
+    observation = observe([0.95, 0.95], limits=np.full(2, limit))
+    choice = choose("goodput", observation, ProbeBudget(drafts=2 * DEPTH))
     assert choice.ks.tolist() == [limit, limit]
     assert choice.holds == holds
 
@@ -336,6 +323,7 @@ def observations(draw: st.DrawFn) -> Observation:
     limits = np.array(several(st.integers(0, DEPTH)))
     fixed = np.minimum(several(st.integers(-1, DEPTH)), limits)
     outcome = st.tuples(st.integers(1, DEPTH), st.integers(0, DEPTH)).map(lambda pair: (pair[0], min(pair)))
+    held = np.where(fixed < 0, np.minimum(several(st.integers(0, DEPTH)), limits), fixed)
     return observe(
         several(st.floats(0.0, 1.0)),
         machine(batch, per_token_s=draw(st.floats(0.0, 2e-3))),
@@ -343,7 +331,8 @@ def observations(draw: st.DrawFn) -> Observation:
         fixed=fixed,
         bounds=tuple("user" if k >= 0 else "cache" for k in fixed),
         gaps=np.array(several(st.integers(0, 50))),
-        last=draw(st.dictionaries(st.integers(0, batch - 1), outcome)),
+        held=draw(st.sampled_from((None, (held, (None,) * batch)))),
+        last=tuple(several(st.none() | outcome)),
         round_s=draw(st.floats(0.0, 1.0)),
     )
 
@@ -364,16 +353,15 @@ def check(name: PolicyName, observation: Observation, choice: Choice) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), observations()), min_size=1, max_size=8))
 def test_every_policy_goes_on_from_what_another_one_left(rounds: list[tuple[PolicyName, Observation]]) -> None:
-    budget, held = ProbeBudget(), dict[int, int]()
+    budget = ProbeBudget()
     for name, observation in rounds:
-        observation = replace(observation, held=held)
         policy = make_policy(PolicyConfig(name))
         choice, following = policy(observation, budget)
         check(name, observation, choice)
         again, _ = policy(observation, budget)
         assert (again.ks == choice.ks).all()
         assert following.saved_s >= 0.0
-        budget, held = following, dict(enumerate(choice.ks.tolist()))
+        budget = following
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def regrets(planned_by: Callable[[Observation], Allocation], reads: bool, instan
     for _ in range(instances):
         observation = instance(random, reads)
         planned = planned_by(observation)
-        for n, (k, shape) in enumerate(zip(planned.ks.tolist(), planned.shapes or [None] * 9, strict=False)):
+        for n, (k, shape) in enumerate(zip(planned.ks.tolist(), planned.shapes, strict=True)):
             assert k == observation.fixed[n] or (observation.fixed[n] < 0 and k <= observation.limits[n])
             assert shape is None or (len(shape) == k and shape in all_trees(k) and observation.siblings[n].any())
         found.append(1 - evaluate(observation, planned.ks, planned.shapes).goodput / best_goodput(observation))
@@ -195,7 +195,7 @@ def play(
     random, played = np.random.default_rng(0), list[list[Parents | None]]()
     for _ in range(rounds):
         decision = policy.plan([branching(n, **changes) for n in range(batch)])
-        shapes = decision.shapes or [None] * batch
+        shapes = decision.shapes
         drafted = [outcome(random, n, k, shapes[n], further=further) for n, k in enumerate(decision.ks) if k]
         forwards = max(depths_of(decision.ks, tuple(shapes)))
         count, beside = sum(decision.ks), sum(len(t) - len(set(t)) for t in shapes if t)
@@ -282,7 +282,7 @@ def test_the_chances_of_siblings_are_learned(first: float) -> None:
     for n in range(1200):
         estimator.observe([outcome(random, n % 4, len(tree), tree, first)])
     learned, survival = estimator.siblings([branching(9)], free=True), estimator.survival([branching(9)])
-    nodes = trees.best_nodes(DEPTH, DEPTH)
+    nodes = trees.best_nodes(DEPTH)
     (values,) = trees.node_values(survival, learned, nodes)[:, [nodes.places[ROOT, rank] for rank in range(RANKS)]]
     assert values[0] == pytest.approx(first, abs=0.06)
     left = np.cumprod([1 - first, *(1 - np.array(FURTHER[:-1]))])
@@ -294,10 +294,10 @@ def test_the_chances_of_siblings_are_learned(first: float) -> None:
 def test_chains_spend_no_time_on_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
     known, calls, shares = Estimator(DEPTH), 0, acceptance._shares
 
-    def count(counts: Floats) -> Floats:
+    def count(counts: Floats, law: Floats) -> Floats:
         nonlocal calls
         calls += 1
-        return shares(counts)
+        return shares(counts, law)
 
     known.observe([Drafted(0, "model", 4, 1)])
     monkeypatch.setattr(acceptance, "_shares", count)
@@ -335,13 +335,13 @@ def test_a_held_tree_is_cut_to_todays_limits_and_newcomers_get_chains() -> None:
 
 def test_trees_are_planned_only_for_those_that_may_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's own tree beside chains takes no more time to plan than a chain."""
-    asked, find = list[int](), planner._trees
+    asked, find = list[int](), planner._most_valuable
 
-    def spy(observation: Observation) -> tuple[Ints, Ints]:
-        asked.append(len(observation.handles))
+    def spy(observation: Observation) -> Ints:
+        asked.append(len(observation.limits))
         return find(observation)
 
-    monkeypatch.setattr(planner, "_trees", spy)
+    monkeypatch.setattr(planner, "_most_valuable", spy)
     fixed = branching(0, fixed=6, tree=(ROOT, 0, 0, ROOT, 3, 3), branches=False)
     control(trees=False).plan([fixed, branching(1)])
     assert asked == []
@@ -349,18 +349,12 @@ def test_trees_are_planned_only_for_those_that_may_branch(monkeypatch: pytest.Mo
     assert asked
 
 
-def test_trees_that_are_too_large_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trees of 48 nodes are made of 14,210 ones, those of 64 of many more."""
-    sizes, list_nodes = list[int](), trees.best_nodes
-
-    def spy(depth: int, size: int) -> trees.Nodes:
-        sizes.append(size)
-        return list_nodes(depth, size)
-
-    monkeypatch.setattr(trees, "best_nodes", spy)
-    largest = trees.largest_size.__wrapped__(48, 128)
-    assert 4 < largest < 48
-    assert max(sizes) == largest + 1
+@pytest.mark.parametrize("depth", [1, 4, 16, 64])
+def test_deep_trees_are_made_of_few_nodes(depth: int) -> None:
+    """The trees of 48 nodes would be made of 14,210 ones, those of 64 of many more."""
+    nodes = trees.best_nodes(depth)
+    assert nodes.parents[:depth].tolist() == list(range(ROOT, depth - 1))
+    assert len(nodes.parents) <= depth + 18
 
 
 def test_the_heuristic_asks_for_more_behind_a_whole_path() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,40 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts import train_demo_pair
+from scripts import pair_data, train_demo_pair
 from scripts.eval_pair import main as evaluate
 from scripts.pair_data import corpus, held_out, held_out_tokens, train_tokenizer, training_tokens, windows
 from scripts.train_demo_pair import TrainingBudget, draft_loss, learning_rate_scale, load_weights, main, new_model
 
+# A hundredth of the demo pair's numbers; test_the_shapes_are_those_of_the_demo_pair holds the real ones.
+VOCAB = 320
+SMALL: dict[str, dict[str, Any]] = {
+    "target": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+    "draft": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 24},
+}
+SMALL["draft2"] = SMALL["draft"]
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TEXT = "def f{i}(x):\n    return [x * {i} for _ in range({i})]  # a comment, so that the file is long enough to count\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_shapes() -> Iterator[tuple[int, dict[str, dict[str, Any]]]]:
+    """Let the scripts train small models. Yields the vocabulary and the shapes that they have elsewhere."""
+    found = pair_data.VOCAB, train_demo_pair.SHAPES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_demo_pair, "SHAPES", SMALL)
+        for module in (pair_data, train_demo_pair):
+            patch.setattr(module, "VOCAB", VOCAB)
+        yield found
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_shapes_are_those_of_the_demo_pair(real_shapes: tuple[int, dict[str, dict[str, Any]]], role: str) -> None:
+    vocab, shapes = real_shapes
+    kept = json.loads((DEMO / role / "config.json").read_text("utf-8"))
+    assert {name: kept[name] for name in shapes[role]} == shapes[role]
+    assert kept["vocab_size"] == vocab
+    assert shapes["draft2"] == shapes["draft"]  # it begins as a copy
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +68,11 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("role", "layers", "hidden"), [("target", 14, 192), ("draft", 1, 128), ("draft2", 1, 128)])
-def test_training_ends_in_checkpoints_that_transformers_runs(
-    trained: Path, role: str, layers: int, hidden: int
-) -> None:
+@pytest.mark.parametrize("role", SMALL)
+def test_training_ends_in_checkpoints_that_transformers_runs(trained: Path, role: str) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(trained / role)
     tokenizer = AutoTokenizer.from_pretrained(trained / role)
-    assert (model.config.num_hidden_layers, model.config.hidden_size) == (layers, hidden)
+    assert {name: getattr(model.config, name) for name in SMALL[role]} == SMALL[role]
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight is model.model.embed_tokens.weight
     text = "def f(x):\n    return 'é'\n"

@@ -51,7 +51,9 @@ class Script:
         self.prefills.append(prefill)
         k = next(self.ks)
         ks = [min(k, c.left) for c in candidates]
-        return Decision(ks, ["policy"] * len(ks), [0.5] * len(ks), self.confidence, 0.01, float(len(ks)))
+        return Decision(
+            ks, [None] * len(ks), ["policy"] * len(ks), [0.5] * len(ks), self.confidence, 0.01, float(len(ks))
+        )
 
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int]) -> None:
         self.timings.append(timing)
@@ -250,7 +252,7 @@ def clairvoyant(world: World, bits: bool = False) -> Report:
     return simulate(world, Clairvoyant(world, DEPTH, bits))
 
 
-@pytest.mark.parametrize(("machine", "batch"), [(GPU, 8), (CPU, 4)])
+@pytest.mark.parametrize(("machine", "batch"), [pytest.param(GPU, 8, marks=pytest.mark.proofs), (CPU, 4)])
 def test_nobody_beats_the_clairvoyant_in_the_mean(machine: Callable[..., object], batch: int) -> None:
     rates: dict[str, list[float]] = {}
     for seed in range(3):

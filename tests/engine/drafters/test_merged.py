@@ -101,14 +101,14 @@ def test_chains_with_laws_are_siblings_at_the_root() -> None:
 
 
 def requests(drafter: DrafterName | None, k: int, **changes: Any) -> list[Request]:
-    params = replace(SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True), **changes)
+    params = replace(SamplingParams(temperature=0.8, seed=3, max_tokens=16, ignore_eos=True), **changes)
     return [Request(f"r{n}", p, params, k=k, drafter=drafter) for n, p in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}], ids=["noise", "greedy"])
 def test_the_text_is_what_it_is_without_drafts(engine: Engine, changes: dict[str, Any]) -> None:
     plain = drive(engine, requests(None, 0, **changes))
-    runs = {k: drive(engine, requests("merged", k, **changes)) for k in (1, 4, 9)}
+    runs = {k: drive(engine, requests("merged", k, **changes)) for k in (4, 9)}
     assert all(run.tokens == plain.tokens for run in runs.values())
     rounds = [part for told in runs[9].received.values() if told.record for part in told.record.rounds]
     assert any(part.path and part.path[-1] >= len(part.path) for part in rounds)  # the second model's, accepted
@@ -197,7 +197,7 @@ def test_a_path_of_the_other_chain_that_is_kept_is_noticed(
 
 def test_preempted_texts_are_the_same(pair: Pair, drafts: tuple[str, str]) -> None:
     """Memory for two of three: one loses its own in all models and reads its tokens again."""
-    asked = requests("merged", 6, max_tokens=60)
+    asked = requests("merged", 6, max_tokens=36)
     wanted = drive(load(pair, drafts=drafts, **LIMITS), asked)
     engine = load(pair, drafts=drafts, **{**LIMITS, "cache": "paged", "block_size": 8, "kv_tokens": 104})
     run = drive(engine, asked, after_step=Checker(engine, logits=False))

@@ -201,12 +201,14 @@ def heads_engine(checkpoint: str, directory: Path, **config: Any) -> Engine:
     return Engine(full, target, drafter, models.tokenizer, models.eos_ids, ("model",))
 
 
-def make_requests(temperature: float = 0.0, k: int | None = 3, count: int = 8, **changes: Any) -> list[Request]:
-    """Prompts of 1 to 30 tokens, with outputs of 24."""
+def make_requests(
+    temperature: float = 0.0, k: int | None = 3, count: int = 8, max_tokens: int = 12, **changes: Any
+) -> list[Request]:
+    """Prompts of 1 to 30 tokens."""
     rng, requests = random.Random(4), []
     for n in range(count):
         prompt = tuple(rng.randrange(2, VOCAB) for _ in range(1 + n * 29 // max(1, count - 1)))
-        params = SamplingParams(temperature=temperature, seed=n, max_tokens=24, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=n, max_tokens=max_tokens, ignore_eos=True)
         requests.append(Request(f"r{n}", prompt, params, k, **{"drafter": "model", **changes}))
     return requests
 
@@ -266,7 +268,7 @@ def written(pair: Pair) -> list[list[int]]:
     engine = load(pair)
     texts = []
     for temperature in (0.0, 0.8):
-        requests = make_requests(temperature, k=0, drafter=None)
+        requests = make_requests(temperature, k=0, max_tokens=24, drafter=None)
         run = drive(engine, requests)
         texts += [[*r.prompt_ids, *run.tokens[r.id]] for r in requests]
     return texts

@@ -126,15 +126,33 @@ def sample(verifier: Verifier, draws: int, tree: Seq[int] = (), setting: str = "
     return drawn
 
 
-@pytest.mark.parametrize("setting", ["plain", "combined"])
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("verifier", "setting"),
+    [
+        ("match", "plain"),
+        ("rejection", "plain"),
+        ("block", "combined"),
+        *(
+            pytest.param(*asked, marks=pytest.mark.proofs)
+            for asked in (("match", "combined"), ("rejection", "combined"))
+        ),
+        pytest.param("block", "plain", marks=pytest.mark.proofs),
+    ],
+)
 def test_the_law_is_the_targets(verifier: Verifier, setting: str) -> None:
     drawn = sample(verifier, 600, setting=setting)
     assert g_test(drawn.counts, law_of(SETTINGS[setting])) > LEVEL
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [
+        ("match", TREES[0]),
+        ("rejection", TREES[1]),
+        pytest.param("match", TREES[1], marks=pytest.mark.proofs),
+        pytest.param("rejection", TREES[0], marks=pytest.mark.proofs),
+    ],
+)
 def test_the_law_of_trees_is_the_targets(verifier: Verifier, tree: Seq[int]) -> None:
     assert g_test(sample(verifier, 600, tree).counts, law_of(SETTINGS["plain"])) > LEVEL
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ from tests.engine.pairs import VOCAB, Pair, edit_json
 
 CPU = torch.device("cpu")
 TOKENS = list(range(7, 7 + 5 * 12, 5))
+NORMS = ("norm_before_fc", "norm_output", "norm_before_residual")
+USUAL_NORMS = {
+    *((name, "safeailab") for name in NORMS),
+    ("norm_before_residual", "speculators"),
+    ("norm_output", "small vocabulary"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +107,13 @@ def test_layers_are_those_of_the_authors_where_nothing_is_said(target: str, head
     assert open_eagle(head(eagle_config={}), "eagle3", shape).layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize("kind", ["safeailab", "speculators", "small vocabulary"])
-@pytest.mark.parametrize("name", ["norm_before_fc", "norm_output", "norm_before_residual"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in USUAL_NORMS else pytest.mark.proofs)
+        for name, kind in product(NORMS, ("safeailab", "speculators", "small vocabulary"))
+    ],
+)
 def test_options_of_the_norms(target: str, head: Callable[..., Path], kind: str, name: str) -> None:
     """Each as config.json has it, and the other way round it computes something else."""
     directory, draw, slow = head(kind), torch.Generator().manual_seed(5), dict[bool, torch.Tensor]()

@@ -66,6 +66,6 @@ def test_the_law_is_the_targets(verifier: Verifier, tree: Seq[int]) -> None:
         pytest.skip("it decides about chains only")
     configuration = Configuration("plain", "model", verifier, 3, mixed=False)
     changes: dict[str, Any] = {"tree": tuple(tree), "k": None} if tree else {}
-    sample = draw(configuration, 1600, engine=table_engine(), **changes)
+    sample = draw(configuration, 600, engine=table_engine(), **changes)
     check_speculation(configuration, sample)
     assert g_test(sample.counts, law_of(configuration.params)) > 1e-4

@@ -309,7 +309,7 @@ def check_machine(machine: type[StatesMachine], count: int) -> None:
 
 @pytest.mark.parametrize("machine", [StatesMachine, Roomy])
 def test_states_are_kept_as_in_a_dictionary(machine: type[StatesMachine]) -> None:
-    check_machine(machine, 60)
+    check_machine(machine, 30)
 
 
 def test_a_fault_while_preparing_costs_states_and_not_the_pass(monkeypatch: Patch) -> None:

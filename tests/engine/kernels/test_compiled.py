@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ PROBE = """
 import json
 from dataclasses import asdict
 from benchmarks.compiled_kernels import CASES, compile_launch, launches_of
-for name in NAMES:
+for name, capability in CHOSEN:
     for launch in launches_of(CASES[name]):
-        for capability in CAPABILITIES:
-            print(json.dumps(asdict(compile_launch(launch, capability))))
+        print(json.dumps(asdict(compile_launch(launch, capability))))
 """
 FRAME = 8  # bytes of a stack that attend_keys of 1 row gets on sm_80, although 159 registers are left
-NAMES = ("1 row, 128", "prefill, 256", "tree of 32, 128, sinks")
+Cases = tuple[tuple[str, int], ...]  # what is compiled (benchmarks.compiled_kernels.CASES), and the compute capability
+USUAL: Cases = (("1 row, 128", 90), ("prefill, 256", 80))
+ALL: Cases = tuple(product(("1 row, 128", "prefill, 256", "tree of 32, 128, sinks"), SHARED_LIMITS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +42,27 @@ class Figures:
     warpgroup: bool
 
 
-@pytest.fixture(scope="module", params=[(80, 90), *in_proofs((80, 86, 89, 90))], ids=str)
-def capabilities(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    found: tuple[int, ...] = request.param
+@pytest.fixture(scope="module", params=[USUAL, *in_proofs(ALL)], ids=["usual", "all"])
+def cases(request: pytest.FixtureRequest) -> Cases:
+    found: Cases = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def figures(capabilities: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> list[Figures]:
+def figures(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> list[Figures]:
     """Compiled in a process of its own, because this one interprets kernels."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    names = NAMES if len(capabilities) == len(SHARED_LIMITS) else NAMES[:2]
     cache = str(tmp_path_factory.mktemp("triton"))
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, "-c", f"NAMES, CAPABILITIES = {names}, {capabilities}\n{PROBE}"]
+    command = [sys.executable, "-c", f"CHOSEN = {cases}\n{PROBE}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [Figures(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_kernels_fit_the_memory_and_registers_of_every_architecture(
-    figures: list[Figures], capabilities: tuple[int, ...]
-) -> None:
-    assert {f.capability for f in figures} == set(capabilities)
+def test_kernels_fit_the_memory_and_registers_of_every_architecture(figures: list[Figures], cases: Cases) -> None:
+    assert {f.capability for f in figures} == {capability for _, capability in cases}
     assert {f.kernel for f in figures} == {"attend_keys", "join_parts"}
     assert oversized(figures, SHARED_LIMITS) == []
     assert [f for f in figures if f.spilled > FRAME] == []

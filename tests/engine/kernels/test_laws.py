@@ -142,8 +142,9 @@ def test_the_kernel_of_drafts_is_the_reference(width: int, kernels: ModuleType, 
         (found, sources, drafts, logp.double()),
     ):
         expected = laws.draft_laws_reference(*args)
-        assert run(*args).dtype == expected.dtype
-        assert torch.equal(run(*args), expected)
+        found_here = run(*args)
+        assert found_here.dtype == expected.dtype
+        assert torch.equal(found_here, expected)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,15 @@ def test_the_reference_draws_the_tokens_of_the_cpu_over_a_real_vocabulary() -> N
 @pytest.mark.parametrize("kind", [normal, forbidden, ties, peaked])
 def test_the_kernels_draw_the_tokens_of_the_cpu(kernel: Race, kind: Kind, blocks: bool) -> None:
     g = torch.Generator().manual_seed(3)
+    for vocab, rows, dtype in ((1, 2, torch.float32), (33, 2, torch.float64), (500, 6, torch.float32)):
+        check(kernel, kind((rows, vocab), g).to(dtype), blocks, seed=vocab)
+
+
+@pytest.mark.proofs
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("kind", [normal, forbidden, ties, peaked])
+def test_the_kernels_draw_the_tokens_of_the_cpu_over_every_size(kernel: Race, kind: Kind, blocks: bool) -> None:
+    g = torch.Generator().manual_seed(3)
     for vocab in SMALL:
         for dtype in (torch.float32, torch.float64):
             check(kernel, kind((6 if vocab == 500 else 2, vocab), g).to(dtype), blocks, seed=vocab)
@@ -136,9 +145,8 @@ def test_the_noise_of_every_token_is_that_of_the_cpu(kernel: Race, blocks: bool)
 
 def test_the_kernels_draw_the_tokens_of_the_cpu_over_several_parts(kernel: Race) -> None:
     g = torch.Generator().manual_seed(4)
-    check(kernel, normal((2, DENSE_NOISE_LIMIT), g).float(), False)
-    for kind in (normal, forbidden, ties):
-        check(kernel, kind((2, 20_000), g).float(), True)
+    check(kernel, normal((1, DENSE_NOISE_LIMIT), g).float(), False)
+    check(kernel, torch.cat([kind((1, 20_000), g) for kind in (normal, ties, forbidden)]).float(), True)
 
 
 def test_the_kernels_draw_the_tokens_of_the_cpu_over_a_real_vocabulary(

@@ -79,7 +79,7 @@ def sample_of(configuration: Configuration, draws: int) -> Sample:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(600, id="few"), pytest.param(16_000, id="many", marks=pytest.mark.proofs)]
+    scope="module", params=[pytest.param(400, id="few"), pytest.param(16_000, id="many", marks=pytest.mark.proofs)]
 )
 def samples(request: pytest.FixtureRequest) -> dict[Configuration, Sample]:
     """Half as many texts under match, whose law no tree changes."""

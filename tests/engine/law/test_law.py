@@ -57,14 +57,14 @@ def test_p_values_of_the_law_are_uniform(found: Mapping[str, float]) -> None:
 
 @pytest.mark.proofs
 def test_the_law_holds_for_every_pair_of_levels() -> None:
-    found = p_values(pairwise(), draws=40_000)
+    found = p_values(pairwise(), draws=8000)
     assert refused(found) == {}
     assert uniformity(list(found.values())) > LEVEL
 
 
 @pytest.mark.proofs
 def test_the_law_holds_for_everything() -> None:
-    found = p_values(everything(), draws=4000)
+    found = p_values(everything(), draws=600)
     assert refused(found) == {}
     assert uniformity(list(found.values()), bins=20) > LEVEL
 

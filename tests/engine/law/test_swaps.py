@@ -53,7 +53,7 @@ def test_texts_follow_the_law_of_the_target(verifier: Verifier, monkeypatch: pyt
 
     monkeypatch.setattr(ModelDrafter, "propose", noted)
     configuration = Configuration("plain", "model", verifier, 3, mixed=False)
-    sample = draw(configuration, 2000, engine=engine)
+    sample = draw(configuration, 800, engine=engine)
     check_speculation(configuration, sample)
     assert g_test(sample.counts, law_of(configuration.params, prompt_of(configuration))) > LEVEL
     assert set(map(id, asked)) == set(map(id, models))

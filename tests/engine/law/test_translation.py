@@ -19,8 +19,8 @@ from tests.engine.law.translations import OTHER_WORDS, TABLE_TRANSLATION, TABLE_
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
 LEVEL = 1e-3
-SETTINGS = ("plain", "combined", "repetition")
-MORE_SETTINGS = (*SETTINGS, "top_p", "min_p", "frequency", "logit_bias", "min_tokens", "ignore_eos")
+SETTINGS = ("plain", "combined")
+MORE_SETTINGS = (*SETTINGS, "repetition", "top_p", "min_p", "frequency", "logit_bias", "min_tokens", "ignore_eos")
 
 
 def ask(setting: str, verifier: Verifier, k: int = 3) -> Configuration:

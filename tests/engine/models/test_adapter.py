@@ -133,7 +133,9 @@ def test_experts_are_those_of_transformers(texts: list[list[int]], tmp_path: Pat
     reader.feed({0: 1, 1: 2}, {0: 5})
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "opt", pytest.param("starcoder2", marks=pytest.mark.proofs)])
+@pytest.mark.parametrize(
+    "kind", ["gpt_neox", *(pytest.param(kind, marks=pytest.mark.proofs) for kind in ("opt", "starcoder2"))]
+)
 def test_texts_do_not_depend_on_drafts_and_greedy_ones_are_transformers(kind: str, tmp_path: Path) -> None:
     """Through the whole engine, with prefix hits; the draft is an adapted model too."""
     target = random_checkpoint(kind, tmp_path / "target")

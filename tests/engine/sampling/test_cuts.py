@@ -182,8 +182,15 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("few", [0, 4096], ids=["near the cut", "all that are kept"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("few", "dtype"),
+    [
+        pytest.param(0, torch.float32, id="near the cut-float32"),
+        pytest.param(4096, torch.float64, id="all that are kept-float64"),
+        pytest.param(0, torch.float64, id="near the cut-float64", marks=pytest.mark.proofs),
+        pytest.param(4096, torch.float32, id="all that are kept-float32", marks=pytest.mark.proofs),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_either_way_removes_what_the_definition_removes(
     kind: Kind, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch

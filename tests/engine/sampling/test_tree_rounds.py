@@ -85,7 +85,7 @@ def rows_apart(seed: int, *, drafting: bool = False) -> int:
     return apart
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.proofs) for n in range(6, 12))])
 def test_a_row_sees_the_drafts_on_its_path(seed: int) -> None:
     """Penalties, bad words, min_tokens and the noise; the same with noise that was made for drafting."""
     assert rows_apart(seed) == 0

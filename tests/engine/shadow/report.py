@@ -39,7 +39,7 @@ class RoundKind:
     head: Literal["eagle", "medusa"] | None = None  # in place of the draft model
 
 
-_DRAWN = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True)
+_DRAWN = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
 _GREEDY = replace(_DRAWN, temperature=0.0)
 KINDS: dict[str, RoundKind] = {
     "greedy": RoundKind(_GREEDY),

@@ -205,7 +205,7 @@ def test_a_replayed_round_crosses_twice_and_asks_for_four_operations(
             rounds.append((emulator.replays - replays, counts.since(before)))
             before, replays = counts, emulator.replays
 
-    run(pair, steady_requests(temperature=temperature, top_p=0.9, max_tokens=30), act=act).check()
+    run(pair, steady_requests(temperature=temperature, top_p=0.9, max_tokens=22), act=act).check()
     replayed = [counts for graphs, counts in rounds if graphs == 2]
     assert len(replayed) > 2
     found = {(counts.uploads, counts.downloads, counts.stalls, counts.inside, counts.outside) for counts in replayed}
@@ -310,7 +310,7 @@ def check_replaced_draft(pair: Pair, other: str) -> list[int]:
         engine.put_draft(engine.load_draft(other)).release()
         kept.append(graphs.count if graphs else 0)
 
-    both = run(pair, steady_requests(max_tokens=36), act=act)
+    both = run(pair, steady_requests(max_tokens=26), act=act)
     both.check()
     both.check_drafts()
     return kept[2:]  # the first two are the CPU's
@@ -334,7 +334,7 @@ def test_negative_control_of_a_draft_that_was_replaced(
 
 
 def test_two_draft_models_keep_their_results_apart(pair: Pair, drafts: tuple[str, str], emulator: Emulator) -> None:
-    requests = [replace(r, drafter="merged") for r in steady_requests(max_tokens=36)]
+    requests = [replace(r, drafter="merged") for r in steady_requests(max_tokens=24)]
     both = run(pair, requests, drafts=drafts)
     both.check()
     both.check_drafts()
@@ -419,7 +419,7 @@ def test_windows_and_caps_are_captured_and_experts_are_not(
     case = CASES[family]
     target = random_checkpoint(case, tmp_path / "target")
     pair = Pair(target, random_checkpoint(case, tmp_path / "draft", seed=8, like=target))
-    run(pair, steady_requests(temperature=0.3, max_tokens=30), block_size=5).check()
+    run(pair, steady_requests(temperature=0.3, max_tokens=18), block_size=5).check()
     assert (emulator.replays > 4) is captured
 
 
@@ -436,7 +436,7 @@ def cut_drafts(patch: Patch) -> None:
 
 def test_drafts_beyond_a_sequences_own_are_not_accepted(twins: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     cut_drafts(monkeypatch)
-    both = run(twins, steady_requests(max_tokens=30))
+    both = run(twins, steady_requests(max_tokens=24))
     both.check()
     assert both.shadow.run.accepted == both.shadow.run.drafted
     assert emulator.replays > 4
@@ -455,7 +455,7 @@ def test_negative_control_of_drafts_beyond_a_sequences_own(twins: Pair, emulator
         run(twins, steady_requests()).check()
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("verifier", [pytest.param("rejection", marks=pytest.mark.proofs), "block"])
 def test_drafts_without_memory_are_verified_by_their_own_laws(
     pair: Pair, emulator: Emulator, monkeypatch: Patch, verifier: Verifier
 ) -> None:

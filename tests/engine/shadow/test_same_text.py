@@ -4,6 +4,7 @@ and tree, and whatever happens to the memory and the draft on the way."""
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.engine.foreign import save_foreign
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import mlp_config, random_medusa, random_mlp, save_heads
 from tests.engine.heads.passing import ALLOWED, save_pass
+from tests.engine.kernels.faults import in_proofs, usual_and_proofs
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair, Shape, save_checkpoint
 from tests.engine.shadow.both import Both, run_both, without_measurements
@@ -81,15 +83,19 @@ def groups(drafters: Seq[DrafterName]) -> list[list[str]]:
     return [[f"{drafter}-{i}" for i in range(2)] for drafter in drafters]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_every_drafter_under_every_verifier(pair: Pair, verifier: Verifier, temperature: float) -> None:
+LAWS = list(product(VERIFIERS, (0.0, 0.8)))  # verifier and temperature
+USUAL_LAWS = (("match", 0.0), *((verifier, 0.8) for verifier in VERIFIERS))  # at 0 all decide alike
+
+
+@pytest.mark.parametrize("law", usual_and_proofs(LAWS, USUAL_LAWS), ids=str)
+def test_every_drafter_under_every_verifier(pair: Pair, law: tuple[Verifier, float]) -> None:
+    verifier, temperature = law
     params = replace(PARAMS, temperature=temperature, logit_bias=LOOP)
     both = compare(pair, make_requests(params, ALONE, verifier))
     both.check_drafts(*groups(ALONE))
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", [*in_proofs("match"), "rejection"])
 def test_several_drafts_merged(pair: Pair, drafts: tuple[str, str], verifier: Verifier) -> None:
     names: tuple[DrafterName, ...] = ("merged", "model")
     both = compare(pair, make_requests(PARAMS, names, verifier), drafts=drafts)
@@ -97,7 +103,7 @@ def test_several_drafts_merged(pair: Pair, drafts: tuple[str, str], verifier: Ve
 
 
 @pytest.mark.parametrize("verifier", ["match", "rejection"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_chosen_trees(pair: Pair, verifier: Verifier, temperature: float) -> None:
     params = replace(PARAMS, temperature=temperature)
     trees = [(2, 1), (3,), (2, 1)]
@@ -110,7 +116,7 @@ def test_chosen_trees(pair: Pair, verifier: Verifier, temperature: float) -> Non
     both.check_drafts([request.id for request in requests], *groups(["model"]))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_growing_trees(pair: Pair, temperature: float) -> None:
     """Beside a tree of a planned shape, whose moves in memory are planned too."""
     params = replace(PARAMS, temperature=temperature)
@@ -137,7 +143,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+# The parameters change the laws, whichever verifier reads these.
+@pytest.mark.parametrize("verifier", usual_and_proofs(VERIFIERS, ("match", "block")))
 def test_every_parameter_under_every_verifier(pair: Pair, verifier: Verifier) -> None:
     requests = [
         Request(
@@ -164,7 +171,7 @@ def test_verifiers_and_temperatures_mixed_in_one_round(pair: Pair) -> None:
     both.check_drafts()
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", usual_and_proofs(VERIFIERS, ("match", "block")))
 def test_the_noise_of_large_vocabularies(pair: Pair, verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "DENSE_NOISE_LIMIT", 0)
     both = compare(pair, make_requests(LIVELY, ["model"], verifier))
@@ -179,7 +186,7 @@ def test_lenience(pair: Pair) -> None:
 # --- drafts of other kinds ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", ["match", *in_proofs("rejection")])
 def test_a_head_that_reads_states(verifier: Verifier, tmp_path: Path) -> None:
     eagle = save_eagle_pair(tmp_path)
     params = replace(PARAMS, temperature=0.3)
@@ -200,7 +207,7 @@ def test_heads_without_memory(pair: Pair, kind: str, tmp_path: Path) -> None:
     both.check_drafts()
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", [*in_proofs("match"), "rejection"])
 def test_trees_that_heads_cut(pair: Pair, verifier: Verifier, tmp_path: Path) -> None:
     """What was put for the planned tree is not what its verification needs. Some trees stay whole, and some drafts are
     chains."""
