@@ -95,8 +95,8 @@ class EngineClient(Protocol):
     async def render_chat(self, chat: Chat) -> RenderedChat:
         """Return the prompt that the model's chat template makes of a chat. Cancelling the call ends the template.
 
-        Raises InvalidRequest for messages that the template refuses and for a template that takes too long, and
-        Overloaded while too many chats are rendered.
+        Raises InvalidRequest for messages that the template refuses and for a template that takes too long, Overloaded
+        while too many chats are rendered, and EngineStopped once the server shuts down.
         """
         ...
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from app.client import Chat, RenderedChat
 from engine.models.chat_template import ChatTemplate, RenderLimit
-from engine.types import Overloaded
+from engine.types import EngineStopped, Overloaded
 
 THREADS = 2  # a template in a loop holds one of them until its limit
 
@@ -18,9 +18,12 @@ class ChatRenderer:
         self._template = template
         self._max_open = max_open
         self._open = 0
+        self._closed = False
         self._threads = ThreadPoolExecutor(THREADS, "chat-template")
 
     async def render(self, chat: Chat) -> RenderedChat:
+        if self._closed:
+            raise EngineStopped("the server is shutting down")
         if self._open >= self._max_open:
             raise Overloaded(f"{self._open} chats wait for the chat template")
         limit = RenderLimit()
@@ -33,6 +36,7 @@ class ChatRenderer:
         return RenderedChat(text, self._template.needs_special_tokens)
 
     def close(self) -> None:
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, chat: Chat, limit: RenderLimit) -> str:

@@ -35,8 +35,11 @@ Device = Literal["cpu", "cuda"]
 TRACE_ID = "{trace_id}"  # stands for the trace's id in trace_viewer_url
 
 
+NOTHING = ("", "none", "null")  # what stands for none in an argument of the command line
+
+
 def _none(value: Any) -> Any:
-    return None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
+    return None if isinstance(value, str) and value.strip().lower() in NOTHING else value
 
 
 def _not_a_bool(value: Any) -> Any:

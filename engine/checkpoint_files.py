@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
 from engine.heads.files import head_kind, refuse_heads
-from engine.machine_memory import host_memory
+from engine.machine_memory import machine_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def _check_room(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None
     """Weights that stay quantised, or become so, take less and are left to the loader."""
     forms = [config.target_weights, *(config.draft_weights for _ in config.draft_models)]
     plain = [m for m, form in zip(models, forms, strict=True) if form == "as_is" and not m.quantised]
-    needed, available = sum(m.numbers for m in plain) * ITEM_BYTES[STORED_AS[config.dtype]], host_memory().available
+    needed, available = sum(m.numbers for m in plain) * ITEM_BYTES[STORED_AS[config.dtype]], machine_memory().available
     if needed > available:
         dtype = "float32" if config.dtype == "auto" else config.dtype
         raise ConfigError(

@@ -22,8 +22,8 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All that the engine needs to know at start-up. Only the policy and the draft can be
-    replaced later (Engine.configure, Engine.put_draft)."""
+    """All that the engine needs to know at start-up. Only the policy and the draft can be replaced later
+    (Engine.configure, Engine.put_draft)."""
 
     target: str  # directory of a Hugging Face checkpoint, or a hub id: owner/name or owner/name@revision
     draft: str | None = None  # None: no draft model, unless there are drafts

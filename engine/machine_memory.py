@@ -13,15 +13,15 @@ class DeviceMemory(NamedTuple):
     available: int
 
 
-def host_memory(root: Path = Path("/")) -> DeviceMemory:
+def machine_memory(root: Path = Path("/")) -> DeviceMemory:
     """The memory of the machine whose /proc and /sys are below `root`. Droppable page cache counts as available."""
-    total, available = _machine_memory(root / "proc" / "meminfo")
+    total, available = _meminfo(root / "proc" / "meminfo")
     for limit, used in _cgroup_limits(root):
         total, available = min(total, limit), min(available, limit - used)
     return DeviceMemory(total, max(available, 0))
 
 
-def _machine_memory(meminfo: Path) -> tuple[int, int]:
+def _meminfo(meminfo: Path) -> tuple[int, int]:
     if not meminfo.is_file():  # not Linux
         page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
         free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else pages

@@ -21,7 +21,7 @@ from cache.mapped import map_count, mappable
 from cache.storage import KVShape
 from engine.computing import computing
 from engine.config import ConfigError, EngineConfig
-from engine.machine_memory import DeviceMemory, host_memory, read_number
+from engine.machine_memory import DeviceMemory, machine_memory, read_number
 
 BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
 CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
@@ -237,9 +237,8 @@ class _Usage:
 
     block_size: int
     token_bytes: tuple[int, ...]
-    limits: tuple[
-        int | None, ...
-    ]  # blocks that a model of a shorter context needs at most; None: as many as the target
+    # Blocks that each model needs at most; None: as many as the target. Only a draft of a shorter context needs fewer.
+    limits: tuple[int | None, ...]
     beside: int  # further blocks of each model
 
     def of_models(self, blocks: int) -> tuple[int, ...]:
@@ -344,7 +343,7 @@ def _cpu_peak(run: Callable[[], object]) -> int:
 def device_memory(device: torch.device) -> DeviceMemory:
     """A GPU's memory, or the machine's within the limits of this process's cgroups."""
     if device.type != "cuda":
-        return host_memory()
+        return machine_memory()
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free memory that torch keeps
     return DeviceMemory(total, free + cached)

@@ -306,6 +306,12 @@ def acceptance_of(*records: RequestRecord) -> Acceptance:
     )
 
 
+def leading_record(*records: RequestRecord) -> RequestRecord:
+    """Return the record that says how a request's choices are drafted for: the first with the largest k_max. Choices
+    differ where a draft model has come while some of them ran: those that had finished got no drafts."""
+    return max(records, key=attrgetter("k_max"))
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What one step adds to one request. The last output of a request carries finish_reason and record."""

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from app.openai.pauses import PIECE_TOKENS, Pauses
 from app.round_columns import public_columns, public_trees, raw_columns
-from engine.types import RequestRecord, acceptance_of
+from engine.types import RequestRecord, acceptance_of, leading_record
 
 # JSON does not escape these characters, but many stream readers take them for ends of lines.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -142,7 +142,7 @@ def metrics(records: Sequence[RequestRecord], *, steps_of: Sequence[RequestRecor
     generation_time_ms ends with the last token of all choices; tokens_per_second refers to it. mean_itl_ms is the mean
     gap between two tokens of one choice. A value that is not defined is null, such as the gap for one token.
     """
-    arrived = min(record.arrived for record in records)
+    arrived, lead = min(record.arrived for record in records), leading_record(*records)
     total = _ms(arrived, max((r.finished for r in records if r.finished is not None), default=None))
     output = sum(record.output_tokens for record in records)
     return {
@@ -152,7 +152,7 @@ def metrics(records: Sequence[RequestRecord], *, steps_of: Sequence[RequestRecor
         "mean_itl_ms": _mean_gap(records),
         "tokens_per_second": round(1000 * output / total, 3) if total else None,
         "preemptions": sum(record.preemptions for record in records),
-        "speculative_decoding": _speculative_decoding(records, steps_of) if records[0].k_max or steps_of else None,
+        "speculative_decoding": _speculative_decoding(records, steps_of) if lead.k_max or steps_of else None,
     }
 
 
@@ -172,12 +172,12 @@ def _speculative_decoding(records: Sequence[RequestRecord], steps_of: Sequence[R
     num_spec_steps and acceptance_histogram count the rounds that verified at least one draft. draft_length_histogram
     (by k, from 0) and decisions (by the reason for k) count every round in which k was chosen.
     """
-    acceptance = acceptance_of(*records)
+    acceptance, lead = acceptance_of(*records), leading_record(*records)
     return {
-        "mode": _mode(records[0]),
-        "policy": records[0].policy,  # in force when the request came
-        "drafter": records[0].drafter,
-        "verifier": records[0].verifier,
+        "mode": _mode(lead),
+        "policy": lead.policy,  # in force when the request came
+        "drafter": lead.drafter,
+        "verifier": lead.verifier,
         "mean_acceptance_length": acceptance.mean_length or 1.0,
         "draft_acceptance_rate": acceptance.rate or 0.0,
         "acceptance_histogram": list(acceptance.histogram),
@@ -186,7 +186,7 @@ def _speculative_decoding(records: Sequence[RequestRecord], steps_of: Sequence[R
         "num_spec_steps": acceptance.rounds,
         "num_accepted_draft_tokens": acceptance.accepted,
         "num_draft_tokens": acceptance.drafted,
-        "num_spec_tokens": records[0].k_max,  # the same for all choices of a request
+        "num_spec_tokens": lead.k_max,
     } | (_steps(steps_of) if steps_of else {})
 
 
@@ -213,8 +213,8 @@ def _steps(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _lengths(records: Sequence[RequestRecord]) -> list[int]:
-    """Count the rounds in which k was chosen, by k: k_max + 1 entries. Their sum is the number of decisions."""
-    counts = [0] * (records[0].k_max + 1)
+    """Count the rounds in which k was chosen, by k: 1 + largest k_max entries. Their sum is the number of decisions."""
+    counts = [0] * (leading_record(*records).k_max + 1)
     for record in records:
         for part in record.rounds:
             if part.reason >= 0:

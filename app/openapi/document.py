@@ -43,7 +43,7 @@ class Operation:
 
 
 EVERY_KIND = tuple(sorted({kind.status for kind in KINDS.values()}))
-TOKENIZE = (400, 404, 408, 413, 429)
+TOKENIZE = (400, 404, 408, 413, 429, 503)
 
 OPERATIONS = (
     Operation(

@@ -144,9 +144,8 @@ class Telemetry:
     def _ended(self, output: Output) -> None:
         exchange = self._open.pop(output.request_id, None)
         if exchange is not None:
-            exchange.last_outputs[output.request_id] = replace(
-                output, logprobs=(), prompt_logprobs=()
-            )  # they may be millions
+            # Without log-probabilities, which may be millions: the exchange lives until its last choice has ended.
+            exchange.last_outputs[output.request_id] = replace(output, logprobs=(), prompt_logprobs=())
             self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:

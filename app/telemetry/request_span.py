@@ -13,7 +13,7 @@ from app.openai.request import GenerationRequest
 from app.telemetry import names as name
 from app.telemetry.exchange import Exchange
 from app.telemetry.rounds_table import rounds_table
-from engine.types import Acceptance, RequestRecord, acceptance_of
+from engine.types import Acceptance, RequestRecord, acceptance_of, leading_record
 
 MAX_MODEL_NAME = 128  # characters of the model's name that a client sent
 MAX_INT = 2**63 - 1  # that a collector can be told
@@ -136,21 +136,21 @@ def _used(exchange: Exchange) -> Attributes:
 
 def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attributes:
     """Return the options, which all choices share, and the sums over all choices."""
-    first = records[0]
+    first, lead = records[0], leading_record(*records)
     attributes: Attributes = {
-        name.POLICY: first.policy,
-        name.MAX_K: first.k_max,
-        name.VERIFIER: first.verifier,
+        name.POLICY: lead.policy,
+        name.MAX_K: lead.k_max,
+        name.VERIFIER: lead.verifier,
         name.SEED: first.seed,
         name.PREEMPTIONS: sum(record.preemptions for record in records),
     }
-    for key, value in ((name.DRAFTER, first.drafter), (name.FIXED_K, first.fixed_k), (name.LENIENCE, first.lenience)):
+    for key, value in ((name.DRAFTER, lead.drafter), (name.FIXED_K, lead.fixed_k), (name.LENIENCE, lead.lenience)):
         if value is not None:
             attributes[key] = value
     if first.typical is not None:
         attributes[name.TYPICAL_EPSILON], attributes[name.TYPICAL_DELTA] = first.typical
     acceptance = acceptance_of(*records)
-    disabled = _disabled(exchange, first, acceptance)
+    disabled = _disabled(exchange, lead, acceptance)
     attributes[name.ENABLED] = disabled is None
     if first.rounds:
         attributes[name.ROUNDS_TABLE] = rounds_table(first.rounds)
@@ -159,13 +159,13 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
     return attributes | _tokens(acceptance) | _acceptance(acceptance) | _prediction(records) | _times(records)
 
 
-def _disabled(exchange: Exchange, first: RequestRecord, acceptance: Acceptance) -> str | None:
+def _disabled(exchange: Exchange, lead: RequestRecord, acceptance: Acceptance) -> str | None:
     """Return why no draft was possible; None: drafts were possible."""
     if exchange.request_body is not None and exchange.request_body.drafting.k == 0:
         return "user"
-    if first.k_max == 0:
+    if lead.k_max == 0:
         return "no_drafter"
-    idle = first.policy == "off" and first.fixed_k is None and not acceptance.rounds
+    idle = lead.policy == "off" and lead.fixed_k is None and not acceptance.rounds
     return "policy" if idle else None
 
 

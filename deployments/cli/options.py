@@ -11,12 +11,11 @@ import typer
 from pydantic.fields import FieldInfo
 
 from deployments.config_file import BUILDER
-from deployments.settings import ROOT, Settings
+from deployments.settings import NOTHING, ROOT, Settings
 from engine.hub_id import parse_hub_id
 from engine.machine_cpus import usable_cpus
 
 PATHS = ("target", "draft", "api_key_file", "chat_template")  # settings that may name a file or directory
-NOTHING = ("", "none", "null")
 METAVARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
 
 

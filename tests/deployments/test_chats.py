@@ -18,7 +18,7 @@ from deployments.settings import ChatConfig
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.chat_template import ChatTemplate, RenderLimit
-from engine.types import InvalidRequest, Overloaded
+from engine.types import EngineStopped, InvalidRequest, Overloaded
 
 # Endless for the message "loop".
 SLOW = (
@@ -66,6 +66,12 @@ def test_callers_that_leave_free_their_threads(renderer: ChatRenderer) -> None:
         return (await asyncio.wait_for(renderer.render(asking("a")), 4)).text  # sooner than the limit
 
     assert within(scenario()) == "a"
+
+
+def test_a_chat_after_the_end_is_told_of_it(renderer: ChatRenderer) -> None:
+    renderer.close()
+    with pytest.raises(EngineStopped, match="shutting down"):  # 503, as for completions
+        within(renderer.render(asking("a")))
 
 
 def test_a_crowd_is_turned_away(renderer: ChatRenderer) -> None:

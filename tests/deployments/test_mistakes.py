@@ -148,11 +148,11 @@ def test_weights_that_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "has_gpu", lambda: False)
-    monkeypatch.setattr(checkpoint_files, "host_memory", lambda: DeviceMemory(2**30, 2**20))
+    monkeypatch.setattr(checkpoint_files, "machine_memory", lambda: DeviceMemory(2**30, 2**20))
     line = refusal(start(tmp_path, {"target": str(DEMO), "draft": "none"}), capsys)
     assert line.startswith("the weights do not fit: they take 0.0")
     assert "choose smaller models, a smaller dtype or int8 or int4 weights" in line
-    monkeypatch.setattr(checkpoint_files, "host_memory", lambda: DeviceMemory(2**40, 2**40))
+    monkeypatch.setattr(checkpoint_files, "machine_memory", lambda: DeviceMemory(2**40, 2**40))
     checks.check_models(Settings(target=str(DEMO)), "cpu")
 
 

@@ -22,7 +22,7 @@ from cache.layout import Layout
 from cache.storage import KVShape
 from engine import memory_budget
 from engine.config import ConfigError, EngineConfig
-from engine.machine_memory import DeviceMemory, host_memory
+from engine.machine_memory import DeviceMemory, machine_memory
 from engine.memory_budget import (
     Budget,
     choose_block_size,
@@ -447,7 +447,7 @@ def machine(root: Path, files: dict[str, str]) -> DeviceMemory:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return host_memory(root)
+    return machine_memory(root)
 
 
 WHOLE = DeviceMemory(8_000 * 1024, 6_000 * 1024)
@@ -514,9 +514,9 @@ def test_elsewhere_the_system_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
     values = {"SC_PAGE_SIZE": 16_384, "SC_PHYS_PAGES": 1_000, "SC_AVPHYS_PAGES": 300}
     monkeypatch.setattr(os, "sysconf", values.__getitem__)
     monkeypatch.setattr(os, "sysconf_names", values)
-    assert host_memory(tmp_path) == (16_384_000, 4_915_200)
+    assert machine_memory(tmp_path) == (16_384_000, 4_915_200)
     del values["SC_AVPHYS_PAGES"]  # macOS does not know what is free
-    assert host_memory(tmp_path) == (16_384_000, 16_384_000)
+    assert machine_memory(tmp_path) == (16_384_000, 16_384_000)
 
 
 def test_this_machine_has_memory() -> None:

@@ -125,6 +125,23 @@ def test_metrics_without_drafts(values: dict[str, Any], expected: Any) -> None:
     assert metrics["speculative_decoding"] == expected
 
 
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_draft_that_came_while_some_choices_ran(steps: bool) -> None:
+    """The first choice had finished without drafts, and the second one was adopted (Intake.adopt)."""
+    early = {"k_max": 0, "drafter": None, "fixed_k": 0, "rounds": [RoundRecord(0, 0, 0, 0, 0, 1, -1)] * 3}
+
+    def script(request: Request) -> list[Output]:
+        facts = {} if request.choice_index else early
+        return [Output(request.id, (1,), "x", "stop", record=record(request, **facts))]
+
+    done = post(FakeEngineClient(script), n=2, speculation={"steps": steps})
+    assert done.status == 200
+    told = json.loads(done.reply)["metrics"]["speculative_decoding"]
+    assert (told["mode"], told["drafter"], told["num_spec_tokens"]) == ("auto", "lookup", 4)
+    assert told["draft_length_histogram"] == [4, 0, 0, 0, 2]
+    assert sum(told["draft_length_histogram"]) == sum(told["decisions"].values())
+
+
 def test_a_single_token_has_no_gap_between_tokens() -> None:
     def script(request: Request) -> list[Output]:
         return [Output(request.id, (1,), "x", "length", record=record(request, output_tokens=1))]

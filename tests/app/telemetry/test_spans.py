@@ -315,6 +315,17 @@ def test_a_request_that_did_not_come_so_far_has_no_later_spans() -> None:
         assert spans[-1].end_time - spans[0].start_time == pytest.approx(100e6, abs=1e3)  # type: ignore[operator]
 
 
+def test_a_draft_that_came_while_some_choices_ran_was_possible() -> None:
+    def script(request: Request) -> Iterator[Output]:
+        return recorded(request) if request.choice_index else plain(request)
+
+    traced = Traced(script)
+    call(traced.app, PROMPT | {"n": 2})
+    said = traced.attributes()
+    assert (said["specdec.enabled"], said["specdec.k.max"]) == (True, 8)
+    assert "specdec.disabled_reason" not in said
+
+
 @pytest.mark.parametrize(
     ("fields", "k_max", "policy", "reason"),
     [
