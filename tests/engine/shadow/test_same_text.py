@@ -15,7 +15,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.sampling import noise
 from engine.trees import Growth
-from engine.types import DRAFTERS, VERIFIERS, DrafterName, Request, SamplingParams, Verifier
+from engine.types import DRAFTERS, VERIFIERS, DrafterName, Request, SamplingParams, Typical, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.foreign import save_foreign
@@ -178,9 +178,14 @@ def test_the_noise_of_large_vocabularies(pair: Pair, verifier: Verifier, monkeyp
     both.check_drafts()
 
 
-def test_lenience(pair: Pair) -> None:
-    both = compare(pair, make_requests(PARAMS, ["model"], "rejection", lenience=0.5))
-    both.check_drafts()
+@pytest.mark.parametrize(
+    "lossy", [{"lenience": 0.5}, {"typical": Typical(0.1, 0.3)}], ids=lambda lossy: next(iter(lossy))
+)
+def test_verdicts_that_change_the_law(pair: Pair, lossy: dict[str, Any]) -> None:
+    """With a tree beside the chains."""
+    tree = Request("tree", PROMPT, replace(PARAMS, seed=9), verifier="rejection", tree=(2, 1), **lossy)
+    both = compare(pair, [*make_requests(PARAMS, ["model"], "rejection", **lossy), tree])
+    both.check_drafts(["tree"], *groups(["model"]))
 
 
 # --- drafts of other kinds ------------------------------------------------------------------------------------------
@@ -232,6 +237,13 @@ def test_more_drafts_than_look_ahead_tokens(pair: Pair, tmp_path: Path) -> None:
     requests = [Request(f"r{k}", PROMPT[:-2], params, k=k) for k in (2, 6)]
     both = compare(Pair(pair.target, str(heads)), requests, max_spec_length=6, max_model_len=58)
     both.check_drafts([request.id for request in requests])
+
+
+@pytest.mark.parametrize("verifier", ["rejection", *in_proofs("match", "block")])
+def test_look_ahead_tokens_of_sampled_texts(pair: Pair, verifier: Verifier, tmp_path: Path) -> None:
+    requests = make_requests(replace(PARAMS, allowed_token_ids=ALLOWED), ["model"], verifier)
+    both = compare(Pair(pair.target, str(save_pass(tmp_path))), requests)
+    both.check_drafts()
 
 
 def test_a_draft_of_another_tokenizer(tmp_path: Path) -> None:
