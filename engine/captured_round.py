@@ -22,7 +22,7 @@ from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
 from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
-from engine.sampling.adjustments import banned
+from engine.sampling.device_bias import is_biased
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence, scratch_sequence
 from engine.types import DrafterName, SamplingParams
@@ -63,14 +63,12 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
 
 def _obstacle_of(part: Slice, most_new: int) -> str | None:
     """None if the slice feeds one committed token and the drafts of a chain, and draws by nothing but its noise,
-    temperature, filters and penalties. most_new: tokens that a round commits for one sequence at most."""
+    temperature, filters, biases, bans and penalties. most_new: tokens that a round commits for one sequence at most."""
     sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if not part.emits or part.committed != 1 or part.prompt_rows:
         return "a prompt"
     obstacles = {
-        "logit bias": bool(params.logit_bias),
-        "excluded tokens": params.excludes,
-        "a minimum of tokens": bool(banned(sequence, 0)),
+        "a bias that the device does not have": is_biased(params) and sequence.device_bias is None,
         "a text that penalties do not know": params.penalised
         and (text is None or len(sequence.tokens) - text.length > most_new),
         "a tree": part.shape is not None or sequence.tree_depth > 0,
