@@ -17,12 +17,14 @@ from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
 from engine.kernels.verdict import match_verdict
 from engine.models import padded_pass
 from engine.models.attention import Span
+from engine.models.decoder import WatchedStates
+from engine.models.feeds import Feed
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
 from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
-from engine.sampling.adjustments import banned
+from engine.sampling.device_bias import is_biased
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence, scratch_sequence
 from engine.types import DrafterName, SamplingParams
@@ -49,8 +51,6 @@ def can_capture(plan: Plan, target: Runner) -> bool:
 
 def _obstacle(plan: Plan, target: Runner) -> str | None:
     """Why no part of the plan's round can be captured."""
-    if target.reader is not None:
-        return "a head reads the target's states"
     if target.look_ahead is not None:
         return "look-ahead tokens ride in the target's passes"
     if not padded_pass.can_capture(target):
@@ -58,19 +58,21 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
     if len({s.sequence.verifier for s in plan.slices if not s.sequence.coupled}) > 1:
         return "rejection beside block"
     most_new = target.staging.limits.new_tokens
-    return next(filter(None, (_obstacle_of(part, most_new) for part in plan.slices)), None)
+    why = next(filter(None, (_obstacle_of(part, most_new) for part in plan.slices)), None)
+    if why is None and target.reader is not None:
+        feeds = [Feed(part.sequence, 1, part.k) for part in plan.slices]
+        why = None if target.reader.fits(feeds) else "no room for the states that a head reads"
+    return why
 
 
 def _obstacle_of(part: Slice, most_new: int) -> str | None:
     """None if the slice feeds one committed token and the drafts of a chain, and draws by nothing but its noise,
-    temperature, filters and penalties. most_new: tokens that a round commits for one sequence at most."""
+    temperature, filters, biases, bans and penalties. most_new: tokens that a round commits for one sequence at most."""
     sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if not part.emits or part.committed != 1 or part.prompt_rows:
         return "a prompt"
     obstacles = {
-        "logit bias": bool(params.logit_bias),
-        "excluded tokens": params.excludes,
-        "a minimum of tokens": bool(banned(sequence, 0)),
+        "a bias that the device does not have": is_biased(params) and sequence.device_bias is None,
         "a text that penalties do not know": params.penalised
         and (text is None or len(sequence.tokens) - text.length > most_new),
         "a tree": part.shape is not None or sequence.tree_depth > 0,
@@ -121,6 +123,12 @@ class CapturedVerdict:
         self._attention = PagedAttention(self._plan, storage)
         self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])
         self._limits = staging.ints([*ks, *[0] * rest])
+        feeds = [Feed(s, 1, k) for s, k in zip(batch.sequences, ks, strict=True)]
+        self._reader = target.reader if target.reader is not None and target.reader.wants(feeds) else None
+        if self._reader is not None:
+            starts = [span.start for span in spans]
+            staging.note("states", self._reader.number)
+            self._states = self._reader.prepare_padded(feeds, starts, 1 + self._depth, self._size, staging)
         self._rows = [first + j for first in batch.sampler.offsets for j in range(1 + self._depth)]
         coupled = all(s.coupled for s in batch.sequences)
         self._laws = None if coupled else CapturedLaws(batch, ks, self._rows, target)
@@ -163,6 +171,8 @@ class CapturedVerdict:
             self._logq = draft.logq
         key = None if self._key is None else (self._key, draft.law_owner)
         table, overlaps, states = self._target.run_captured(key, self._decide, self._counts)
+        if self._reader is not None:
+            self._reader.keep_padded()
         # Each graph keeps its results, and the logits of some graphs would fill the memory: they are computed again.
         logits = None if states is None else self._target.decoder.logits(states[: count * (1 + self._depth)])
         accepted, tokens, finite = table[:count, :3].unbind(1)
@@ -180,7 +190,11 @@ class CapturedVerdict:
             drafts = drafts.masked_fill(columns >= self._limits.tensor[:, None], NO_TOKEN)  # never accepted
             legal = drafts.clamp(0, self._target.vocab_size - 1)
             tokens = torch.cat([tokens[:, None], legal], 1).flatten()
-        states = decoder.forward(tokens, self._attention)
+        watched = None if self._reader is None else WatchedStates(self._reader.layers)
+        states = decoder.forward(tokens, self._attention, watched)
+        if self._reader is not None and watched is not None:
+            assert watched.table is not None, "the pass kept what it was asked to"
+            self._reader.store(self._states.tensor, watched.table)
         logits, overlaps, table = decoder.logits(states), None, None
         if self._laws is None or not self._laws.is_alone:
             drawn, finite = self._batch.sampler.draw(logits, self._rows, legal)

@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 
 NUMBERS_PER_SEQUENCE = 24  # in a pass: of 64 bits, beside its table of blocks and what each of its rows has
 NUMBERS_PER_ROW = 32  # beside the drafts that a penalised row sees
+BANS_PER_ROW = 16  # of bad words and end tokens; each also has a number for each draft
 EXACT_SEQUENCES = 4  # numbers of sequences that are rounded up to a power of two; beyond, to a multiple of 8
 
 
@@ -25,7 +26,8 @@ class RoundLimits:
             return cls(sequences, drafts)
         models = 1 + max(1, len(config.draft_models))
         width = table_width(ceil(layout.max_len / layout.block_size))
-        of_sequence = width / 2 + NUMBERS_PER_SEQUENCE + (1 + drafts) * (NUMBERS_PER_ROW + drafts)
+        of_row = NUMBERS_PER_ROW + drafts + BANS_PER_ROW * (3 + drafts)
+        of_sequence = width / 2 + NUMBERS_PER_SEQUENCE + (1 + drafts) * of_row
         return cls(sequences, drafts, ceil(models * sequences * of_sequence))
 
     def padded(self, sequences: int) -> int:

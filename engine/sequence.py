@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.translation import DraftText
+from engine.sampling.device_bias import DeviceBias
 from engine.sampling.device_penalties import DeviceText
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.penalties import History
@@ -63,7 +64,8 @@ class Sequence:
     deadline: float | None = None  # monotonic seconds after which it ends with an error
     history: History | None = None  # its token counts, if penalties need them on the CPU; the sampler makes it
     device_text: DeviceText | None = None  # the same on another device
-    exclusions: Exclusions | None = None  # if its request excludes tokens; the sampler makes them
+    device_bias: DeviceBias | None = None  # what its request adds to logits there; the sampler makes it
+    exclusions: Exclusions | None = None  # if its request excludes tokens, on the CPU; the sampler makes them
     draft_text: DraftText | None = None  # its tokens as a draft model with another tokenizer reads them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)
@@ -89,14 +91,14 @@ class Sequence:
     def preempt(self) -> None:
         """Its memory was taken back: it keeps its tokens, and they will be fed again."""
         self._move("preempt")
-        self.device_text = None
+        self.device_text = self.device_bias = None
         self.record.preemptions += 1
         if not self.record.rounds:
             self.prompt_logprobs.clear()
 
     def finish(self, reason: FinishReason) -> None:
         self._move("finish")
-        self.device_text = None
+        self.device_text = self.device_bias = None
         self.finish_reason = reason
 
     def _move(self, event: str) -> None:

@@ -15,14 +15,12 @@ from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
 
-MOST_GAP = 2  # tokens that the first pass reads of a sequence: one after a rejection, two after a full acceptance
-
 
 def can_capture(runner: Runner, batch: DraftBatch, ks: Seq[int]) -> bool:
     """Whether the chains of a round with these ks may come from a captured graph."""
     if not batch.captured or not any(ks) or not padded_pass.can_capture(runner):
         return False
-    return all(runner.uncached(s) <= MOST_GAP for s, k in zip(batch.sequences, ks, strict=True) if k)
+    return all(runner.uncached(s) <= runner.chains.most_gap for s, k in zip(batch.sequences, ks, strict=True) if k)
 
 
 class CapturedChains:
@@ -35,8 +33,10 @@ class CapturedChains:
         self._runner, self._batch, self._ks, self._vocab = runner, batch, tuple(ks), vocab
         self._rest = len(batch.sampler.offsets) - len(ks)  # what fills up the round
         self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
+        self._width = runner.chains.rows(self._gaps)  # rows of each sequence in the first pass
         runner.staging.note("chains", max(ks), vocab)
         self._ids = runner.staging.ints(self._gap_ids())
+        runner.chains.put(batch.sequences, self._gaps, len(batch.sampler.offsets))
         self._attentions = self._put_passes()
         self._columns = [[offset + j for offset in batch.sampler.offsets] for j in range(max(ks))]
         self._rank = rank
@@ -66,6 +66,8 @@ class CapturedChains:
             if k
         }
         tokens = self._runner.run_captured(self._key, self._draw, counts)
+        drafting = [i for i, k in enumerate(self._ks) if k]
+        self._runner.chains.end([self._batch.sequences[i] for i in drafting], [self._ks[i] - 1 for i in drafting])
         with_law = [i for i, s in enumerate(self._batch.sequences) if self._ks[i] and not s.coupled]
         # A copy, because another model's graph may run before the verification.
         return Draft(
@@ -84,9 +86,10 @@ class CapturedChains:
         decoder = self._runner.decoder
         drafts: list[Tensor] = []
         marked: list[Tensor] = []
-        fed, last = self._ids.tensor, slice(max(self._gaps) - 1, None, max(self._gaps))
+        fed, last, carried = self._ids.tensor, slice(self._width - 1, None, self._width), None
         for rows, attention in zip(self._columns, self._attentions, strict=True):
-            logits = decoder.logits(decoder.forward(fed, attention)[last])[:, : self._vocab]
+            states, carried = self._runner.chains.run(fed, attention, last, carried)
+            logits = decoder.logits(states)[:, : self._vocab]
             fed, last = self._draw_column(logits, rows, drafts), slice(None)
             drafts.append(fed)
             marked.append(mark_non_finite(fed[:, None], logits))
@@ -111,8 +114,8 @@ class CapturedChains:
             tokens = self._runner.tokens(sequence)
             # A draft model's vocabulary may be smaller than the target's.
             read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
-            ids += [0] * (max(self._gaps) - gap) + read
-        return ids + [0] * (self._rest * max(self._gaps))
+            ids += [0] * (self._width - gap) + read
+        return ids + [0] * (self._rest * self._width)
 
     def _put_passes(self) -> list[PagedAttention]:
         """The pass over the gaps, then one over each column of drafts but the last."""
@@ -125,7 +128,7 @@ class CapturedChains:
         starts = [0 if handle is None else cache.length(handle) for handle in handles]
         plans = PaddedPlans(slots, storage, self._runner.staging)
         ks, counts = [*self._ks, *[0] * self._rest], [*self._gaps, *[0] * self._rest]
-        rows, put = max(counts), list[PagedAttention]()
+        rows, put = self._width, list[PagedAttention]()
         for column in range(1, max(self._ks) + 1):
             spans = [
                 None if slot is None or not count else Span.at(slot, start, count)

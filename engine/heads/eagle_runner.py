@@ -11,8 +11,10 @@ from torch import Tensor
 from cache.layout import Layout
 from engine.heads.eagle import EagleHead
 from engine.heads.states import TargetStates
+from engine.models.chain_passes import ChainPasses
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.feeds import Feed
+from engine.models.paged_attention import PagedAttention
 from engine.models.pass_attention import PassAttention
 from engine.models.runner import PlannedPass, Runner
 from engine.sequence import Sequence
@@ -39,6 +41,10 @@ class HeadPass:
     @property
     def weight_bytes(self) -> int:
         return self.head.weight_bytes
+
+    @property
+    def can_capture(self) -> bool:
+        return self.head.body.can_capture
 
     def forward(self, ids: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         assert self.states is not None, "the runner sets the states of each pass"
@@ -100,6 +106,7 @@ class HeadRunner(Runner):
         super().__init__(self._pass, layout, staging.device, staging=staging)
         self.states = states
         self._texts: dict[int, _Text] = {}  # by handle
+        self.chains = HeadChains(self, head)
         # What the next rows read is planned before it is computed. g [n, hidden] of rows …
         self._tree_rows = _Rows(())
         self._outputs: Tensor | None = None  # … of the last committed tokens, and of the trees' nodes behind them
@@ -120,7 +127,7 @@ class HeadRunner(Runner):
         handle, known = sequence.handle, self.states.positions(sequence.handle)
         if known.stop < len(sequence.tokens) - 1 or not known:
             return False
-        if self.cache.holds(handle) and known.start > self._next_position(sequence):
+        if self.cache.holds(handle) and known.start > self.next_position(sequence):
             self.release(sequence)
         return True
 
@@ -153,7 +160,7 @@ class HeadRunner(Runner):
         assert self._texts.keys() <= live, f"texts of ended sequences are held: {sorted(self._texts.keys() - live)}"
 
     def imagine_inputs(self, sequence: Sequence) -> None:
-        start, stop = self._next_position(sequence), len(sequence.tokens) - 1
+        start, stop = self.next_position(sequence), len(sequence.tokens) - 1
         width = self._pass.head.state_width
         zeros = torch.zeros(stop - start, width, dtype=self._pass.dtype, device=self.device)
         self.states.drop(sequence.handle)
@@ -167,7 +174,7 @@ class HeadRunner(Runner):
             return replace(planned, state_rows=self._put(self._parents_of(feeds)))
         rows: list[int] = []
         for feed in feeds:
-            first = self._next_position(feed.sequence)
+            first = self.next_position(feed.sequence)
             rows += self.states.row_numbers(feed.sequence.handle, first, first + feed.committed)
         ends = [end - 1 for end in accumulate(feed.committed for feed in feeds)]
         self._tree_rows, self._chain_rows = _Rows(planned.handles), _Rows(planned.handles)
@@ -191,7 +198,7 @@ class HeadRunner(Runner):
             return logits
         self._outputs = self._steps = _take(carried, planned.last_rows)
         for feed in feeds:
-            self.states.skip(feed.sequence.handle, self._next_position(feed.sequence))
+            self.states.skip(feed.sequence.handle, self.next_position(feed.sequence))
         return logits
 
     def prepare_step(self, sequences: Seq[Sequence], ahead: Seq[int] = ()) -> PlannedPass:
@@ -213,7 +220,7 @@ class HeadRunner(Runner):
             text.tokens += new
         return text
 
-    def _next_position(self, sequence: Sequence) -> int:
+    def next_position(self, sequence: Sequence) -> int:
         """The position whose state the head reads next."""
         return self._text(sequence).offset + self.cache.length(sequence.handle)
 
@@ -232,6 +239,44 @@ class HeadRunner(Runner):
 
     def _put(self, rows: Seq[int] | None) -> Staged | None:
         return None if rows is None else self.staging.ints(rows)
+
+
+class HeadChains(ChainPasses):
+    """The first pass of a head's captured chain reads all tokens that a round committed with the target's states, the
+    others a draft with the output of the pass before."""
+
+    def __init__(self, runner: HeadRunner, head: EagleHead) -> None:
+        self._runner, self._head = runner, head
+        self._states = runner.staging.ints(())  # rows of the target's states that the first pass reads
+
+    @property
+    def most_gap(self) -> int:
+        return self._runner.staging.limits.new_tokens
+
+    def rows(self, gaps: Seq[int]) -> int:
+        return self.most_gap
+
+    def put(self, sequences: Seq[Sequence], gaps: Seq[int], size: int) -> None:
+        states, rows = self._runner.states, list[int]()
+        for sequence, gap in zip(sequences, gaps, strict=True):
+            rows += [states.unread] * (self.most_gap - gap)
+            if gap:
+                first = self._runner.next_position(sequence)
+                rows += states.row_numbers(sequence.handle, first, first + gap)
+        rows += [states.unread] * (self.most_gap * size - len(rows))
+        self._states = self._runner.staging.ints(rows)
+
+    def run(
+        self, ids: Tensor, attention: PagedAttention, rows: slice, before: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        head = self._head
+        states = head.project(self._runner.states.take(self._states.tensor)) if before is None else before
+        hidden = head.forward(ids, states, attention)[rows]
+        return hidden, head.carry(hidden)
+
+    def end(self, sequences: Seq[Sequence], fed: Seq[int]) -> None:
+        for sequence, drafts in zip(sequences, fed, strict=True):
+            self._runner.states.skip(sequence.handle, self._runner.next_position(sequence) - drafts)
 
 
 def _take(table: Tensor | None, rows: Staged | None) -> Tensor:

@@ -1,5 +1,6 @@
 """The target's hidden states that a head has not read yet (the reader of the target's Runner)."""
 
+import itertools
 import logging
 from collections.abc import Sequence as Seq
 from collections.abc import Set
@@ -15,6 +16,8 @@ from engine.staging import Staged, Staging
 from engine.types import DrafterName
 
 log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class _Planned:
 
     served: tuple[tuple[int, int, int], ...]  # the pass: see TargetStates._name
     rows: list[int]
-    targets: Staged  # the same rows, on their way to the device
+    targets: Staged  # the same rows, on their way to the device; of a captured pass those of its other rows too
     sources: Staged | None  # the rows of the pass that go there; None: all
 
 
@@ -56,10 +59,11 @@ class TargetStates:
 
     def __init__(self, layers: tuple[int, ...], drafters: Set[DrafterName], max_rows: int) -> None:
         """drafters: the drafters that ask the head; sequences of others keep nothing."""
+        self.number = next(_numbers)
         self._layers = layers
         self._drafters = drafters
         self._max_rows = max_rows
-        self._table: Tensor | None = None  # [max_rows, width], made by the first pass
+        self._table: Tensor | None = None  # [max_rows + 1, width], made by the first pass; nobody reads the last row
         self._held: dict[int, _Held] = {}  # by handle
         self._free = _all_free(max_rows)  # rows of the table; the last one is taken next
         self._planned: _Planned | None = None
@@ -108,6 +112,35 @@ class TargetStates:
                 self._copy(rows, None if list(found.values()) == list(range(len(states))) else sources, states)
         except Exception:
             self._lose_all()
+
+    def fits(self, feeds: Seq[Feed]) -> bool:
+        self._drop_plan()
+        return sum(feed.count for feed in feeds if self._serves(feed.sequence)) <= len(self._free)
+
+    def prepare_padded(self, feeds: Seq[Feed], starts: Seq[int], rows: int, sequences: int, staging: Staging) -> Staged:
+        """As StateReader.prepare_padded. States that nobody wants go to the last row of the table."""
+        self._drop_plan()
+        targets, taken = [self._max_rows] * (rows * sequences), list[int]()
+        for i, feed in enumerate(feeds):
+            if self._serves(feed.sequence):
+                new = self._take_free(feed.count)
+                targets[i * rows : i * rows + feed.count] = new
+                taken += new
+        self._planned = _Planned(self._name(feeds, starts), taken, staging.ints(targets), None)
+        return self._planned.targets
+
+    @torch.inference_mode()
+    def store(self, targets: Tensor, states: Tensor) -> None:
+        self._copy(targets, None, states)
+
+    def keep_padded(self) -> None:
+        assert self._planned is not None, "a captured pass was prepared"
+        self._keep(self._planned)
+
+    @property
+    def unread(self) -> int:
+        """A row of the table for rows of a pass that mean nothing."""
+        return self._max_rows
 
     def _lose_all(self) -> None:
         """Forget all states: an exception has left them in an unknown state."""
@@ -240,7 +273,7 @@ class TargetStates:
     def _copy(self, rows: Tensor, sources: Tensor | None, states: Tensor) -> None:
         """Copy rows `sources` of a pass to rows `rows` of the table. None: all rows of the pass."""
         if self._table is None:
-            self._table = states.new_empty(self._max_rows, states.shape[1])
+            self._table = states.new_empty(self._max_rows + 1, states.shape[1])
         self._table.index_copy_(0, rows, states if sources is None else states[sources])
 
     def _give_back(self, rows: list[int]) -> None:

@@ -172,6 +172,10 @@ class AdaptedModel:
         return head
 
     @property
+    def can_capture(self) -> bool:
+        return False
+
+    @property
     def weight_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
 

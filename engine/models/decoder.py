@@ -69,6 +69,11 @@ class LanguageModel(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def weight_bytes(self) -> int: ...
+    @property
+    def can_capture(self) -> bool:
+        """Whether passes do nothing but work of the device, apart from experts, which are chosen on the host."""
+        ...
+
     def forward(self, ids: Tensor, attention: PassAttention, watched: "WatchedStates | None" = None) -> Tensor:
         """States [N, hidden] of N packed tokens, ids [N] int64. `watched` keeps copies of those of its layers."""
         ...
@@ -141,6 +146,10 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    @property
+    def can_capture(self) -> bool:
+        return True
 
     @property
     def weight_bytes(self) -> int:

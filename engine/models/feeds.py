@@ -63,6 +63,8 @@ class StateReader(Protocol):
     """What reads a target's hidden states after its passes, for a head that drafts from them. Its methods do not raise:
     a head costs drafts and nothing else (R9)."""
 
+    number: int  # no other reader of the process has it
+
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers whose states it reads, numbered as in WatchedStates."""
@@ -79,4 +81,21 @@ class StateReader(Protocol):
     def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
         """Take the states [N, len(layers) · hidden] of a pass. The i-th feed's rows belong to the positions from
         starts[i] on. Rows of drafts are among them; the verdict comes later."""
+        ...
+
+    def fits(self, feeds: Seq[Feed]) -> bool:
+        """Whether it has room for all states of a captured pass over these feeds."""
+        ...
+
+    def prepare_padded(self, feeds: Seq[Feed], starts: Seq[int], rows: int, sequences: int, staging: Staging) -> Staged:
+        """As prepare, for a captured pass with `rows` rows of each of so many sequences, of which the feeds are the
+        first. Returns where the states of all these rows go."""
+        ...
+
+    def store(self, targets: Tensor, states: Tensor) -> None:
+        """Copy the states of a captured pass there. A part of the region of a graph."""
+        ...
+
+    def keep_padded(self) -> None:
+        """The captured pass that was prepared is asked for: its states belong to their sequences."""
         ...

@@ -10,7 +10,6 @@ from itertools import repeat
 from cache.gathered import GatheredStorage
 from engine.kernels.paged_rows import max_split_rows
 from engine.models.attention import Span
-from engine.models.decoder import Decoder
 from engine.models.paged_attention import PagedPlan
 from engine.models.runner import Runner
 from engine.round_limits import table_width
@@ -19,9 +18,8 @@ from engine.staging import Staged, Staging
 
 def can_capture(runner: Runner) -> bool:
     """Whether passes of the runner's model may be captured. What chooses experts waits for the device."""
-    decoder, graphs = runner.decoder, runner.staging.graphs
-    known = isinstance(decoder, Decoder) and decoder.config.traits.experts is None
-    return known and graphs is not None and isinstance(runner.storage, GatheredStorage)
+    known = runner.decoder.can_capture and runner.decoder.config.traits.experts is None
+    return known and runner.staging.graphs is not None and isinstance(runner.storage, GatheredStorage)
 
 
 class PaddedPlans:

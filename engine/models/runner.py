@@ -16,6 +16,7 @@ from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, plan_attention
+from engine.models.chain_passes import ChainPasses
 from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
 from engine.models.feeds import Feed, StateReader, insert_drafts, ragged
 from engine.models.look_ahead import LookAhead, LookAheadRows
@@ -82,6 +83,7 @@ class Runner:
         self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
         self._reads_blocks = device.type != "cpu" and isinstance(self.storage, GatheredStorage)
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
+        self.chains = ChainPasses(decoder)
         self.reader: StateReader | None = None
         self.look_ahead: LookAhead | None = None
         self._prompt_states: Tensor | None = None  # [Σ prompt_rows, hidden] of the latest pass

@@ -1,4 +1,5 @@
-"""The first part of the one transform (R4): what changes single logits before temperature and filters.
+"""The first part of the one transform (R4): what changes single logits before temperature and filters, on the CPU.
+device_adjustments.py has that of another device.
 
 In transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no token that the
 request excludes (exclusions.py), no end tokens before min_tokens.
@@ -10,11 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.sampling.device_penalties import DevicePenalties, DeviceText, TextTable
 from engine.sampling.exclusions import Exclusions
-from engine.sampling.penalties import Bias, History, PenaltyRows
+from engine.sampling.penalties import History, PenaltyRows, add_bias
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers, Staged
+from engine.staging import RoundNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +43,7 @@ class Adjustments:
         early = [(row, i, ahead) for row, (i, ahead) in enumerate(rows.places) if params[row].min_tokens]
         self._banned = {row: ids for row, i, ahead in early if (ids := banned(sequences[i], ahead))}
         self._exclusions = {i: self._excluded(s) for i, s in enumerate(sequences) if s.params.excludes}
-        self._histories: list[History | None] = []
-        self._texts: list[DeviceText | None] = []
-        if self._penalised and numbers.staging.deferred:
-            self._table = TextTable.of(numbers.staging, vocab_size)
-            self._texts = [self._text(s) for s in sequences]
-            self._table.put(len(sequences))
-        elif self._penalised:
-            self._histories = [self._history(s) for s in sequences]
-
-    def take_in_texts(self) -> None:
-        """Record all that was put of penalised texts."""
-        if self._texts:
-            self._table.take_in()
-
-    def touches(self, rows: Seq[int]) -> bool:
-        """Whether any of the rows may be adjusted."""
-        parts = self._biased, self._penalised, self._banned
-        return bool(self._exclusions) or any(row in part for part in parts if part for row in rows)
-
-    def prepare(self, rows: Seq[int]) -> None:
-        """Put what these rows need on its way to the device. Exclusions send their own."""
-        if self._biased and (picked := [row for row in rows if row in self._biased]):
-            self._bias(picked)
-        if any(row in self._penalised for row in rows):
-            self._device_penalties(rows)
-        if self._banned:
-            self._bans(rows, self._vocab_size)
-        picked = [n for n, row in enumerate(rows) if row in self._biased]
-        if picked and len(picked) < len(rows):
-            self._numbers.index(picked)
+        self._histories = [self._history(s) for s in sequences] if self._penalised else []
 
     def apply(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
         """Logits [len(rows), vocab'] of these rows, adjusted; `logits` is not changed.
@@ -81,40 +52,23 @@ class Adjustments:
         None if no row sees any.
         """
         if self._biased and (picked := [n for n, row in enumerate(rows) if row in self._biased]):
-            bias = self._bias([rows[n] for n in picked])
-            logits = put(logits, picked, bias.apply(take(logits, picked, self._numbers)), self._numbers)
+            params = [self._sequences[self._rows.places[rows[n]][0]].params for n in picked]
+            logits = put(logits, picked, add_bias(take(logits, picked, self._numbers), params), self._numbers)
         if self._penalised and (picked := [n for n, row in enumerate(rows) if row in self._penalised]):
-            logits = self._penalised_rows(logits, rows, picked, drafts)
+            penalised = self._penalties([rows[n] for n in picked]).apply(take(logits, picked, self._numbers), drafts)
+            logits = put(logits, picked, penalised, self._numbers)
         if self._exclusions:
             logits = self._without_excluded(logits, rows, drafts)
-        if self._banned and (bans := self._bans(rows, logits.shape[-1])) is not None:
-            row, token = bans.tensor.view(-1, 2).unbind(1)
+        if self._banned and (pairs := self._bans(rows, logits.shape[-1])):
+            row, token = torch.tensor(pairs).unbind(1)
             logits = logits.index_put((row, token), logits.new_full((), -torch.inf))
         return logits
-
-    def _bias(self, rows: Seq[int]) -> Bias:
-        params = [self._sequences[self._rows.places[row][0]].params for row in rows]
-        return Bias(params, self._numbers, tuple(rows))
-
-    def _penalised_rows(self, logits: Tensor, rows: Seq[int], picked: Seq[int], drafts: Tensor | None) -> Tensor:
-        """The logits of all these rows. picked: places in `rows` of those that have penalties."""
-        if self._texts:
-            return self._device_penalties(rows).apply(logits, drafts)
-        penalties = self._penalties([rows[n] for n in picked])
-        return put(logits, picked, penalties.apply(take(logits, picked, self._numbers), drafts), self._numbers)
 
     def _penalties(self, rows: Seq[int]) -> PenaltyRows:
         owners = [self._rows.places[row][0] for row in rows]
         histories = [h for h in (self._histories[i] for i in owners) if h is not None]
         seen = [(n, i, j) for n, i in enumerate(owners) for j in self._rows.seen(rows[n])]
         return PenaltyRows(histories, seen, self._numbers, tuple(rows))
-
-    def _device_penalties(self, rows: Seq[int]) -> DevicePenalties:
-        owners = [self._rows.places[row][0] for row in rows]
-        texts = [self._texts[i] for i in owners]
-        params = [self._sequences[i].params for i in owners]
-        places = [(i, self._rows.seen(row)) for i, row in zip(owners, rows, strict=True)]
-        return DevicePenalties(self._table, texts, params, places, self._numbers, tuple(rows))
 
     def _history(self, sequence: Sequence) -> History | None:
         """The sequence's token counts, up to its end; made in its first round. None if it has no penalties."""
@@ -125,20 +79,10 @@ class Adjustments:
         sequence.history.sync(sequence.tokens)
         return sequence.history
 
-    def _text(self, sequence: Sequence) -> DeviceText | None:
-        """As _history(), on another device than the CPU."""
-        if not sequence.params.penalised:
-            return None
-        text = sequence.device_text
-        if text is None or text.table is not self._table:
-            text = sequence.device_text = self._table.start(sequence.num_prompt)
-        text.sync(sequence.tokens)
-        return text
-
     def _excluded(self, sequence: Sequence) -> Exclusions:
         """The sequence's exclusions, up to its end; made in its first round."""
         if sequence.exclusions is None:
-            sequence.exclusions = Exclusions(sequence.params, self._vocab_size, self._numbers.staging.device)
+            sequence.exclusions = Exclusions(sequence.params, self._vocab_size)
         return sequence.exclusions
 
     def _without_excluded(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None) -> Tensor:
@@ -153,12 +97,9 @@ class Adjustments:
             logits[index] = exclusions.apply(logits[index], tail, None if drafts is None else drafts[i], columns)
         return logits
 
-    def _bans(self, rows: Seq[int], vocab: int) -> Staged | None:
-        """(row, token) pairs [2 · n] that must not be drawn, for `apply` of these rows; None: there are none."""
-        pairs = [(n, t) for n, row in enumerate(rows) for t in self._banned.get(row, ()) if t < vocab]
-        if not pairs:
-            return None
-        return self._numbers.ints(("bans", tuple(rows), vocab), lambda: [x for pair in pairs for x in pair])
+    def _bans(self, rows: Seq[int], vocab: int) -> list[tuple[int, int]]:
+        """(row, token) pairs that must not be drawn, for `apply` of these rows."""
+        return [(n, t) for n, row in enumerate(rows) for t in self._banned.get(row, ()) if t < vocab]
 
 
 def banned(sequence: Sequence, ahead: int) -> tuple[int, ...]:

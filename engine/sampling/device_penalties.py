@@ -1,12 +1,12 @@
 """Penalties on another device than the CPU: a table of all penalised texts stays there; one operation applies it."""
 
 from collections.abc import Sequence as Seq
-from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from engine.kernels.penalise import NO_COLUMN, NO_ROW, penalise, record_texts
+from engine.sampling.row_table import RowTable
 from engine.staging import RoundNumbers, Staged, Staging
 from engine.types import SamplingParams
 
@@ -14,16 +14,13 @@ from engine.types import SamplingParams
 class TextTable:
     """How often each token is in the text of each penalised sequence, [texts, vocab] on the device (record_texts).
 
-    A text has a row from its first round on, until it is collected. Only running sequences have texts, so the table is
-    made for as many as an engine runs (RoundLimits), and it grows only where nobody has said how many these are. Tokens
-    are put on their way once per round and taken in when the table is read.
+    A text has a row from its first round on, until it is collected. Row 0 takes what belongs to none. Tokens are put on
+    their way once per round and taken in when the table is read.
     """
 
     def __init__(self, staging: Staging, vocab_size: int) -> None:
         self._staging = staging
-        self._uses = torch.zeros(0, vocab_size, dtype=torch.int32, device=staging.device)
-        self._num_rows = 1  # that were ever given to a text, and row 0, which takes what belongs to none
-        self._free: list[int] = []
+        self._rows = RowTable(staging, vocab_size, torch.int32)
         # What is not recorded yet: rows of new texts, and tokens. It is put again in each round until it is.
         self._started: list[int] = []
         self._new: list[tuple[int, int, int]] = []
@@ -36,15 +33,12 @@ class TextTable:
 
     def start(self, num_prompt: int) -> "DeviceText":
         """A new, empty text. Its row is free again once the text is collected."""
-        if not self._free:
-            self._free.append(self._num_rows)
-            self._num_rows += 1
-        row = self._free.pop()
+        row = self._rows.take_row()
         self._new = [entry for entry in self._new if entry[0] != row]  # of the text that had the row before
         self._started.append(row)
         self._waiting = None, None
         text = DeviceText(self, row, num_prompt)
-        finalize(text, self._free.append, row).atexit = False
+        self._rows.free_with(text, row)
         return text
 
     def add(self, row: int, tokens: Seq[int], num_prompt: int) -> None:
@@ -57,7 +51,7 @@ class TextTable:
         tokens are put as these may have committed since the last round: those of no text fill up."""
         new = self._new
         if self._staging.fixed:
-            self._staging.note("texts", len(self._grown()))
+            self._staging.note("texts", len(self._rows.values))
             new = [*new, *[(0, 0, 0)] * (sequences * self._staging.limits.new_tokens - len(new))]
         cleared = self._staging.ints(self._started) if self._started else None
         tokens = self._staging.ints([x for column in zip(*new, strict=True) for x in column]) if new else None
@@ -66,9 +60,8 @@ class TextTable:
     @property
     def uses(self) -> Tensor:
         """[≥ texts, vocab] int32, with all that was put on its way. What raises is put again in the next round."""
-        self._grown()
         self.take_in()
-        return self._uses
+        return self._rows.values
 
     def take_in(self) -> None:
         """Record all that was put on its way."""
@@ -76,19 +69,10 @@ class TextTable:
         if cleared is None and tokens is None:
             return
         if cleared is not None:
-            self._grown().index_fill_(0, cleared.tensor, 0)
+            self._rows.values.index_fill_(0, cleared.tensor, 0)
         if tokens is not None:
-            record_texts(self._grown(), tokens.tensor)
+            record_texts(self._rows.values, tokens.tensor)
         self._started, self._new, self._waiting = [], [], (None, None)
-
-    def _grown(self) -> Tensor:
-        """The table, with a row for each text."""
-        if len(self._uses) < self._num_rows:
-            most = 1 + self._staging.limits.sequences
-            grown = self._uses.new_zeros(max(self._num_rows, 2 * len(self._uses), most), self._uses.shape[1])
-            grown[: len(self._uses)] = self._uses
-            self._uses = grown
-        return self._uses
 
 
 class DeviceText:

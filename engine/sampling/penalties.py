@@ -1,7 +1,7 @@
 """Bias and penalties: the first part of the one transform (R4).
 
-In transformers' order: logit_bias, repetition penalty, then frequency and presence penalty as OpenAI defines them. Here
-are the penalties on the CPU, which touch the tokens of a row's text only; device_penalties.py has those of a device.
+In transformers' order: logit_bias, repetition penalty, then frequency and presence penalty as OpenAI defines them. On a
+CPU they touch the tokens of a row's text only; device_bias.py and device_penalties.py are for other devices.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
-from engine.staging import RoundNumbers, Staged
+from engine.staging import RoundNumbers
 from engine.types import SamplingParams
 
 
@@ -44,31 +44,15 @@ class History:
             self.counts.index_add_(0, new[prompt:], torch.ones(len(new[prompt:])))
 
 
-class Bias:
-    """The logit_bias of A rows."""
-
-    def __init__(self, params: Seq[SamplingParams], numbers: RoundNumbers, name: tuple[int, ...]) -> None:
-        """name: of these rows in the round."""
-        self._entries = [(row, t, value) for row, p in enumerate(params) for t, value in p.logit_bias]
-        self._numbers, self._name = numbers, name
-        self._put(self._entries, None)
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Logits [A, vocab'] plus the bias; vocab' may be a draft model's smaller vocabulary."""
-        vocab = logits.shape[-1]
-        known, cut = [entry for entry in self._entries if entry[1] < vocab], None
-        if len(known) < len(self._entries):
-            cut = vocab
-        if not known:
-            return logits
-        index, values = self._put(known, cut)
-        rows, ids = index.tensor.view(2, -1).unbind(0)
-        return logits.index_put((rows, ids), values.tensor.to(logits.dtype), accumulate=True)
-
-    def _put(self, entries: Seq[tuple[int, int, float]], vocab: int | None) -> tuple[Staged, Staged]:
-        name = self._name, vocab
-        index = self._numbers.ints(("biased", *name), lambda: [e[0] for e in entries] + [e[1] for e in entries])
-        return index, self._numbers.floats(("bias", *name), lambda: [e[2] for e in entries])
+def add_bias(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
+    """Logits [A, vocab'] plus the logit_bias of each row, which has 32 bits on every device; vocab' may be a draft
+    model's smaller vocabulary."""
+    entries = [(n, t, value) for n, p in enumerate(params) for t, value in p.logit_bias if t < logits.shape[-1]]
+    if not entries:
+        return logits
+    rows, ids, values = zip(*entries, strict=True)
+    index = torch.tensor(rows), torch.tensor(ids)
+    return logits.index_put(index, torch.tensor(values).to(logits.dtype), accumulate=True)
 
 
 class PenaltyRows:

@@ -9,8 +9,8 @@ node's path and gives the token after them. All rows of one depth share the nois
 round walks along one path, so it uses the noise of a depth for one row only, and the drafts and coins of smaller depths
 alone decide for which.
 
-The transform, in transformers' order: what changes single logits (adjustments.py), temperature, top-k, top-p, min-p
-(filters.py).
+The transform, in transformers' order: what changes single logits (adjustments.py, device_adjustments.py), temperature,
+top-k, top-p, min-p (filters.py).
 
 On another device than the CPU, what draws need is put ahead by the prepare… methods, so that a round sends it in one
 copy (staging.py).
@@ -28,6 +28,7 @@ from cache.transfer import index_tensor
 from engine.kernels.laws import log_law, log_law_reference
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
 from engine.sampling.candidates import NO_TOKENS, CutRows
+from engine.sampling.device_adjustments import DeviceAdjustments
 from engine.sampling.device_draws import DeviceFilters, DeviceRace
 from engine.sampling.filters import (
     Filters,
@@ -73,7 +74,6 @@ class Sampler:
         """staging: what takes numbers to the device; None: one of its own."""
         self.device = device
         self.numbers = RoundNumbers(Staging(device) if staging is None else staging)
-        self._on_device = self.numbers.staging.deferred
         self._sequences = sequences
         self._vocab_size = vocab_size
         self.offsets = tuple(accumulate((k + 1 for k in ks), initial=0))[:-1]
@@ -88,21 +88,26 @@ class Sampler:
         truncating = {i for i, s in enumerate(sequences) if truncates(s.params)}
         truncated_rows = [row for row, (i, _) in enumerate(places) if i in truncating] if truncating else []
         self._filter_row = {row: n for n, row in enumerate(truncated_rows)}
-        self._filters = (
-            Filters.make([params[row] for row in truncated_rows], vocab_size, device)
-            if truncated_rows and not self._on_device
-            else None
-        )
-        self._adjustments = Adjustments(sequences, self._rows, vocab_size, self.numbers)
+        self._filters: Filters | None = None
+        if truncated_rows and not self.numbers.staging.deferred:
+            self._filters = Filters.make([params[row] for row in truncated_rows], vocab_size, device)
+        self._adjust()
 
     @property
     def adjusts(self) -> bool:
-        """Whether any row of the round is adjusted, and so sees the drafts before it."""
-        return self._adjustments.touches(range(len(self._params)))
+        """Whether any row of the round is adjusted on the device, and so sees the drafts before it."""
+        return self._on_device is not None and self._on_device.touches(range(len(self._params)))
 
     def take_in_texts(self) -> None:
-        """Record what was committed since the last round, outside of what is captured."""
-        self._adjustments.take_in_texts()
+        """Record what is new of texts and biases on the device, outside of what is captured."""
+        if self._on_device:
+            self._on_device.take_in()
+
+    def _adjust(self) -> None:
+        """Make what adjusts the rows, on the device or on the CPU."""
+        kind = DeviceAdjustments if self.numbers.staging.deferred else Adjustments
+        self._adjustments = adjustments = kind(self._sequences, self._rows, self._vocab_size, self.numbers)
+        self._on_device = adjustments if isinstance(adjustments, DeviceAdjustments) else None
 
     def on_trees(self, trees: Mapping[int, Parents], like: "Sampler | None" = None) -> "Sampler":
         """The same round's sampler, with the same noise, for drafts that are trees. Other sequences keep their chains.
@@ -118,7 +123,7 @@ class Sampler:
             for node in range(len(parents)):
                 row, columns = self.offsets[i] + 1 + node, path(parents, node)
                 rows.places[row], rows.paths[row] = (i, len(columns)), columns
-        other._adjustments = Adjustments(self._sequences, rows, self._vocab_size, other.numbers)
+        other._adjust()
         if other._race is None:
             other._race_row = {place: n for n, place in enumerate(dict.fromkeys(rows.places[r] for r in self._noisy))}
         self._latest = dict(trees), other
@@ -128,7 +133,7 @@ class Sampler:
         """Put what draws for these rows need on its way to the device, with all else that waits. Without it the first
         draw does, in a copy of its own."""
         if self._on_device:
-            self._adjustments.prepare(rows)
+            self._on_device.prepare(rows)
             self._device_filters(rows)
             self._race_numbers(rows)
 
@@ -169,7 +174,7 @@ class Sampler:
         drafts [B, ≥ what the rows see]: the round's drafts so far; None if no row sees any. `logits` is not changed. On
         the CPU scores are in fp32 or fp64. The operations of other devices also take scores in 16 bits.
         """
-        if self._on_device and not self._adjustments.touches(rows):
+        if self._on_device and not self._on_device.touches(rows):
             return self._device_filters(rows).cut(logits)
         return self._filtered(self._before_filters(logits, rows, drafts), rows)
 
@@ -253,7 +258,7 @@ class Sampler:
         """(keys, positions, temperatures, which are 1) of draws from the drafts' own laws."""
         places, name = [self._rows.places[row] for row in rows], (rank, tuple(rows))
         return (
-            self._staged_keys(sibling_stream(DRAFT_STREAM, rank), [i for i, _ in places]),
+            self._keys(sibling_stream(DRAFT_STREAM, rank), [i for i, _ in places]),
             self.numbers.ints(("drafts", *name), lambda: [len(self._sequences[i].tokens) + j for i, j in places]),
             self._ones(len(places)),
         )
@@ -294,21 +299,21 @@ class Sampler:
         """The recovered or bonus tokens [N] of these sequences, drawn from log-weights [N, vocab] (stream 3) at `ahead`
         [N] positions past their committed text."""
         ones = self._ones(len(indices))
-        keys, positions = self._keys(RESIDUAL_STREAM, indices), self._ends(indices) + ahead
+        keys, positions = self._keys(RESIDUAL_STREAM, indices).tensor, self._ends(indices).tensor + ahead
         return self._race_with(keys, positions, ones.tensor, weights.shape[1]).run(weights, range(len(indices)))
 
     def prepare_emit(self, indices: Seq[int]) -> None:
         """As prepare(), for coins() and emit()."""
         if self._on_device:
-            self._staged_keys(RESIDUAL_STREAM, indices)
-            self._staged_keys(COIN_STREAM, indices)
-            self._staged_ends(indices)
+            self._keys(RESIDUAL_STREAM, indices)
+            self._keys(COIN_STREAM, indices)
+            self._ends(indices)
             self._ones(len(indices))
 
     def prepare_laws(self, rows: Seq[int]) -> None:
         """As prepare(), for laws()."""
         if self._on_device:
-            self._adjustments.prepare(rows)
+            self._on_device.prepare(rows)
             self._device_filters(rows)
             self._staged_temperatures(rows)
 
@@ -324,12 +329,12 @@ class Sampler:
 
     def coin_numbers(self, indices: Seq[int]) -> tuple[Tensor, Tensor]:
         """(keys, positions of the first coins) [N] that coins() are made of."""
-        return self._keys(COIN_STREAM, indices), self._ends(indices)
+        return self._keys(COIN_STREAM, indices).tensor, self._ends(indices).tensor
 
     def coins(self, indices: Seq[int], depth: int) -> Tensor:
         """Uniform numbers [N, depth] in [0, 1), fp64, that decide about the drafts of these sequences."""
-        positions = self._ends(indices)[:, None] + torch.arange(depth, device=self.device)
-        return uniforms(self._keys(COIN_STREAM, indices)[:, None], positions)
+        positions = self._ends(indices).tensor[:, None] + torch.arange(depth, device=self.device)
+        return uniforms(self._keys(COIN_STREAM, indices).tensor[:, None], positions)
 
     def tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> Tensor:
         """As coins(), [N, largest number of nodes] for the nodes of these trees. A node's position and rank give its
@@ -362,11 +367,9 @@ class Sampler:
 
         return self.numbers.ints(("coins", tuple(indices), tuple(trees)), keys_and_positions)
 
-    def _keys(self, stream: int, indices: Seq[int]) -> Tensor:
+    def _keys(self, stream: int, indices: Seq[int]) -> Staged:
         """Keys [N] of a stream. All but the target's stream have new keys in every round (R5)."""
-        return self._staged_keys(stream, indices).tensor
 
-    def _staged_keys(self, stream: int, indices: Seq[int]) -> Staged:
         def keys() -> list[int]:
             by_sequence = {i: _key(self._sequences[i], stream, stream != TARGET_STREAM) for i in set(indices)}
             return [by_sequence[i] for i in indices]
@@ -375,16 +378,13 @@ class Sampler:
 
     def _make_race(self, places: Seq[tuple[int, int]]) -> GumbelRace:
         """The race of (sequence, number of drafts that are seen) pairs."""
-        keys = self._keys(TARGET_STREAM, [i for i, _ in places])
+        keys = self._keys(TARGET_STREAM, [i for i, _ in places]).tensor
         positions = [len(self._sequences[i].tokens) + ahead for i, ahead in places]
         temperatures = [self._sequences[i].params.temperature for i, _ in places]
         column = torch.tensor(temperatures, dtype=torch.float64, device=self.device)
         return GumbelRace(keys, index_tensor(positions, self.device), column, self._vocab_size)
 
-    def _ends(self, indices: Seq[int]) -> Tensor:
-        return self._staged_ends(indices).tensor
-
-    def _staged_ends(self, indices: Seq[int]) -> Staged:
+    def _ends(self, indices: Seq[int]) -> Staged:
         return self.numbers.ints(("ends", tuple(indices)), lambda: [len(self._sequences[i].tokens) for i in indices])
 
     def _staged_temperatures(self, rows: Seq[int]) -> Staged:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.heads.states import TargetStates
 from engine.models.adapter import ReplacedBase, States
 from engine.models.decoder import WatchedStates
-from engine.models.feeds import Feed
+from engine.models.feeds import Feed, StateReader
 from engine.models.loader import load_model, open_checkpoint
 from engine.models.runner import Runner
 from engine.sequence import Sequence
@@ -75,7 +75,7 @@ class Passes:
         self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
         self._known: dict[tuple[int, ...], Tensor] = {}
         self.recorder = Recorder(self.layers, self.hidden)
-        self.runner.reader = self.recorder
+        self.runner.reader = cast(StateReader, self.recorder)  # nothing is captured
         self.sequences = [make_sequence(n, [(7 * n + 5 * i) % VOCAB for i in range(40)]) for n in range(3)]
 
     def hidden(self, text: list[int]) -> Tensor:

@@ -52,6 +52,10 @@ class TableDecoder:
         return self.table.dtype
 
     @property
+    def can_capture(self) -> bool:
+        return False
+
+    @property
     def weight_bytes(self) -> int:
         return self.table.nbytes
 

@@ -43,7 +43,7 @@ def drawn_apart(params: Seq[SamplingParams], vocab: int, *, drafting: bool = Fal
     drawn, finite = sampler.draw(logits, range(len(params)), drafting=drafting)
     chosen = filters.Filters.make(params, vocab, CPU)
     scores = logits.masked_fill(filters.removed(logits, chosen), -inf)
-    keys = sampler._keys(0, range(len(params)))
+    keys = sampler._keys(0, range(len(params))).tensor
     noise = gumbel_noise(keys, torch.ones(len(params), dtype=torch.int64), vocab) * chosen.temperature[:, None]
     expected = torch.from_numpy((noise + scores).numpy().argmax(1))
     is_finite = scores.gather(1, expected[:, None])[:, 0].abs() < inf

@@ -67,7 +67,7 @@ def test_every_row_excludes_what_the_definition_says(seed: int) -> None:
 
 def test_a_draft_models_smaller_vocabulary() -> None:
     params = SamplingParams(bad_word_ids=((1, 7), (1, 2), (6,), (3,)), allowed_token_ids=(0, 2, 3, 4, 6, 7))
-    exclusions = Exclusions(params, VOCAB, CPU)
+    exclusions = Exclusions(params, VOCAB)
     scores = exclusions.apply(torch.zeros(1, 5), [1], None, [()])
     assert scores.isinf()[0].tolist() == [False, True, True, True, False]
 

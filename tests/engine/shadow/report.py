@@ -48,6 +48,9 @@ KINDS: dict[str, RoundKind] = {
     "block, top-p, penalties": RoundKind(
         replace(_DRAWN, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1), "block"
     ),
+    "bias, bad words": RoundKind(
+        replace(_DRAWN, logit_bias=((20, 4.0), (21, 4.0)), bad_word_ids=((22,), (20, 21)), min_tokens=2)
+    ),
     "match, logprobs": RoundKind(replace(_DRAWN, logprobs=2)),
     "lookup": RoundKind(replace(_GREEDY, max_tokens=40), drafter="lookup"),
     "tree": RoundKind(_DRAWN, tree=TREE),

@@ -24,6 +24,7 @@ BUDGETS = {
     "match": Budget(1, 1, 1, 17),
     "rejection": Budget(1, 1, 1, 34),
     "block, top-p, penalties": Budget(1, 1, 1, 50),
+    "bias, bad words": Budget(1, 1, 1, 91),
     "match, logprobs": Budget(2, 2, 2, 32),
     "lookup": Budget(1, 1, 1, 5),
     "tree": Budget(1, 1, 1, 27),

@@ -27,6 +27,8 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.graphs import Graphs, graph_room
 from engine.models.runner import Runner
+from engine.sampling.device_bans import most_bans
+from engine.sampling.device_bias import is_biased
 from engine.sampling.filters import truncates
 from engine.scheduler import Plan
 from engine.sequence import Sequence
@@ -108,7 +110,8 @@ class Watch:
             logprobs = any(s.params.logprobs is not None for s in batch.sequences)
             truncated = any(truncates(s.params) for s in batch.sequences)
             size = PADDED[len(ks)]
-            self._note("verdict", part._key, size, _bucket(batch.sequences, ks, target), truncated, logprobs)
+            adjusted = _adjusted(batch.sequences, max(ks))
+            self._note("verdict", part._key, size, _bucket(batch.sequences, ks, target), truncated, logprobs, adjusted)
             self.sizes.setdefault(size, set()).add(len(ks))
 
         def chains(
@@ -136,8 +139,14 @@ def _bucket(sequences: Seq[Sequence], ks: Seq[int], runner: Runner) -> Hashable:
     return max(ks), next(2**n for n in range(20) if 2**n >= most)
 
 
+def _adjusted(sequences: Seq[Sequence], depth: int) -> Hashable:
+    """(whether a sequence has a bias, tokens that rows must not give at most, up to a power of two)."""
+    bans = (1 + depth) * sum(map(most_bans, sequences))
+    return any(is_biased(s.params) for s in sequences), bans and next(2**n for n in range(20) if 2**n >= bans)
+
+
 def random_requests(count: int) -> dict[int, list[Request]]:
-    """Requests of all kinds. One in six is of a kind that is never captured."""
+    """Requests of all kinds. One in twelve is of a kind that is never captured."""
     choose, step = random.Random(7), 0
     shared = tuple(range(30, 47))  # a block, which its readers must not write to, and a token
     arrivals: dict[int, list[Request]] = {}
@@ -151,10 +160,14 @@ def random_requests(count: int) -> dict[int, list[Request]]:
             ignore_eos=True,
         )
         if i % 6 == 5:
-            params = replace(params, logit_bias=((20, 3.0),), max_tokens=6)
+            words = (20, 21), (22, 20, 21)
+            more: dict[str, Any] = {"logit_bias": ((20, 9.0), (1, 9.0)), "bad_word_ids": words, "min_tokens": 4}
+            params = replace(params, ignore_eos=False, max_tokens=6, **more)
         prompt = tuple(choose.randrange(20, 300) for _ in range(choose.randrange(3, 9)))
         drafter, k = choose.choice(["model", "model", "lookup"]), choose.choice([0, 1, 3, 3])
         request = Request(f"r{i}", (shared if i % 3 == 0 else ()) + prompt, params, k=k, drafter=drafter)  # type: ignore[arg-type]
+        if i % 12 == 11:
+            request = replace(request, k=None, drafter="model", tree=(2, 1))
         arrivals.setdefault(step, []).append(request)
         step += choose.choice([0, 0, 0, 24])
     return arrivals
@@ -261,9 +274,6 @@ def test_laws_and_penalties_are_captured(pair: Pair, emulator: Emulator, kind: s
 @pytest.mark.parametrize(
     "request_",
     [
-        Request("bias", (20, 21), replace(PARAMS, logit_bias=((20, 3.0),))),
-        Request("exclusion", (20, 21), replace(PARAMS, allowed_token_ids=(20, 21, 22))),
-        Request("minimum", (20, 21), replace(PARAMS, min_tokens=16, ignore_eos=False)),
         Request("tree", (20, 21), PARAMS, tree=(2, 1)),
         Request("typical", (20, 21), PARAMS, k=3, verifier="rejection", typical=Typical(0.01, 0.1)),
     ],
@@ -291,11 +301,6 @@ def test_no_graph_keeps_logits(pair: Pair, emulator: Emulator, monkeypatch: Patc
     run(pair, steady_requests(logprobs=2)).check()
     assert emulator.replays > 4
     assert max(widths) < min(vocab)
-
-
-def test_a_minimum_that_is_reached_does_not_matter_any_more(pair: Pair, emulator: Emulator) -> None:
-    run(pair, [Request("minimum", (20, 21), replace(PARAMS, min_tokens=4, ignore_eos=False))]).check()
-    assert emulator.tapes
 
 
 def check_replaced_draft(pair: Pair, other: str) -> list[int]:
