@@ -284,6 +284,7 @@ def priced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         observe(replace(timing, draft_s=0.0, score_s=2e-3, rest_s=0.0), drafted, idle)
 
     monkeypatch.setattr(control, "observe", timeless)
+    monkeypatch.setattr(control, "spent", lambda policy_s: None)  # what choosing takes is part of a round's price
 
 
 def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rounds: int) -> list[float]:

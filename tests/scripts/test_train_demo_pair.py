@@ -115,7 +115,7 @@ def test_the_second_draft_begins_as_the_first(trained: Path, source: Path) -> No
 
 def test_training_goes_on_from_what_it_wrote_if_asked_to(trained: Path, source: Path, tmp_path: Path) -> None:
     """A learning rate of 0 leaves a model as training began with it."""
-    began = {}
+    began: dict[bool, dict[str, torch.Tensor]] = {}
     for options in (["--resume"], []):
         work = Path(shutil.copytree(trained, tmp_path / str(len(began)))) / "work"
         common = [f"--out={work.parent}", f"--corpus={source}", "--steps=1", "--batch=2", "--context=32", "--lr=0"]
