@@ -66,5 +66,6 @@ def states_bytes(config: EngineConfig, models: Seq[Model]) -> int:
 
 
 def table_bytes(config: EngineConfig, width: int, dtype: torch.dtype) -> int:
-    """Bytes of the target's states that wait for one head at most. width: numbers of a position."""
-    return max_states(config) * width * dtype.itemsize
+    """Bytes of the target's states that wait for one head at most, and of a row that nobody reads. width: numbers of a
+    position."""
+    return (max_states(config) + 1) * width * dtype.itemsize

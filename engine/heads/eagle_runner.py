@@ -1,5 +1,6 @@
 """Runs an EAGLE head as a draft model: its rows also read states, the target's or its own."""
 
+import weakref
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
@@ -246,7 +247,8 @@ class HeadChains(ChainPasses):
     others a draft with the output of the pass before."""
 
     def __init__(self, runner: HeadRunner, head: EagleHead) -> None:
-        self._runner, self._head = runner, head
+        # A circle of references would keep the memory of a head that was replaced until the next collection.
+        self._runner, self._head = weakref.proxy(runner), head
         self._states = runner.staging.ints(())  # rows of the target's states that the first pass reads
 
     @property
