@@ -71,8 +71,9 @@ class HeldChoice:
         self.same = len(candidates) == len(self.places) and all(c.handle in self.places for c in candidates)
         seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
         decision = Decision([], [], [], [], chosen.confidence, seconds, tokens)
+        usual = sum(chosen.alphas) / len(chosen.alphas)
         for candidate in candidates:
-            k, alpha = self.newcomer_k, sum(chosen.alphas) / len(chosen.alphas)
+            k, alpha = self.newcomer_k, usual
             reason: Reason = "policy"
             tree: Parents | None = None
             if (place := self.places.get(candidate.handle)) is not None:

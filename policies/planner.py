@@ -84,19 +84,24 @@ def plan(observation: Observation, least: Allocation | None = None) -> Allocatio
     least: what `required` returns, if it is known.
     """
     best = least = least or required(observation)
-    chains = np.broadcast_to(np.arange(observation.survival.shape[1]), observation.survival.shape)
-    branches = observation.siblings[observation.free].any()
-    for nodes in (chains, _most_valuable(observation)) if branches else (chains,):
-        found = _search(observation, least, nodes)
+    for table in _tables(observation):
+        found = _search(observation, least, table)
         best = found if found.goodput > best.goodput * (1 + TIE) else best
     return best
 
 
 def lone_ks(observation: Observation) -> Ints:
-    """[B] the k that each sequence would get in a round of its own: by the same objective, among its most valuable
-    drafts."""
+    """[B] the k that each sequence would get in a round of its own: by the same objective, of chains, and of trees of
+    its most valuable drafts."""
+    goodput = np.max([_lone_goodput(observation, table) for table in _tables(observation)], axis=0)
+    undrafted = np.full((len(goodput), 1), 1 / observation.alone.seconds(0, 0, 0, 0))
+    return np.hstack([undrafted, goodput]).argmax(1)
+
+
+def _lone_goodput(observation: Observation, table: Ints) -> Floats:
+    """[B, K] of a round of each sequence alone with its first n drafts of a table [B, ≥ K], by n from 1 on."""
     cost, nodes, most = observation.alone, observation.nodes, observation.survival.shape[1]
-    order = np.argsort(-observation.values, axis=1, kind="stable")[:, :most]
+    order = table[:, :most]
     tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)
     forwards = np.maximum.accumulate(nodes.depths[order] + 1, 1)
     read = (nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None]
@@ -104,9 +109,16 @@ def lone_ks(observation: Observation) -> Ints:
     round_s = cost.base_s + cost.drafting_s + cost.verify_s[1 : most + 1] + cost.padding_s[1 : most + 1]
     round_s = round_s + np.where(observation.gaps[:, None] > 0, model_s, 0.0)
     slower = np.where(np.maximum.accumulate(nodes.branched[order], 1), cost.tree, 1.0)
-    goodput = np.where(np.arange(most) < observation.limits[:, None], tokens / (round_s * slower), 0.0)
-    undrafted = np.full((len(order), 1), 1 / cost.seconds(0, 0, 0, 0))
-    return np.hstack([undrafted, goodput]).argmax(1)
+    return np.where(np.arange(most) < observation.limits[:, None], tokens / (round_s * slower), 0.0)
+
+
+def _tables(observation: Observation) -> list[Ints]:
+    """[B, ≥ K] what the drafts of each sequence may be, those that are worth most first: of chains, and of trees if the
+    policy may choose any."""
+    tables = [np.broadcast_to(np.arange(observation.survival.shape[1]), observation.survival.shape)]
+    if observation.siblings[observation.free].any():
+        tables.append(_most_valuable(observation))
+    return tables
 
 
 def _most_valuable(observation: Observation) -> Ints:

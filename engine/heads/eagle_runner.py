@@ -249,7 +249,9 @@ class HeadChains(ChainPasses):
     def __init__(self, runner: HeadRunner, head: EagleHead) -> None:
         # A circle of references would keep the memory of a head that was replaced until the next collection.
         self._runner, self._head = weakref.proxy(runner), head
-        self._states = runner.staging.ints(())  # rows of the target's states that the first pass reads
+        # Rows of the target's states that the first pass reads; None: no round has put any. A head may be loaded by
+        # another thread while the engine uses the staging.
+        self._states: Staged | None = None
 
     @property
     def most_gap(self) -> int:
@@ -271,8 +273,10 @@ class HeadChains(ChainPasses):
     def run(
         self, ids: Tensor, attention: PagedAttention, rows: slice, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        head = self._head
-        states = head.project(self._runner.states.take(self._states.tensor)) if before is None else before
+        head, states = self._head, before
+        if states is None:
+            assert self._states is not None, "the rows of the first pass are put before it runs"
+            states = head.project(self._runner.states.take(self._states.tensor))
         hidden = head.forward(ids, states, attention)[rows]
         return hidden, head.carry(hidden)
 

@@ -239,6 +239,21 @@ def test_the_old_draft_s_memory_is_free_at_once(checkpoints: Checkpoints, old: s
     engine.audit()
 
 
+@pytest.mark.parametrize("draft", ["model", "foreign", "head", "eagle", "mlp"])
+def test_loading_leaves_the_numbers_of_rounds_alone(
+    checkpoints: Checkpoints, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread puts them meanwhile, and nothing guards them."""
+    engine = start(checkpoints, None)
+
+    def refuse(*given: object) -> None:
+        raise AssertionError(f"{given} of another thread")
+
+    for name in ("begin", "note", "ints", "int32s", "floats", "keep", "send"):
+        monkeypatch.setattr(engine.target.staging, name, refuse)
+    assert engine.load_draft(checkpoints[draft]).model is not None
+
+
 def test_a_new_draft_gets_memory_by_the_rules_of_the_start(checkpoints: Checkpoints) -> None:
     for draft in ("model", "head", "foreign"):
         begun, joined = start(checkpoints, draft), start(checkpoints, None)

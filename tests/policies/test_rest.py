@@ -1,7 +1,8 @@
 """Rounds without drafts: the policy rests in some, and measures others to check its prices."""
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,26 @@ def test_what_a_rest_answers() -> None:
     assert (other.ks, other.shapes) == ([0] * 4, [None] * 4)
     assert other.reasons == [*held.decision.reasons[:2], "user", "policy"]
     assert (other.seconds, other.tokens) == (0.0, 0.0)
+
+
+def test_a_rest_averages_chances_once_per_round() -> None:
+    """Not once for each newcomer: policy off rests for good, and all that it began with are gone soon."""
+
+    class Alphas(list[float]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[float]:
+            self.reads += 1
+            return super().__iter__()
+
+    policy = control("off")
+    chosen = policy.plan([candidate(n, source=None, offered=0, gap=0) for n in range(4)])
+    assert policy._held is not None
+    policy._held.decision = replace(chosen, alphas=(alphas := Alphas(chosen.alphas)))
+    answer = policy.rest(dict.fromkeys(range(10, 40)), [None] * 30)
+    assert answer is not None
+    assert answer.alphas == [sum(chosen.alphas) / 4] * 30
+    assert alphas.reads == 1
 
 
 def test_policy_off_rests_for_good_whoever_joins() -> None:

@@ -17,7 +17,7 @@ from policies.control import SpecControl
 from policies.observation import STALE, Candidate, Drafted, Floats, Ints, Observation, Timing
 from policies.planner import Allocation, evaluate, lone_ks, plan
 from policies.trees import RANKS, ROOT, Parents, depths_of
-from tests.policies.observing import DEPTH, observe
+from tests.policies.observing import DEPTH, machine, observe
 from tests.policies.test_planner import costs
 
 
@@ -403,3 +403,13 @@ def test_what_a_sequence_would_get_alone_is_mostly_its_plan_alone() -> None:
             one = {name: getattr(observation, name)[n : n + 1] for name in names}
             same.append(k == plan(observe([0.0], cost, **one)).ks[0])
     assert np.mean(same) > 0.85
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.5, 0.6])
+def test_a_sequence_alone_gets_a_chain_where_trees_take_too_long(alpha: float) -> None:
+    """A sibling among the drafts that are worth most must not hide the chain."""
+    cost = machine(tree=1.5, step_s=1e-5)
+    observation = observe([alpha], cost, alone=cost, siblings=np.full((1, RANKS - 1), 0.9))
+    chosen = plan(observation)
+    assert chosen.shapes == (None,)
+    assert lone_ks(observation).tolist() == chosen.ks.tolist()

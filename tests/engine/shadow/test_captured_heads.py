@@ -125,6 +125,7 @@ def the_same_state_for_all(patch: Patch) -> None:
     def drawing(chains: CapturedChains) -> Any:
         head = chains._runner.chains
         assert isinstance(head, HeadChains)
+        assert head._states is not None
         head._states.arrive(torch.zeros_like(head._states.tensor))
         return draw(chains)
 
