@@ -123,7 +123,9 @@ def check_speculation(configuration: Configuration, sample: Sample) -> None:
         return
     told = f"{configuration}: {sample.accepted} of {sample.drafted} drafts accepted"
     assert 0.02 * sample.drafted < sample.accepted < 0.98 * sample.drafted, told
-    assert sample.joint > len(sample.texts) / 200, f"{configuration}: {sample.joint} texts of several rounds with drafts"
+    assert sample.joint > len(sample.texts) / 200, (
+        f"{configuration}: {sample.joint} texts of several rounds with drafts"
+    )
     legal = {"prediction", "lookup", "model"} if configuration.drafter == "cascade" else {configuration.drafter}
     assert sample.proposers == legal, f"{configuration}: drafts came from {sample.proposers}"
 
