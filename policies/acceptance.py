@@ -65,7 +65,7 @@ class Population:
         return np.array([self.beliefs.get(handle, self.law) for handle in handles])
 
     def learn(self, outcomes: Iterable[Drafted], depth: int) -> None:
-        """Of each outcome the first `depth` positions count."""
+        """Only the first `depth` positions of each outcome count."""
         seen: dict[int, tuple[float, float, int]] = {}  # handle → accepted and rejected drafts, rounds that showed them
         for outcome in outcomes:
             before, (accepted, rejected) = seen.get(outcome.handle, (0.0, 0.0, 0)), _evidence(outcome, depth)

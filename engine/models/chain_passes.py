@@ -10,7 +10,7 @@ from engine.sequence import Sequence
 
 
 class ChainPasses:
-    """Those of a draft model read tokens only."""
+    """The passes of a draft model, which read tokens only."""
 
     def __init__(self, decoder: LanguageModel) -> None:
         self._decoder = decoder

@@ -2,42 +2,27 @@
 replay would show are seen."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
-from engine import model_runners
 from engine.engine import Engine
 from engine.graphs import Graphs
 from engine.sampling.device_bans import Bans
 from engine.sampling.device_bias import BiasTable, DeviceBias, DeviceBiases
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.pairs import Pair
-from tests.engine.shadow.both import without_measurements
-from tests.engine.shadow.emulator import Emulator, emulated_graphs
+from tests.engine.shadow.emulator import Emulator
 from tests.engine.shadow.test_graphs import PARAMS, run
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.usefixtures("unmeasured")
 LOOP = ((20, 30.0), (21, 30.0), (22, 29.0))  # a bias towards three tokens: bad words would occur
 WORDS = ((20, 21), (21, 20, 20), (22, 22))
 EAGER = {"the first of its kind", "a prompt"}
-
-
-@pytest.fixture(autouse=True)
-def _without_measurements() -> Iterator[None]:
-    with without_measurements():
-        yield
-
-
-@pytest.fixture
-def emulator(monkeypatch: Patch) -> Iterator[Emulator]:
-    monkeypatch.setattr(model_runners, "Graphs", partial(Graphs, most=1000))
-    with emulated_graphs() as emulator:
-        yield emulator
 
 
 def member(i: int, *, verifier: Verifier = "match", k: int = 3, **fields: Any) -> Request:

@@ -1,16 +1,14 @@
 """Captured rounds with heads: the verification keeps the target's states, and an EAGLE head's chains are one graph."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine import model_runners
 from engine.drafters.captured_chains import CapturedChains
 from engine.engine import Engine
 from engine.graphs import Graphs
@@ -21,26 +19,13 @@ from engine.types import Request, Verifier
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import random_medusa, save_heads
 from tests.engine.pairs import Pair
-from tests.engine.shadow.both import without_measurements
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.device import active
-from tests.engine.shadow.emulator import Emulator, emulated_graphs
+from tests.engine.shadow.emulator import Emulator
 from tests.engine.shadow.test_graphs import PARAMS, run
 
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture(autouse=True)
-def _without_measurements() -> Iterator[None]:
-    with without_measurements():
-        yield
-
-
-@pytest.fixture
-def emulator(monkeypatch: Patch) -> Iterator[Emulator]:
-    monkeypatch.setattr(model_runners, "Graphs", partial(Graphs, most=1000))
-    with emulated_graphs() as emulator:
-        yield emulator
+pytestmark = pytest.mark.usefixtures("unmeasured")
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,9 @@ graph is captured per bucket. Faults that only a replay would show are put in on
 
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from cache.gathered import GatheredStorage
 from cache.paged import PagedCache
 from cache.transfer import index_tensor
-from engine import captured_round, model_runners, verification
+from engine import captured_round, verification
 from engine import round as round_module
 from engine.captured_round import CapturedVerdict
 from engine.drafters.base import Draft, DraftBatch
@@ -42,9 +41,10 @@ from tests.engine.shadow.both import Arrivals, Both, run_both, without_measureme
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.cuda import shadow_cuda
 from tests.engine.shadow.device import active
-from tests.engine.shadow.emulator import Emulator, emulated_graphs
+from tests.engine.shadow.emulator import Emulator
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.usefixtures("unmeasured")
 PARAMS = SamplingParams(temperature=0.8, max_tokens=16, seed=1, ignore_eos=True)
 PADDED = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # sequences → those of their graph
 SETTINGS: dict[str, Any] = {
@@ -57,20 +57,6 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 64,
     "prefill_chunk": 40,  # or the schedule would depend on the device
 }
-
-
-@pytest.fixture(autouse=True)
-def _without_measurements() -> Iterator[None]:
-    with without_measurements():
-        yield
-
-
-@pytest.fixture
-def emulator(monkeypatch: Patch) -> Iterator[Emulator]:
-    """No graph goes for want of room."""
-    monkeypatch.setattr(model_runners, "Graphs", partial(Graphs, most=1000))
-    with emulated_graphs() as emulator:
-        yield emulator
 
 
 def run(pair: Pair, arrivals: Arrivals, **options: Any) -> Both:

@@ -1,0 +1,26 @@
+"""Fixtures of the tests of captured rounds."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from engine import model_runners
+from engine.graphs import Graphs
+from tests.engine.shadow.both import without_measurements
+from tests.engine.shadow.emulator import Emulator, emulated_graphs
+
+
+@pytest.fixture
+def unmeasured() -> Iterator[None]:
+    """Engines measure neither rounds nor memory at their start."""
+    with without_measurements():
+        yield
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """Graphs are emulated, and none goes for want of room."""
+    monkeypatch.setattr(model_runners, "Graphs", partial(Graphs, most=1000))
+    with emulated_graphs() as emulator:
+        yield emulator
