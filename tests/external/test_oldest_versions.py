@@ -48,10 +48,12 @@ def test_the_engine_s_tests_pass_with_them() -> None:
     python = environment("oldest") / "bin/python"
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     versions = "from importlib.metadata import version; print(version('transformers'), version('triton'))"
-    seen = subprocess.run([python, "-c", versions], env=variables, capture_output=True, text=True, check=True).stdout
+    seen = subprocess.run(
+        [str(python), "-c", versions], env=variables, capture_output=True, text=True, check=True
+    ).stdout
     assert re.fullmatch(rf"5\.17\.\d+ {TRITON}\.\d+\n", seen), seen
     assert version("transformers") not in seen  # negative control: this process has others
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r"\d{3} passed", done.stdout), done.stdout
