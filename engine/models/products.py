@@ -22,7 +22,10 @@ from engine.models.quantize import (
     quantise_in_groups,
     quantise_weight,
 )
+from engine.models.shards import StoredWeight
 from engine.models.steady_linear import SteadyLinear, steady_gating
+
+Weight = Tensor | CodedWeight | StoredWeight
 
 QUANTISE = {"int8": quantise_weight, "int4": quantise_in_groups, "fp8": quantise_as_fp8}
 
@@ -63,10 +66,10 @@ class ProductMaker:
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
         self._undecided: list[Linear] = []
 
-    def __call__(self, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> Product:
+    def __call__(self, weight: Weight, bias: Tensor | None = None) -> Product:
         return self._make(weight, bias, self._form)
 
-    def head(self, weight: Tensor | CodedWeight) -> Product:
+    def head(self, weight: Weight) -> Product:
         return self._make(weight, None, self._head_form)
 
     def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -107,7 +110,7 @@ class ProductMaker:
         why = "this machine has no int8 products" if integers else self._no_codes or "this format has no product here"
         return f"they are dequantised to {dtype}: {why}"
 
-    def _make(self, weight: Tensor | CodedWeight, bias: Tensor | None, form: WeightForm) -> Product:
+    def _make(self, weight: Weight, bias: Tensor | None, form: WeightForm) -> Product:
         if isinstance(weight, CodedWeight):
             if self._has_codes and form in ("as_is", _kind(weight)):
                 return self._make_coded(weight, bias, weight.codes.shape[1])
@@ -116,13 +119,14 @@ class ProductMaker:
             if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
                 return Int4Linear(weight, bias)
             weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
-        if self._has_codes and form != "as_is":
+        if form == "as_is":
+            return self._make_linear(weight.to(self._dtype) if isinstance(weight, Tensor) else weight, bias)
+        weight = weight if isinstance(weight, Tensor) else weight.passing()
+        if self._has_codes:
             return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
         if form == "int8":
             return Int8Linear(quantise_weight(weight), bias)
-        if form == "int4":
-            return Int4Linear(quantise_in_groups(weight), bias)
-        return self._make_linear(weight.to(self._dtype), bias)
+        return Int4Linear(quantise_in_groups(weight), bias)
 
     def _make_coded(self, weight: CodedWeight, bias: Tensor | None, columns: int) -> CodedLinear:
         product = CodedLinear(weight, bias, self._device)
@@ -141,13 +145,14 @@ class ProductMaker:
         if device.type == "cpu" and form == "int4":
             check_int4_products()
 
-    def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def _make_linear(self, weight: Tensor | StoredWeight, bias: Tensor | None) -> Product:
+        """weight: of the products' dtype."""
         if self._deterministic:
             return SteadyLinear(weight, bias)
-        linear = Linear(weight, bias, None if self._products == "packed" else ["plain"])
-        if self._products == "auto":
-            self._undecided.append(linear)
-        return linear
+        if self._products == "auto" and len(usable_forms(weight)) > 1:
+            self._undecided.append(Linear(weight, bias, ()))
+            return self._undecided[-1]
+        return Linear(weight, bias, None if self._products == "packed" else ["plain"])
 
 
 def _kind(weight: CodedWeight) -> WeightForm:

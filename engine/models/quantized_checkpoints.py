@@ -104,14 +104,7 @@ class QuantisedSource(TensorSource):
                 f"{quantised.path}: config.json says that weights are {quantised.name}, and none is stored so"
             )
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        weight = self._weight(name, shape)
-        if weight is None:
-            return super().read(name, shape)
-        numbers = weight.numbers(self._dtype) if isinstance(weight, CodedWeight) else weight
-        return numbers.to(device=self._device, dtype=self._dtype)
-
-    def stack(self, parts: Sequence[Part]) -> Weight:
+    def weight(self, parts: Sequence[Part]) -> Weight:
         """Codes, in CPU memory, if all parts are stored as codes with equal groups."""
         coded = []
         for part in parts if self._quantised.kind else ():
@@ -121,10 +114,18 @@ class QuantisedSource(TensorSource):
             coded.append(weight if part.order is None else weight.take_rows(part.order))
         if len(coded) == len(parts) and (stack := stacked(coded)) is not None:
             return stack
-        return super().stack(parts)
+        return self.stack(parts)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._files.holds(name):  # else its shape is known when it is read
+            super()._check(name, shape)
 
     def _fill(self, place: Tensor, part: Part) -> None:
-        rows = self.read(part.name, part.shape)
+        weight = self._weight(part.name, part.shape)
+        if weight is None:
+            super()._fill(place, part)
+            return
+        rows = weight.numbers(self.dtype) if isinstance(weight, CodedWeight) else weight
         place.copy_(rows if part.order is None else rows[part.order])
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> Weight | None:

@@ -82,10 +82,21 @@ def test_only_the_chosen_forms_are_kept() -> None:
     size = 400 * 300 * 4
     assert make(torch.float32, False)[0].num_bytes == size
     assert make(torch.float32, True, ["plain"])[0].num_bytes == size + 4 * 400
-    linear = make(torch.float32, False, ["plain"])[0]
+    linear = make(torch.float32, False, ())[0]
+    assert linear.num_bytes == size
     linear.use(["transposed", "packed", "packed", "packed", "packed", "packed", "packed"])
     assert set(linear.forms) == {"transposed", "packed"}
     assert linear.num_bytes == 2 * size
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7, 5)])
+def test_a_form_other_than_plain_has_memory_of_its_own(shape: tuple[int, int]) -> None:
+    """The next weight may be read to where this one lies."""
+    for form in set(usable_forms(torch.empty(shape))) - {"plain"}:
+        weight = torch.ones(shape)
+        linear = Linear(weight, None, [form])
+        weight.zero_()
+        assert torch.equal(linear(torch.ones(2, shape[1])), torch.full((2, shape[0]), float(shape[1])))
 
 
 @needs_onednn

@@ -1,25 +1,30 @@
 """What is quantised and what is not, and that a quantised model's text does not depend on the speculation."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
 from engine.load import _dtype
-from engine.models import coded_linear, products
+from engine.models import coded_linear, product_choice, products, shards
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
 from engine.models.int8_linear import Int8Linear
-from engine.models.linear import Linear
+from engine.models.linear import Form, Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.runner import Runner
+from engine.models.shards import StoredWeight
+from engine.models.weight_files import WEIGHTS
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
 from tests.engine.models.test_int4_linear import needs_int4
 from tests.engine.models.test_linear import needs_int8, needs_onednn
-from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
+from tests.engine.pairs import VOCAB, Pair, Shape, copy_of, save_checkpoint
 from tests.kv import kv_layout
 
 CPU = torch.device("cpu")
@@ -112,13 +117,46 @@ def test_only_auto_measures_and_the_others_have_one_form(
     checkpoint: str, asked: ProductForms, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Linear] = []
-    monkeypatch.setattr(products, "choose_forms", lambda undecided, **_: given.extend(undecided))
+
+    def choose(undecided: list[Linear], **_: object) -> None:
+        given.extend(undecided)
+        for product in undecided:
+            assert isinstance(product.given, StoredWeight | Tensor)
+            product.use(["transposed"])
+
+    monkeypatch.setattr(products, "choose_forms", choose)
     decoder = load_decoder(
         open_checkpoint(checkpoint), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(products=asked)
     )
     assert linears(decoder)
     assert {id(p) for p in given} == ({id(p) for p in linears(decoder)} if measured else set())
-    assert {p.choice for p in linears(decoder)} == {("packed" if asked == "packed" else "plain",)}
+    form = "transposed" if measured else "packed" if asked == "packed" else "plain"
+    assert {p.choice for p in linears(decoder)} == {(form,)}
+
+
+@needs_onednn
+@pytest.mark.parametrize("form", ["packed", "transposed"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_weights_that_are_laid_out_as_they_are_read_are_the_stored_ones(
+    source: str, form: Form, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit. They pass through memory that is used again for the next weight."""
+    path = copy_of(checkpoint, tmp_path / "stored")
+    if source == "bfloat16":
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / WEIGHTS).items()}
+        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+    monkeypatch.setattr(product_choice, "best_choice", lambda times, most_forms=2: (form,))
+    monkeypatch.setattr(shards, "KEPT_SHARE", 1)
+    decoders = {
+        asked: load_decoder(
+            open_checkpoint(str(path)), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(products=asked)
+        )
+        for asked in ("auto", "plain")
+    }
+    for chosen, plain in zip(linears(decoders["auto"]), linears(decoders["plain"]), strict=True):
+        assert set(chosen.forms) == {form}
+        found = chosen.weight.to_dense() if form == "packed" else chosen.weight.t()
+        assert torch.equal(found, plain.weight)
 
 
 def test_packed_products_need_onednn_and_its_types() -> None:
