@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoint_files import INT8_FLAGS
 from engine.config import ConfigError
+from engine.machine_cpus import cpu_flags
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import BUCKETS, Choice, Linear, bucket_of, usable_forms
 from engine.models.quantize import SLICE_ROWS, quantise_weight
@@ -26,6 +28,18 @@ def int8_reason() -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.skipif(not cpu_flags(), reason="this machine does not say what its CPU can")
+def test_the_flags_of_this_cpu_say_whether_it_has_int8_products() -> None:
+    assert bool(int8_reason()) == cpu_flags().isdisjoint(INT8_FLAGS)
+
+
+def test_the_flags_of_a_cpu(tmp_path: Path) -> None:
+    assert cpu_flags(tmp_path) == frozenset()
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_int8\nflags\t\t: other\n", "utf-8")
+    assert cpu_flags(tmp_path) == {"fpu", "avx2", "amx_int8"}
 
 
 needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())
