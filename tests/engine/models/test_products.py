@@ -1,6 +1,7 @@
 """What is quantised and what is not, and that a quantised model's text does not depend on the speculation."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from engine.models.int8_linear import Int8Linear
 from engine.models.linear import Form, Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
+from engine.models.quantize import CodedWeight
 from engine.models.runner import Runner
 from engine.models.shards import StoredWeight
 from engine.models.weight_files import WEIGHTS
@@ -189,6 +191,26 @@ def test_rounded_weights_need_a_gpu_with_kernels_for_them(form: WeightForm, monk
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="fp8 weights need device cuda, not cpu: choose int8"):
         ProductMaker(Weights("fp8"), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("int8", True), ("as_is", True), ("int4", False)])
+def test_stored_codes_are_those_of_their_checkpoint(
+    asked: WeightForm, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of 8 bits may all be small enough for 4. Rounding them again would change their steps."""
+
+    def coded(weight: CodedWeight, bias: Tensor | None, device: torch.device) -> SimpleNamespace:
+        made.append(weight)
+        return SimpleNamespace(weight=weight.codes, steps=weight.steps, offsets=weight.offsets)
+
+    made: list[CodedWeight] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(coded_linear, "triton_module", lambda name: coded_linear)
+    monkeypatch.setattr(products, "CodedLinear", coded)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_: tensor)
+    small = CodedWeight(torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1))
+    ProductMaker(Weights(asked), torch.float32, torch.device("cuda", 0), stored="int8")(small)
+    assert (made[0] is small) == kept
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
