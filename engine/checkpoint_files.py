@@ -9,12 +9,15 @@ from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
 from engine.heads.files import head_kind, refuse_heads
+from engine.machine_cpus import cpu_flags
 from engine.machine_memory import machine_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
 from engine.pair import Side, check_drafts
 
+INT8_FLAGS = {"avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8"}  # one of them: exact int8 products
+INT4_FLAGS = {"avx2", "avx512f"}  # one of them: a fast kernel for int4
 STORED_AS = {"auto": "F32", "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # on a CPU
 
 
@@ -68,7 +71,20 @@ def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> N
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len {config.max_model_len} is too long: target {config.target} allows {limit}")
     if config.device == "cpu":
+        _check_forms(config)
         _check_room(config, models)
+
+
+def _check_forms(config: EngineConfig) -> None:
+    """Raise ConfigError for weights that this CPU has no products for. One whose flags are unknown is left to the
+    loader."""
+    flags = cpu_flags()
+    for name, form in (("target_weights", config.target_weights), ("draft_weights", config.draft_weights)):
+        if flags and form == "int8" and not flags & INT8_FLAGS:
+            other = "int4 (the least memory, slower for prompts) or as_is" if flags & INT4_FLAGS else "as_is"
+            raise ConfigError(f"{name} int8 needs a CPU with VNNI instructions, and this one has none: choose {other}")
+        if flags and form == "int4" and not flags & INT4_FLAGS:
+            raise ConfigError(f"{name} int4 needs a CPU with AVX2 instructions, and this one has none: choose as_is")
 
 
 def _check_room(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:

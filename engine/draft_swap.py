@@ -18,9 +18,9 @@ from engine.drafters.model import ModelDrafter
 from engine.heads.eagle_runner import HeadPass
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import readers_of, waiting_bytes
-from engine.host_memory import out_of_memory
 from engine.load import load_draft
 from engine.memory_budget import device_memory, kv_bytes
+from engine.memory_errors import out_of_memory
 from engine.model_runners import reader_of, states_bytes
 from engine.models.feeds import StateReader
 from engine.models.look_ahead import LookAhead

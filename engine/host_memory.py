@@ -1,10 +1,8 @@
-"""Host memory: how much of it malloc and oneDNN keep, and which errors mean that none is left."""
+"""How much host memory malloc and oneDNN keep."""
 
 import ctypes
 import os
 import sys
-
-import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 TRIM_BYTES = 512 * 2**20  # of free memory at the top of the heap are kept
@@ -26,11 +24,6 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that memory ran out. torch has an error class for that on a GPU, but not on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "you tried to allocate" in str(error)
 
 
 def limit_compiled_products() -> None:

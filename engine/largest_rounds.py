@@ -20,10 +20,10 @@ from engine.drafters.base import Drafter
 from engine.drafters.merged import MERGED, draft_models
 from engine.drafters.model import ModelDrafter
 from engine.heads.state_drafter import StateDrafter
-from engine.host_memory import out_of_memory
 from engine.kernels.paged_rows import MAX_NODES
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import measure_activations
+from engine.memory_errors import out_of_memory
 from engine.model_runners import Model, make_runners
 from engine.models.feeds import Feed
 from engine.models.runner import Runner, kv_shape

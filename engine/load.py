@@ -36,7 +36,7 @@ from engine.heads.eagle_runner import HeadRunner
 from engine.heads.files import head_kind, refuse_heads
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import StateHeadsFolder
-from engine.host_memory import keep_freed_memory, limit_compiled_products, out_of_memory
+from engine.host_memory import keep_freed_memory, limit_compiled_products
 from engine.largest_rounds import MakeModels, measure_largest_rounds
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import (
@@ -49,6 +49,7 @@ from engine.memory_budget import (
     layouts,
     room_beside,
 )
+from engine.memory_errors import out_of_memory
 from engine.memory_table import MemoryTable, ModelMemory
 from engine.model_runners import Model, draft_runner, make_runners, states_bytes
 from engine.models.decoder import DecoderConfig, LanguageModel

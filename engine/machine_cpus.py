@@ -1,4 +1,4 @@
-"""The CPUs that this process may use. Imports no torch."""
+"""The CPUs that this process may use, and what they can. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,13 @@ def usable_cpus(root: Path = Path("/")) -> int:
     """CPUs by the process's affinity, and by the quota of its container, whose cgroup is below `root`; at least 1."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([count, *_quotas(root)]))
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Names of an x86 CPU's instructions, as Linux gives them; empty elsewhere."""
+    info = root / "proc" / "cpuinfo"
+    lines = info.read_text("utf-8").splitlines() if info.is_file() else []
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _quotas(root: Path) -> list[int]:

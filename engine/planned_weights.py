@@ -1,5 +1,6 @@
 """What the weights of an engine's models take, from their files' headers."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from math import ceil, prod
 
@@ -10,6 +11,7 @@ from engine.machine_memory import DeviceMemory
 from engine.memory_budget import device_memory
 from engine.models.coded_linear import coded_products_reason
 from engine.models.loader import Checkpoint
+from engine.models.products import has_int8_products
 from engine.models.quantize import GROUP
 from engine.models.quantized_checkpoints import Quantisation, quantisation
 from engine.models.shards import Shards
@@ -30,7 +32,8 @@ def planned_weights(
         if quantised := quantisation(checkpoint.path, checkpoint.raw.get("quantization_config")):
             head_bytes = product_bytes if _has_head(shape.tied, form, device) else 0
             tables = shape.vocab_size * shape.hidden_size * (dtype.itemsize + head_bytes)
-            code_bytes = _kept_bytes(quantised, form, device) or product_bytes
+            stored_as = {tensor.dtype for tensor in tensors.values()}
+            code_bytes = _kept_bytes(quantised, stored_as, form, device) or product_bytes
             planned.append(ceil(tables + shape.layer_numbers * code_bytes))
             continue
         if not checkpoint.native:
@@ -50,12 +53,15 @@ def _has_head(tied: bool, form: WeightForm, device: torch.device) -> bool:
     return not tied or device.type == "cpu" or form != "as_is"
 
 
-def _kept_bytes(quantised: Quantisation, form: WeightForm, device: torch.device) -> float | None:
-    """Bytes of a stored code that a product uses as it is; None: it is dequantised."""
+def _kept_bytes(
+    quantised: Quantisation, stored_as: Collection[str], form: WeightForm, device: torch.device
+) -> float | None:
+    """Bytes of a stored code that a product uses as it is; None: it is dequantised. stored_as: the files' dtypes."""
     if device.type != "cpu":
         usable = form in ("as_is", quantised.kind) and coded_products_reason(device) is None
-        return BYTES_OF_CODES.get(quantised.kind or "") if usable else None
-    return 1.0 if quantised.kind == "int8" and quantised.per_row and form != "int4" else None
+        return BYTES_OF_CODES.get(quantised.kind or "") if usable and "F8_E5M2" not in stored_as else None
+    integers = quantised.kind == "int8" and quantised.per_row
+    return 1.0 if integers and form != "int4" and has_int8_products() else None
 
 
 def beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:

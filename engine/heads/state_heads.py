@@ -100,9 +100,7 @@ class HeadFiles:
         for name in names:
             if self.shape(name) != shape:
                 raise ConfigError(f"{self.directory}: {name} has shape {self.shape(name)}, and {shape} is needed")
-        stacked = self._source.stack([Part(name, shape) for name in names])
-        assert isinstance(stacked, Tensor)  # the source reads no quantised weights
-        return stacked
+        return self._source.stack([Part(name, shape) for name in names])
 
     def read_ids(self, name: str) -> Tensor:
         """A list of token ids [n] int64, on the CPU."""

@@ -46,7 +46,7 @@ def check_int8_products() -> None:
     if not bool((sums == 64 * LARGEST * LARGEST).all()):
         raise ConfigError(
             "int8 products saturate on this processor, which has no VNNI instructions, so weights cannot be int8: "
-            "choose as_is"
+            "choose int4 or as_is"
         )
 
 

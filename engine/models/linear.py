@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.shards import StoredWeight
+
 Form = Literal[
     "packed",  # reordered into oneDNN's blocked layout, [out, in]
     "transposed",  # [in, out], contiguous
@@ -34,17 +36,19 @@ class Product(Protocol):
 class Linear:
     """y = x Wᵀ + b for x [rows, in] → [rows, out]. The number of rows decides which form of W is used."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, choice: Choice | None = None) -> None:
-        """weight [out, in]. choice None: one form for all rows, packed where oneDNN can."""
+    def __init__(self, weight: Tensor | StoredWeight, bias: Tensor | None = None, choice: Choice | None = None) -> None:
+        """weight [out, in]. choice None: one form for all rows, packed where oneDNN can. Empty: `use` chooses later."""
+        self.given: Tensor | StoredWeight | None = weight  # until it is laid out
         self.bias = bias
-        self.forms: dict[Form, Tensor] = {"plain": weight}
-        self.use(choice or [usable_forms(weight)[0]])
+        self.forms: dict[Form, Tensor] = {}
+        if choice is None or choice:
+            self.use(choice or [usable_forms(weight)[0]])
 
     def use(self, choice: Choice) -> None:
-        """Keep W in the forms of `choice` only. W must be plain so far."""
+        """Lay W out in the forms of `choice`, once. Raises ConfigError if it cannot be read."""
+        assert self.given is not None
         self.choice = tuple(choice)
-        plain = self.forms["plain"]
-        self.forms = {form: lay_out(plain, form) for form in FORMS if form in choice}
+        self.forms, self.given = laid_out(self.given, choice), None
         products = {form: product_of(form, weight, self.bias) for form, weight in self.forms.items()}
         by_bucket = [products[form] for form in choice]
         largest = BUCKETS[: len(choice) - 1]
@@ -58,7 +62,8 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes_of(*self.forms.values(), self.bias)
+        """One form is counted until the forms are chosen."""
+        return num_bytes_of(*self.forms.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -69,7 +74,7 @@ def bucket_of(rows: int, largest: Sequence[int] = BUCKETS[:-1]) -> int:
     return sum(rows > limit for limit in largest)
 
 
-def usable_forms(weight: Tensor) -> tuple[Form, ...]:
+def usable_forms(weight: Tensor | StoredWeight) -> tuple[Form, ...]:
     """The forms that this weight can have. The first one is used where no measurement says otherwise."""
     if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
         return ("plain",)
@@ -85,11 +90,18 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype is torch.float32
 
 
+def laid_out(weight: Tensor | StoredWeight, forms: Sequence[Form]) -> dict[Form, Tensor]:
+    """The weight [out, in] in these forms. A stored one is read into memory of its own only if it stays plain."""
+    if not isinstance(weight, Tensor):
+        weight = weight.read() if "plain" in forms else weight.passing()
+    return {form: lay_out(weight, form) for form in FORMS if form in forms}
+
+
 def lay_out(weight: Tensor, form: Form) -> Tensor:
-    """A plain weight [out, in] in another form."""
+    """A plain weight [out, in] in a form. Other forms than plain have memory of their own."""
     if form == "packed":
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-    return weight.t().contiguous() if form == "transposed" else weight
+    return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight
 
 
 def product_of(form: Form, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

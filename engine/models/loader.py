@@ -1,7 +1,7 @@
 """Hugging Face checkpoints → Decoder. Only safetensors, only local files, no code from the checkpoint."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,7 @@ from engine.models.families import read_config
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import Scoring
-from engine.models.products import AS_IS, ProductMaker, Weights
-from engine.models.quantize import CodedWeight
+from engine.models.products import AS_IS, ProductMaker, Weight, Weights
 from engine.models.quantized_checkpoints import QuantisedSource, quantisation
 from engine.models.rope import RopeSize, rotation_table, uses_long_factors
 from engine.models.shards import Part, Shards, TensorSource
@@ -126,14 +125,12 @@ def load_decoder(
         )
     shards = Shards(path)
     tensors = TensorNames(shards)
-    make = ProductMaker(weights, dtype, device)
     quantised = quantisation(path, checkpoint.raw.get("quantization_config"))
+    make = ProductMaker(weights, dtype, device, None if quantised is None else quantised.kind)
     if quantised is None:
         source = TensorSource(shards, dtype, device, tensors.discard)
     else:
-        log.info(
-            "%s holds %s weights: %s", path, quantised.name, make.describe(quantised.kind, per_row=quantised.per_row)
-        )
+        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(per_row=quantised.per_row))
         source = QuantisedSource(quantised, shards, dtype, device, tensors.discard)
     prefix = tensors.prefix
     embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -168,16 +165,14 @@ def _layers(config: DecoderConfig, source: TensorSource, make: ProductMaker, pre
         pool.shutdown(cancel_futures=True)
 
 
-def _head_weight(
-    config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", source: TensorSource
-) -> Tensor | CodedWeight:
+def _head_weight(config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", source: TensorSource) -> Weight:
     """The head's weight. A head that is stored with other values than the embedding's is not tied, as in transformers,
     whatever config.json says."""
     if config.tied and not tensors.has_head:
         return embedding
     name, shape = f"{tensors.head}.weight", (config.vocab_size, config.hidden_size)
     if not config.tied:
-        return source.stack([Part(name, shape)])
+        return source.weight([Part(name, shape)])
     weight = source.read(name, shape)
     if torch.equal(weight, embedding):
         return embedding
@@ -185,7 +180,6 @@ def _head_weight(
     return weight
 
 
-Weight = Tensor | CodedWeight
 ExpertParts = tuple[Weight, Tensor | None, Weight, Tensor | None]  # gate and up, their bias, down, its bias
 
 
@@ -259,7 +253,7 @@ class LayerReader:
         return self._source.read(self._prefix + name, shape)
 
     def _weight(self, name: str, *shape: int) -> Weight:
-        return self._source.stack([Part(self._prefix + name, shape)])
+        return self._source.weight([Part(self._prefix + name, shape)])
 
     def _norm(self, name: str | None) -> Norm:
         if name is None:
@@ -272,12 +266,12 @@ class LayerReader:
         c, names = self._c, ("q", "k", "v")
         rows = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
         orders = (self._paired(torch.arange(rows[0])), self._paired(torch.arange(rows[1])), None)
-        weight = self._source.stack(
+        weight = self._source.weight(
             self._parts("self_attn", names, rows, "weight", self._attention_width, orders=orders)
         )
         if not self._t.qkv_bias:
             return weight, None
-        return weight, self._tensor(self._parts("self_attn", names, rows, "bias", orders=orders))
+        return weight, self._source.stack(self._parts("self_attn", names, rows, "bias", orders=orders))
 
     def _parts(
         self,
@@ -301,11 +295,6 @@ class LayerReader:
             each = [torch.arange(n) if o is None else o for n, o in zip(rows, orders, strict=True)]
             order = torch.cat([start + rows_of for start, rows_of in zip(starts, each, strict=True)])
         return [Part(f"{self._prefix}{part}.{FUSED[names]}.{kind}", (sum(rows), *width), order)]
-
-    def _tensor(self, parts: Sequence[Part]) -> Tensor:
-        stack = self._source.stack(parts)
-        assert isinstance(stack, Tensor)  # biases are never quantised
-        return stack
 
     def _paired(self, rows: Tensor) -> Tensor:
         """Make the two numbers of each rotary pair neighbours: of each head (x₀ … x_{d/2−1}, y₀ … y_{d/2−1}) becomes
@@ -334,8 +323,8 @@ class LayerReader:
     def _mlp(self) -> GatedMLP:
         c, t = self._c, self._t
         rows = (c.intermediate_size, c.intermediate_size)
-        gate_up = self._source.stack(self._parts("mlp", ("gate", "up"), rows, "weight", c.hidden_size))
-        gate_up_bias = self._tensor(self._parts("mlp", ("gate", "up"), rows, "bias")) if t.mlp_bias else None
+        gate_up = self._source.weight(self._parts("mlp", ("gate", "up"), rows, "weight", c.hidden_size))
+        gate_up_bias = self._source.stack(self._parts("mlp", ("gate", "up"), rows, "bias")) if t.mlp_bias else None
         down = self._weight("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
         down_bias = self._read("mlp.down_proj.bias", c.hidden_size) if t.mlp_bias else None
         gate = self._make.gating(gating(t.activation))
@@ -358,7 +347,7 @@ class LayerReader:
         hidden, inner, names = self._c.hidden_size, traits.intermediate_size, traits.names
         for number in range(traits.count):
             parts = [Part(self._prefix + name.format(number), (inner, hidden)) for name in (names.gate, names.up)]
-            yield self._source.stack(parts), None, self._weight(names.down.format(number), hidden, inner), None
+            yield self._source.weight(parts), None, self._weight(names.down.format(number), hidden, inner), None
 
     def _fused_experts(self, traits: ExpertTraits) -> Iterator[ExpertParts]:
         """The weights of each expert, from tensors [experts, in, out] whose rows of gate and up take turns."""

@@ -6,7 +6,7 @@ cache or memory that it is read from in service.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.models.linear import BUCKETS, Choice, Form, Linear, lay_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
+from engine.models.shards import StoredWeight
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +70,12 @@ def choose_forms(
     cache: Path | None = None,
     timed: TimedCall = clocked,
 ) -> None:
-    """Lay out the weights of `products`, which must all be plain, in the forms that make the products fastest.
+    """Lay out the weights of `products`, whose forms are not chosen yet, in those that make the products fastest.
 
     copies_bytes: how much memory second forms may take; None: no limit. If they need more, each weight has one form.
     cache: the folder that keeps measurements; None: measure.
     """
-    groups = _groups([product for product in products if len(usable_forms(product.weight)) > 1])
+    groups = _groups(products)
     if not groups:
         return
     began = perf_counter()
@@ -82,20 +83,19 @@ def choose_forms(
     choices = {shape: best_choice(times[shape]) for shape in groups}
     if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
         choices = {shape: best_choice(times[shape], most_forms=1) for shape in groups}
+    copied, count = _copied_bytes(groups, choices), len(groups)
     for shape in groups:
         log.debug("products of %s: %s", shape, describe(choices[shape]))
-    with ThreadPoolExecutor(PACKERS, thread_name_prefix="weights") as pool:
-        list(pool.map(lambda member: member[1].use(choices[member[0]]), _members(groups)))
-    copied, count = _copied_bytes(groups, choices), len(groups)
+    pool = ThreadPoolExecutor(PACKERS, thread_name_prefix="weights")
+    try:
+        list(pool.map(lambda product: product.use(choices[_shape(product)]), products))
+    finally:
+        pool.shutdown(cancel_futures=True)
     twice = sum(len(set(choice)) > 1 for choice in choices.values())
     log.info(
         "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",
         *(source, perf_counter() - began, twice, count, copied / 1e6),
     )
-
-
-def _members(groups: Mapping[ProductShape, Sequence[Linear]]) -> Iterator[tuple[ProductShape, Linear]]:
-    return ((shape, product) for shape, members in groups.items() for product in members)
 
 
 def best_choice(times: Times, most_forms: int = 2) -> Choice:
@@ -125,24 +125,33 @@ def describe(choice: Choice) -> str:
 def _groups(products: Sequence[Linear]) -> dict[ProductShape, list[Linear]]:
     groups: dict[ProductShape, list[Linear]] = {}
     for product in products:
-        out, inner = product.weight.shape
-        groups.setdefault(ProductShape(out, inner, product.bias is not None), []).append(product)
+        groups.setdefault(_shape(product), []).append(product)
     return groups
 
 
+def _shape(product: Linear) -> ProductShape:
+    out, inner = _given(product).shape
+    return ProductShape(out, inner, product.bias is not None)
+
+
+def _given(product: Linear) -> Tensor | StoredWeight:
+    assert product.given is not None  # no form is chosen yet
+    return product.given
+
+
 def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapping[ProductShape, Choice]) -> int:
-    return sum((len(set(choices[s])) - 1) * p.weight.nbytes for s, members in groups.items() for p in members)
+    return sum((len(set(choices[s])) - 1) * _given(p).nbytes for s, members in groups.items() for p in members)
 
 
 def _known_or_measured(
     groups: Mapping[ProductShape, Sequence[Linear]], cache: Path | None, timed: TimedCall
 ) -> tuple[dict[ProductShape, Times], str]:
     """(times of each shape, where they come from)."""
-    model_bytes = sum(product.weight.nbytes for members in groups.values() for product in members)
-    dtype = next(iter(groups.values()))[0].weight.dtype
+    model_bytes = sum(_given(product).nbytes for members in groups.values() for product in members)
+    dtype = _given(next(iter(groups.values()))[0]).dtype
     file = None if cache is None else TimesFile(cache, dtype, model_bytes)
     known = {} if file is None else file.read()
-    forms = {shape: usable_forms(members[0].weight) for shape, members in groups.items()}
+    forms = {shape: usable_forms(_given(members[0])) for shape, members in groups.items()}
     if file is not None and all(set(known.get(str(shape), ())) == set(forms[shape]) for shape in groups):
         return {shape: known[str(shape)] for shape in groups}, f"as measured before, {file.path}"
     measured = measure(groups, model_bytes, timed)
@@ -184,10 +193,10 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
     return Measurement(times, second <= STEADY * fastest)
 
 
-def _first_channels(weight: Tensor) -> Tensor:
-    """At most SAMPLE_BYTES of a weight: a head in every form would take seconds, and more memory than the model."""
-    fitting = SAMPLE_BYTES // (weight.shape[1] * weight.itemsize)
-    return weight[: max(CHANNELS, fitting - fitting % CHANNELS)]
+def _channels(shape: ProductShape, dtype: torch.dtype) -> int:
+    """Those of at most SAMPLE_BYTES: a head in every form would take seconds, and more memory than the model."""
+    fitting = SAMPLE_BYTES // (shape.inner * dtype.itemsize)
+    return min(shape.out, max(CHANNELS, fitting - fitting % CHANNELS))
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
@@ -195,21 +204,23 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 
 class _Sample:
-    """Weights of each shape in every form, in the order of a forward."""
+    """Weights of each shape in every form, in the order of a forward. They are made up: all numbers are 1."""
 
     def __init__(self, groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int) -> None:
         share = min(1.0, SAMPLE_BYTES / model_bytes)
         self.whole = share == 1
-        first = next(iter(groups.values()))[0].weight
+        first = _given(next(iter(groups.values()))[0])
         self.forms = usable_forms(first)
         drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
         rounds = max(map(len, drawn.values()))
-        ordered = [(s, members[i]) for i in range(rounds) for s, members in drawn.items() if i < len(members)]
-        parts = [(shape, _first_channels(product.weight), product.bias) for shape, product in ordered]
+        ordered = [shape for i in range(rounds) for shape, members in drawn.items() if i < len(members)]
+        parts = [
+            (shape, torch.ones(_channels(shape, first.dtype), shape.inner, dtype=first.dtype)) for shape in ordered
+        ]
         self._products = {
             form: [
-                (shape, product_of(form, lay_out(part, form), None if bias is None else bias[: len(part)]))
-                for shape, part, bias in parts
+                (shape, product_of(form, lay_out(part, form), part[:, 0].contiguous() if shape.bias else None))
+                for shape, part in parts
             ]
             for form in self.forms
         }

@@ -15,14 +15,15 @@ from engine.models.linear import Linear, Product, usable_forms
 from engine.models.mlp import Gating
 from engine.models.product_choice import choose_forms
 from engine.models.quantize import (
-    FP8,
-    INT4_RANGE,
     CodedWeight,
     quantise_as_fp8,
     quantise_in_groups,
     quantise_weight,
 )
+from engine.models.shards import StoredWeight
 from engine.models.steady_linear import SteadyLinear, steady_gating
+
+Weight = Tensor | CodedWeight | StoredWeight
 
 QUANTISE = {"int8": quantise_weight, "int4": quantise_in_groups, "fp8": quantise_as_fp8}
 
@@ -44,8 +45,13 @@ AS_IS = Weights()
 class ProductMaker:
     """Makes a decoder's products from weights [out, in] and biases [out]."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ConfigError for a form that this device does not have."""
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype, device: torch.device, stored: WeightForm | None = None
+    ) -> None:
+        """stored: the form of the codes that a checkpoint holds.
+
+        Raises ConfigError for a form that this device does not have.
+        """
         if weights.products == "packed" and "packed" not in usable_forms(torch.empty(1, 1, dtype=dtype, device=device)):
             raise ConfigError(
                 f"products packed needs a torch with oneDNN, device cpu, and dtype float32, or bfloat16 on a CPU with "
@@ -54,19 +60,19 @@ class ProductMaker:
         self._no_codes = None if device.type == "cpu" else coded_products_reason(device)
         if weights.form != "as_is":
             self._check_form(weights.form, device)
-        self._form, self._dtype, self._device = weights.form, dtype, device
+        self._form, self._dtype, self._device, self._stored = weights.form, dtype, device, stored
         self._has_codes = device.type != "cpu" and self._no_codes is None
         self._coded: dict[tuple[object, ...], tuple[CodedLinear, int]] = {}  # by what is compiled: one, its columns
         self._head_form: WeightForm = weights.form if weights.head else "as_is"
-        self._has_int8 = device.type == "cpu" and _has_int8_products()
+        self._has_int8 = device.type == "cpu" and has_int8_products()
         self._deterministic = weights.deterministic
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
         self._undecided: list[Linear] = []
 
-    def __call__(self, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> Product:
+    def __call__(self, weight: Weight, bias: Tensor | None = None) -> Product:
         return self._make(weight, bias, self._form)
 
-    def head(self, weight: Tensor | CodedWeight) -> Product:
+    def head(self, weight: Weight) -> Product:
         return self._make(weight, None, self._head_form)
 
     def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -87,9 +93,10 @@ class ProductMaker:
         choose_forms(self._undecided, copies_bytes=self._copies_bytes, cache=cache_folder())
         self._undecided.clear()
 
-    def describe(self, kind: WeightForm | None, *, per_row: bool) -> str:
-        """What becomes of a quantised checkpoint's weights, for the log. kind: of codes that a product can use as they
-        are. per_row: whether each channel has one step and no offset."""
+    def describe(self, *, per_row: bool) -> str:
+        """What becomes of a quantised checkpoint's weights, for the log. per_row: whether each channel has one step and
+        no offset."""
+        kind = self._stored
         dtype = str(self._dtype).removeprefix("torch.")
         if self._has_codes and kind is not None and self._form in ("as_is", kind):
             return f"{kind} products use them as they are, with activations in {dtype}"
@@ -107,22 +114,23 @@ class ProductMaker:
         why = "this machine has no int8 products" if integers else self._no_codes or "this format has no product here"
         return f"they are dequantised to {dtype}: {why}"
 
-    def _make(self, weight: Tensor | CodedWeight, bias: Tensor | None, form: WeightForm) -> Product:
+    def _make(self, weight: Weight, bias: Tensor | None, form: WeightForm) -> Product:
         if isinstance(weight, CodedWeight):
-            if self._has_codes and form in ("as_is", _kind(weight)):
+            if self._has_codes and form in ("as_is", self._stored):
                 return self._make_coded(weight, bias, weight.codes.shape[1])
             if self._device.type == "cpu" and weight.per_row and form != "int4" and self._has_int8:
                 return Int8Linear(weight, bias)
             if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
                 return Int4Linear(weight, bias)
             weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
-        if self._has_codes and form != "as_is":
+        if form == "as_is":
+            return self._make_linear(weight.to(self._dtype) if isinstance(weight, Tensor) else weight, bias)
+        weight = weight if isinstance(weight, Tensor) else weight.passing()
+        if self._has_codes:
             return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
         if form == "int8":
             return Int8Linear(quantise_weight(weight), bias)
-        if form == "int4":
-            return Int4Linear(quantise_in_groups(weight), bias)
-        return self._make_linear(weight.to(self._dtype), bias)
+        return Int4Linear(quantise_in_groups(weight), bias)
 
     def _make_coded(self, weight: CodedWeight, bias: Tensor | None, columns: int) -> CodedLinear:
         product = CodedLinear(weight, bias, self._device)
@@ -141,24 +149,17 @@ class ProductMaker:
         if device.type == "cpu" and form == "int4":
             check_int4_products()
 
-    def _make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def _make_linear(self, weight: Tensor | StoredWeight, bias: Tensor | None) -> Product:
+        """weight: of the products' dtype."""
         if self._deterministic:
             return SteadyLinear(weight, bias)
-        linear = Linear(weight, bias, None if self._products == "packed" else ["plain"])
-        if self._products == "auto":
-            self._undecided.append(linear)
-        return linear
+        if self._products == "auto" and len(usable_forms(weight)) > 1:
+            self._undecided.append(Linear(weight, bias, ()))
+            return self._undecided[-1]
+        return Linear(weight, bias, None if self._products == "packed" else ["plain"])
 
 
-def _kind(weight: CodedWeight) -> WeightForm:
-    """The form that a weight of a checkpoint has already."""
-    if weight.codes.dtype is FP8:
-        return "fp8"
-    low, high = weight.codes.aminmax()
-    return "int4" if INT4_RANGE[0] <= int(low) and int(high) <= INT4_RANGE[1] else "int8"
-
-
-def _has_int8_products() -> bool:
+def has_int8_products() -> bool:
     try:
         check_int8_products()
     except ConfigError:

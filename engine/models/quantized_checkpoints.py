@@ -104,14 +104,7 @@ class QuantisedSource(TensorSource):
                 f"{quantised.path}: config.json says that weights are {quantised.name}, and none is stored so"
             )
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        weight = self._weight(name, shape)
-        if weight is None:
-            return super().read(name, shape)
-        numbers = weight.numbers(self._dtype) if isinstance(weight, CodedWeight) else weight
-        return numbers.to(device=self._device, dtype=self._dtype)
-
-    def stack(self, parts: Sequence[Part]) -> Weight:
+    def weight(self, parts: Sequence[Part]) -> Weight:
         """Codes, in CPU memory, if all parts are stored as codes with equal groups."""
         coded = []
         for part in parts if self._quantised.kind else ():
@@ -121,10 +114,17 @@ class QuantisedSource(TensorSource):
             coded.append(weight if part.order is None else weight.take_rows(part.order))
         if len(coded) == len(parts) and (stack := stacked(coded)) is not None:
             return stack
-        return super().stack(parts)
+        return self.stack(parts)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._files.holds(name):  # else its shape is known when it is read
+            super()._check(name, shape)
 
     def _fill(self, place: Tensor, part: Part) -> None:
-        rows = self.read(part.name, part.shape)
+        if (weight := self._weight(part.name, part.shape)) is None:
+            super()._fill(place, part)
+            return
+        rows = weight.numbers(self.dtype) if isinstance(weight, CodedWeight) else weight
         place.copy_(rows if part.order is None else rows[part.order])
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> Weight | None:
@@ -219,11 +219,10 @@ def _gptq(path: Path, config: dict[str, Any]) -> Quantisation:
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{path}: GPTQ of {bits} bits in format {form!r} is not supported; 2, 4 and 8 bits are")
     raised = 1 if form == "gptq" else 0  # the first format stores zero points less 1
-    kind: WeightForm | None = "int8" if bits == 8 else "int4"
-    if config.get("desc_act") and int(config.get("group_size", -1)) > 0:  # else all columns are one group
-        kind = None
+    reordered = bool(config.get("desc_act")) and int(config.get("group_size", -1)) > 0  # else there is one group
+    kind: WeightForm | None = None if reordered else "int8" if bits == 8 else "int4"
     return Quantisation(
-        path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised), kind
+        path, f"GPTQ int{bits}", lambda stored, module: _gptq_weight(stored, module, bits, raised, reordered), kind
     )
 
 
@@ -312,10 +311,12 @@ def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Weight | Non
     return _grouped(stored, f"{module}.weight_g_idx", numbers, zero, scale, fitting[0])
 
 
-def _gptq_weight(stored: Stored, module: str, bits: int, raised: int) -> Weight | None:
+def _gptq_weight(stored: Stored, module: str, bits: int, raised: int, reordered: bool) -> Weight | None:
     """qweight [in / (32 / bits), out], qzeros [groups, out / (32 / bits)], scales [groups, out], g_idx [in]."""
     if not stored.holds(f"{module}.qweight"):
         return None
+    if reordered and not stored.holds(f"{module}.g_idx"):
+        raise ValueError("desc_act is true, and the checkpoint holds no g_idx of it")
     numbers = _unpack(stored.read(f"{module}.qweight").t(), bits).flatten(1)  # [out, in]
     scale = stored.read(f"{module}.scales").float()
     zero = (_unpack(stored.read(f"{module}.qzeros"), bits).flatten(1) + raised) & (2**bits - 1)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from engine.models.progress import Progress
 from engine.models.quantize import CodedWeight
 
 MAPPED_BYTES = 2**21  # a huge page
+MOST_PLACES = 1024  # that one call of the system may fill (IOV_MAX)
+KEPT_SHARE = 16  # a thread keeps no block of memory that is larger than the checkpoint over this
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -55,31 +57,39 @@ class Shards:
             raise ConfigError(f"{self.directory} holds no tensor {name!r}")
         return self.tensors[name]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in its own dtype, in CPU memory. Raises ConfigError if it cannot be read."""
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ConfigError for a tensor that the checkpoint does not hold, and for one of another dtype."""
         stored = self.stored(name)
         if stored.dtype not in DTYPES:
             raise ConfigError(f"{stored.file}: {name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}")
-        data = _buffer(stored.num_bytes)
-        self._read_bytes(name, stored, data)
-        return data.view(DTYPES[stored.dtype]).view(stored.shape)
+        return DTYPES[stored.dtype]
 
-    def read_into(self, name: str, place: Tensor) -> None:
-        """Write the tensor to `place`, contiguous CPU memory of the tensor's dtype and shape."""
-        self._read_bytes(name, self.stored(name), place.view(-1).view(torch.uint8))
+    def read(self, name: str) -> Tensor:
+        """The tensor in its own dtype, in CPU memory. Raises ConfigError if it cannot be read."""
+        tensor = _buffer(self.stored(name).num_bytes).view(self.dtype(name)).view(self.stored(name).shape)
+        self.read_into(name, tensor)
+        return tensor
 
-    def _read_bytes(self, name: str, stored: StoredTensor, data: Tensor) -> None:
-        view, done = data.numpy().data, 0
+    def read_into(self, name: str, place: Tensor, order: Tensor | None = None) -> None:
+        """Write the tensor to `place`, contiguous CPU memory of its dtype and shape. order: which of its rows comes at
+        each place, int64; None: the order in which they are stored. Raises ConfigError if it cannot be read."""
+        stored, done = self.stored(name), 0
+        if order is None:
+            places = [place.view(-1).view(torch.uint8).numpy().data]
+        else:
+            rows = place.view(len(place), -1).view(torch.uint8).numpy()
+            places = [rows[at].data for at in order.argsort().tolist()]
         with self._reading:
             if self._progress is None:
                 self._progress = Progress(str(self.directory), sum(t.num_bytes for t in self.tensors.values()))
             try:
                 self._open(stored.file)
                 while done < stored.num_bytes:
-                    count = os.preadv(self._descriptor, [view[done:]], stored.start + done)
+                    count = os.preadv(self._descriptor, places[:MOST_PLACES], stored.start + done)
                     if not count:
                         raise ConfigError(f"{stored.file} became shorter while it was read: {name} is not complete")
                     done += count
+                    places = _behind(places, count)
             except OSError as error:
                 raise ConfigError(f"{stored.file} cannot be read: {error}") from error
             self._progress.add(stored.num_bytes)
@@ -104,6 +114,15 @@ class Shards:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
+def _behind(places: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the places after so many bytes."""
+    for filled, place in enumerate(places):
+        if count < len(place):
+            return [place[count:], *places[filled + 1 :]]
+        count -= len(place)
+    return []
+
+
 def _buffer(size: int) -> Tensor:
     """`size` bytes of CPU memory, of which a large block goes back to the system as soon as it is freed.
 
@@ -125,6 +144,43 @@ class Part(NamedTuple):
     order: Tensor | None = None  # which of its rows comes at each place, int64; None: the order in which it is stored
 
 
+class _Passing(local):
+    """A thread's memory for tensors that are copied elsewhere at once. It is used again and again: a system may take
+    much longer to give memory than to fill it."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of the largest block that is kept."""
+        self._most = most
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes, which hold until the thread takes some again."""
+        if size > self._most:
+            return _buffer(size)
+        if size > len(self._block):
+            del self._block  # goes before the new one comes
+            self._block = _buffer(size)
+        return self._block[:size]
+
+
+class StoredWeight:
+    """A weight that is still in its files: tensors on top of each other, in a model's dtype, on its device."""
+
+    def __init__(self, source: "TensorSource", parts: Sequence[Part]) -> None:
+        self._source, self._parts = source, parts
+        self.shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+        self.dtype, self.device = source.dtype, source.device
+        self.nbytes = prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """[Σ rows, …]. Raises ConfigError if it cannot be read."""
+        return self._source.stack(self._parts)
+
+    def passing(self) -> Tensor:
+        """As `read`, in memory that the thread's next call overwrites."""
+        return self._source.stack(self._parts, passing=True)
+
+
 class TensorSource:
     """A checkpoint's tensors in a model's dtype, on its device.
 
@@ -135,54 +191,50 @@ class TensorSource:
         self, shards: Shards, dtype: torch.dtype, device: torch.device, discard: Callable[[str], None]
     ) -> None:
         """`discard` is told the name of each tensor that needs no further reading."""
+        self.dtype, self.device = dtype, device
         self._shards = shards
-        self._dtype = dtype
-        self._device = device
         self._discard = discard
+        most = sum(stored.num_bytes for stored in shards.tensors.values()) // KEPT_SHARE
+        self._stacks, self._unconverted = _Passing(most), _Passing(most)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._stored(name, shape)
-        if self._device.type != "cpu" or tensor.dtype is self._dtype:
-            return tensor.to(device=self._device, dtype=self._dtype)
-        return self._empty(shape).copy_(tensor)
+        self._check(name, shape)
+        tensor = self._empty(shape)
+        self._fill(tensor, Part(name, shape))
+        return tensor
 
-    def stack(self, parts: Sequence[Part]) -> Tensor | CodedWeight:
+    def weight(self, parts: Sequence[Part]) -> StoredWeight | CodedWeight | Tensor:
         """The parts on top of each other, [Σ rows, …]. One part may be several products' rows already."""
-        if len(parts) == 1 and parts[0].order is None:
-            return self.read(parts[0].name, parts[0].shape)
-        stack = self._empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+        for part in parts:
+            self._check(part.name, part.shape)
+        return StoredWeight(self, parts)
+
+    def stack(self, parts: Sequence[Part], *, passing: bool = False) -> Tensor:
+        """The parts on top of each other, [Σ rows, …]. passing: in memory that the thread's next call overwrites."""
+        for part in parts:
+            self._check(part.name, part.shape)
+        stack = self._empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), passing=passing)
         for part, place in zip(parts, stack.split([part.shape[0] for part in parts]), strict=True):
             self._fill(place, part)
         return stack
 
     def _fill(self, place: Tensor, part: Part) -> None:
-        """Each number is copied once where the file has the order and the dtype of `place`, at most twice elsewhere."""
-        self._check_shape(part.name, part.shape)
-        same = place.device.type == "cpu" and DTYPES.get(self._shards.stored(part.name).dtype) is place.dtype
-        if same and part.order is None:
-            self._discard(part.name)
-            self._shards.read_into(part.name, place)
+        dtype = self._shards.dtype(part.name)
+        if place.device.type == "cpu" and place.dtype is dtype:
+            self._shards.read_into(part.name, place, part.order)
             return
-        rows = self._stored(part.name, part.shape)
-        if part.order is None:
-            place.copy_(rows)
-        elif same:
-            torch.index_select(rows, 0, part.order, out=place)
-        else:
-            place.copy_(rows.to(place.dtype)[part.order])
+        stored = self._unconverted.take(prod(part.shape) * dtype.itemsize).view(dtype).view(part.shape)
+        self._shards.read_into(part.name, stored, part.order)
+        place.copy_(stored)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """In the file's dtype."""
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         self._discard(name)
-        self._check_shape(name, shape)
-        return self._shards.read(name)
-
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._shards.stored(name).shape
         if found != shape:
             raise ConfigError(f"{self._shards.directory}: {name} has shape {found}, config.json says {shape}")
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        if self._device.type != "cpu":
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
-        return _buffer(prod(shape) * self._dtype.itemsize).view(self._dtype).view(shape)
+    def _empty(self, shape: tuple[int, ...], *, passing: bool = False) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        size = prod(shape) * self.dtype.itemsize
+        return (self._stacks.take(size) if passing else _buffer(size)).view(self.dtype).view(shape)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.linear import lay_out, num_bytes_of, product_of, usable_forms
+from engine.models.linear import laid_out, lay_out, num_bytes_of, product_of, usable_forms
 from engine.models.mlp import Gating
+from engine.models.shards import StoredWeight
 
 MOST_ROWS = (32, 16, 8, 4, 2, 1)
 FEWEST_ROWS = (1, 2, 4, 8, 16)
@@ -33,11 +34,11 @@ class RowRange(NamedTuple):
 class SteadyLinear:
     """y = x Wᵀ + b for x [rows, in] → [rows, out], in calls of as many rows as give every row the same bits."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [out, in]."""
+    def __init__(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> None:
+        """weight [out, in]. Raises ConfigError if it cannot be read."""
         form, (out, inner) = usable_forms(weight)[0], weight.shape
         self.range = agreeing_rows(out, inner, weight.dtype, bias is not None, torch.get_num_threads())
-        self.weight, self.bias = lay_out(weight, form), bias
+        self.weight, self.bias = laid_out(weight, [form])[form], bias
         self._product = product_of(form, self.weight, bias)
 
     @property

@@ -156,6 +156,41 @@ def test_weights_that_do_not_fit(
     checks.check_models(Settings(target=str(DEMO)), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("args", "flags", "message"),
+    [
+        (
+            {"target_weights": "int8"},
+            {"sse2", "avx2"},
+            "int8 needs a CPU with VNNI instructions, .*: choose int4 .* or",
+        ),
+        (
+            {"draft_weights": "int8"},
+            {"sse2"},
+            "int8 needs a CPU with VNNI instructions, and this one has none: choose as",
+        ),
+        (
+            {"draft_weights": "int4"},
+            {"sse2"},
+            "int4 needs a CPU with AVX2 instructions, and this one has none: choose as",
+        ),
+        ({"target_weights": "int8"}, {"avx2", "avx_vnni"}, None),
+        ({"target_weights": "int4"}, {"avx2"}, None),
+        ({"target_weights": "int8"}, set[str](), None),  # not known
+    ],
+)
+def test_weights_that_this_cpu_has_no_products_for(
+    args: dict[str, str], flags: set[str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "cpu_flags", lambda: frozenset(flags))
+    settings = Settings.model_validate({"target": str(DEMO), "draft": str(DEMO)} | args)
+    if message is None:
+        checks.check_models(settings, "cpu")
+        return
+    with pytest.raises(ConfigError, match=f"^{next(iter(args))} {message}"):
+        checks.check_models(settings, "cpu")
+
+
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from engine.host_memory import out_of_memory
+from engine.memory_errors import out_of_memory
 from tests.engine.forked import Forks
 
 SCRIPT = """

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoint_files import INT8_FLAGS
 from engine.config import ConfigError
+from engine.machine_cpus import cpu_flags
 from engine.models.int8_linear import Int8Linear, check_int8_products
 from engine.models.linear import BUCKETS, Choice, Linear, bucket_of, usable_forms
 from engine.models.quantize import SLICE_ROWS, quantise_weight
@@ -26,6 +28,18 @@ def int8_reason() -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.skipif(not cpu_flags(), reason="this machine does not say what its CPU can")
+def test_the_flags_of_this_cpu_say_whether_it_has_int8_products() -> None:
+    assert bool(int8_reason()) == cpu_flags().isdisjoint(INT8_FLAGS)
+
+
+def test_the_flags_of_a_cpu(tmp_path: Path) -> None:
+    assert cpu_flags(tmp_path) == frozenset()
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_int8\nflags\t\t: other\n", "utf-8")
+    assert cpu_flags(tmp_path) == {"fpu", "avx2", "amx_int8"}
 
 
 needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())
@@ -82,10 +96,21 @@ def test_only_the_chosen_forms_are_kept() -> None:
     size = 400 * 300 * 4
     assert make(torch.float32, False)[0].num_bytes == size
     assert make(torch.float32, True, ["plain"])[0].num_bytes == size + 4 * 400
-    linear = make(torch.float32, False, ["plain"])[0]
+    linear = make(torch.float32, False, ())[0]
+    assert linear.num_bytes == size
     linear.use(["transposed", "packed", "packed", "packed", "packed", "packed", "packed"])
     assert set(linear.forms) == {"transposed", "packed"}
     assert linear.num_bytes == 2 * size
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7, 5)])
+def test_a_form_other_than_plain_has_memory_of_its_own(shape: tuple[int, int]) -> None:
+    """The next weight may be read to where this one lies."""
+    for form in set(usable_forms(torch.empty(shape))) - {"plain"}:
+        weight = torch.ones(shape)
+        linear = Linear(weight, None, [form])
+        weight.zero_()
+        assert torch.equal(linear(torch.ones(2, shape[1])), torch.full((2, shape[0]), float(shape[1])))
 
 
 @needs_onednn

@@ -42,7 +42,7 @@ class Machine:
 
 
 def products(*widths: int, dtype: torch.dtype = torch.float32) -> list[Linear]:
-    return [Linear(torch.ones(width, 16, dtype=dtype), None, ["plain"]) for width in widths]
+    return [Linear(torch.ones(width, 16, dtype=dtype), None, ()) for width in widths]
 
 
 def chosen(made: Sequence[Linear]) -> list[str]:
@@ -85,7 +85,7 @@ def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPat
         return LARGE_LAYERS[form][BUCKETS.index(rows)]
 
     monkeypatch.setattr(product_choice, "lay_out", counted)
-    made = [Linear(torch.ones(width, 16), torch.ones(width), ["plain"]) for width in (3000, 24)]
+    made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 24)]
     choose_forms(made, timed=timed)
     assert set(laid_out) == {192, 24}
     assert chosen(made) == ["transposed to 1 row, packed beyond"] * 2

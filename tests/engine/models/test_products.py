@@ -1,25 +1,32 @@
 """What is quantised and what is not, and that a quantised model's text does not depend on the speculation."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
 from engine.load import _dtype
-from engine.models import coded_linear, products
+from engine.models import coded_linear, product_choice, products, shards
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
 from engine.models.int8_linear import Int8Linear
-from engine.models.linear import Linear
+from engine.models.linear import Form, Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
+from engine.models.quantize import CodedWeight
 from engine.models.runner import Runner
+from engine.models.shards import StoredWeight
+from engine.models.weight_files import WEIGHTS
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
 from tests.engine.models.test_int4_linear import needs_int4
 from tests.engine.models.test_linear import needs_int8, needs_onednn
-from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
+from tests.engine.pairs import VOCAB, Pair, Shape, copy_of, save_checkpoint
 from tests.kv import kv_layout
 
 CPU = torch.device("cpu")
@@ -112,13 +119,46 @@ def test_only_auto_measures_and_the_others_have_one_form(
     checkpoint: str, asked: ProductForms, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Linear] = []
-    monkeypatch.setattr(products, "choose_forms", lambda undecided, **_: given.extend(undecided))
+
+    def choose(undecided: list[Linear], **_: object) -> None:
+        given.extend(undecided)
+        for product in undecided:
+            assert isinstance(product.given, StoredWeight | Tensor)
+            product.use(["transposed"])
+
+    monkeypatch.setattr(products, "choose_forms", choose)
     decoder = load_decoder(
         open_checkpoint(checkpoint), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(products=asked)
     )
     assert linears(decoder)
     assert {id(p) for p in given} == ({id(p) for p in linears(decoder)} if measured else set())
-    assert {p.choice for p in linears(decoder)} == {("packed" if asked == "packed" else "plain",)}
+    form = "transposed" if measured else "packed" if asked == "packed" else "plain"
+    assert {p.choice for p in linears(decoder)} == {(form,)}
+
+
+@needs_onednn
+@pytest.mark.parametrize("form", ["packed", "transposed"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_weights_that_are_laid_out_as_they_are_read_are_the_stored_ones(
+    source: str, form: Form, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit. They pass through memory that is used again for the next weight."""
+    path = copy_of(checkpoint, tmp_path / "stored")
+    if source == "bfloat16":
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / WEIGHTS).items()}
+        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+    monkeypatch.setattr(product_choice, "best_choice", lambda times, most_forms=2: (form,))
+    monkeypatch.setattr(shards, "KEPT_SHARE", 1)
+    decoders = {
+        asked: load_decoder(
+            open_checkpoint(str(path)), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights(products=asked)
+        )
+        for asked in ("auto", "plain")
+    }
+    for chosen, plain in zip(linears(decoders["auto"]), linears(decoders["plain"]), strict=True):
+        assert set(chosen.forms) == {form}
+        found = chosen.weight.to_dense() if form == "packed" else chosen.weight.t()
+        assert torch.equal(found, plain.weight)
 
 
 def test_packed_products_need_onednn_and_its_types() -> None:
@@ -151,6 +191,26 @@ def test_rounded_weights_need_a_gpu_with_kernels_for_them(form: WeightForm, monk
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="fp8 weights need device cuda, not cpu: choose int8"):
         ProductMaker(Weights("fp8"), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("int8", True), ("as_is", True), ("int4", False)])
+def test_stored_codes_are_those_of_their_checkpoint(
+    asked: WeightForm, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of 8 bits may all be small enough for 4. Rounding them again would change their steps."""
+
+    def coded(weight: CodedWeight, bias: Tensor | None, device: torch.device) -> SimpleNamespace:
+        made.append(weight)
+        return SimpleNamespace(weight=weight.codes, steps=weight.steps, offsets=weight.offsets)
+
+    made: list[CodedWeight] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(coded_linear, "triton_module", lambda name: coded_linear)
+    monkeypatch.setattr(products, "CodedLinear", coded)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_: tensor)
+    small = CodedWeight(torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1))
+    ProductMaker(Weights(asked), torch.float32, torch.device("cuda", 0), stored="int8")(small)
+    assert (made[0] is small) == kept
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])

@@ -24,6 +24,7 @@ from engine.models.linear import Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner
+from engine.planned_weights import planned_weights
 from tests.engine.driving import make_sequence
 from tests.engine.models import families
 from tests.engine.models.families import CASES, random_checkpoint
@@ -342,9 +343,9 @@ def test_a_checkpoint_of_4_bits_can_be_served_in_int8(plain: str, tmp_path: Path
     assert 1e-4 < (rounded - exact).square().mean().sqrt() / exact.std() < 0.05
 
 
-@needs_int8
-@needs_int4
-@pytest.mark.parametrize("form", ["as_is", "int8", "int4"])
+@pytest.mark.parametrize(
+    "form", ["as_is", pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_int4)]
+)
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed int4", "int8", "fp8 in blocks"])
 def test_the_plan_counts_weights_as_they_are_kept(plain: str, tmp_path: Path, name: str, form: WeightForm) -> None:
     """Four bits in a file are 32 in memory if they are dequantised."""
@@ -352,6 +353,22 @@ def test_the_plan_counts_weights_as_they_are_kept(plain: str, tmp_path: Path, na
     planned = plan_memory(EngineConfig(str(path), target_weights=form, max_model_len=LENGTH)).models[0].weight_bytes
     loaded = decoder_of(path, Weights(form, products="packed")).weight_bytes
     assert planned == pytest.approx(loaded, rel=0.05)  # steps and biases are not planned
+
+
+@pytest.mark.parametrize(("stored_as", "kept"), [(torch.float8_e4m3fn, 1), (torch.float8_e5m2, 2)])
+def test_the_plan_for_a_gpu_counts_the_fp8_numbers_that_its_products_read(
+    plain: str, tmp_path: Path, stored_as: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(weight: Tensor) -> tuple[Stored, Tensor]:
+        numbers = weight.to(stored_as)
+        return {"weight": numbers, "weight_scale": torch.ones(())}, numbers.float()
+
+    path, _ = save_quantised(plain, tmp_path, FORMATS["fp8 per tensor"][0], pack)
+    monkeypatch.setattr("engine.planned_weights.coded_products_reason", lambda device: None)
+    checkpoint = open_checkpoint(str(path))
+    (planned,) = planned_weights(EngineConfig(str(path)), [checkpoint], torch.bfloat16, torch.device("cuda"))
+    tables = checkpoint.shape.vocab_size * checkpoint.shape.hidden_size * (2 if checkpoint.shape.tied else 4)
+    assert planned == tables + kept * checkpoint.shape.layer_numbers
 
 
 def test_zero_biases_of_gptq_are_none(plain: str, tmp_path: Path) -> None:
@@ -397,6 +414,7 @@ NAN = torch.ones(96, 64).index_fill(1, torch.tensor([5]), torch.nan).to(torch.fl
     [
         (GPTQ, gptq, "scales", torch.ones(2, 95).half(), "is no GPTQ int4 weight: scales of"),
         (GPTQ, gptq, "g_idx", torch.full((64,), 7, dtype=torch.int32), "does not name one of 2 groups"),
+        (GPTQ | {"desc_act": True}, gptq, "g_idx", None, "desc_act is true, and the checkpoint holds no g_idx"),
         (AWQ, awq, "qweight", torch.ones(64, 12), "stored as torch.float32 instead of int32"),
         (FP8, FORMATS["fp8 in blocks"][1], "weight_scale_inv", torch.ones(3, 3), r"scales of shape \(3, 3\)"),
         (INT8, w8a8, "weight_scale", torch.ones(96, 0), "is no compressed-tensors int-quantized int8 weight: "),

@@ -3,15 +3,17 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.shards import Shards, TensorSource
+from engine.models.shards import MOST_PLACES, Part, Shards, StoredWeight, TensorSource
 from engine.models.weight_files import INDEX, WEIGHTS
 
 CPU = torch.device("cpu")
@@ -150,6 +152,62 @@ def test_a_file_cut_short_while_it_is_read_is_refused(directory: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"two\.safetensors became shorter"):
         shards.read(last)
+
+
+@pytest.mark.parametrize("most", [10**9, 1000, 7])
+def test_rows_are_read_to_their_places_whatever_a_call_of_the_system_reads(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than one call takes, and calls that read less than they are asked for."""
+
+    def reluctant(descriptor: int, places: list[memoryview], offset: int) -> int:
+        counts.append(sum(map(len, places)))
+        return preadv(descriptor, [place[:most] for place in places[:1]] if most < 10**9 else places, offset)
+
+    preadv, counts = os.preadv, list[int]()
+    table, order = torch.arange(2 * MOST_PLACES + 6).reshape(-1, 2), torch.randperm(MOST_PLACES + 3)
+    save_file({"a": table, "b": table.flip(0).contiguous()}, tmp_path / WEIGHTS)
+    monkeypatch.setattr(os, "preadv", reluctant)
+    parts = [Part("b", tuple(table.shape), order), Part("a", tuple(table.shape))]
+    weight = TensorSource(Shards(tmp_path), torch.int64, CPU, lambda name: None).weight(parts)
+    assert isinstance(weight, StoredWeight)
+    expected = torch.cat([table.flip(0)[order], table])
+    assert (weight.shape, weight.nbytes) == (expected.shape, expected.nbytes)
+    assert not counts  # nothing is read yet
+    assert torch.equal(weight.read(), expected)
+    assert torch.equal(weight.passing(), expected)
+    assert len(counts) >= 6
+
+
+def test_a_weight_passes_through_memory_that_its_thread_uses_again(tmp_path: Path) -> None:
+    sizes = {"large": 100, "small": 3, "medium": 9, **{f"rest {n}": 20 for n in range(40)}}
+    save_file({name: torch.full((size, 2), float(size)) for name, size in sizes.items()}, tmp_path / WEIGHTS)
+    source = TensorSource(Shards(tmp_path), torch.float32, CPU, lambda name: None)
+
+    def read(name: str) -> Tensor:
+        weight = source.weight([Part(name, (sizes[name], 2))])
+        assert isinstance(weight, StoredWeight)
+        passing = weight.passing()
+        assert torch.equal(passing, torch.full((sizes[name], 2), float(sizes[name])))
+        assert weight.read().data_ptr() != passing.data_ptr()
+        return passing
+
+    medium, small, large, other = (read(name) for name in ("medium", "small", "large", "large"))
+    assert small.data_ptr() == medium.data_ptr()
+    assert len({large.data_ptr(), other.data_ptr(), medium.data_ptr()}) == 3  # more than the share is not kept
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(read, "small").result().data_ptr() != medium.data_ptr()
+
+
+def test_a_weight_of_another_shape_is_refused_before_it_is_read(directory: Path) -> None:
+    source = TensorSource(Shards(directory), torch.float32, CPU, lambda name: None)
+    with pytest.raises(ConfigError, match=r"a has shape \(2, 3\), config.json says \(2, 4\)"):
+        source.weight([Part("a", (2, 4))])
+    weight = source.weight([Part("a", (2, 3))])
+    os.truncate(directory / "one.safetensors", 8)
+    assert isinstance(weight, StoredWeight)
+    with pytest.raises(ConfigError, match=r"one\.safetensors became shorter while it was read: a is not complete"):
+        weight.passing()
 
 
 def test_an_index_that_names_a_missing_file(directory: Path) -> None:

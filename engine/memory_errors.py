@@ -1,0 +1,8 @@
+"""Which errors mean that no memory is left."""
+
+import torch
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error means that memory ran out. torch has an error class for that on a GPU, but not on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "you tried to allocate" in str(error)
