@@ -72,7 +72,8 @@ def profile(
 
     The profile of most shapes is kept in a file. If a start finds one, a few shapes are measured. The file counts if
     they agree with it but for a common factor, by which all its seconds are then multiplied: the machine may be busier.
-    kept: whether to look for the file, as a start does.
+    If the file lacks shapes, the rest of the budget goes to the largest ones. kept: whether to look for the file, as a
+    start does.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
@@ -88,34 +89,52 @@ def profile(
     def over() -> bool:
         return perf_counter() > began + budget_s or interrupted()
 
-    def measure(*, few: bool = False) -> tuple[dict[RoundShape, Timing], int]:
-        """(timings by shape, number of shapes). few: of those that confirm a profile."""
+    def measure(choose: Callable[[ProfileBench], Seq[RoundShape]], most: int = max_running) -> tuple[list[Timing], int]:
+        """(timings, number of chosen shapes). most: sequences that are needed."""
         try:
-            bench.fill(max_running, depth, over, max(CHECKED_BATCHES) if few else max_running)
-            shapes = _checked_shapes(bench) if few else _shapes(bench, bool(runners))
-            return _measure(bench, shapes, over, interrupted), len(shapes)
+            bench.fill(max_running, depth, over, most)
+            shapes = choose(bench)
+            return list(_measure(bench, shapes, over, interrupted).values()), len(shapes)
         finally:
             bench.clear(drafter)
 
     with computing(target.device):
         known = file.read() if kept and budget_s > 0 else []
         if known:
-            measured, _ = measure(few=True)
-            if (factor := common_factor(list(measured.values()), known)) is not None:
-                spent_s = perf_counter() - began
-                message = "%d shapes of rounds were profiled (%.1f s): %.2f times as long as in %s, which is used"
-                log.info(message, len(measured), spent_s, factor, file.path)
-                return [replace(t, draft_s=t.draft_s * factor, score_s=t.score_s * factor) for t in known]
-            log.info("the costs of rounds in %s do not hold any more", file.path)
-        measured, wanted = measure()
+            measured, _ = measure(_checked_shapes, max(CHECKED_BATCHES))
+            factor = common_factor(measured, known)
+            _tell_of_check(factor, len(measured), perf_counter() - began, file)
+            known = [] if factor is None else [_times(timing, factor) for timing in known]
+            if known and file.whole:
+                return known
+        measured, wanted = measure(lambda bench: _shapes(bench, bool(runners), largest_first=bool(known)))
     if interrupted():
         return []
-    log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(measured), wanted, perf_counter() - began)
-    timings = list(measured.values())
+    timings = _joined(known, measured)
+    log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), wanted, perf_counter() - began)
     # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
-    if len(measured) > 1 and (kept or len(measured) >= len(file.read())):
-        file.write(timings)
+    if len(timings) > 1 and (kept or len(timings) >= len(file.read())):
+        file.write(timings, whole=len(timings) >= wanted)
     return timings
+
+
+def _tell_of_check(factor: float | None, count: int, seconds: float, file: ProfileFile) -> None:
+    if factor is None:
+        log.info("the costs of rounds in %s do not hold any more", file.path)
+        return
+    what = "which is used" if file.whole else "which is used and completed"
+    message = "%d shapes of rounds were profiled (%.1f s): %.2f times as long as in %s, %s"
+    log.info(message, count, seconds, factor, file.path, what)
+
+
+def _joined(known: Seq[Timing], measured: Seq[Timing]) -> list[Timing]:
+    """All timings in the order of a whole profile, each kind once; those measured now go before."""
+    kinds = {_kind(timing): timing for timing in (*known, *measured)}
+    return [kinds[kind] for kind in sorted(kinds)] if known else list(measured)
+
+
+def _times(timing: Timing, factor: float) -> Timing:
+    return replace(timing, draft_s=timing.draft_s * factor, score_s=timing.score_s * factor)
 
 
 def common_factor(measured: Seq[Timing], known: Seq[Timing]) -> float | None:
@@ -300,8 +319,8 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over, interrupt
     return {shape: of_shape.timing(shape) for shape, of_shape in samples.items()}
 
 
-def _shapes(bench: ProfileBench, has_draft_model: bool) -> list[RoundShape]:
-    batches = _batch_sizes(len(bench.sequences))
+def _shapes(bench: ProfileBench, has_draft_model: bool, *, largest_first: bool = False) -> list[RoundShape]:
+    batches = sorted(_batch_sizes(len(bench.sequences)), reverse=largest_first)
     return [shape for batch in batches for shape in _round_shapes(batch, bench.depth, has_draft_model)]
 
 

@@ -387,7 +387,7 @@ def test_another_amount_of_free_memory_has_the_same_file(pair: Pair) -> None:
 def test_a_broken_file_is_refused(pair: Pair, spoil: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ProfileFile(runners(small(pair)), 2, 2)
     kept = [Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0), Timing(1, 2, 2, 0, 2, 2, 1e-4, 2e-3, 0.0)]
-    file.write(kept)
+    file.write(kept, whole=True)
     assert file.read() == kept
     file.path.write_text(spoil(file.path.read_text("utf-8")), "utf-8")
     assert file.read() == []
@@ -397,7 +397,7 @@ def test_a_broken_file_is_refused(pair: Pair, spoil: Any, tmp_path: Path, caplog
 def test_a_cache_that_cannot_be_written_is_no_fault(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     file = ProfileFile(runners(small(pair)), 2, 2)
-    file.write([Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)])
+    file.write([Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)], whole=True)
     assert file.read() == []
 
 
@@ -439,14 +439,26 @@ def test_a_profile_of_fewer_shapes_is_not_kept_in_place_of_more(pair: Pair, monk
     assert ProfileFile(runners(engine), 6, DEPTH).read() == first
 
 
-def test_what_a_slow_start_could_measure_is_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small(pair)
-    whole = len(profile(engine.target, engine.drafter, 6, DEPTH, AGES))
-    ProfileFile(runners(engine), 6, DEPTH).path.unlink()
+    whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    file = ProfileFile(runners(engine), 6, DEPTH)
+    assert file.read()
+    assert file.whole
+    file.path.unlink()
     ran = scripted({}, monkeypatch)
     monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))  # a second for each round
     first = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
-    assert 1 < len(first) < whole
+    assert 1 < len(first) < len(whole)
+    assert file.read() == first
+    assert not file.whole
+    second = profile(engine.target, engine.drafter, 6, DEPTH, 60.0)
+    kinds = [list(map(profiling._kind, timings)) for timings in (first, second, whole)]
+    assert sorted(kinds[1]) == sorted(kinds[2])
+    assert set(kinds[0]) < set(kinds[1])
+    assert file.read() == second
+    assert file.whole
     rounds = len(ran)
-    assert profile(engine.target, engine.drafter, 6, DEPTH, 40.0) == first
-    assert len(ran) - rounds < rounds
+    assert profile(engine.target, engine.drafter, 6, DEPTH, 40.0) == second
+    assert len(ran) - rounds <= 2 * profiling.RUNS * profiling.SWEEPS * len(profiling.CHECKED_KS)
+    check_nothing_is_left(engine)
