@@ -439,25 +439,26 @@ def test_a_profile_of_fewer_shapes_is_not_kept_in_place_of_more(pair: Pair, monk
     assert ProfileFile(runners(engine), 6, DEPTH).read() == first
 
 
+def kept(engine: Engine) -> tuple[ProfileFile, list[Timing], bool]:
+    """The file, its timings, and whether these are all."""
+    file = ProfileFile(runners(engine), 6, DEPTH)
+    return file, file.read(), file.whole
+
+
 def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small(pair)
     whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
-    file = ProfileFile(runners(engine), 6, DEPTH)
-    assert file.read()
-    assert file.whole
-    file.path.unlink()
+    kept(engine)[0].path.unlink()
     ran = scripted({}, monkeypatch)
     monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))  # a second for each round
     first = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
     assert 1 < len(first) < len(whole)
-    assert file.read() == first
-    assert not file.whole
+    assert kept(engine)[1:] == (first, False)
     second = profile(engine.target, engine.drafter, 6, DEPTH, 60.0)
     kinds = [list(map(profiling._kind, timings)) for timings in (first, second, whole)]
     assert sorted(kinds[1]) == sorted(kinds[2])
     assert set(kinds[0]) < set(kinds[1])
-    assert file.read() == second
-    assert file.whole
+    assert kept(engine)[1:] == (second, True)
     rounds = len(ran)
     assert profile(engine.target, engine.drafter, 6, DEPTH, 40.0) == second
     assert len(ran) - rounds <= 2 * profiling.RUNS * profiling.SWEEPS * len(profiling.CHECKED_KS)
