@@ -46,12 +46,16 @@ def read_config(document: Any) -> ServeDeploySchema:
         raise ValueError(explain(error, ServeDeploySchema)) from None
 
 
-def _reason(application: ApplicationStatusOverview) -> str:
-    """Why an application failed: the engine's own words, if the builder or a replica refused, else Serve's."""
+def _refusal(application: ApplicationStatusOverview) -> str | None:
+    """The engine's own words, if the builder or a replica has refused what was configured."""
     messages = [deployment.message for deployment in application.deployments.values()]
     lines = [line for message in (*messages, application.message) for line in message.splitlines()]
-    reasons = [line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line]
-    return reasons[-1] if reasons else application.message
+    return next((line.partition("ConfigError: ")[2] for line in reversed(lines) if "ConfigError: " in line), None)
+
+
+def _failure(application: ApplicationStatusOverview) -> str | None:
+    """Why an application cannot start; None: it may. Serve tries a replica three times, but a refusal stays one."""
+    return _refusal(application) or (application.message if application.status in FAILED else None)
 
 
 @contextmanager
@@ -137,7 +141,8 @@ class Cluster:
 
     @property
     def failures(self) -> list[str]:
-        return [f"application {name}: {_reason(a)}" for name, a in self._seen.items() if a.status in FAILED]
+        reasons = {name: _failure(application) for name, application in self._seen.items()}
+        return [f"application {name}: {reason}" for name, reason in reasons.items() if reason is not None]
 
     @property
     def troubles(self) -> list[str]:
