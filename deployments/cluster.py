@@ -34,6 +34,8 @@ LOG_MONITOR = "start_log_monitor"
 HELPERS = (LOG_MONITOR, "start_api_server", "start_monitor")
 STOP_LIMIT_S = 10  # for replicas to end once no request runs
 PROXY_LIMIT_S = 2.0  # for the proxy to answer a drain command
+# Ray warns of its own default, a secret between the cluster's processes. The warning of its absence is shown.
+RAYS_NOTICE = ("ray._private.authentication.authentication_token_setup", "Token authentication is enabled")
 RAYS_LOGS = "/tmp/ray/session_latest/logs"
 NO_PROXY = f"the HTTP proxy does not listen yet; its log is in {RAYS_LOGS}/serve"
 
@@ -93,6 +95,8 @@ class Cluster:
 
         Raises OSError if Ray cannot start.
         """
+        logger, notice = RAYS_NOTICE
+        logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(notice))
         try:
             with _postponed(*HELPERS) as self._helpers:  # ray.init would wait for them
                 ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
