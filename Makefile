@@ -11,7 +11,7 @@ PAIR := --target models/demo/target --draft models/demo/draft
 ENGINEERED := --target .cache/engineered/target --draft .cache/engineered/draft-0.9 --max-tokens 32
 # Workers as tests/workers.py says; the tests of a group stay together, long groups first.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadscope --no-loadscope-reorder
-CLIENTS := openai langchain litellm llama-index inspect-ai lm-eval
+CLIENTS := openai langchain litellm llama-index inspect-ai lm-eval oldest
 RULES := tests/test_imports.py tests/test_layout.py tests/test_budgets.py
 POLICIES := --spec off,1,2,4,8,goodput --threads 2
 

@@ -113,7 +113,7 @@ def profile(
     timings = _joined(known, measured)
     log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), wanted, perf_counter() - began)
     # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
-    if len(timings) > 1 and (kept or len(timings) >= len(file.read())):
+    if len(timings) > 1 and len(timings) >= len(file.read()):
         file.write(timings, whole=len(timings) >= wanted)
     return timings
 
