@@ -454,7 +454,7 @@ def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, mo
     first = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
     assert 1 < len(first) < len(whole)
     assert kept(engine)[1:] == (first, False)
-    second = profile(engine.target, engine.drafter, 6, DEPTH, 60.0)
+    second = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
     kinds = [list(map(profiling._kind, timings)) for timings in (first, second, whole)]
     assert sorted(kinds[1]) == sorted(kinds[2])
     assert set(kinds[0]) < set(kinds[1])
