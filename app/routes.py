@@ -1,10 +1,11 @@
 """The endpoints of the server. Only `Generate` submits requests to the engine and cancels them."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -35,6 +36,7 @@ from engine.types import (
     Output,
 )
 
+DECODED_INLINE = 1_000  # ids; the text of longer prompts is decoded off the event loop
 MAX_JOINED_BYTES = 2**16  # a longer reply is sent in parts, without a copy into one piece
 
 PAGE = {"GET /ui": "the live page for a browser: origins of tokens, rounds of recent requests, charts"}
@@ -126,14 +128,16 @@ class Generate:
         requests += await self._requests(body, request_id, salt)
         streams = self.client.submit(requests)
         self.telemetry.submitted(exchange, requests)
+        echoes = await self._echoes(body, requests) if body.echo else None
         outputs = merged(streams) if exchange.texts is None else exchange.keep_texts(merged(streams))
-        await self._reply(exchange, body, requests, outputs, send)
+        await self._reply(exchange, body, requests, echoes, outputs, send)
 
     def _reply(
         self,
         exchange: Exchange,
         body: GenerationRequest,
         requests: list[types.Request],
+        echoes: Sequence[str] | None,
         outputs: AsyncGenerator[tuple[int, Output]],
         send: Send,
     ) -> Coroutine[Any, Any, None]:
@@ -151,9 +155,6 @@ class Generate:
             prompt_tokens=sum(map(len, prompts)),
             prompt_token_ids=prompts[0] if tells_ids else None,
         )
-        echoes = [
-            cache(partial(self._echo, body, index, ids)) if body.echo else None for index, ids in enumerate(prompts)
-        ]
         choices = [
             ReplyChoice(
                 index,
@@ -161,7 +162,7 @@ class Generate:
                 self.client.token,
                 self.form,
                 body=body,
-                echo=echoes[request.prompt_index],
+                echo=None if echoes is None else echoes[request.prompt_index],
                 split=self._split(body),
             )
             for index, request in enumerate(requests)
@@ -238,12 +239,16 @@ class Generate:
             raise InvalidRequest(message, "prediction", "context_length_exceeded")
         return tuple(ids)
 
-    def _echo(self, body: GenerationRequest, index: int, ids: tuple[int, ...]) -> str:
-        """Return the text of the prompt with these ids. Call it after `submit`: the engine has then checked them."""
+    async def _echoes(self, body: GenerationRequest, requests: Sequence[types.Request]) -> list[str]:
+        """Return the text of each prompt. Call it after `submit`: the engine has then checked the ids."""
+        return [await self._echo(body, index, r.prompt_ids) for index, r in enumerate(requests[:: body.candidates])]
+
+    async def _echo(self, body: GenerationRequest, index: int, ids: tuple[int, ...]) -> str:
         prompt, most = body.prompts[index], body.truncate_prompt_tokens
         if isinstance(prompt, str) and (most is None or len(ids) < most):
             return prompt
-        return self.client.detokenize(ids, skip_special_tokens=body.params.skip_special_tokens)
+        decode = partial(self.client.detokenize, ids, skip_special_tokens=body.params.skip_special_tokens)
+        return decode() if len(ids) <= DECODED_INLINE else await asyncio.to_thread(decode)
 
 
 async def send_whole(

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from deployments.settings import DEFAULT_CHAT, ChatConfig
 from engine.config import PolicyConfig
 from engine.engine import Engine
 from engine.hub_id import parse_hub_id
-from engine.models.chat_template import open_template
+from engine.models.chat_template import ChatTemplate, open_template, template_source
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker
 
@@ -48,9 +49,14 @@ class LocalClient:
             trees=can.trees,
         )
         self._tokenizer = engine.tokenizer
-        template = open_template(chat.template, engine.tokenizer.chat_templates, engine.tokenizer.special_tokens)
-        self._chats = ChatRenderer(template, self._card.max_choices)
-        self._tokenizer_info = {**engine.tokenizer.special_tokens, "chat_template": template.source}
+        templates, special_tokens = engine.tokenizer.chat_templates, engine.tokenizer.special_tokens
+        source = template_source(chat.template, templates)
+        self._tokenizer_info = {**special_tokens, "chat_template": source}
+        self._chats = ChatRenderer(
+            partial(open_template, chat.template, templates, special_tokens), self._card.max_choices
+        )
+        if chat.template is not None:  # the operator's: the start ends if it cannot be compiled
+            self.prepare_chats().result()
         # A longer text never fits: a token stands for at most as many characters as the longest token string has. (A
         # tokenizer that drops characters could make such a text fit; it is refused all the same.)
         self._max_characters = engine.max_model_len * longest_token
@@ -85,6 +91,13 @@ class LocalClient:
                 "context_length_exceeded",
             )
         return await asyncio.to_thread(self._tokenizer.encode_long, text, special=special)
+
+    def prepare_chats(self) -> Future[ChatTemplate]:
+        """Compile the chat template on a thread, unless that has begun. A chat waits for it.
+
+        It imports transformers, which takes a second of processor time. So a start calls it last.
+        """
+        return self._chats.prepare()
 
     async def render_chat(self, chat: Chat) -> RenderedChat:
         return await self._chats.render(chat)

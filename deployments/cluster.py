@@ -34,6 +34,8 @@ LOG_MONITOR = "start_log_monitor"
 HELPERS = (LOG_MONITOR, "start_api_server", "start_monitor")
 STOP_LIMIT_S = 10  # for replicas to end once no request runs
 PROXY_LIMIT_S = 2.0  # for the proxy to answer a drain command
+# Ray warns of its own default, a secret between the cluster's processes. The warning of its absence is shown.
+RAYS_NOTICE = ("ray._private.authentication.authentication_token_setup", "Token authentication is enabled")
 RAYS_LOGS = "/tmp/ray/session_latest/logs"
 NO_PROXY = f"the HTTP proxy does not listen yet; its log is in {RAYS_LOGS}/serve"
 
@@ -46,12 +48,16 @@ def read_config(document: Any) -> ServeDeploySchema:
         raise ValueError(explain(error, ServeDeploySchema)) from None
 
 
-def _reason(application: ApplicationStatusOverview) -> str:
-    """Why an application failed: the engine's own words, if the builder or a replica refused, else Serve's."""
+def _refusal(application: ApplicationStatusOverview) -> str | None:
+    """The engine's own words, if the builder or a replica has refused what was configured."""
     messages = [deployment.message for deployment in application.deployments.values()]
     lines = [line for message in (*messages, application.message) for line in message.splitlines()]
-    reasons = [line.partition("ConfigError: ")[2] for line in lines if "ConfigError: " in line]
-    return reasons[-1] if reasons else application.message
+    return next((line.partition("ConfigError: ")[2] for line in reversed(lines) if "ConfigError: " in line), None)
+
+
+def _failure(application: ApplicationStatusOverview) -> str | None:
+    """Why an application cannot start; None: it may. Serve tries a replica three times, but a refusal stays one."""
+    return _refusal(application) or (application.message if application.status in FAILED else None)
 
 
 @contextmanager
@@ -89,6 +95,8 @@ class Cluster:
 
         Raises OSError if Ray cannot start.
         """
+        logger, notice = RAYS_NOTICE
+        logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(notice))
         try:
             with _postponed(*HELPERS) as self._helpers:  # ray.init would wait for them
                 ray.init(address="local", namespace="serve", logging_level=logging.WARNING)
@@ -137,7 +145,8 @@ class Cluster:
 
     @property
     def failures(self) -> list[str]:
-        return [f"application {name}: {_reason(a)}" for name, a in self._seen.items() if a.status in FAILED]
+        reasons = {name: _failure(application) for name, application in self._seen.items()}
+        return [f"application {name}: {reason}" for name, reason in reasons.items() if reason is not None]
 
     @property
     def troubles(self) -> list[str]:

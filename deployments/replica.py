@@ -111,8 +111,12 @@ class Replica:
         log.warning("the draft stays: %s", error, exc_info=None if isinstance(error, ConfigError) else error)
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the engine makes no progress. After three failures Serve replaces the replica."""
+        """Raise RuntimeError if the engine makes no progress. After three failures Serve replaces the replica.
+
+        Serve calls this last in a replica's start, and then periodically.
+        """
         self._started = True
+        self.client.prepare_chats()
         self.meter.beat()
         stats = self.client.stats()
         if not stats.healthy:

@@ -41,7 +41,7 @@ class EngineConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once
-    max_waiting: int = 64  # admitted requests beyond those; more are refused with Overloaded
+    max_waiting: int = 48  # admitted requests beyond those; more are refused with Overloaded
     max_model_len: int | None = None  # None: the target's own limit, at most 4,096
     max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
     prefill_chunk: int | None = None  # most prompt tokens in a pass with decoding sequences; None: see `chunk`

@@ -43,6 +43,7 @@ class ProfileFile:
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"rounds-{name}.json"
+        self.whole = False  # whether the timings are all that there was memory for; filled by `read`
 
     def read(self) -> list[Timing]:
         """The timings; none if there is no file that can be used."""
@@ -50,6 +51,7 @@ class ProfileFile:
             content = json.loads(self.path.read_text("utf-8"))
             if content["about"] != self._about:
                 raise ValueError("it is of another machine or pair")
+            self.whole = content.get("whole") is True
             return [_timing(row) for row in content["timings"]]
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -57,11 +59,11 @@ class ProfileFile:
             log.warning("%s cannot be used, so rounds are measured again: %s", self.path, error)
             return []
 
-    def write(self, timings: Sequence[Timing]) -> None:
+    def write(self, timings: Sequence[Timing], *, whole: bool) -> None:
         """Replace the file. A folder that cannot be written is no fault."""
         try:
             rows = [asdict(timing) for timing in timings]
-            replace_file(self.path, json.dumps({"about": self._about, "timings": rows}))
+            replace_file(self.path, json.dumps({"about": self._about, "whole": whole, "timings": rows}))
         except OSError as error:
             log.debug("the profile is not kept: %s", error)
 

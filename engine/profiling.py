@@ -5,19 +5,25 @@ left the processor's caches (16 sequences of the demo pair without drafts take 3
 with 8 drafts each). All shapes are measured in turn, then all again, so that a slow phase of the machine hits them
 alike; the lower quartile counts. After each round both caches are rolled back. In the end nothing is left: no slot is
 held, and no block is in the prefix index.
+
+One thread on a CPU is timed by its own processor time, which other processes disturb less. All shapes slow down alike
+then, and choices of k depend on ratios only.
 """
 
 import logging
 import random
 from collections.abc import Callable, Iterator, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import exp
 from math import log as ln
-from time import perf_counter
+from statistics import median
+from time import perf_counter, thread_time_ns
 
 import torch
 
 from cache.protocol import CacheFull
+from engine import round_clock
 from engine.computing import computing
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
@@ -46,7 +52,7 @@ RUNS = 4  # of each shape in a row; the first warms up, and counts only if no ot
 LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
 SALT = "profiling"
 CHECKED_BATCHES, CHECKED_KS = (1, 4), (0, 4)  # the shapes that are measured again where a profile was kept
-AGREEMENT = 1.15  # measured again, they take at most so many times as long as they did, or as they do: noise is less
+AGREEMENT = 1.2  # measured again, a shape differs at most so much from the factor that all have in common
 
 Over = Callable[[], bool]  # whether the measurement must end
 
@@ -64,8 +70,10 @@ def profile(
     """Timings of rounds of 1, 2, 4, … max_running sequences with 0, 1, 2, 4, … depth drafts each, without prompts and
     without the host's work around them. No other sequence may hold memory during this.
 
-    The profile of most shapes is kept in a file. If a start finds one, a few shapes are measured, and the file counts
-    if they agree with it. kept: whether to look for it, as a start does.
+    The profile of most shapes is kept in a file. If a start finds one, a few shapes are measured. The file counts if
+    they agree with it but for a common factor, by which all its seconds are then multiplied: the machine may be busier.
+    If the file lacks shapes, the rest of the budget goes to the largest ones. kept: whether to look for the file, as a
+    start does.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
@@ -81,43 +89,67 @@ def profile(
     def over() -> bool:
         return perf_counter() > began + budget_s or interrupted()
 
-    def measure(*, few: bool = False) -> tuple[dict[RoundShape, Timing], int]:
-        """(timings by shape, number of shapes). few: of those that confirm a profile."""
+    def measure(choose: Callable[[ProfileBench], Seq[RoundShape]], most: int = max_running) -> tuple[list[Timing], int]:
+        """(timings, number of chosen shapes). most: sequences that are needed."""
         try:
-            bench.fill(max_running, depth, over, max(CHECKED_BATCHES) if few else max_running)
-            shapes = _checked_shapes(bench) if few else _shapes(bench, bool(runners))
-            return _measure(bench, shapes, over, interrupted), len(shapes)
+            bench.fill(max_running, depth, over, most)
+            shapes = choose(bench)
+            return list(_measure(bench, shapes, over, interrupted).values()), len(shapes)
         finally:
             bench.clear(drafter)
 
     with computing(target.device):
         known = file.read() if kept and budget_s > 0 else []
         if known:
-            measured, _ = measure(few=True)
-            if agrees(list(measured.values()), known):
-                spent_s = perf_counter() - began
-                log.info(
-                    "%d shapes of rounds were profiled (%.1f s): they confirm %s", len(measured), spent_s, file.path
-                )
+            measured, _ = measure(_checked_shapes, max(CHECKED_BATCHES))
+            factor = common_factor(measured, known)
+            _tell_of_check(factor, len(measured), perf_counter() - began, file)
+            known = [] if factor is None else [_times(timing, factor) for timing in known]
+            if known and file.whole:
                 return known
-            log.info("the costs of rounds in %s do not hold any more", file.path)
-        measured, wanted = measure()
+        measured, wanted = measure(lambda bench: _shapes(bench, bool(runners), largest_first=bool(known)))
     if interrupted():
         return []
-    log.info("%d of %d shapes of rounds were profiled (%.1f s)", len(measured), wanted, perf_counter() - began)
-    timings = list(measured.values())
+    timings = _joined(known, measured)
+    log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), wanted, perf_counter() - began)
     # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
-    if len(measured) > 1 and (kept or len(measured) >= len(file.read())):
-        file.write(timings)
+    if len(timings) > 1 and len(timings) >= len(file.read()):
+        file.write(timings, whole=len(timings) >= wanted)
     return timings
 
 
-def agrees(measured: Seq[Timing], known: Seq[Timing]) -> bool:
-    """Whether each measured shape takes as long as the known one, but for noise. False if nothing can be compared."""
+def _tell_of_check(factor: float | None, count: int, seconds: float, file: ProfileFile) -> None:
+    if factor is None:
+        log.info("the costs of rounds in %s do not hold any more", file.path)
+        return
+    what = "which is used" if file.whole else "which is used and completed"
+    message = "%d shapes of rounds were profiled (%.1f s): %.2f times as long as in %s, %s"
+    log.info(message, count, seconds, factor, file.path, what)
+
+
+def _joined(known: Seq[Timing], measured: Seq[Timing]) -> list[Timing]:
+    """All timings in the order of a whole profile, each kind once; those measured now go before."""
+    kinds = {_kind(timing): timing for timing in (*known, *measured)}
+    return [kinds[kind] for kind in sorted(kinds)] if known else list(measured)
+
+
+def _times(timing: Timing, factor: float) -> Timing:
+    return replace(timing, draft_s=timing.draft_s * factor, score_s=timing.score_s * factor)
+
+
+def common_factor(measured: Seq[Timing], known: Seq[Timing]) -> float | None:
+    """Return how many times as long as the known shapes the measured ones take: the median of all ratios.
+
+    None if some ratio differs from it by more than noise, or if nothing can be compared.
+    """
     before = {_kind(timing): timing for timing in reversed(known)}
     pairs = [(timing, before[_kind(timing)]) for timing in measured if _kind(timing) in before]
     seconds = [(a.score_s, b.score_s) for a, b in pairs] + [(a.draft_s, b.draft_s) for a, b in pairs if a.forwards]
-    return bool(seconds) and all(a > 0 and b > 0 and abs(ln(a / b)) <= ln(AGREEMENT) for a, b in seconds)
+    if not seconds or any(a <= 0 or b <= 0 for a, b in seconds):
+        return None
+    ratios = [ln(a / b) for a, b in seconds]
+    middle = median(ratios)
+    return exp(middle) if all(abs(ratio - middle) <= ln(AGREEMENT) for ratio in ratios) else None
 
 
 def _kind(timing: Timing) -> tuple[int, ...]:
@@ -166,6 +198,9 @@ class ProfileBench:
         self._drafter = drafter
         self._drafts = draft_runners
         self._heads = heads
+        # On a GPU rounds are timed by the device. Several threads wait for each other, which is no processor time.
+        alone = target.device.type not in round_clock.QUEUES and torch.get_num_threads() == 1
+        self._host_ns = thread_time_ns if alone else None
         self.sequences: list[Sequence] = []
         self.depth = 0  # drafts per sequence that there is memory for
 
@@ -234,7 +269,8 @@ class ProfileBench:
             Slice(s, 1, k, emits=True, ahead=0 if riding is None else riding.reserve(self._target.cache, s, k)[0])
             for s, k in zip(batch, shape.ks, strict=True)
         )
-        return run_round(Plan(slices), self._target, ConstantDrafter(self._target.device) if beyond else self._drafter)
+        drafter = ConstantDrafter(self._target.device) if beyond else self._drafter
+        return run_round(Plan(slices), self._target, drafter, self._host_ns)
 
     def clear(self, drafter: Drafter) -> None:
         for sequence in self.sequences:
@@ -283,8 +319,8 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over, interrupt
     return {shape: of_shape.timing(shape) for shape, of_shape in samples.items()}
 
 
-def _shapes(bench: ProfileBench, has_draft_model: bool) -> list[RoundShape]:
-    batches = _batch_sizes(len(bench.sequences))
+def _shapes(bench: ProfileBench, has_draft_model: bool, *, largest_first: bool = False) -> list[RoundShape]:
+    batches = sorted(_batch_sizes(len(bench.sequences)), reverse=largest_first)
     return [shape for batch in batches for shape in _round_shapes(batch, bench.depth, has_draft_model)]
 
 

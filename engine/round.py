@@ -20,7 +20,7 @@ from engine.models.feeds import Feed
 from engine.models.look_ahead import LookAheadFault
 from engine.models.runner import PlannedPass, Runner
 from engine.models.tree_moves import HeldTree, PlannedMoves
-from engine.round_clock import RoundClock, forwards_us
+from engine.round_clock import HostClock, RoundClock, forwards_us
 from engine.sampling.acceptance import Verdict
 from engine.sampling.logprobs import (
     LogitRows,
@@ -91,8 +91,11 @@ class Outcome:
         return tuple(drafts[node] for node in trees.decided(self.draft.trees[i], self.verdict.paths[i]))
 
 
-def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
-    """Run one speculative round (Leviathan et al. 2023, Algorithm 1), each sequence with its request's verifier."""
+def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock | None = None) -> Outcome:
+    """Run one speculative round (Leviathan et al. 2023, Algorithm 1), each sequence with its request's verifier.
+
+    host_ns: the host's clock that times its parts; None: the time that passes.
+    """
     slices = tuple(s for s in plan.slices if s.emits)
     planned_ks = [s.k for s in slices]
     sequences = tuple(s.sequence for s in slices)
@@ -106,7 +109,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter) -> Outcome:
     confidences = tuple(s.confidence for s in slices)
     batch = DraftBatch(sequences, sampler, confidences, shapes, depths=depths, captured=captured)
     target.take_forwards()  # of a round that failed
-    clock = RoundClock(target.device)
+    clock = RoundClock(target.device, host_ns)
 
     ahead = _prepare(plan, batch, planned_ks, target)
     draft = _propose(drafter, batch, planned_ks)

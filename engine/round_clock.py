@@ -5,13 +5,14 @@ the host's clock drafts would seem to cost nothing. There the marks between the 
 They are read once the round has waited for the device: its download of the verdict comes behind all of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
 
 QUEUES = ("cuda",)  # types of devices on which calls return before their work is done
+HostClock = Callable[[], int]  # gives nanoseconds
 Mark = int | torch.cuda.Event  # nanoseconds of the host's clock, or an event in the device's stream
 
 
@@ -26,15 +27,17 @@ class Forward(NamedTuple):
 class RoundClock:
     """Times one round. It begins when the clock is made, on a device that has done all that was asked of it before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host_ns: HostClock | None = None) -> None:
+        """host_ns: the host's clock; None: the time that passes."""
         self._device = device
-        self._began_ns = perf_counter_ns()
-        self._began = mark(device)
+        self._host_ns = perf_counter_ns if host_ns is None else host_ns
+        self._began_ns = self._host_ns()
+        self._began = self._mark()
         self._drafted = self._began
 
     def mark_drafted(self) -> None:
         """The drafters have asked the device for all their work."""
-        self._drafted = mark(self._device)
+        self._drafted = self._mark()
 
     def stop(self, *, downloaded: bool) -> tuple[int, int]:
         """(microseconds of the drafts, microseconds of the rest). downloaded: whether the round has waited for the
@@ -42,9 +45,12 @@ class RoundClock:
         would appear in the next round otherwise."""
         if not downloaded:
             wait(self._device)
-        whole_ns = perf_counter_ns() - self._began_ns
+        whole_ns = self._host_ns() - self._began_ns
         draft_ns = min(whole_ns, elapsed_ns(self._began, self._drafted))  # an event rounds to half a microsecond
         return draft_ns // 1000, (whole_ns - draft_ns) // 1000
+
+    def _mark(self) -> Mark:
+        return mark(self._device) if self._device.type in QUEUES else self._host_ns()
 
 
 def mark(device: torch.device) -> Mark:

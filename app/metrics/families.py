@@ -122,4 +122,7 @@ class ReplicaMetrics:
         self.waiting = make.gauge("specdec_requests_waiting", "Sequences that wait for it")
         self.kv_used = make.gauge("specdec_kv_cache_usage_ratio", "Share of the target's KV memory that is held")
         self.heartbeat = make.gauge("specdec_engine_heartbeat_age_seconds", "Seconds since the engine made progress")
+        self.refused = make.gauge(
+            "specdec_user_config_refused", "1 while the last policy or draft that was sent is not in force, else 0"
+        )
         self.dropped = make.count("specdec_telemetry_dropped_total", "Telemetry that was made and lost", "kind")

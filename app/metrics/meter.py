@@ -102,6 +102,7 @@ class Meter:
         self.state.waiting.set(stats.waiting)
         self.state.kv_used.set(stats.kv_used)
         self.state.heartbeat.set(stats.heartbeat_age_s)
+        self.state.refused.set(int(self._client.policy_status()["refused"] is not None))
         for kind, count in self._dropped.counts().items():
             self.state.dropped.add(count - self._lost[kind], kind)
             self._lost[kind] = count

@@ -67,11 +67,13 @@ class ReplyChoice:
         form: Form,
         *,
         body: GenerationRequest,
-        echo: Callable[[], str] | None = None,
+        echo: str | None = None,
         split: ReasoningSplit | None = None,
     ) -> None:
-        """body: the request, which says what the reply tells. echo: returns the prompt's text; None: the reply does not
-        repeat the prompt. split: finds the reasoning; None: all text is the answer."""
+        """body: the request, which says what the reply tells. echo: the prompt's text; None: the reply has it not.
+
+        split: finds the reasoning; None: all text is the answer.
+        """
         self.index = index
         self.num_tokens = 0  # emitted so far
         self.record: RequestRecord | None = None  # filled by the output that finishes the choice
@@ -94,7 +96,7 @@ class ReplyChoice:
 
     async def add(self, output: Output) -> None:
         if self._echo is not None:
-            self._text = self._echo()
+            self._text = self._echo
             if self._logprobs is not None:
                 await self._logprobs.add_prompt(self._prompt_ids, output.prompt_logprobs, self._text)
             self._echo = None

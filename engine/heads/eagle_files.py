@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import __version__ as version
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ConfigError
 from engine.heads.eagle import EagleHead, HeadTarget
@@ -100,6 +98,9 @@ def _shape(directory: Path, raw: dict[str, Any], target: DecoderConfig) -> Decod
         raise ConfigError(f"{directory} is a head of {family!r} layers; supported are {', '.join(MODEL_TYPES)}")
 
     def convert() -> dict[str, Any]:
+        # It takes a second to import, and a kept configuration needs none.
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
         fields = {name: value for name, value in given.items() if name != "model_type"}
         try:
             return dict(CONFIG_MAPPING[family](**fields).to_dict())
@@ -108,7 +109,7 @@ def _shape(directory: Path, raw: dict[str, Any], target: DecoderConfig) -> Decod
 
     kept = given is raw and "model_type" in raw
     try:
-        shape = read_config(family, converted_config(directory, raw, version, convert) if kept else convert())
+        shape = read_config(family, converted_config(directory, raw, convert) if kept else convert())
     except ConfigError as error:
         raise ConfigError(f"{directory}: config.json: {error}") from None
     traits = shape.traits

@@ -14,7 +14,6 @@ from typing import Any
 
 from jinja2 import Environment, nodes
 from jinja2.exceptions import SecurityError, TemplateError
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from engine.config import ConfigError
 from engine.types import InvalidRequest
@@ -63,7 +62,6 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, whole: bool = True) -> None:
         """special_tokens: by their roles, such as bos_token. whole: whether the template writes the special tokens that
         a prompt begins with. Raises ConfigError for a template that cannot be compiled."""
-        self.source = source
         self.needs_special_tokens = not whole
         self._special_tokens = dict(special_tokens)
         environment = _environment()
@@ -162,6 +160,8 @@ def _environment() -> Environment:
 
     A trace function cannot interrupt an operator, and Jinja computes constants while it compiles.
     """
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # takes a second to import
+
     environment: Any = _compile_jinja_template("").environment.overlay()
     environment.intercepted_binops = frozenset(("*", "**"))
     environment.binop_table = {**environment.binop_table, "*": _times, "**": _power}
@@ -212,21 +212,28 @@ def _until_mark(text: str) -> str:
     return head if tail.startswith(" ") else head.rstrip()
 
 
-def open_template(choice: str | None, named: Mapping[str, str], special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The template of a server.
+def template_source(choice: str | None, named: Mapping[str, str]) -> str:
+    """Return the Jinja source of a server's template. Raises ConfigError for a bad choice.
 
     choice: the operator's: a name of the checkpoint's templates or a file; None: the checkpoint's default, or
-    TRANSCRIPT if it has none. named: the checkpoint's templates. The server also starts with a default that cannot be
-    compiled, because completions need none; chats are then refused. Raises ConfigError for a bad choice.
+    TRANSCRIPT if it has none. named: the checkpoint's templates.
     """
-    if choice is not None:
-        return ChatTemplate(_chosen(choice, named), special_tokens)
-    default = named.get("default")
-    if default is None:
-        return ChatTemplate(TRANSCRIPT, special_tokens, whole=False)
+    return named.get("default", TRANSCRIPT) if choice is None else _chosen(choice, named)
+
+
+def open_template(choice: str | None, named: Mapping[str, str], special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """Compile the template of `template_source`. The first call in a process imports transformers: a second.
+
+    The server also serves with a default that cannot be compiled, because completions need none; chats are then
+    refused. Raises ConfigError for a bad choice.
+    """
+    source = template_source(choice, named)
+    whole = choice is not None or "default" in named
     try:
-        return ChatTemplate(default, special_tokens)
+        return ChatTemplate(source, special_tokens, whole=whole)
     except ConfigError as error:
+        if choice is not None:
+            raise
         log.warning("no chat requests can be served: %s", error)
         return ChatTemplate("{{ raise_exception(reason) }}", {"reason": str(error)})
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,15 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     return given
 
 
-def converted_config(
-    directory: Path, given: dict[str, Any], version: str, convert: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """config.json, read as `given`, with the defaults and conversions of this version of transformers.
+def converted_config(directory: Path, given: dict[str, Any], convert: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """config.json, read as `given`, with the defaults and conversions of the installed version of transformers.
 
-    `convert` imports transformers' classes, which takes two seconds, so its result is kept in a file. A config.json
+    `convert` imports transformers, which takes two seconds, so its result is kept in a file. A config.json
     that refers to other files is converted each time.
     """
     if "configuration_files" in given:
         return convert()
-    key = hashlib.sha256(json.dumps([version, given]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([version("transformers"), given]).encode()).hexdigest()
     path = cache_folder() / f"config-{key[:16]}.json"
     config = _kept_config(path, key)
     if config is None:

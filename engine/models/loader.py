@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import __version__ as version
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import ConfigError
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
@@ -26,7 +24,7 @@ from engine.models.rope import RopeSize, rotation_table, uses_long_factors
 from engine.models.shards import Part, Shards, TensorSource
 from engine.models.traits import ExpertTraits
 
-if TYPE_CHECKING:  # transformers' configuration classes take two seconds to import
+if TYPE_CHECKING:  # transformers takes a second to import, and its configuration classes one more
     from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
@@ -52,20 +50,28 @@ def open_checkpoint(directory: str) -> Checkpoint:
     path = Path(directory)
     given = read_config_file(path)
     kind = given["model_type"]
-    if kind not in CONFIG_MAPPING:
-        known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
-        raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
     if kind not in MODEL_TYPES:
-        from engine.models.adapter import read_adapted_config  # transformers' modelling code takes seconds to import
-
-        config = _transformers_config(path)
-        return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
-    raw = converted_config(path, given, version, lambda: _transformers_config(path).to_dict())
+        return _open_adapted(path, kind)
+    raw = converted_config(path, given, lambda: _transformers_config(path).to_dict())
     quantisation(path, raw.get("quantization_config"))
     try:
         return Checkpoint(path, read_config(kind, raw.get("text_config") or raw), raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: config.json: {error}") from None
+
+
+def _open_adapted(path: Path, kind: str) -> Checkpoint:
+    """Open a checkpoint that transformers' own modules compute. Raises ConfigError for a kind that they do not know."""
+    from transformers import __version__ as version
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
+        raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
+    from engine.models.adapter import read_adapted_config  # the modelling code, which takes seconds to import
+
+    config = _transformers_config(path)
+    return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
 
 
 def _transformers_config(path: Path) -> "PreTrainedConfig":

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from deployments import chats
 from deployments.bridge import LocalClient
 from deployments.chats import ChatRenderer
 from deployments.settings import ChatConfig
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.models.chat_template import ChatTemplate, RenderLimit
 from engine.types import EngineStopped, InvalidRequest, Overloaded
@@ -37,7 +38,7 @@ def within(work: Coroutine[Any, Any, Any]) -> Any:
 
 @pytest.fixture
 def renderer() -> Iterator[ChatRenderer]:
-    renderer = ChatRenderer(ChatTemplate(SLOW, {}), max_open=4)
+    renderer = ChatRenderer(lambda: ChatTemplate(SLOW, {}), max_open=4)
     yield renderer
     renderer.close()
 
@@ -88,6 +89,32 @@ def test_a_crowd_is_turned_away(renderer: ChatRenderer) -> None:
     within(scenario())
 
 
+def test_chats_wait_for_a_template_that_is_opened_once() -> None:
+    may_open, opened = threading.Event(), list[str]()
+
+    def open_template() -> ChatTemplate:
+        assert may_open.wait(60)
+        opened.append(threading.current_thread().name)
+        return ChatTemplate(SLOW, {})
+
+    renderer = ChatRenderer(open_template, max_open=4)
+
+    async def scenario() -> list[str]:
+        tasks = [asyncio.create_task(renderer.render(asking(text))) for text in "abc"]  # more than there are threads
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in tasks)
+        assert renderer.prepare() is renderer.prepare()
+        may_open.set()
+        return [rendered.text for rendered in await asyncio.gather(*tasks)]
+
+    try:
+        assert within(scenario()) == ["a", "b", "c"]
+        assert [name.rpartition("_")[0] for name in opened] == ["chat-template"]
+    finally:
+        may_open.set()
+        renderer.close()
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[LocalClient]:
     config = EngineConfig("models/demo/target", "models/demo/draft", max_running=2, max_model_len=256, threads=1)
@@ -130,3 +157,6 @@ def test_the_operators_settings_are_used(tmp_path: Path) -> None:
         assert client.model.reasoning_tags == ("<a>", "</a>")
     finally:
         client.close()
+    (tmp_path / "own.jinja").write_text("{% nonsense %}")
+    with pytest.raises(ConfigError, match="the chat template cannot be compiled"):
+        LocalClient(engine, "demo", ChatConfig(str(tmp_path / "own.jinja")))

@@ -251,22 +251,30 @@ def test_a_dry_run_of_what_cannot_be_served_is_status_1(
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("status", "message", "reason"),
     [
-        ("It failed 3 times.\nTraceback:\nengine.config.ConfigError: no weights in /a", "no weights in /a"),
-        ("It failed 3 times.\nRuntimeError: other", "Failed to update the deployments ['Replica']."),
+        (
+            "DEPLOY_FAILED",
+            "It failed 3 times.\nTraceback:\nengine.config.ConfigError: no weights in /a",
+            "no weights in /a",
+        ),
+        ("DEPLOY_FAILED", "It failed 3 times.\nRuntimeError: other", "Failed to update the deployments ['Replica']."),
+        # Serve would start the replica again, which would refuse again.
+        (
+            "DEPLOYING",
+            "Retrying 2 more time(s).\nTraceback:\nengine.config.ConfigError: no weights in /a",
+            "no weights in /a",
+        ),
+        ("DEPLOYING", "Retrying 2 more time(s).\nRuntimeError: other", None),
     ],
 )
 def test_a_failure_is_told_in_the_words_of_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, message: str, reason: str | None
 ) -> None:
     deployment = Mock(message=message)
+    told = "Failed to update the deployments ['Replica']." if status == "DEPLOY_FAILED" else ""
     states = {
-        "bad": Mock(
-            status="DEPLOY_FAILED",
-            message="Failed to update the deployments ['Replica'].",
-            deployments={"Replica": deployment},
-        ),
+        "bad": Mock(status=status, message=told, deployments={"Replica": deployment}),
         "good": Mock(status="RUNNING", message="", deployments={}),
     }
     monkeypatch.setattr("deployments.cluster.serve.status", lambda: Mock(applications=states, proxies={}))
@@ -274,8 +282,8 @@ def test_a_failure_is_told_in_the_words_of_the_engine(
     file.write_text(CONFIG % 1, encoding="utf-8")
     cluster = Cluster(read_config(read_document(file)), "token")
     cluster.look()
-    assert cluster.failures == [f"application bad: {reason}"]
-    assert cluster.settled
+    assert cluster.failures == ([] if reason is None else [f"application bad: {reason}"])
+    assert cluster.settled == (reason is not None)
 
 
 def test_it_is_ready_once_a_proxy_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

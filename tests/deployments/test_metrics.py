@@ -69,6 +69,7 @@ GAUGES = {
     "specdec_requests_waiting": (),
     "specdec_kv_cache_usage_ratio": (),
     "specdec_engine_heartbeat_age_seconds": (),
+    "specdec_user_config_refused": (),
     "specdec_alpha_estimate": ("drafter",),
     "specdec_k_current": ("drafter",),
 }
@@ -412,6 +413,16 @@ def test_gauges_tell_of_an_engine_that_stands_still(told: Told, monkeypatch: pyt
     assert told["specdec_requests_waiting"] == {"": 5}
     assert told["specdec_kv_cache_usage_ratio"] == {"": 0.75}
     assert told["specdec_engine_heartbeat_age_seconds"] == {"": 12.5}
+
+
+def test_a_gauge_tells_of_a_policy_or_draft_that_is_refused(told: Told) -> None:
+    client = FakeEngineClient()
+    meter = Meter(client, RayMetrics("demo"))
+    assert told["specdec_user_config_refused"] == {"": 0}
+    for reason, value in (("there is no directory /x", 1), (None, 0)):
+        client.refused = reason
+        meter.beat()
+        assert told["specdec_user_config_refused"] == {"": value}
 
 
 def test_while_the_engine_works_counters_are_told_without_a_beat(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,10 @@ class Client:
         self.policies: list[PolicyConfig] = []
         self.drafts: list[tuple[str | None, Future[None]]] = []
         self.refused: str | None = None
+        self.chats_prepared = 0
+
+    def prepare_chats(self) -> None:
+        self.chats_prepared += 1
 
     def configure(self, policy: PolicyConfig) -> None:
         if policy.k > 16:
@@ -94,7 +98,9 @@ def test_later_an_invalid_one_is_logged_and_shown_and_changes_nothing(
 ) -> None:
     """Later means after the first user_config or, without one, after the health check that ends the start."""
     if checked:
+        assert not replica.client.chats_prepared
         replica.check_health()
+        assert replica.client.chats_prepared
     else:
         replica.reconfigure({"policy": "goodput"})
     before = list(replica.client.policies)

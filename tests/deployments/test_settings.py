@@ -530,3 +530,9 @@ def test_a_path_is_no_hub_id(given: str) -> None:
     """`models/demo` is a directory of this repository; the others are spelt as paths."""
     config = Settings(target=given).freeze("cpu")
     assert config.target == str(ROOT / given)
+
+
+def test_what_is_left_out_is_the_engines_default() -> None:
+    ours, engines = Settings().freeze("cpu"), EngineConfig("")
+    differing = {f.name for f in dataclasses.fields(EngineConfig) if getattr(ours, f.name) != getattr(engines, f.name)}
+    assert differing == {"target", "draft", "dtype", "most_threads"}

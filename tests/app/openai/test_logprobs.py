@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -277,3 +278,18 @@ def test_a_prompt_is_decoded_once_however_many_choices_echo_it(monkeypatch: pyte
     done = post(client, prompt=[ascii_ids(7), ascii_ids(9)], n=4, max_tokens=0, echo=True)
     assert [choice["text"] != "" for choice in json.loads(done.reply)["choices"]] == [True] * 8
     assert sorted(len(call.args[0]) for call in decode.call_args_list) == [7, 9]
+
+
+def test_a_long_prompt_is_decoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "DECODED_INLINE", 8)
+    client, threads = FakeEngineClient(), dict[int, threading.Thread]()
+    detokenize = client.detokenize
+
+    def decode(ids: Any, **how: Any) -> str:
+        threads[len(ids)] = threading.current_thread()
+        return detokenize(ids, **how)
+
+    monkeypatch.setattr(client, "detokenize", decode)
+    done = post(client, prompt=[ascii_ids(8), ascii_ids(9)], max_tokens=0, echo=True)
+    assert [len(choice["text"]) for choice in json.loads(done.reply)["choices"]] == [8, 9]
+    assert (threads[8] is threading.main_thread(), threads[9] is threading.main_thread()) == (True, False)

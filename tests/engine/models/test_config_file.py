@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ConfigError
-from engine.models import loader
+from engine.models import config_file, loader
 from engine.models.loader import open_checkpoint
 from tests.engine.pairs import Shape, edit_json, save_checkpoint
 
@@ -53,7 +53,7 @@ def test_another_version_of_transformers_converts_again(
     checkpoint: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_checkpoint(str(checkpoint))
-    monkeypatch.setattr(loader, "version", "5.99")
+    monkeypatch.setattr(config_file, "version", lambda package: "5.99")
     open_checkpoint(str(checkpoint))
     assert len(conversions) == 2
 
