@@ -11,7 +11,7 @@ PAIR := --target models/demo/target --draft models/demo/draft
 ENGINEERED := --target .cache/engineered/target --draft .cache/engineered/draft-0.9 --max-tokens 32
 # Workers as tests/workers.py says; the tests of a group stay together, long groups first.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadscope --no-loadscope-reorder
-CLIENTS := openai langchain litellm llama-index inspect-ai lm-eval
+CLIENTS := openai langchain litellm llama-index inspect-ai lm-eval oldest
 RULES := tests/test_imports.py tests/test_layout.py tests/test_budgets.py
 POLICIES := --spec off,1,2,4,8,goodput --threads 2
 
@@ -21,7 +21,7 @@ export PYTHONPATH = $(CURDIR)
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test proofs check format bench clean test-external test-clients
+.PHONY: help setup setup-external serve test proofs check format bench clean test-external test-clients
 
 help:
 	@echo "make serve | test | test-external | test-clients | proofs | check | format | bench | clean"
@@ -47,10 +47,12 @@ test: $(READY)
 
 # Tests that need a browser or Prometheus, installed on Debian if they can be, or other projects' clients from PyPI. What
 # is missing is listed as skipped, with the reason.
-test-external: $(READY)
+test-external: setup-external
+	$(PYTEST) -n 2 -rs -m external tests/external $(ARGS)
+
+setup-external: $(READY)
 	scripts/setup_external.sh
 	scripts/setup_clients.sh $(CLIENTS)
-	$(PYTEST) -n 2 -rs -m external tests/external $(ARGS)
 
 # All clients. guidellm is slow to install and to start.
 test-clients: $(READY)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the clients that tests/external/clients runs, each into an environment of its own below $FORETOKEN_CLIENTS or
-# .cache/clients. tests/external/clients/requirements has one file per client.
+# .cache/clients. tests/external/clients/requirements has one file per client. `oldest` is no client: it holds the oldest
+# versions of what the engine needs.
 # Usage: setup_clients.sh [NAME...]; without names, all. A client that cannot be installed in time leaves the reason in
 # NAME.reason, and pytest skips its test. The exit status is 0.
 set -euo pipefail
@@ -11,7 +12,7 @@ requirements=tests/external/clients/requirements
 python=.venv/bin/python
 uv=$folder/.uv/bin/uv
 total_s=600 # for everything; a busy machine took 178 s for all seven
-sharing_torch="guidellm lm-eval" # these take torch and transformers from .venv, which saves gigabytes
+sharing_torch="guidellm lm-eval oldest" # these take torch and what else they lack from .venv, which saves gigabytes
 
 # pip's settings of this machine, for uv, which does not read them.
 of_pip() {

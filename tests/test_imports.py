@@ -88,6 +88,13 @@ def test_no_module_of_a_package_loads_what_its_package_must_not(package: str) ->
     assert violations(ROOT, modules, rule(package)) == {}
 
 
+def test_the_engine_s_tests_need_no_server() -> None:
+    """They run on a machine with a GPU, where only torch, transformers and pytest are installed."""
+    modules = [name for package in ("engine", "cache", "policies") for name in modules_under(ROOT, f"tests.{package}")]
+    assert {"tests.engine.test_matrix", "tests.cache.test_machine", "tests.policies.test_planner"} <= set(modules)
+    assert violations(ROOT, modules, SERVER) == {}
+
+
 def test_all_modules_of_the_engine_but_kernels_are_imported_without_triton() -> None:
     """Nor is it loaded where it is installed, but by transformers' modelling code, which the adapter needs."""
     modules = without_kernels(modules_under(ROOT, "engine"))

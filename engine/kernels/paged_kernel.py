@@ -77,7 +77,7 @@ def attend_keys(
         place = _first_place(tile, part, parts, KEYS) + tl.arange(0, KEYS)
         inside, offset = _locate(place, length, tables + sequence * table_stride, block_count, BLOCK_SIZE)
         source = pool + offset * (2 * KV_HEADS * HEAD_DIM) + tl.program_id(2) * HEAD_DIM
-        seen = inside[None, :] & _sees(place, last, position, bits, base, WINDOW)
+        seen = inside[None, :] & _sees(place, last, position, bits, base, WINDOW, paths is not None)
         scores = tl.where(seen, _rate(query, _load_keys(source, inside, HEAD_DIM, WIDTH), scale, SOFTCAP), NONE)
         values = _load_vectors(source + KV_HEADS * HEAD_DIM, inside, HEAD_DIM, WIDTH)
         sums, total, top = _continue(sums, total, top, scores, values)
@@ -173,7 +173,7 @@ def _load_rows(
     """(last visible place, position, bits of the path, place of bit 0); a row that is not live sees nothing."""
     last = tl.load(last_visible + row, mask=live, other=-1).to(tl.int32)
     position = tl.load(positions + row, mask=live, other=2147483647).to(tl.int32)
-    bits, base = None, None
+    bits, base = position, sequence  # nobody reads these without trees; Triton 3.6 cannot return None
     if paths is not None:
         bits, base = tl.load(paths + row, mask=live, other=0), tl.load(bases + sequence)
     return last, position, bits, base
@@ -252,13 +252,19 @@ def _store(
 
 @triton.jit
 def _sees(
-    place: tl.tensor, last: tl.tensor, position: tl.tensor, bits: tl.tensor, base: tl.tensor, WINDOW: tl.constexpr
+    place: tl.tensor,
+    last: tl.tensor,
+    position: tl.tensor,
+    bits: tl.tensor,
+    base: tl.tensor,
+    WINDOW: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
 ) -> tl.tensor:
     """[rows, keys]: whether a row sees a place."""
     seen = place[None, :] <= last[:, None]
     if WINDOW > 0:
         seen &= place[None, :] > (position - WINDOW)[:, None]
-    if bits is not None:
+    if HAS_PATHS:
         bit = place - base
         node = (bit >= 0) & (bit < 63)
         on_path = (bits[:, None] >> tl.where(node, bit, 0).to(tl.int64)[None, :]) & 1

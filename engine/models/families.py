@@ -52,7 +52,7 @@ class ExpertFamily:
     normalised: bool | None = True  # None: norm_topk_prob says
     sparse_layers: bool = False  # decoder_sparse_step and mlp_only_layers say which layers have experts
     routing: Routing = "softmax_first"
-    clamped: bool = False  # swiglu_limit and swiglu_alpha
+    slope: float | None = None  # of gates clamped at swiglu_limit, where swiglu_alpha is not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
     "gpt_oss": Family(
         sinks=True,
         sliding="layer_types",
-        experts=ExpertFamily(GPT_OSS_EXPERTS, routing="choice_first", clamped=True),
+        experts=ExpertFamily(GPT_OSS_EXPERTS, routing="choice_first", slope=1.702),
     ),
 }
 LARGEST_COUNT = 2**31 - 1  # of layers, rows, positions …
@@ -348,6 +348,13 @@ def _read_experts(family: ExpertFamily, fields: Fields, layers: int) -> ExpertTr
         names=family.names,
         routing=family.routing,
         normalised=fields.flag("norm_topk_prob") if family.normalised is None else family.normalised,
-        clamped_at=fields.number("swiglu_limit") if family.clamped else None,
-        slope=fields.number("swiglu_alpha") if family.clamped else 1.0,
+        clamped_at=fields.number("swiglu_limit") if family.slope else None,
+        slope=_slope(family, fields),
     )
+
+
+def _slope(family: ExpertFamily, fields: Fields) -> float:
+    """Configurations by transformers 5.17 do not name the slope of clamped gates."""
+    if family.slope is None:
+        return 1.0
+    return family.slope if fields.raw.get("swiglu_alpha") is None else fields.number("swiglu_alpha")

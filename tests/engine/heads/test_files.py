@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 import engine.load as load_module
-from deployments import checks
-from deployments.settings import Settings
 from engine.config import ConfigError, EngineConfig
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_files import load_eagle, open_eagle
@@ -282,32 +280,6 @@ def test_heads_only_draft(target: str, head: Callable[..., Path]) -> None:
         load_models(EngineConfig(directory, None))
     with pytest.raises(ConfigError, match=r"draft .* is a head, which cannot be one of several drafts"):
         load_models(EngineConfig(target, drafts=(target, directory)))
-
-
-# --- before the start ------------------------------------------------------------------------------------------------
-
-
-def test_the_check_of_the_files_accepts_a_head_without_a_tokenizer(target: str, head: Callable[..., Path]) -> None:
-    checks.check_models(Settings(target=target, draft=str(head())), "cpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("draft", {"speculators_model_type": "dflash"}), ("draft", {"model_type": "glm4_moe_mtp"})],
-)
-def test_the_check_of_the_files_names_the_setting(
-    target: str, head: Callable[..., Path], name: str, arguments: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: "):
-        checks.check_models(Settings(target=target, draft=str(head(**arguments))), "cpu")
-
-
-def test_the_check_of_the_files_refuses_heads_that_do_not_draft_alone(target: str, head: Callable[..., Path]) -> None:
-    directory = str(head())
-    with pytest.raises(ConfigError, match=r"target .* is a head"):
-        checks.check_models(Settings(target=directory, draft=directory), "cpu")
-    with pytest.raises(ConfigError, match="one of several drafts"):
-        checks.check_models(Settings(target=target, drafts=(target, directory)), "cpu")
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ class Passes:
         self.runner = Runner(model, kv_layout(4, MAX_LEN), CPU)
         count = model.config.num_layers
         self.layers = (count, *range(count))
-        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+        eager = {"attn_implementation": "eager"}  # by default transformers 5.17 leaves out gemma 2's soft caps
+        self._model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **eager)
         self._known: dict[tuple[int, ...], Tensor] = {}
         self.recorder = Recorder(self.layers, self.hidden)
         self.runner.reader = cast(StateReader, self.recorder)  # nothing is captured

@@ -4,11 +4,18 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import torch
 
 from engine import model_runners
 from engine.graphs import Graphs
 from tests.engine.shadow.both import without_measurements
 from tests.engine.shadow.emulator import Emulator, emulated_graphs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torch_without_cuda() -> None:
+    if torch.backends.cuda.is_built():
+        pytest.skip("this torch was built for CUDA, and the shadow stands in for it")
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.external.conftest import ROOT
+from tests.external.environments import environment
 from tests.serving.conftest import ARGS, AUTOSCALING, serving
 
 pytestmark = [pytest.mark.external, pytest.mark.integration, pytest.mark.slow]
 
-ENVIRONMENTS = Path(os.environ.get("FORETOKEN_CLIENTS", ROOT / ".cache/clients")).absolute()
 SCRIPTS = Path(__file__).parent / "scripts"
 TARGET = ROOT / "models/demo/target"
 LIMIT_S = 600  # of one client; on a busy machine lm-eval and guidellm took more than 180
@@ -75,20 +75,11 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         yield Asked(application.url, completion, plain.post("/v1/chat/completions", messages=MESSAGES, **SAMPLING))
 
 
-def environment(name: str) -> Path:
-    """The client's environment; the test is skipped where it could not be installed."""
-    folder = ENVIRONMENTS / name
-    if not (folder / ".ready").exists():
-        reason = ENVIRONMENTS / f"{name}.reason"
-        pytest.skip(f"{name}: {reason.read_text().strip() if reason.exists() else 'run scripts/setup_clients.sh'}")
-    return folder
-
-
 def test_what_cannot_be_installed_is_skipped_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = "http://127.0.0.1:9/simple"
     variables = os.environ | {"FORETOKEN_CLIENTS": str(tmp_path), "PIP_INDEX_URL": nowhere, "UV_DEFAULT_INDEX": nowhere}
     subprocess.run([ROOT / "scripts/setup_clients.sh", "openai"], env=variables, check=True, timeout=LIMIT_S)
-    monkeypatch.setattr("tests.external.clients.test_clients.ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr("tests.external.environments.ENVIRONMENTS", tmp_path)
     with pytest.raises(pytest.skip.Exception, match=r"openai: .*(No matching distribution|refused)"):
         environment("openai")
 
