@@ -4,6 +4,7 @@ Real rounds without drafts (pass, sampling, verification) over throw-away sequen
 attention reads lies in memory as after a prompt, but nobody computed it. With --ragged the contexts of a batch are
 spread evenly from an eighth of the length to all of it, as in service; without it they are equal.
 
+Times are wall times, or processor times with one thread: other work on the machine then changes little.
 `growth` is the time over that of half as many sequences: up to 2 is linear. `over alone` is the time over that of as
 many rounds of one sequence with the longest context.
 Example: python -m benchmarks.scale --target models/demo/target --sequences 1,8,64 --contexts 128,1024
@@ -13,7 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence as Seq
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
@@ -60,9 +61,10 @@ class Batch:
 
     def round(self) -> float:
         """Seconds of a round. The next one is the same."""
-        started = perf_counter()
+        clock = process_time if torch.get_num_threads() == 1 else perf_counter
+        started = clock()
         run_round(Plan(tuple(Slice(s, 1, 0, emits=True) for s in self.sequences)), self._target, self._drafter)
-        spent = perf_counter() - started
+        spent = clock() - started
         for sequence in self.sequences:
             self._target.cache.truncate_to(sequence.handle, len(sequence.tokens) - 1)
             self._target.cache.reserve(sequence.handle, 1)

@@ -5,7 +5,7 @@ model's law leaves few others. The result is exact: a row for which rounding cou
 """
 
 from dataclasses import dataclass
-from math import inf, log
+from math import inf, isnan, log, nan
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from engine.sampling.long_row import (
     LARGEST_EXPONENT,
     MARGIN,
     ROUNDING_PER_TOKEN,
-    SUM_BLOCK,
     Ids,
     LongRow,
     Numbers,
 )
 
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
-FEW = 4  # a row in which more than one token in so many is a candidate is sorted whole
+SUMMED = 16  # masses that are summed in fp32
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
 
@@ -80,25 +79,19 @@ def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
         return _cut_long_rows(logits, cuts)
     together = max(1, TOGETHER // vocab)
     masses = torch.empty(min(together, rows), vocab, dtype=logits.dtype)
-    kept: list[KeptTokens] = []
     found = CutRows(NO_TOKENS, {}, [])
     for first in range(0, rows, together):
         part = slice(first, first + together)
         chosen = Cuts(cuts.temperature[part], cuts.top_p[part], cuts.floor[part], cuts.wanted[part])
-        if not chosen.wanted.any():
-            found.left.extend(range(rows)[part])
-            continue
-        cut = _cut(logits[part], chosen, masses[: len(logits[part])])
-        found.left.extend(first + row for row in cut.left)
-        kept.append(KeptTokens(cut.kept.rows + first, cut.kept.tokens, cut.kept.values))
-    if not kept:
-        return found
-    every = KeptTokens(
-        np.concatenate([k.rows for k in kept]),
-        np.concatenate([k.tokens for k in kept]),
-        np.concatenate([k.values for k in kept]),
-    )
-    return CutRows(every, {}, found.left)
+        cut = np.full(len(chosen.wanted), nan)
+        if chosen.wanted.any():
+            cut = _last_removed(logits[part], chosen, masses[: len(cut)])
+        for row, last in enumerate(cut.tolist(), first):
+            if isnan(last):
+                found.left.append(row)
+            else:
+                found.last_removed[row] = last
+    return found
 
 
 def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
@@ -123,54 +116,49 @@ def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     return found
 
 
-def _cut(logits: Tensor, cuts: Cuts, masses: Tensor) -> CutRows:
-    """As cut_rows, for rows that share every pass. masses: scratch memory."""
+def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
+    """The largest logit [F] that the cuts remove from rows that share every pass; NaN where that is not clear."""
     best = logits.amax(-1)
     wanted = cuts.wanted & np.isfinite(best.numpy()) & (cuts.temperature >= LOWEST_TEMPERATURE)
+    every = np.arange(len(wanted))
     with np.errstate(all="ignore"):  # rows that are not wanted may hold anything
-        law = _Masses.of(logits, best, cuts.temperature, masses)
-        outside = (1 - cuts.top_p) * law.total
-        smallest = (1 - MARGIN) * outside / logits.shape[1]
-        held = masses.numpy() >= smallest.astype(masses.numpy().dtype)[:, None]
+        law = _Masses.of(logits, best, cuts.temperature, scratch)
+        smallest = (1 - MARGIN) * (1 - cuts.top_p) * law.total / logits.shape[1]
+        held = scratch.numpy() >= smallest.astype(scratch.numpy().dtype)[:, None]
         if not wanted.all():
             held[~wanted] = False
-        if np.count_nonzero(held) * FEW > held.size:
-            held[held.sum(1) * FEW > held.shape[1]] = False  # flat rows are left
-        candidates = _Candidates.of(logits.numpy(), held)
-        scores = (candidates.table.astype(np.float64) - best.double().numpy()[:, None]) / cuts.temperature[:, None]
-        lowest = _lowest_kept(scores, cuts.top_p, law.total / law.best, law.rounding)
-        decided = wanted & (np.exp(lowest) * law.best > (1 + 2 * MARGIN) * smallest)  # a NaN is not
-        kept = (scores >= np.maximum(lowest, cuts.floor)[:, None]).sum(1)
-    cut = candidates.table[np.arange(len(logits)), kept - 1]
-    return CutRows(candidates.above(np.where(decided, cut, inf)), {}, np.flatnonzero(~decided).tolist())
+        table = _descending(logits.numpy(), held)
+        masses = law.of_sorted(table)
+        shares = masses.cumsum(1, dtype=np.float64)
+        shares /= law.total[:, None]
+        last = (shares < cuts.top_p[:, None]).sum(1).clip(max=table.shape[1] - 1)
+        lowest = table[every, last]
+        first, end = (table > lowest[:, None]).sum(1), (table >= lowest[:, None]).sum(1)
+        without = np.where(first > 0, shares[every, first - 1], 0.0)
+        rounding = law.rounding(cuts.top_p, logits.shape[1], logits.dtype)
+        clear = (without + rounding < cuts.top_p) & (cuts.top_p < shares[every, end - 1] - rounding)
+        clear &= masses[every, last] > (1 + 2 * MARGIN) * smallest  # a NaN is not
+        # Logits that differ may have equal scores, which stay together.
+        beside = table[every, [np.maximum(first - 1, 0), last, np.minimum(end, table.shape[1] - 1)]]
+        above, own, below = (beside - best.double().numpy()) / cuts.temperature
+        clear &= ((above > own) | (first == 0)) & ((own > below) | (end == table.shape[1]))
+        if (cuts.floor > -inf).any():
+            scores = (table - best.double().numpy()[:, None]) / cuts.temperature[:, None]
+            lowest = table[every, np.minimum(end, (scores >= cuts.floor[:, None]).sum(1)) - 1]
+        last_removed = np.nextafter(lowest, np.array(-inf, table.dtype))
+    return np.where(wanted & clear, last_removed, np.array(nan, table.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """The logits [C] that a mask holds, in the order of the rows."""
-
-    rows: Ids  # [C]
-    tokens: Ids  # [C]
-    values: Numbers  # [C]
-    table: Numbers  # [F, most of a row] each row's logits, the largest first, then −inf
-
-    @classmethod
-    def of(cls, logits: Numbers, held: Bools) -> "_Candidates":
-        count, vocab = logits.shape
-        places = np.flatnonzero(held)
-        starts = np.searchsorted(places, np.arange(count + 1) * vocab)
-        sizes = np.diff(starts)
-        rows = np.repeat(np.arange(count), sizes)
-        values = logits.reshape(-1)[places]
-        table = np.full((count, max(1, sizes.max())), -inf, logits.dtype)
-        table[rows, np.arange(len(places)) - starts[rows]] = values
-        table.sort(axis=1)
-        return cls(rows, places - rows * vocab, values, table[:, ::-1])
-
-    def above(self, cut: Numbers) -> KeptTokens:
-        """Those that are at least as large as the cut [F] of their row."""
-        kept = np.flatnonzero(self.values >= cut[self.rows])
-        return KeptTokens(self.rows[kept], self.tokens[kept], self.values[kept])
+def _descending(logits: Numbers, held: Bools) -> Numbers:
+    """[F, most of a row] the logits of each row that a mask holds, the largest first, then −inf."""
+    count, vocab = logits.shape
+    places = np.flatnonzero(held)
+    starts = np.searchsorted(places, np.arange(count + 1) * vocab)
+    sizes = np.diff(starts)
+    table = np.full((count, max(1, sizes.max())), inf, logits.dtype)
+    table[np.arange(table.shape[1]) < sizes[:, None]] = -logits.reshape(-1)[places]
+    table.sort(axis=1)
+    return -table
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,47 +166,48 @@ class _Masses:
     """The masses of rows: each is e^(logit / temperature), or e^score, which differs from it by a factor of its row."""
 
     total: Floats  # [F]
-    best: Floats  # [F] the mass of the best logit
-    rounding: float  # bound on the relative error of a total
+    inverse: Tensor | None  # [F, 1] of the temperatures; None: all are 1
+    shift: Tensor | None  # [F, 1] what is subtracted from logits first; None: nothing
+    operations: int  # on the way to an exponent
+    size: float  # bound on the exponents of the best logits
 
     @classmethod
     def of(cls, logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> "_Masses":
-        """`scratch` [F, vocab] gets the masses.
-
-        An operation on the way to an exponent x gives its mass a relative error of |x| · FP32_ROUNDING. For a score s
-        the mean of |s|, weighted by mass, is at most the logarithm of the number of logits, because the entropy of
-        their law is.
-        """
+        """`scratch` [F, vocab] gets the masses."""
         count, vocab = logits.shape
-        exponents = best.double().numpy() / temperature
-        plain, hot = bool((temperature == 1).all()), torch.from_numpy(1 / temperature).to(logits.dtype)[:, None]
-        if (np.abs(exponents) < LARGEST_EXPONENT).all():  # nothing overflows: the best need not be subtracted
-            operations, size = 2 * (not plain), float(np.abs(exponents).max()) + log(vocab)
-            exponents_of_all = logits if plain else torch.mul(logits, hot, out=scratch)
-        else:
-            operations, size, exponents = 3, log(vocab), np.zeros(count)
-            exponents_of_all = torch.sub(logits, best[:, None], out=scratch).mul_(hot)
-        elementwise.exp(exponents_of_all, scratch)
-        whole = vocab // SUM_BLOCK * SUM_BLOCK
-        blocks = scratch[:, :whole].reshape(count, -1, SUM_BLOCK).sum(-1)
-        total = blocks.double().sum(-1) + scratch[:, whole:].double().sum(-1)
-        rounding = (operations * size + SUM_BLOCK + EXP_ERROR) * FP32_ROUNDING
-        if logits.dtype == torch.float64:
-            rounding = vocab * ROUNDING_PER_TOKEN
-        return cls(total.numpy(), np.exp(exponents), rounding)
+        exponents = np.abs(best.double().numpy() / temperature)
+        plain = bool((temperature == 1).all())
+        inverse, shift = torch.from_numpy(1 / temperature).to(logits.dtype)[:, None], None
+        operations, size = 2 * (not plain), float(exponents.max())
+        if not (exponents < LARGEST_EXPONENT).all():  # something overflows unless the best is subtracted
+            operations, size, shift = 3, 0.0, best[:, None]
+        _exponentials(logits, None if plain else inverse, shift, scratch)
+        whole = vocab // SUMMED * SUMMED
+        sums = scratch[:, :whole].view(count, SUMMED, -1).sum(1)
+        total = sums.double().sum(-1) + scratch[:, whole:].double().sum(-1)
+        return cls(total.numpy(), None if plain else inverse, shift, operations, size)
+
+    def rounding(self, share: Floats, vocab: int, dtype: torch.dtype) -> Floats:
+        """Bound on the error of a share [F] of the total that some tokens have.
+
+        An operation on the way to an exponent x gives its mass a relative error of |x| · FP32_ROUNDING. For scores s
+        the mean of |s|, weighted by mass, is at most log(vocab / share) over tokens with this share, because the
+        entropy of their law is at most the logarithm of their number. An error e of the tokens' mass, and f of the
+        rest's, change the share by share · (1 − share) · (e + f).
+        """
+        if dtype == torch.float64:
+            return np.full_like(share, vocab * ROUNDING_PER_TOKEN)
+        sizes = 2 * (self.size + log(vocab)) - np.log(share * (1 - share))
+        masses = share * (1 - share) * (self.operations * sizes + 2 * EXP_ERROR)
+        return (masses + SUMMED * share) * FP32_ROUNDING
+
+    def of_sorted(self, table: Numbers) -> Numbers:
+        """The masses of logits [F, n] of these rows."""
+        logits = torch.from_numpy(table)
+        return _exponentials(logits, self.inverse, self.shift, torch.empty_like(logits)).numpy()
 
 
-def _lowest_kept(scores: Floats, top_p: Floats, total: Floats, rounding: float) -> Floats:
-    """The score [F] at which the masses, summed from the largest on, reach top_p of `total`; NaN if not clearly one.
-
-    scores [F, n]: descending; rounding: bound on the error of a share.
-    """
-    rows = np.arange(len(scores))
-    shares = np.exp(scores).cumsum(1) / total[:, None]
-    last = (shares < top_p[:, None]).sum(1).clip(max=scores.shape[1] - 1)
-    lowest = scores[rows, last]
-    first = (scores > lowest[:, None]).sum(1)
-    end = (scores >= lowest[:, None]).sum(1)
-    without = np.where(first > 0, shares[rows, first - 1], 0.0)
-    clear = (without + rounding < top_p) & (top_p < shares[rows, end - 1] - rounding)
-    return np.where(clear, lowest, np.nan)
+def _exponentials(logits: Tensor, inverse: Tensor | None, shift: Tensor | None, out: Tensor) -> Tensor:
+    """e^((logits − shift) · inverse), which `out` gets."""
+    exponents = logits if shift is None else torch.sub(logits, shift, out=out)
+    return elementwise.exp(exponents if inverse is None else torch.mul(exponents, inverse, out=out), out)

@@ -82,12 +82,15 @@ class GumbelRace:
         kind = BlockNoise if vocab_size > DENSE_NOISE_LIMIT else TokenNoise
         self._noise: BlockNoise | TokenNoise = kind(keys, positions, temperatures, vocab_size)
 
-    def run(self, scores: Tensor, rows: Seq[int]) -> Tensor:
-        """As Race.run."""
-        return torch.from_numpy(self._noise.race(scores, np.array(rows)))
+    def run(self, scores: Tensor, rows: Seq[int], above: Seq[float] | None = None) -> Tensor:
+        """As Race.run. above [n]: only tokens with higher scores run."""
+        limits = None if above is None else np.array(above, scores.numpy().dtype)
+        return torch.from_numpy(self._noise.race(scores, np.array(rows), limits))
 
     def run_kept(self, kept: KeptTokens, rows: Seq[int]) -> Tensor:
         """As run(), where only the kept tokens are left. Token 0 for a row without any."""
+        if not kept.rows.size:
+            return torch.zeros(len(rows), dtype=torch.int64)
         return torch.from_numpy(self._noise.race_few(np.array(rows)[kept.rows], kept, len(rows)))
 
     def noise(self, tokens: Tensor, rows: Seq[int]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
+from engine.sampling.long_row import Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
 FEW = 64  # where at most one token in so many is left, the tokens race without the earliest clocks of all blocks
@@ -75,8 +76,10 @@ class BlockNoise:
         noise = -np.log(clocks.first) * self._temperatures
         return Leaders(clocks.first_id, noise, bounds + SLACK * (1 + np.abs(bounds)))
 
-    def race(self, scores: Tensor, rows: Ids) -> Ids:
-        """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
+    def race(self, scores: Tensor, rows: Ids, above: Numbers | None = None) -> Ids:
+        """As TokenNoise.race."""
+        if above is not None:
+            scores = scores.masked_fill(scores <= torch.from_numpy(above)[:, None], -torch.inf)
         if (held := few_held(scores, FEW)) is not None:
             return self.race_few(rows[held.rows], held, len(rows))
         maxima, values = _block_maxima(scores), scores.numpy()
@@ -144,9 +147,11 @@ def row_winners(kept: KeptTokens, noisy: Floats, rows: int) -> Ids:
     """
     result = np.zeros(rows, np.int64)
     if len(noisy):
-        starts = np.flatnonzero(np.diff(kept.rows, prepend=-1))
-        best = np.repeat(np.maximum.reduceat(noisy, starts), np.diff(starts, append=len(noisy)))
-        leads = np.flatnonzero((noisy == best) | np.isnan(noisy))[::-1]
+        begins = np.empty(len(noisy), np.bool_)
+        begins[0] = True
+        np.not_equal(kept.rows[1:], kept.rows[:-1], out=begins[1:])
+        best = np.maximum.reduceat(noisy, begins.nonzero()[0])[begins.cumsum() - 1]
+        leads = ((noisy == best) | np.isnan(noisy)).nonzero()[0][::-1]
         result[kept.rows[leads]] = kept.tokens[leads]  # the first of a row is written last
     return result
 

@@ -157,14 +157,14 @@ class Sampler:
         cut = cut_without_sorting(logits, filters)
         race, numbers = self._race_of(rows, drafting)
         drawn, finite = race.run_kept(cut.kept, numbers), torch.ones(len(rows), dtype=torch.bool)
-        if rest := sorted([*cut.last_removed, *cut.left]):
-            index, place = torch.tensor(rest), {row: n for n, row in enumerate(rest)}
-            removed = {place[row]: last for row, last in cut.last_removed.items()}
-            found = CutRows(NO_TOKENS, removed, [place[row] for row in cut.left])
-            if len(rest) < len(rows):
-                logits, filters = logits[index], filters.pick(index)
-            scores = truncated_rows(logits, filters, found)
-            drawn[index] = race.run(scores, [numbers[n] for n in rest])
+        if cut.last_removed:
+            picked, last = list(cut.last_removed), list(cut.last_removed.values())
+            drawn[picked] = race.run(take(logits, picked, self.numbers), [numbers[n] for n in picked], last)
+        if cut.left:
+            index = torch.tensor(cut.left)
+            found = CutRows(NO_TOKENS, {}, list(range(len(cut.left))))
+            scores = truncated_rows(logits[index], filters.pick(index), found)
+            drawn[index] = race.run(scores, [numbers[n] for n in cut.left])
             finite[index] = scores.gather(1, drawn[index, None])[:, 0].abs() < torch.inf
         return drawn, finite
 

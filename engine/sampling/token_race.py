@@ -1,28 +1,40 @@
 """Gumbel races on the CPU over a small vocabulary, in which each token's clock is a hash of its own.
 
 The winners are those of a race over all of gumbel_noise. Every token is hashed, but only a token that may win gets its
-two logarithms. A token beats the likeliest one only if its clock is earlier than the likeliest one's clock times the
-ratio of their masses. 1 − u is a lower bound of the clock −log(u), and the hash's upper half gives 1 − u.
+two logarithms. One token in 64 has an early clock: the upper bits of its hash are set. These compete first. Their best,
+and the lowest score that the likeliest token can end with, set the score to beat. No other token has noise above
+log 64, so only the few whose scores are near enough run as well.
 """
 
 from functools import cached_property
+from math import log
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import elementwise
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array
+from engine.sampling.long_row import Numbers
 from engine.sampling.race import Bits, Floats, Ids, clocks_of, few_held, row_winners
 
 HASHED_TOGETHER = 32_768  # hashes; so many stay in a processor's second cache with what is needed to make them
 FEW = 8  # where at most one token in so many is left, only these are hashed
-MARGIN = 1e-3  # relative margin of a limit, for rounding in fp32
+EARLY_BITS = 6  # upper bits of a hash that are set where the clock is early
+EARLIEST = np.uint64((1 << 64) - (1 << 64 - EARLY_BITS))
+MOST_NOISE = EARLY_BITS * log(2)  # bound on the noise of all other tokens: their clocks are later than 2^−EARLY_BITS
+LEAST_NOISE = -log(53 * log(2))  # of any token: a clock is at most −log 2⁻⁵³
+MARGIN = 1e-3  # of a bound, for rounding; in units of the noise
 LARGEST_SCORE = 1e9  # over the temperature; beyond it rounding may decide, and every token gets its noise
 LOWEST_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
-UPPER_HALF = 2.0**32  # values of the upper half of a hash
+
+
+class EarlyTokens(NamedTuple):
+    """The tokens with early clocks of R rows [R, most of a row], and temperature times their noise. Behind a row's own
+    tokens: token 0 with noise −inf."""
+
+    ids: Ids
+    noise: Floats
 
 
 class TokenNoise:
@@ -34,9 +46,13 @@ class TokenNoise:
         self._temperatures = temperatures.numpy()
         self._vocab_size = vocab_size
 
-    def race(self, scores: Tensor, rows: Ids) -> Ids:
-        """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size."""
-        kept = few_held(scores, FEW) or self._rivals(scores, rows)
+    def race(self, scores: Tensor, rows: Ids, above: Numbers | None = None) -> Ids:
+        """Winners [n] of `rows` [n] of the noise over scores [n, vocab'], fp32 or fp64; vocab' ≤ vocab_size.
+
+        above [n] in the scores' type: only tokens with higher scores run. None: all do.
+        """
+        kept = few_held(scores, FEW) if above is None and "_early" not in self.__dict__ else None
+        kept = kept or self._rivals(scores.numpy(), rows, above)
         return self.race_few(rows[kept.rows], kept, len(rows))
 
     def race_few(self, noise_rows: Ids, kept: KeptTokens, rows: int) -> Ids:
@@ -47,46 +63,60 @@ class TokenNoise:
         """Temperature times noise [m] of tokens [m] in `rows` [m] of the noise."""
         return self._temperatures[rows] * -np.log(clocks_of(self._bits(rows, tokens)))
 
-    def _rivals(self, scores: Tensor, rows: Ids) -> KeptTokens:
+    def _rivals(self, scores: Numbers, rows: Ids, above: Numbers | None) -> KeptTokens:
         """All tokens that may win."""
-        values, temperatures = scores.numpy(), self._temperatures[rows]
-        leaders = values.argmax(1)
-        best = values[np.arange(len(rows)), leaders].astype(np.float64)
-        clock = clocks_of(self._bits(rows, leaders))
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            limit = clock * UPPER_HALF * (1 + MARGIN)
-            limit[~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_TEMPERATURE)] = np.inf
-        masses = (scores - torch.from_numpy(best).to(scores.dtype)[:, None]).float()
-        elementwise.exp(masses.mul_(torch.from_numpy(1 / temperatures).float()[:, None]), masses)
-        # A NaN, of a row whose best is not finite, is no larger than anything: all its tokens run.
-        masses.mul_(torch.from_numpy(limit).float()[:, None]).add_(2)  # what the last step of the hash may change
-        gaps = self._gaps[:, : values.shape[1]]
-        if not np.array_equal(rows, np.arange(len(gaps))):
-            gaps = gaps[rows]
-        places = np.flatnonzero(~(gaps > masses.numpy()))
-        owners, tokens = np.divmod(places, values.shape[1])
-        return KeptTokens(owners, tokens, values[owners, tokens])
+        every, temperatures = np.arange(len(rows)), self._temperatures[rows]
+        ids, noise = self._early.ids[rows], self._early.noise[rows]
+        if scores.shape[1] < self._vocab_size:
+            inside = ids < scores.shape[1]
+            ids, noise = np.where(inside, ids, 0), np.where(inside, noise, -np.inf)
+        early_scores = scores[every[:, None], ids]
+        best = scores.max(1).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # what is not finite
+            early = early_scores + noise
+            if above is not None:
+                early[early_scores <= above[:, None]] = -np.inf
+            first = early.argmax(1)
+            ahead = np.maximum(early[every, first], best + temperatures * LEAST_NOISE)
+            lowest = (ahead - temperatures * (MOST_NOISE + MARGIN)).astype(scores.dtype)
+            lowest = np.nextafter(lowest, np.array(-np.inf, lowest.dtype))
+            held = scores > (lowest if above is None else np.maximum(lowest, above))[:, None]
+            held[every, ids[every, first]] |= early[every, first] > -np.inf
+            unclear = ~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_TEMPERATURE)
+        if unclear.any():
+            held[unclear] = True if above is None else scores[unclear] > above[unclear, None]
+        owners, tokens = np.divmod(np.flatnonzero(held), scores.shape[1])
+        return KeptTokens(owners, tokens, scores[owners, tokens])
 
     @cached_property
-    def _gaps(self) -> NDArray[np.float32]:
-        """2³² · (1 − u) [R, vocab] of all tokens, each up to 2 too large."""
-        ids = np.arange(1, self._vocab_size + 1).view(np.uint64) * np.uint64(GOLDEN)
-        gaps = torch.empty(len(self._rows), self._vocab_size)
+    def _early(self) -> EarlyTokens:
         together = max(1, HASHED_TOGETHER // self._vocab_size)
-        for part, rows in zip(
-            gaps.split(together), np.split(self._rows, range(together, len(gaps), together)), strict=True
-        ):
-            bits = ids + rows[:, None]
-            shifted = np.empty_like(bits)
-            for shift, factor in STEPS[:-1]:
-                np.right_shift(bits, np.uint64(shift), out=shifted)
-                np.bitwise_xor(bits, shifted, out=bits)
-                np.multiply(bits, np.uint64(factor), out=bits)
-            # The last step changes the lowest 33 bits only.
-            np.invert(bits, out=bits)
-            np.right_shift(bits, np.uint64(32), out=bits)
-            part.copy_(torch.from_numpy(bits.view(np.int64)))
-        return gaps.numpy()
+        offsets = np.arange(1, self._vocab_size + 1).view(np.uint64) * np.uint64(GOLDEN)
+        bits = np.empty((min(together, len(self._rows)), self._vocab_size), np.uint64)
+        shifted = np.empty_like(bits)
+        found: list[tuple[Ids, Ids]] = []
+        for first in range(0, len(self._rows), together):
+            keys = self._rows[first : first + together, None]
+            np.add(keys, offsets, out=bits[: len(keys)])
+            rows, tokens = _find_early(bits[: len(keys)], shifted[: len(keys)])
+            found.append((rows + first, tokens))
+        rows, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
+        counts = np.bincount(rows, minlength=len(self._rows))
+        ids = np.zeros((len(self._rows), max(1, counts.max(initial=0))), np.int64)
+        noise = np.full(ids.shape, -np.inf)
+        places = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+        ids[rows, places], noise[rows, places] = tokens, self.noise(rows, tokens)
+        return EarlyTokens(ids, noise)
 
     def _bits(self, rows: Ids, tokens: Ids) -> Bits:
         return mix_array(self._rows[rows] + (tokens + 1).view(np.uint64) * np.uint64(GOLDEN))
+
+
+def _find_early(bits: Bits, shifted: Bits) -> tuple[Ids, Ids]:
+    """(rows, tokens) whose hashes of bits [R, vocab] are early. It changes bits, and `shifted`: scratch memory."""
+    for shift, factor in STEPS[:-1]:  # the last step changes the lowest 33 bits only
+        np.right_shift(bits, np.uint64(shift), out=shifted)
+        np.bitwise_xor(bits, shifted, out=bits)
+        np.multiply(bits, np.uint64(factor), out=bits)
+    rows, tokens = np.divmod(np.flatnonzero(bits >= EARLIEST), bits.shape[1])
+    return rows, tokens

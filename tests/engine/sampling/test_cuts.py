@@ -239,12 +239,12 @@ def test_either_way_shows_if_it_trusts_its_sum_in_fp32(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("each_way")
 def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, alone = candidates._lowest_kept, long_row.LongRow._lowest
+    together, alone = candidates._last_removed, long_row.LongRow._lowest
 
-    def one_higher(scores: Floats, *args: Any) -> Floats:
-        lowest = together(scores, *args)
-        rank = np.maximum((scores > lowest[:, None]).sum(1) - 1, 0)
-        return np.where(np.isnan(lowest), lowest, scores[np.arange(len(scores)), rank])
+    def one_higher(logits: Tensor, *args: Any) -> long_row.Numbers:
+        found = together(logits, *args)
+        kept = logits.masked_fill(~(logits > torch.from_numpy(found)[:, None]), inf)
+        return np.where(np.isnan(found), found, kept.amin(1).numpy())
 
     def one_higher_alone(row: long_row.LongRow, *args: Any) -> tuple[float, long_row.Numbers, Floats] | None:
         found = alone(row, *args)
@@ -253,7 +253,7 @@ def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None
         lowest, descending, scores = found
         return float(scores[max(0, int((scores > lowest).sum()) - 1)]), descending, scores
 
-    monkeypatch.setattr(candidates, "_lowest_kept", one_higher)
+    monkeypatch.setattr(candidates, "_last_removed", one_higher)
     monkeypatch.setattr(long_row.LongRow, "_lowest", one_higher_alone)
     assert wrong_rows(normal, torch.float32) > 3
 

@@ -264,9 +264,9 @@ def test_parameters_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.Monk
     raced = []
 
     class Watched(GumbelRace):
-        def run(self, scores: Tensor, at: Seq[int]) -> Tensor:
+        def run(self, scores: Tensor, rows: Seq[int], above: Seq[float] | None = None) -> Tensor:
             raced.append(scores.shape[0])
-            return super().run(scores, at)
+            return super().run(scores, rows, above)
 
     monkeypatch.setattr(sampling_module, "GumbelRace", Watched)
     sample(mixed, logits)
