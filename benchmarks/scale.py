@@ -30,7 +30,7 @@ from engine.sequence import Sequence, scratch_sequence
 from engine.types import SamplingParams
 
 SEQUENCES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-CONTEXTS = [128, 512, 2048, 8192]
+CONTEXTS = [128, 512, 2046, 8190]  # those that the target allows
 SALT = "scale"
 
 
@@ -120,7 +120,7 @@ def arguments(argv: Seq[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", required=True, help="directory of a Hugging Face checkpoint")
     p.add_argument("--sequences", type=common.concurrency_list, default=SEQUENCES, help="such as 1,8,64")
-    p.add_argument("--contexts", type=common.concurrency_list, default=CONTEXTS, help="tokens, such as 128,2048")
+    p.add_argument("--contexts", type=common.concurrency_list, help="tokens, such as 128,2048")
     p.add_argument("--kv-tokens", type=common.positive, default=2**18, help="positions in the cache (default 262144)")
     p.add_argument("--ragged", action="store_true", help="contexts of different lengths in a batch")
     p.add_argument("--seconds", type=float, default=0.2, help="measured seconds per cell (default %(default)s)")
@@ -130,6 +130,7 @@ def arguments(argv: Seq[str] | None) -> argparse.Namespace:
     p.add_argument("--json", action="store_true", help="end with the report as one JSON line")
     args = p.parse_args(argv)
     args.most = max(args.sequences)
+    args.limit = None if args.contexts is None else max(args.contexts) + 2
     return args
 
 
@@ -141,13 +142,14 @@ def main(argv: Seq[str] | None = None) -> None:
         threads=args.threads,
         cache=args.cache,
         max_running=args.most,
-        max_model_len=max(args.contexts) + 2,
+        max_model_len=args.limit,
         max_spec_length=1,
         max_step_tokens=max(common.STEP_TOKENS, 2 * args.most),
         kv_tokens=args.kv_tokens if args.cache == "paged" else None,
         prefix_cache=False,
     )
     target = load_models(config).target
+    args.contexts = args.contexts or [c for c in CONTEXTS if c + 2 <= target.cache.max_len]
     report = {
         "benchmark": "scale",
         "machine": common.describe_machine("cpu"),

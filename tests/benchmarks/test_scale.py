@@ -28,3 +28,9 @@ def test_ragged_contexts_spread_from_an_eighth_to_all() -> None:
     assert sorted(contexts) == [100 + 100 * i for i in range(8)]
     assert contexts != sorted(contexts)
     assert scale.contexts_of(3, 800, ragged=False) == [800, 800, 800]
+
+
+def test_without_contexts_those_that_the_target_allows_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    scale.main([*ARGS, "--sequences=1"])  # the embedded target has 2,048 positions
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["context"] for row in report["rows"]] == [128, 512, 2046]
