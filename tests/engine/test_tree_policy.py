@@ -87,7 +87,7 @@ def test_who_may_branch(pair: Pair, verifier: Verifier, branches: bool) -> None:
 def test_trees_are_cut_where_memory_is_short(pair: Pair) -> None:
     """A tree needs memory for all of its nodes."""
     plain = run(pair, PolicyConfig("off"))
-    tight = run(pair, kv_tokens=100, block_size=4, max_running=3)
+    tight = run(pair, cache="paged", kv_tokens=100, block_size=4, max_running=3)
     assert tight.tokens == plain.tokens
     cut = [part for part in rounds(tight) if part.tree and REASONS[part.reason] == "cache"]
     assert len({part.k for part in cut}) > 2
