@@ -60,7 +60,7 @@ def test_the_console_tells_the_start_by_its_stages_and_one_line_per_request(serv
     assert "secret_name" not in log
     stages = (
         *("starting ", "settings, files and tokenizers are valid", "Ray and Serve run", "loading target "),
-        *("configurations and tokenizers are read", "weights as_is", "memory:", "were profiled"),
+        *("configurations and tokenizers are read", "weights as_is", "memory:", " profiled ("),
     )
     starts = [log.index(stage) for stage in (*stages, f"foretoken: ready: {served.url}/ui (")]
     assert starts == sorted(starts)
