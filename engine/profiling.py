@@ -114,7 +114,7 @@ def profile(
     log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), wanted, perf_counter() - began)
     # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
     if len(timings) > 1 and len(timings) >= len(file.read()):
-        file.write(timings, whole=len(timings) >= wanted)
+        file.write(timings, whole=len(timings) >= wanted and (kept or file.whole))
     return timings
 
 

@@ -445,6 +445,23 @@ def kept(engine: Engine) -> tuple[ProfileFile, list[Timing], bool]:
     return file, file.read(), file.whole
 
 
+def test_a_later_profile_beside_requests_is_completed_by_the_next_start(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file, as after a change of the draft, it cannot know which shapes a start has memory for."""
+    engine, reserve = small(pair), profiling._reserve
+    scripted({}, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k))
+        alone = profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)
+    assert {t.batch for t in alone} == {1}
+    assert kept(engine)[1:] == (alone, False)
+    whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert {t.batch for t in whole} == {1, 2, 4, 6}
+    assert len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) == len(whole)
+    assert kept(engine)[2], "as many as a whole profile are all"
+
+
 def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small(pair)
     whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
