@@ -16,7 +16,7 @@ class ChatRenderer:
     """Only the event loop calls `render`."""
 
     def __init__(self, open_template: Callable[[], ChatTemplate], max_open: int) -> None:
-        """open_template: may take seconds, and is called once.
+        """open_template: may take seconds. It is called once, and again after a failure.
 
         max_open: the most chats that are rendered or wait for it. The engine could hold no more.
         """
@@ -31,7 +31,7 @@ class ChatRenderer:
     def prepare(self) -> Future[ChatTemplate]:
         """Open the template on a thread of its own unless that has begun. Any thread may call it, at any time."""
         with self._lock:
-            if self._template is None:
+            if self._template is None or _failed(self._template):
                 self._template = self._threads.submit(self._open_template)
             return self._template
 
@@ -52,6 +52,10 @@ class ChatRenderer:
     def close(self) -> None:
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _failed(opening: Future[ChatTemplate]) -> bool:
+    return opening.done() and not opening.cancelled() and opening.exception() is not None
 
 
 def _render(opening: Future[ChatTemplate], chat: Chat, limit: RenderLimit) -> RenderedChat:

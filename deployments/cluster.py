@@ -56,7 +56,12 @@ def _refusal(application: ApplicationStatusOverview) -> str | None:
 
 
 def _failure(application: ApplicationStatusOverview) -> str | None:
-    """Why an application cannot start; None: it may. Serve tries a replica three times, but a refusal stays one."""
+    """Why an application cannot start; None: it may. Serve tries a replica three times, but a refusal stays one.
+
+    An application that runs is not ended by a further replica that refuses.
+    """
+    if application.status == ApplicationStatus.RUNNING:
+        return None
     return _refusal(application) or (application.message if application.status in FAILED else None)
 
 

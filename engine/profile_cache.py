@@ -43,7 +43,7 @@ class ProfileFile:
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"rounds-{name}.json"
-        self.whole = False  # whether the timings are all that there was memory for; filled by `read`
+        self.whole = False  # whether the timings are all that a start had memory for; filled by `read`
 
     def read(self) -> list[Timing]:
         """The timings; none if there is no file that can be used."""
@@ -51,8 +51,9 @@ class ProfileFile:
             content = json.loads(self.path.read_text("utf-8"))
             if content["about"] != self._about:
                 raise ValueError("it is of another machine or pair")
+            timings = [_timing(row) for row in content["timings"]]
             self.whole = content.get("whole") is True
-            return [_timing(row) for row in content["timings"]]
+            return timings
         except (FileNotFoundError, NotADirectoryError):
             return []
         except UNUSABLE as error:

@@ -12,7 +12,7 @@ then, and choices of k depend on ratios only.
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from math import exp
@@ -35,6 +35,7 @@ from engine.models.runner import Runner
 from engine.profile_cache import ProfileFile
 from engine.round import Outcome, run_round
 from engine.round_clock import wait
+from engine.round_shapes import RoundShape, missing_shapes, round_shapes
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence, scratch_sequence
@@ -44,9 +45,6 @@ from policies.observation import Timing
 log = logging.getLogger(__name__)
 
 MEAN_LENGTH = 128  # tokens per sequence, if the context and the memory allow
-DEPTHS = (0, 1, 2, 4, 8, 16)  # drafts per sequence
-UNEVEN_KS = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts per sequence, repeated, in the round with uneven drafts
-LONG_GAP = 32  # tokens that the draft model reads of one sequence, in the round with a gap
 SWEEPS = 2  # over all shapes
 RUNS = 4  # of each shape in a row; the first warms up, and counts only if no other succeeds
 LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
@@ -72,8 +70,8 @@ def profile(
 
     The profile of most shapes is kept in a file. If a start finds one, a few shapes are measured. The file counts if
     they agree with it but for a common factor, by which all its seconds are then multiplied: the machine may be busier.
-    If the file lacks shapes, the rest of the budget goes to the largest ones. kept: whether to look for the file, as a
-    start does.
+    If the file lacks shapes, the rest of the budget goes to those, the largest first. kept: whether to look for the
+    file, as a start does.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
@@ -107,14 +105,15 @@ def profile(
             known = [] if factor is None else [_times(timing, factor) for timing in known]
             if known and file.whole:
                 return known
-        measured, wanted = measure(lambda bench: _shapes(bench, bool(runners), largest_first=bool(known)))
+        measured, wanted = measure(lambda bench: missing_shapes(bench.shapes(bool(runners)), known))
     if interrupted():
         return []
     timings = _joined(known, measured)
-    log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), wanted, perf_counter() - began)
+    count, spent_s = len(known) + wanted, perf_counter() - began
+    log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), count, spent_s)
     # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
     if len(timings) > 1 and len(timings) >= len(file.read()):
-        file.write(timings, whole=len(timings) >= wanted)
+        file.write(timings, whole=bench.in_time and len(measured) >= wanted and (kept or file.whole))
     return timings
 
 
@@ -156,14 +155,6 @@ def _kind(timing: Timing) -> tuple[int, ...]:
     return timing.batch, timing.drafts, timing.depth, timing.forwards, timing.read
 
 
-@dataclass(frozen=True, slots=True)
-class RoundShape:
-    """A round to be measured."""
-
-    ks: tuple[int, ...]  # by sequence
-    gap: int = 1  # tokens of the first sequence that the draft model has not read; for the others it is 1
-
-
 @dataclass(slots=True)
 class Samples:
     """The measured times of one shape."""
@@ -203,6 +194,7 @@ class ProfileBench:
         self._host_ns = thread_time_ns if alone else None
         self.sequences: list[Sequence] = []
         self.depth = 0  # drafts per sequence that there is memory for
+        self.in_time = True  # whether all sequences that there is memory for were read before the time was up
 
     def fill(self, count: int, depth: int, over: Over, most: int) -> None:
         """Make and read the first `most` of `count` sequences, as far as there is memory for `depth` drafts after each,
@@ -228,6 +220,7 @@ class ProfileBench:
                 break
             self.sequences.append(sequence)
         num_read = self._prefill(runners, max(1, largest_pass // length), over)
+        self.in_time = num_read == len(self.sequences)
         for sequence in self.sequences[num_read:]:
             _release(runners, sequence)
             self._drafter.forget(sequence)  # a head's, whose states the target may have computed
@@ -252,6 +245,9 @@ class ProfileBench:
                 runner.read_forwards()
             num_read += len(sequences)
         return num_read
+
+    def shapes(self, has_draft_model: bool) -> list[RoundShape]:
+        return round_shapes(len(self.sequences), self.depth, has_draft_model)
 
     def run(self, shape: RoundShape) -> Outcome:
         batch = self.sequences[: len(shape.ks)]
@@ -319,36 +315,10 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over, interrupt
     return {shape: of_shape.timing(shape) for shape, of_shape in samples.items()}
 
 
-def _shapes(bench: ProfileBench, has_draft_model: bool, *, largest_first: bool = False) -> list[RoundShape]:
-    batches = sorted(_batch_sizes(len(bench.sequences)), reverse=largest_first)
-    return [shape for batch in batches for shape in _round_shapes(batch, bench.depth, has_draft_model)]
-
-
 def _checked_shapes(bench: ProfileBench) -> list[RoundShape]:
     batches = [batch for batch in CHECKED_BATCHES if batch <= len(bench.sequences)]
     ks = sorted({min(k, bench.depth) for k in CHECKED_KS})
     return [RoundShape((k,) * batch) for batch in batches for k in ks]
-
-
-def _batch_sizes(count: int) -> Iterator[int]:
-    """1, 2, 4, … and count itself."""
-    batch = 1
-    while batch < count:
-        yield batch
-        batch *= 2
-    if count:
-        yield count
-
-
-def _round_shapes(batch: int, depth: int, has_draft_model: bool) -> Iterator[RoundShape]:
-    for k in sorted({*(k for k in DEPTHS if k <= depth), depth}):
-        yield RoundShape((k,) * batch)
-    if not depth:
-        return
-    if batch > 1:
-        yield RoundShape(tuple(min(UNEVEN_KS[i % len(UNEVEN_KS)], depth) for i in range(batch)))
-    if has_draft_model:
-        yield RoundShape((1,) * batch, gap=LONG_GAP)
 
 
 def _lower_quartile(values: Seq[float]) -> float:

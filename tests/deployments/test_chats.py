@@ -115,6 +115,26 @@ def test_chats_wait_for_a_template_that_is_opened_once() -> None:
         renderer.close()
 
 
+def test_a_template_that_could_not_be_opened_is_opened_again() -> None:
+    """A want of memory or of file handles passes. A chat that met it fails alone."""
+    opened = list[ChatTemplate | Exception]()
+
+    def open_template() -> ChatTemplate:
+        opened.append(OSError("too many open files") if not opened else ChatTemplate(SLOW, {}))
+        if isinstance(opened[-1], Exception):
+            raise opened[-1]
+        return opened[-1]
+
+    renderer = ChatRenderer(open_template, max_open=4)
+    try:
+        with pytest.raises(OSError, match="too many open files"):
+            within(renderer.render(asking("a")))
+        assert [within(renderer.render(asking(text))).text for text in "ab"] == ["a", "b"]
+        assert len(opened) == 2
+    finally:
+        renderer.close()
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[LocalClient]:
     config = EngineConfig("models/demo/target", "models/demo/draft", max_running=2, max_model_len=256, threads=1)

@@ -266,6 +266,8 @@ def test_a_dry_run_of_what_cannot_be_served_is_status_1(
             "no weights in /a",
         ),
         ("DEPLOYING", "Retrying 2 more time(s).\nRuntimeError: other", None),
+        # One of its replicas serves.
+        ("RUNNING", "Retrying.\nTraceback:\nengine.config.ConfigError: the weights do not fit", None),
     ],
 )
 def test_a_failure_is_told_in_the_words_of_the_engine(

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -445,6 +446,23 @@ def kept(engine: Engine) -> tuple[ProfileFile, list[Timing], bool]:
     return file, file.read(), file.whole
 
 
+def test_a_later_profile_beside_requests_is_completed_by_the_next_start(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file, as after a change of the draft, it cannot know which shapes a start has memory for."""
+    engine, reserve = small(pair), profiling._reserve
+    scripted({}, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k))
+        alone = profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)
+    assert {t.batch for t in alone} == {1}
+    assert kept(engine)[1:] == (alone, False)
+    whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
+    assert {t.batch for t in whole} == {1, 2, 4, 6}
+    assert len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) == len(whole)
+    assert kept(engine)[2], "as many as a whole profile are all"
+
+
 def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small(pair)
     whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
@@ -463,6 +481,23 @@ def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, mo
     assert profile(engine.target, engine.drafter, 6, DEPTH, 40.0) == second
     assert len(ran) - rounds <= 2 * profiling.RUNS * profiling.SWEEPS * len(profiling.CHECKED_KS)
     check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), (40.0, 6)])
+def test_each_start_measures_what_the_profile_lacks(
+    pair: Pair, budget_s: float, starts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """starts: how many a whole profile takes, if each round takes a second; None: the check leaves no time for it."""
+    engine = small(pair)
+    ran = scripted({}, monkeypatch)
+    monkeypatch.setattr(profiling, "RUNS", 4)
+    monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))
+    counts = [len(profile(engine.target, engine.drafter, 6, DEPTH, budget_s))]
+    while len(counts) < (starts or 3):
+        assert not kept(engine)[2]
+        counts.append(len(profile(engine.target, engine.drafter, 6, DEPTH, budget_s)))
+    assert kept(engine)[2] == (starts is not None)
+    assert all(a < b for a, b in pairwise(counts)) == (starts is not None)
 
 
 def test_a_start_that_reaches_fewer_shapes_leaves_the_file(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
