@@ -23,7 +23,7 @@ from engine.ledger import Ledger
 from engine.load import load_models, with_threads
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
-from engine.profiling import profile
+from engine.profiling import profile, renewed
 from engine.rescue import run_or_rescue
 from engine.round import Outcome
 from engine.scheduler import Plan, Scheduler, Slice
@@ -312,14 +312,14 @@ class Engine:
             return
         if not timings:
             self._repeats -= 1
+        elif self._profiled:
+            log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
+            control.begin(renewed(control.timings, timings))
         elif len(timings) >= len(control.timings):  # memory or time may have sufficed for fewer
-            if self._profiled:
-                log.info("the profile was off by a factor of %.2f between two kinds of rounds", control.cost.misfit)
-            self._profiled = True
             control.begin(timings)
-        elif not self._profiled:
-            self._profiled = True
+        else:
             control.cost.begin_draft(control.cost.draft_cost(timings))
+        self._profiled |= bool(timings)
 
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""

@@ -141,14 +141,30 @@ def common_factor(measured: Seq[Timing], known: Seq[Timing]) -> float | None:
 
     None if some ratio differs from it by more than noise, or if nothing can be compared.
     """
+    if not (ratios := _ratios(measured, known)):
+        return None
+    middle = median(ratios)
+    return exp(middle) if all(abs(ratio - middle) <= ln(AGREEMENT) for ratio in ratios) else None
+
+
+def renewed(known: Seq[Timing], measured: Seq[Timing]) -> list[Timing]:
+    """Return the measured timings, and the known ones of other kinds times the median of all ratios between both.
+
+    Without anything to compare: the measured ones.
+    """
+    if not (ratios := _ratios(measured, known)):
+        return list(measured)
+    return _joined([_times(timing, exp(median(ratios))) for timing in known], measured)
+
+
+def _ratios(measured: Seq[Timing], known: Seq[Timing]) -> list[float]:
+    """Logarithms of the measured seconds over the known ones of the same kind; empty if some are not above 0."""
     before = {_kind(timing): timing for timing in reversed(known)}
     pairs = [(timing, before[_kind(timing)]) for timing in measured if _kind(timing) in before]
     seconds = [(a.score_s, b.score_s) for a, b in pairs] + [(a.draft_s, b.draft_s) for a, b in pairs if a.forwards]
-    if not seconds or any(a <= 0 or b <= 0 for a, b in seconds):
-        return None
-    ratios = [ln(a / b) for a, b in seconds]
-    middle = median(ratios)
-    return exp(middle) if all(abs(ratio - middle) <= ln(AGREEMENT) for ratio in ratios) else None
+    if any(a <= 0 or b <= 0 for a, b in seconds):
+        return []
+    return [ln(a / b) for a, b in seconds]
 
 
 def _kind(timing: Timing) -> tuple[int, ...]:

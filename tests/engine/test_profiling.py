@@ -509,3 +509,14 @@ def test_a_start_that_reaches_fewer_shapes_leaves_the_file(pair: Pair, monkeypat
     monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))  # a second for each round
     assert 1 < len(profile(engine.target, engine.drafter, 6, DEPTH, 40.0)) < len(whole)
     assert kept(engine)[1:] == (whole, True)
+
+
+def test_a_repeat_that_reaches_few_shapes_rescales_the_others() -> None:
+    def timing(batch: int, seconds: float) -> Timing:
+        return Timing(batch, 2 * batch, 2, 0, 2, 2 * batch, seconds / 4, seconds, 0.0)
+
+    known = [timing(1, 1e-3), timing(2, 2e-3), timing(8, 4e-3)]
+    few = profiling.renewed(known, [timing(1, 3e-3), timing(2, 6e-3)])
+    assert few[:2] == [timing(1, 3e-3), timing(2, 6e-3)]
+    assert (few[2].batch, few[2].score_s, few[2].draft_s) == pytest.approx((8, 12e-3, 3e-3))
+    assert profiling.renewed(known, [timing(16, 1.0)]) == [timing(16, 1.0)]
