@@ -11,9 +11,11 @@ from torch import Tensor
 
 from engine.kept_files import cache_folder
 from engine.models import product_choice
+from engine.models.int8_products import int8_forms
 from engine.models.linear import BUCKETS, Form, Linear, lay_out, usable_forms
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
+from engine.models.quantize import quantise_weight
 from tests.engine.models.test_linear import needs_onednn
 
 Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket
@@ -225,3 +227,21 @@ def test_machines_threads_dtypes_and_sizes_have_files_of_their_own(tmp_path: Pat
         TimesFile(tmp_path, dtype, size).path for dtype in (torch.float32, torch.bfloat16) for size in (1, 1 << 24)
     ]
     assert len({other_threads, *others}) == 5
+
+
+def test_forms_of_8_bit_codes_are_measured_and_kept_apart_from_the_others(tmp_path: Path) -> None:
+    if len(int8_forms()) < 2:
+        pytest.skip("this machine has one form of int8 products")
+    few: Script = {"onednn_int8": FLAT, "fbgemm_int8": [6, 8, 9.5, 12, 15, 20, 30]}
+    weights = [quantise_weight(torch.ones(width, 16)) for width in (8, 24, 8)]
+    for bias in (None, torch.ones(8)):
+        made = [Linear(weight, bias if len(weight.codes) == 8 else None, ()) for weight in weights]
+        machine = Machine({8: few, 24: few})
+        assert choose_forms(made, cache=tmp_path, timed=machine) == sum(weight.nbytes for weight in weights)
+        assert chosen(made) == ["fbgemm_int8 to 2 rows, onednn_int8 beyond"] * 3
+        assert machine.calls
+    choose(tmp_path, Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}))
+    assert len(list(tmp_path.iterdir())) == 2
+    made = [Linear(weight, None, ()) for weight in weights]
+    assert choose_forms(made, copies_bytes=0, cache=tmp_path) == 0
+    assert {len(product.forms) for product in made} == {1}
