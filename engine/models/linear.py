@@ -102,17 +102,17 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 
 def laid_out(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
     """The weight [out, in] in these forms. A stored one is read into memory of its own only if it stays plain."""
+    if isinstance(weight, CodedWeight):
+        return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
     if isinstance(weight, StoredWeight):
         weight = weight.read() if "plain" in forms else weight.passing()
     return {form: lay_out(weight, form) for form in FORMS if form in forms}
 
 
-def lay_out(weight: Tensor | CodedWeight, form: Form) -> Laid:
-    """A plain weight [out, in], or its codes, in a form. Other forms than plain have memory of their own."""
-    if isinstance(weight, CodedWeight):
-        return pack_int8(weight, cast(Int8Form, form))
+def lay_out(weight: Tensor, form: Form) -> Tensor:
+    """A plain weight [out, in] in a form. Other forms than plain have memory of their own."""
     if form == "packed":
-        return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.linear import BUCKETS, Choice, Form, Given, Linear, lay_out, product_of, usable_forms
+from engine.models.linear import BUCKETS, Choice, Form, Given, Linear, laid_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
 from engine.models.quantize import CodedWeight
 
@@ -230,7 +230,9 @@ class _Sample:
                 (
                     shape,
                     product_of(
-                        form, lay_out(part, form), torch.ones(part.shape[0], dtype=dtype) if shape.bias else None
+                        form,
+                        laid_out(part, [form])[form],
+                        torch.ones(part.shape[0], dtype=dtype) if shape.bias else None,
                     ),
                 )
                 for shape, part in parts

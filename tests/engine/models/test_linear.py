@@ -14,7 +14,7 @@ from engine.config import ConfigError
 from engine.machine_cpus import cpu_flags
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
-from engine.models.linear import BUCKETS, Choice, Linear, bucket_of, usable_forms
+from engine.models.linear import BUCKETS, Choice, Form, Linear, bucket_of, usable_forms
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
 from tests.engine.forked import Forks
 
@@ -85,8 +85,8 @@ def test_the_number_of_rows_decides_the_form() -> None:
     x = torch.randn(40, 300, generator=torch.Generator().manual_seed(3))
     y = x @ weight.t()
     factors = {"packed": 1, "transposed": 2, "plain": 3}
-    linear.forms["transposed"].mul_(2)
-    linear.forms["plain"].mul_(3)
+    cast(Tensor, linear.forms["transposed"]).mul_(2)
+    cast(Tensor, linear.forms["plain"]).mul_(3)
     for rows in range(1, 41):
         form = choice[next((i for i, largest in enumerate(BUCKETS) if rows <= largest), -1)]
         assert choice[bucket_of(rows)] == form
@@ -247,7 +247,9 @@ def test_an_int8_weight_has_one_form_for_few_rows_and_one_for_more() -> None:
     if len(int8_forms()) < 2:
         pytest.skip("this machine has one form of int8 products")
     weight = quantise_weight(torch.randn(64, 32))
-    linear = Linear(weight, None, ["fbgemm_int8"] * 2 + ["onednn_int8"] * 5)
+    few: list[Form] = ["fbgemm_int8"] * 2
+    more: list[Form] = ["onednn_int8"] * 5
+    linear = Linear(weight, None, few + more)
     assert set(linear.forms) == set(INT8_FORMS)
     assert linear.num_bytes == 2 * weight.nbytes
     x = activations(9, 32)

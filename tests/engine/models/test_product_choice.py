@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.kept_files import cache_folder
 from engine.models import product_choice
 from engine.models.int8_products import int8_forms
-from engine.models.linear import BUCKETS, Form, Linear, lay_out, usable_forms
+from engine.models.linear import BUCKETS, Form, Given, Laid, Linear, laid_out, usable_forms
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
 from engine.models.quantize import quantise_weight
@@ -76,20 +75,20 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
 
 def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_choice, "SAMPLE_BYTES", 200 * 16 * 4)
-    laid_out: list[int] = []
+    sizes: list[int] = []
 
-    def counted(weight: Tensor, form: Form) -> Tensor:
-        laid_out.append(len(weight))
-        return lay_out(weight, form)
+    def counted(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
+        sizes.append(weight.shape[0])
+        return laid_out(weight, forms)
 
     def timed(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
         assert torch.equal(torch.as_tensor(call()), torch.full((rows, min(shape.out, 192)), 17.0))
         return LARGE_LAYERS[form][BUCKETS.index(rows)]
 
-    monkeypatch.setattr(product_choice, "lay_out", counted)
+    monkeypatch.setattr(product_choice, "laid_out", counted)
     made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 24)]
     choose_forms(made, timed=timed)
-    assert set(laid_out) == {192, 24}
+    assert set(sizes) == {192, 24}
     assert chosen(made) == ["transposed to 1 row, packed beyond"] * 2
     assert made[0](torch.ones(1, 16)).shape == (1, 3000)
 
