@@ -1,23 +1,29 @@
 """The decoder's matrix products.
 
-A weight can be laid out in three forms. No form is the fastest on every machine, for every shape and number of rows, so
-product_choice.py measures them at load.
+A weight can be laid out in several forms. No form is the fastest on every machine, for every shape and number of rows.
+So product_choice.py measures them at load.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.int8_products import Int8Form, Int8Weight, int8_forms, int8_product, pack_int8
+from engine.models.quantize import CodedWeight
 from engine.models.shards import StoredWeight
 
 Form = Literal[
     "packed",  # reordered into oneDNN's blocked layout, [out, in]
     "transposed",  # [in, out], contiguous
     "plain",  # [out, in], as it is stored
+    "onednn_int8",  # codes of 8 bits, in oneDNN's layout
+    "fbgemm_int8",  # codes of 8 bits, in FBGEMM's layout
 ]
+Given = Tensor | StoredWeight | CodedWeight
+Laid = Tensor | Int8Weight
 FORMS: tuple[Form, ...] = get_args(Form)
 BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # largest number of rows of each bucket; the last one holds all larger numbers too
 Choice = Sequence[Form]  # a form for each bucket
@@ -36,11 +42,12 @@ class Product(Protocol):
 class Linear:
     """y = x Wᵀ + b for x [rows, in] → [rows, out]. The number of rows decides which form of W is used."""
 
-    def __init__(self, weight: Tensor | StoredWeight, bias: Tensor | None = None, choice: Choice | None = None) -> None:
-        """weight [out, in]. choice None: one form for all rows, packed where oneDNN can. Empty: `use` chooses later."""
-        self.given: Tensor | StoredWeight | None = weight  # until it is laid out
+    def __init__(self, weight: Given, bias: Tensor | None = None, choice: Choice | None = None) -> None:
+        """weight [out, in]; codes have 8 bits and one step per output channel. choice None: one form for all rows,
+        packed where oneDNN can. Empty: `use` chooses later."""
+        self.given: Given | None = weight  # until it is laid out
         self.bias = bias
-        self.forms: dict[Form, Tensor] = {}
+        self.forms: dict[Form, Laid] = {}
         if choice is None or choice:
             self.use(choice or [usable_forms(weight)[0]])
 
@@ -57,8 +64,9 @@ class Linear:
 
     @property
     def weight(self) -> Tensor:
-        """W in one of its forms, the plain one if it is kept."""
-        return self.forms.get("plain", next(iter(self.forms.values())))
+        """W in one of its forms, the plain one if it is kept. An int8 weight is oneDNN's own tensor."""
+        kept = self.forms.get("plain", next(iter(self.forms.values())))
+        return cast(Tensor, kept.packed) if isinstance(kept, Int8Weight) else kept
 
     @property
     def num_bytes(self) -> int:
@@ -74,11 +82,13 @@ def bucket_of(rows: int, largest: Sequence[int] = BUCKETS[:-1]) -> int:
     return sum(rows > limit for limit in largest)
 
 
-def usable_forms(weight: Tensor | StoredWeight) -> tuple[Form, ...]:
+def usable_forms(weight: Given) -> tuple[Form, ...]:
     """The forms that this weight can have. The first one is used where no measurement says otherwise."""
+    if isinstance(weight, CodedWeight):
+        return int8_forms()
     if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
         return ("plain",)
-    return FORMS if _onednn_packs(weight.dtype) else ("plain", "transposed")
+    return ("packed", "transposed", "plain") if _onednn_packs(weight.dtype) else ("plain", "transposed")
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -90,9 +100,11 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype is torch.float32
 
 
-def laid_out(weight: Tensor | StoredWeight, forms: Sequence[Form]) -> dict[Form, Tensor]:
+def laid_out(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
     """The weight [out, in] in these forms. A stored one is read into memory of its own only if it stays plain."""
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, CodedWeight):
+        return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
+    if isinstance(weight, StoredWeight):
         weight = weight.read() if "plain" in forms else weight.passing()
     return {form: lay_out(weight, form) for form in FORMS if form in forms}
 
@@ -104,8 +116,10 @@ def lay_out(weight: Tensor, form: Form) -> Tensor:
     return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight
 
 
-def product_of(form: Form, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def product_of(form: Form, weight: Laid, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product by a weight in this form."""
+    if isinstance(weight, Int8Weight):
+        return int8_product(weight, cast(Int8Form, form), bias)
     if form == "packed":
         product = torch.ops.mkldnn._linear_pointwise.default  # a torch without oneDNN has no such operator
         return lambda x: product(x, weight, bias, "none", [], "")
@@ -116,6 +130,8 @@ def product_of(form: Form, weight: Tensor, bias: Tensor | None) -> Callable[[Ten
     return lambda x: torch.addmm(bias, x, weight)
 
 
-def num_bytes_of(*kept: Tensor | None) -> int:
-    """Bytes of the tensors that are kept."""
-    return sum(t.numel() * t.element_size() for t in kept if t is not None)
+def num_bytes_of(*kept: Laid | None) -> int:
+    """Bytes of the weights and tensors that are kept."""
+    return sum(
+        t.num_bytes if isinstance(t, Int8Weight) else t.numel() * t.element_size() for t in kept if t is not None
+    )

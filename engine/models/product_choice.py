@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.linear import BUCKETS, Choice, Form, Linear, lay_out, product_of, usable_forms
+from engine.models.linear import BUCKETS, Choice, Form, Given, Linear, laid_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
-from engine.models.shards import StoredWeight
+from engine.models.quantize import CodedWeight
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +69,17 @@ def choose_forms(
     copies_bytes: int | None = None,
     cache: Path | None = None,
     timed: TimedCall = clocked,
-) -> None:
+) -> int:
     """Lay out the weights of `products`, whose forms are not chosen yet, in those that make the products fastest.
 
+    Returns the bytes that second forms take.
+    products: with weights of one dtype.
     copies_bytes: how much memory second forms may take; None: no limit. If they need more, each weight has one form.
     cache: the folder that keeps measurements; None: measure.
     """
     groups = _groups(products)
     if not groups:
-        return
+        return 0
     began = perf_counter()
     times, source = _known_or_measured(groups, cache, timed)
     choices = {shape: best_choice(times[shape]) for shape in groups}
@@ -96,6 +98,7 @@ def choose_forms(
         "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",
         *(source, perf_counter() - began, twice, count, copied / 1e6),
     )
+    return copied
 
 
 def best_choice(times: Times, most_forms: int = 2) -> Choice:
@@ -134,7 +137,7 @@ def _shape(product: Linear) -> ProductShape:
     return ProductShape(out, inner, product.bias is not None)
 
 
-def _given(product: Linear) -> Tensor | StoredWeight:
+def _given(product: Linear) -> Given:
     assert product.given is not None  # no form is chosen yet
     return product.given
 
@@ -203,6 +206,11 @@ def _lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
 
 
+def _ones(out: int, inner: int, dtype: torch.dtype, coded: bool) -> Tensor | CodedWeight:
+    ones = torch.ones(out, inner, dtype=dtype)
+    return CodedWeight(ones, torch.ones(out, 1)) if coded else ones
+
+
 class _Sample:
     """Weights of each shape in every form, in the order of a forward. They are made up: all numbers are 1."""
 
@@ -214,20 +222,25 @@ class _Sample:
         drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
         rounds = max(map(len, drawn.values()))
         ordered = [shape for i in range(rounds) for shape, members in drawn.items() if i < len(members)]
-        parts = [
-            (shape, torch.ones(_channels(shape, first.dtype), shape.inner, dtype=first.dtype)) for shape in ordered
-        ]
+        coded = isinstance(first, CodedWeight)
+        parts = [(shape, _ones(_channels(shape, first.dtype), shape.inner, first.dtype, coded)) for shape in ordered]
+        dtype = torch.float32 if coded else first.dtype  # of activations
         self._products = {
             form: [
-                (shape, product_of(form, lay_out(part, form), part[:, 0].contiguous() if shape.bias else None))
+                (
+                    shape,
+                    product_of(
+                        form,
+                        laid_out(part, [form])[form],
+                        torch.ones(part.shape[0], dtype=dtype) if shape.bias else None,
+                    ),
+                )
                 for shape, part in parts
             ]
             for form in self.forms
         }
         widths = {shape.inner for shape in groups}
-        self._inputs = {
-            (width, rows): torch.ones(rows, width, dtype=first.dtype) for width in widths for rows in BUCKETS
-        }
+        self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in BUCKETS}
 
     def calls(self, form: Form, rows: int) -> list[tuple[ProductShape, Callable[[], Tensor]]]:
         def call(product: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:

@@ -1,5 +1,6 @@
 """Which form of product a weight gets."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from engine.config import ConfigError, ProductForms, WeightForm
 from engine.kept_files import cache_folder
 from engine.models.coded_linear import CodedLinear, coded_products_reason
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
-from engine.models.int8_linear import Int8Linear, check_int8_products
+from engine.models.int8_products import check_int8_products
 from engine.models.linear import Linear, Product, usable_forms
 from engine.models.mlp import Gating
 from engine.models.product_choice import choose_forms
@@ -67,7 +68,7 @@ class ProductMaker:
         self._has_int8 = device.type == "cpu" and has_int8_products()
         self._deterministic = weights.deterministic
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
-        self._undecided: list[Linear] = []
+        self._undecided: defaultdict[torch.dtype, list[Linear]] = defaultdict(list)  # by the weights' dtype
 
     def __call__(self, weight: Weight, bias: Tensor | None = None) -> Product:
         return self._make(weight, bias, self._form)
@@ -90,7 +91,10 @@ class ProductMaker:
             for product, columns in self._coded.values():
                 product.warm_up(columns, self._dtype)
         self._coded.clear()
-        choose_forms(self._undecided, copies_bytes=self._copies_bytes, cache=cache_folder())
+        room = self._copies_bytes
+        for alike in self._undecided.values():
+            copied = choose_forms(alike, copies_bytes=room, cache=cache_folder())
+            room = None if room is None else room - copied
         self._undecided.clear()
 
     def describe(self, *, per_row: bool) -> str:
@@ -119,7 +123,7 @@ class ProductMaker:
             if self._has_codes and form in ("as_is", self._stored):
                 return self._make_coded(weight, bias, weight.codes.shape[1])
             if self._device.type == "cpu" and weight.per_row and form != "int4" and self._has_int8:
-                return Int8Linear(weight, bias)
+                return self._make_linear(weight, bias)
             if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
                 return Int4Linear(weight, bias)
             weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
@@ -129,7 +133,7 @@ class ProductMaker:
         if self._has_codes:
             return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
         if form == "int8":
-            return Int8Linear(quantise_weight(weight), bias)
+            return self._make_linear(quantise_weight(weight), bias)
         return Int4Linear(quantise_in_groups(weight), bias)
 
     def _make_coded(self, weight: CodedWeight, bias: Tensor | None, columns: int) -> CodedLinear:
@@ -149,14 +153,16 @@ class ProductMaker:
         if device.type == "cpu" and form == "int4":
             check_int4_products()
 
-    def _make_linear(self, weight: Tensor | StoredWeight, bias: Tensor | None) -> Product:
-        """weight: of the products' dtype."""
-        if self._deterministic:
+    def _make_linear(self, weight: Weight, bias: Tensor | None) -> Product:
+        """weight: of the products' dtype, or 8-bit codes, whose products give a row the same bits in any company."""
+        if self._deterministic and not isinstance(weight, CodedWeight):
             return SteadyLinear(weight, bias)
         if self._products == "auto" and len(usable_forms(weight)) > 1:
-            self._undecided.append(Linear(weight, bias, ()))
-            return self._undecided[-1]
-        return Linear(weight, bias, None if self._products == "packed" else ["plain"])
+            product = Linear(weight, bias, ())
+            self._undecided[weight.dtype].append(product)
+            return product
+        one_form = self._products == "packed" or isinstance(weight, CodedWeight)
+        return Linear(weight, bias, None if one_form else ["plain"])
 
 
 def has_int8_products() -> bool:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 127  # −128 is not used, so that both signs have the same range
-OFFSET = 128  # of activations, which are unsigned
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
 SLICE_ROWS = 64  # of a weight that are quantised at once: temporaries stay in the cache
 DEVICE_SLICE_ROWS = 4096  # on a GPU, where each slice costs launches
@@ -29,6 +28,22 @@ class CodedWeight:
     codes: Tensor  # int8 or float8_e4m3fn [out, in]
     steps: Tensor  # fp32 [out, groups]
     offsets: Tensor | None = None  # fp32 [out, groups]; None: all are 0
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.codes.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.steps.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
 
     @property
     def group(self) -> int:
@@ -69,16 +84,15 @@ def stacked(weights: Sequence[CodedWeight]) -> CodedWeight | None:
     return CodedWeight(codes, steps, torch.cat(offsets) if offsets else None)
 
 
-def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, n] → (integers + OFFSET uint8 [rows, n], steps fp32 [rows, 1]). The largest of a row becomes ±LARGEST.
+def scale_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, n] → (x / steps fp32 [rows, n], which is still to be rounded, steps fp32 [rows, 1]).
 
-    The conversion to uint8 cuts the fraction off, so the additional half rounds. A row that is not finite gets a step
-    that is not finite. Small models spend their time on the number of kernels: there are six, and a seventh for other
-    dtypes than fp32.
+    The largest of a row becomes ±LARGEST. A row that is not finite gets a step that is not finite. Small models spend
+    their time on the number of kernels: there are four, and a fifth for other dtypes than fp32.
     """
     wide = x.float()
     steps = _steps(wide, LARGEST)
-    return (wide / steps).add_(OFFSET + 0.5).to(torch.uint8), steps
+    return wide / steps, steps
 
 
 def quantise_weight(weight: Tensor) -> CodedWeight:

@@ -8,7 +8,7 @@ torch computes an activation in vectors, and the last numbers of a thread's part
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class SteadyLinear:
         """weight [out, in]. Raises ConfigError if it cannot be read."""
         form, (out, inner) = usable_forms(weight)[0], weight.shape
         self.range = agreeing_rows(out, inner, weight.dtype, bias is not None, torch.get_num_threads())
-        self.weight, self.bias = laid_out(weight, [form])[form], bias
+        self.weight, self.bias = cast(Tensor, laid_out(weight, [form])[form]), bias
         self._product = product_of(form, self.weight, bias)
 
     @property

@@ -3,6 +3,7 @@
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from engine.checkpoint_files import INT8_FLAGS
 from engine.config import ConfigError
 from engine.machine_cpus import cpu_flags
-from engine.models.int8_linear import Int8Linear, check_int8_products
-from engine.models.linear import BUCKETS, Choice, Linear, bucket_of, usable_forms
-from engine.models.quantize import SLICE_ROWS, quantise_weight
+from engine.models import int8_products
+from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
+from engine.models.linear import BUCKETS, Choice, Form, Linear, bucket_of, usable_forms
+from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
 from tests.engine.forked import Forks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,8 +85,8 @@ def test_the_number_of_rows_decides_the_form() -> None:
     x = torch.randn(40, 300, generator=torch.Generator().manual_seed(3))
     y = x @ weight.t()
     factors = {"packed": 1, "transposed": 2, "plain": 3}
-    linear.forms["transposed"].mul_(2)
-    linear.forms["plain"].mul_(3)
+    cast(Tensor, linear.forms["transposed"]).mul_(2)
+    cast(Tensor, linear.forms["plain"]).mul_(3)
     for rows in range(1, 41):
         form = choice[next((i for i, largest in enumerate(BUCKETS) if rows <= largest), -1)]
         assert choice[bucket_of(rows)] == form
@@ -123,12 +125,22 @@ def test_only_fp32_and_bf16_on_a_cpu_can_be_packed() -> None:
 INT8_SHAPES = [(400, 300), (64, 64), (3, 5), (96, 512), (192, 2048)]  # signed activations are slow in all but the first
 
 
-def make_int8(out: int, inner: int, bias: bool) -> tuple[Int8Linear, Tensor, Tensor, Tensor | None]:
+INT8_FORMS = ("onednn_int8", "fbgemm_int8")
+
+
+@pytest.fixture(params=INT8_FORMS)
+def form(request: pytest.FixtureRequest) -> Int8Form:
+    if request.param not in int8_forms():
+        pytest.skip(f"sums of {request.param} are not exact on this machine")
+    return cast(Int8Form, request.param)
+
+
+def make_int8(out: int, inner: int, bias: bool, form: Int8Form) -> tuple[Linear, Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(out, inner, generator=generator)
     offset = torch.randn(out, generator=generator) * 10 if bias else None
     rounded = quantise_weight(weight)
-    return Int8Linear(rounded, offset), rounded.codes, rounded.steps[:, 0], offset
+    return Linear(rounded, offset, [form]), rounded.codes, rounded.steps[:, 0], offset
 
 
 def activations(rows: int, inner: int) -> Tensor:
@@ -140,12 +152,12 @@ def activations(rows: int, inner: int) -> Tensor:
 @needs_int8
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("out", "inner"), INT8_SHAPES)
-def test_an_int8_product_is_a_sum_of_integers(out: int, inner: int, bias: bool) -> None:
-    """Bit for bit: integer sums, times the channel's step, times the row's step, plus the bias."""
-    linear, integers, steps, offset = make_int8(out, inner, bias)
+def test_an_int8_product_is_a_sum_of_integers(out: int, inner: int, bias: bool, form: Int8Form) -> None:
+    """Bit for bit: integer sums, times the channel's step, times the row's step, plus the bias. So the forms agree."""
+    linear, integers, steps, offset = make_int8(out, inner, bias, form)
     x = activations(9, inner)
     row_steps = x.abs().amax(1, keepdim=True) * (1 / 127)
-    rounded = (x / row_steps + 0.5).floor().clamp(-127, 127)
+    rounded = (x / row_steps).round()
     sums = (rounded.double() @ integers.double().t()).float() * steps
     expected = sums * row_steps if offset is None else torch.addcmul(offset, sums, row_steps)
     assert torch.equal(linear(x), expected)
@@ -154,8 +166,8 @@ def test_an_int8_product_is_a_sum_of_integers(out: int, inner: int, bias: bool) 
 @needs_int8
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("out", "inner"), INT8_SHAPES)
-def test_an_int8_row_does_not_depend_on_its_company(out: int, inner: int, bias: bool) -> None:
-    linear, x = make_int8(out, inner, bias)[0], activations(33, inner)
+def test_an_int8_row_does_not_depend_on_its_company(out: int, inner: int, bias: bool, form: Int8Form) -> None:
+    linear, x = make_int8(out, inner, bias, form)[0], activations(33, inner)
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in range(1, 34):
         assert torch.equal(linear(x[:rows]), alone[:rows])
@@ -164,11 +176,11 @@ def test_an_int8_row_does_not_depend_on_its_company(out: int, inner: int, bias: 
 
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_an_int8_product_is_near_the_product(dtype: torch.dtype) -> None:
+def test_an_int8_product_is_near_the_product(dtype: torch.dtype, form: Int8Form) -> None:
     """Within half a step of each number: Σ |x| · step(w) / 2 + Σ |w| · step(x) / 2, and the dtype's own rounding."""
     weight = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     x = activations(5, 300).to(dtype)
-    y = Int8Linear(quantise_weight(weight))(x)
+    y = Linear(quantise_weight(weight), None, [form])(x)
     assert y.dtype is dtype
     exact = x.double() @ weight.double().t()
     weight_steps, row_steps = weight.abs().amax(1).double() / 127, x.double().abs().amax(1, keepdim=True) / 127
@@ -179,8 +191,8 @@ def test_an_int8_product_is_near_the_product(dtype: torch.dtype) -> None:
 
 
 @needs_int8
-def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
-    linear, _, _, bias = make_int8(96, 512, bias=True)
+def test_rows_of_zeros_and_rows_that_are_not_finite(form: Int8Form) -> None:
+    linear, _, _, bias = make_int8(96, 512, True, form)
     x = activations(4, 512)
     clean = linear(x)
     x[0], x[1, 7], x[2, 9] = 0.0, torch.inf, torch.nan
@@ -202,21 +214,61 @@ def test_a_weight_is_rounded_to_the_nearest_step() -> None:
 
 
 @needs_int8
-def test_the_bytes_of_an_int8_product() -> None:
-    linear = make_int8(400, 300, bias=True)[0]
+def test_halves_are_rounded_to_the_even_number(form: Int8Form) -> None:
+    weight = CodedWeight(torch.eye(8, dtype=torch.int8), torch.ones(8, 1))
+    x = torch.tensor([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -126.5]])
+    assert Linear(weight, None, [form])(x).tolist() == [[127, 0, 2, 2, 0, -2, -2, -126]]
+
+
+@needs_int8
+def test_the_bytes_of_an_int8_product(form: Int8Form) -> None:
+    linear = make_int8(400, 300, True, form)[0]
     assert linear.num_bytes == 400 * 300 + 2 * 4 * 400
+
+
+@needs_int8
+@pytest.mark.parametrize("fault", ["no kernel", "saturates"])
+def test_a_form_whose_sums_are_not_exact_here_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(weight: Int8Weight) -> Sums:
+        if fault == "no kernel":
+            raise RuntimeError("there is no such engine")
+        return lambda numbers: _fbgemm_sums(weight)(numbers).clamp_(max=32767)
+
+    monkeypatch.setattr(int8_products, "_fbgemm_sums", broken)
+    int8_products._fbgemm_is_exact.cache_clear()
+    try:
+        assert int8_forms() == usable_forms(quantise_weight(torch.ones(4, 4))) == ("onednn_int8",)
+    finally:
+        int8_products._fbgemm_is_exact.cache_clear()
+
+
+@needs_int8
+def test_an_int8_weight_has_one_form_for_few_rows_and_one_for_more() -> None:
+    if len(int8_forms()) < 2:
+        pytest.skip("this machine has one form of int8 products")
+    weight = quantise_weight(torch.randn(64, 32))
+    few: list[Form] = ["fbgemm_int8"] * 2
+    more: list[Form] = ["onednn_int8"] * 5
+    linear = Linear(weight, None, few + more)
+    assert set(linear.forms) == set(INT8_FORMS)
+    assert linear.num_bytes == 2 * weight.nbytes
+    x = activations(9, 32)
+    assert torch.equal(linear(x)[:2], linear(x[:2]))
+    used = [linear._by_rows[rows] for rows in (1, 2, 3, 9)]
+    assert len(set(used[:2])) == len(set(used[2:])) == 1
+    assert len(set(used)) == 2
 
 
 PROBE = """
 from engine.models.linear import Linear
-from engine.models.int8_linear import Int8Linear, check_int8_products
+from engine.models.int8_products import check_int8_products
 from engine.models.quantize import quantise_weight
 import torch
 for dtype in (torch.float32, torch.bfloat16):
     print(dtype, Linear(torch.ones(16, 64, dtype=dtype)).choice)
 check_int8_products()
 for rows in (1, 2, 17):
-    Int8Linear(quantise_weight(torch.randn(192, 512)))(torch.randn(rows, 512))
+    Linear(quantise_weight(torch.randn(192, 512)), None, ['onednn_int8'])(torch.randn(rows, 512))
 """
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.kept_files import cache_folder
 from engine.models import product_choice
-from engine.models.linear import BUCKETS, Form, Linear, lay_out, usable_forms
+from engine.models.int8_products import int8_forms
+from engine.models.linear import BUCKETS, Form, Given, Laid, Linear, laid_out, usable_forms
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
+from engine.models.quantize import quantise_weight
 from tests.engine.models.test_linear import needs_onednn
 
 Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket
@@ -74,20 +75,20 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
 
 def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_choice, "SAMPLE_BYTES", 200 * 16 * 4)
-    laid_out: list[int] = []
+    sizes: list[int] = []
 
-    def counted(weight: Tensor, form: Form) -> Tensor:
-        laid_out.append(len(weight))
-        return lay_out(weight, form)
+    def counted(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
+        sizes.append(weight.shape[0])
+        return laid_out(weight, forms)
 
     def timed(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
         assert torch.equal(torch.as_tensor(call()), torch.full((rows, min(shape.out, 192)), 17.0))
         return LARGE_LAYERS[form][BUCKETS.index(rows)]
 
-    monkeypatch.setattr(product_choice, "lay_out", counted)
+    monkeypatch.setattr(product_choice, "laid_out", counted)
     made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 24)]
     choose_forms(made, timed=timed)
-    assert set(laid_out) == {192, 24}
+    assert set(sizes) == {192, 24}
     assert chosen(made) == ["transposed to 1 row, packed beyond"] * 2
     assert made[0](torch.ones(1, 16)).shape == (1, 3000)
 
@@ -225,3 +226,21 @@ def test_machines_threads_dtypes_and_sizes_have_files_of_their_own(tmp_path: Pat
         TimesFile(tmp_path, dtype, size).path for dtype in (torch.float32, torch.bfloat16) for size in (1, 1 << 24)
     ]
     assert len({other_threads, *others}) == 5
+
+
+def test_forms_of_8_bit_codes_are_measured_and_kept_apart_from_the_others(tmp_path: Path) -> None:
+    if len(int8_forms()) < 2:
+        pytest.skip("this machine has one form of int8 products")
+    few: Script = {"onednn_int8": FLAT, "fbgemm_int8": [6, 8, 9.5, 12, 15, 20, 30]}
+    weights = [quantise_weight(torch.ones(width, 16)) for width in (8, 24, 8)]
+    for bias in (None, torch.ones(8)):
+        made = [Linear(weight, bias if len(weight.codes) == 8 else None, ()) for weight in weights]
+        machine = Machine({8: few, 24: few})
+        assert choose_forms(made, cache=tmp_path, timed=machine) == sum(weight.nbytes for weight in weights)
+        assert chosen(made) == ["fbgemm_int8 to 2 rows, onednn_int8 beyond"] * 3
+        assert machine.calls
+    choose(tmp_path, Machine({8: SMALL_LAYERS, 24: LARGE_LAYERS}))
+    assert len(list(tmp_path.iterdir())) == 2
+    made = [Linear(weight, None, ()) for weight in weights]
+    assert choose_forms(made, copies_bytes=0, cache=tmp_path) == 0
+    assert {len(product.forms) for product in made} == {1}

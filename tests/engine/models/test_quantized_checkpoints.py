@@ -19,8 +19,8 @@ from engine.load import plan_memory
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
-from engine.models.int8_linear import Int8Linear
-from engine.models.linear import Linear
+from engine.models.int8_products import Int8Weight
+from engine.models.linear import Linear, Product
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner
@@ -236,6 +236,10 @@ def test_a_quantised_checkpoint_is_the_numbers_that_it_stands_for(stored: tuple[
         assert (logits - exact).abs().max() < 1e-4
 
 
+def is_int8(product: Product) -> bool:
+    return isinstance(product, Linear) and all(isinstance(kept, Int8Weight) for kept in product.forms.values())
+
+
 @needs_int8
 @pytest.mark.parametrize("name", ["int8", "int8 of one scale"])
 def test_integers_are_used_as_they_are_stored(plain: str, tmp_path: Path, name: str) -> None:
@@ -244,9 +248,9 @@ def test_integers_are_used_as_they_are_stored(plain: str, tmp_path: Path, name: 
     decoder = decoder_of(quantised, dtype=torch.bfloat16)
     layer, (gate_up, down) = decoder.layers[0], decoder.layers[0].mlp.products
     weight = load_file(reference / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    assert all(isinstance(product, Int8Linear) for product in (layer.qkv, layer.out, gate_up, down))
+    assert all(is_int8(product) for product in (layer.qkv, layer.out, gate_up, down))
     assert isinstance(decoder.head, Linear)
-    assert isinstance(down, Int8Linear)
+    assert not is_int8(decoder.head)
     ones = torch.eye(weight.shape[1])
     assert torch.allclose(down(ones), weight.t(), rtol=1e-5, atol=0)
 
@@ -265,8 +269,10 @@ def test_steps_are_those_that_are_stored(plain: str, tmp_path: Path) -> None:
     names = ("gate_proj", "up_proj")
     scales = torch.cat([tensors[f"model.layers.1.mlp.{name}.weight_scale"] for name in names])
     gate_up = layer.mlp.products[0]
-    assert isinstance(gate_up, Int8Linear)
-    assert torch.equal(gate_up.steps, scales[:, 0])
+    assert isinstance(gate_up, Linear)
+    for kept in gate_up.forms.values():
+        assert isinstance(kept, Int8Weight)
+        assert torch.equal(kept.steps, scales[:, 0])
 
 
 def w4a16(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Stored, Tensor]:
@@ -501,7 +507,7 @@ def test_mxfp4_is_the_numbers_that_transformers_converts_it_to(gpt_oss: tuple[Pa
 def test_mxfp4_experts_can_be_served_in_int8(gpt_oss: tuple[Path, str]) -> None:
     quantised, reference = gpt_oss
     decoder = decoder_of(quantised, Weights("int8"))
-    assert all(isinstance(product, Int8Linear) for product in decoder.layers[0].mlp.products[1:])
+    assert all(is_int8(product) for product in decoder.layers[0].mlp.products[1:])
     exact, rounded = logits_of(decoder_of(Path(reference))), logits_of(decoder)
     assert 1e-4 < (rounded - exact).square().mean().sqrt() / exact.std() < 0.3  # some tokens choose another expert
 
