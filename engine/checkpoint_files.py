@@ -9,15 +9,13 @@ from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
 from engine.heads.files import head_kind, refuse_heads
-from engine.machine_cpus import cpu_flags
+from engine.machine_cpus import INT4_FLAGS, INT8_FLAGS, cpu_flags, smaller_weights
 from engine.machine_memory import machine_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
 from engine.pair import Side, check_drafts
 
-INT8_FLAGS = {"avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8"}  # one of them: exact int8 products
-INT4_FLAGS = {"avx2", "avx512f"}  # one of them: a fast kernel for int4
 STORED_AS = {"auto": "F32", "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # on a CPU
 
 
@@ -96,5 +94,5 @@ def _check_room(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None
         dtype = "float32" if config.dtype == "auto" else config.dtype
         raise ConfigError(
             f"the weights do not fit: they take {needed / 2**30:,.2f} GiB in {dtype}, and {available / 2**30:,.2f} GiB "
-            "of memory are available: choose smaller models, a smaller dtype or int8 or int4 weights"
+            f"of memory are available: choose smaller models, {smaller_weights()}"
         )

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+INT8_FLAGS = {"avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8"}  # one of them: exact int8 products
+INT4_FLAGS = {"avx2", "avx512f"}  # one of them: a fast kernel for int4
+
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """CPUs by the process's affinity, and by the quota of its container, whose cgroup is below `root`; at least 1."""
@@ -15,6 +18,14 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     info = root / "proc" / "cpuinfo"
     lines = info.read_text("utf-8").splitlines() if info.is_file() else []
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def smaller_weights(flags: frozenset[str] | None = None) -> str:
+    """What takes less memory, for a message: a smaller dtype, and the forms of weights that a CPU with these flags has
+    products for. None: this CPU's. A CPU that does not tell its flags may have all."""
+    found = cpu_flags() if flags is None else flags
+    forms = [name for name, needed in (("int8", INT8_FLAGS), ("int4", INT4_FLAGS)) if not found or found & needed]
+    return f"a smaller dtype or {' or '.join(forms)} weights" if forms else "a smaller dtype"
 
 
 def _quotas(root: Path) -> list[int]:

@@ -7,6 +7,7 @@ from math import ceil, prod
 import torch
 
 from engine.config import ConfigError, EngineConfig, WeightForm
+from engine.machine_cpus import smaller_weights
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import device_memory
 from engine.models.coded_linear import coded_products_reason
@@ -73,7 +74,7 @@ def beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:
         )
         raise ConfigError(
             f"the weights do not fit on {device}: {parts}, and {memory.available / 2**20:,.1f} MiB are available: "
-            "choose smaller models, a smaller dtype or int8 or int4 weights"
+            f"choose smaller models, {smaller_weights(None if device.type == 'cpu' else frozenset())}"
         )
     return memory._replace(available=memory.available - sum(weights))
 

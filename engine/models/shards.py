@@ -158,7 +158,7 @@ class _Passing(local):
         if size > self._most:
             return _buffer(size)
         if size > len(self._block):
-            del self._block  # goes before the new one comes
+            self._block = self._block.new_empty(0)  # the old one goes before the new one comes
             self._block = _buffer(size)
         return self._block[:size]
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint_files import INT8_FLAGS
 from engine.config import ConfigError
-from engine.machine_cpus import cpu_flags
+from engine.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
 from engine.models.linear import BUCKETS, Choice, Form, Linear, bucket_of, usable_forms
@@ -42,6 +41,16 @@ def test_the_flags_of_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_int8\nflags\t\t: other\n", "utf-8")
     assert cpu_flags(tmp_path) == {"fpu", "avx2", "amx_int8"}
+
+
+def test_only_forms_of_weights_that_a_cpu_has_products_for_are_offered() -> None:
+    offered = {
+        "avx2 avx512f avx512_vnni": "a smaller dtype or int8 or int4 weights",
+        "avx2": "a smaller dtype or int4 weights",
+        "sse2": "a smaller dtype",
+        "": "a smaller dtype or int8 or int4 weights",
+    }
+    assert {flags: smaller_weights(frozenset(flags.split())) for flags in offered} == offered
 
 
 needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.models import shards
 from engine.models.shards import MOST_PLACES, Part, Shards, StoredWeight, TensorSource
 from engine.models.weight_files import INDEX, WEIGHTS
 
@@ -197,6 +198,20 @@ def test_a_weight_passes_through_memory_that_its_thread_uses_again(tmp_path: Pat
     assert len({large.data_ptr(), other.data_ptr(), medium.data_ptr()}) == 3  # more than the share is not kept
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(read, "small").result().data_ptr() != medium.data_ptr()
+
+
+def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(size: int) -> Tensor:
+        raise MemoryError(f"{size} bytes")
+
+    passing = shards._Passing(100)
+    passing.take(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_buffer", refused)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="20 bytes"):
+                passing.take(20)
+    assert len(passing.take(20)) == 20
 
 
 def test_a_weight_of_another_shape_is_refused_before_it_is_read(directory: Path) -> None:
