@@ -6,7 +6,7 @@ cache or memory that it is read from in service.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
@@ -28,6 +28,7 @@ BUDGET_S = 0.5  # for the sweeps of one model
 SAMPLE_BYTES = 32 * 2**20  # of a larger model or weight only about so many are measured in each form
 CHANNELS = 64  # a part of a weight has a multiple of so many, as kernels compute them in blocks
 MIN_SWEEPS, MAX_SWEEPS = 2, 8
+SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a Xeon, twice as slow at first
 STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
 MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
@@ -169,9 +170,7 @@ def _known_or_measured(
 def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, timed: TimedCall) -> Measurement:
     """Time every shape in every form at every bucket. A sweep is one pass through the sample for each of them.
 
-    The forms take turns. If the sample is the whole model, each pass runs twice and the second one counts: it finds the
-    weights where the pass before it left them. A larger model's weights are in no cache, and the other forms' passes
-    have evicted the sample.
+    The passes come in the order of `_Sample.turns`.
     """
     sample = _Sample(groups, model_bytes)
     sample.warm_up()
@@ -180,13 +179,14 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
     deadline = perf_counter() + BUDGET_S
     while len(sweeps) < MIN_SWEEPS or (perf_counter() < deadline and len(sweeps) < MAX_SWEEPS):
         spent = 0.0
-        for i, rows in enumerate(BUCKETS):
-            for form in sample.forms:
-                for _ in range(2 if sample.whole else 1):
-                    found = [(shape, timed(shape, form, rows, call)) for shape, call in sample.calls(form, rows)]
-                for shape, each in found:
-                    seconds.setdefault((shape, form, i), []).append(each)
-                    spent += each
+        for form, i, settling in sample.turns():
+            for _ in range(settling):
+                for _, call in sample.calls(form, BUCKETS[i]):
+                    call()
+            for shape, call in sample.calls(form, BUCKETS[i]):
+                each = timed(shape, form, BUCKETS[i], call)
+                seconds.setdefault((shape, form, i), []).append(each)
+                spent += each
         sweeps.append(spent)
     times: dict[ProductShape, Times] = {
         shape: {form: [_lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
@@ -241,6 +241,17 @@ class _Sample:
         }
         widths = {shape.inner for shape in groups}
         self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in BUCKETS}
+
+    def turns(self) -> Iterator[tuple[Form, int, int]]:
+        """(form, bucket, passes before the one that counts), in an order that leaves weights where service has them.
+
+        If the sample is the whole model, one form goes through all buckets, behind passes that let the caches settle.
+        Otherwise the forms take turns: the passes of the others evict the sample, as a larger model's own weights do.
+        """
+        if self.whole:
+            yield from ((form, i, 0 if i else SETTLING) for form in self.forms for i in range(len(BUCKETS)))
+        else:
+            yield from ((form, i, 0) for i in range(len(BUCKETS)) for form in self.forms)
 
     def calls(self, form: Form, rows: int) -> list[tuple[ProductShape, Callable[[], Tensor]]]:
         def call(product: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:

@@ -17,6 +17,9 @@ from engine.models.linear import BUCKETS, FORMS, Form
 log = logging.getLogger(__name__)
 
 
+METHOD = 2  # how times are taken; another number discards what earlier versions kept
+
+
 class TimesFile:
     """Seconds of products, by shape, form and bucket of rows, on one kind of machine in one size of model.
 
@@ -31,6 +34,7 @@ class TimesFile:
             "dtype": str(dtype).removeprefix("torch."),
             "model_mib_below": 2 ** (model_bytes >> 20).bit_length(),
             "rows": list(BUCKETS),
+            "method": METHOD,
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
         self.path = folder / f"products-{name}.json"
