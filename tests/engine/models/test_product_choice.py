@@ -82,7 +82,12 @@ def test_a_weight_is_timed_where_service_finds_it(kept: bool, monkeypatch: pytes
 
     def followed(form: Form, weight: Laid, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         product = product_of(form, weight, bias)
-        return lambda x: (run.append(form), product(x))[1]
+
+        def call(x: Tensor) -> Tensor:
+            run.append(form)
+            return product(x)
+
+        return call
 
     def timed(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
         call()
