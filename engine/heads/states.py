@@ -96,7 +96,6 @@ class TargetStates:
         picked = staging.ints(sources) if len(sources) < end else None
         self._planned = _Planned(self._name(feeds, starts), rows, staging.ints(rows), picked)
 
-    @torch.inference_mode()
     def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
         """As StateReader.read. A failure is logged and costs the states of all sequences (R9)."""
         try:
@@ -108,8 +107,7 @@ class TargetStates:
                 return
             self._drop_plan()
             if found := self._assign_rows(feeds, starts):
-                rows, sources = index_tensor([*found, *found.values()], states.device).view(2, -1).unbind(0)
-                self._copy(rows, None if list(found.values()) == list(range(len(states))) else sources, states)
+                self._copy_found(list(found), list(found.values()), states)
         except Exception:
             self._lose_all()
 
@@ -129,7 +127,6 @@ class TargetStates:
         self._planned = _Planned(self._name(feeds, starts), taken, staging.ints(targets), None)
         return self._planned.targets
 
-    @torch.inference_mode()
     def store(self, targets: Tensor, states: Tensor) -> None:
         self._copy(targets, None, states)
 
@@ -270,10 +267,21 @@ class TargetStates:
         self.skip(handle, longest.start + (len(longest.rows) + 1) // 2)
         return any(held.rows for held in self._held.values())
 
+    def _copy_found(self, rows: list[int], sources: list[int], states: Tensor) -> None:
+        """As _copy. One copy is enough where all rows of the pass go to rows that follow each other, as they mostly do
+        in plain decoding."""
+        first, every = rows[0], sources == list(range(len(states)))
+        if every and rows == list(range(first, first + len(rows))) and self._table is not None:
+            self._table.narrow(0, first, len(rows)).copy_(states)
+            return
+        to, of = index_tensor([*rows, *sources], states.device).view(2, -1).unbind(0)
+        self._copy(to, None if every else of, states)
+
     def _copy(self, rows: Tensor, sources: Tensor | None, states: Tensor) -> None:
         """Copy rows `sources` of a pass to rows `rows` of the table. None: all rows of the pass."""
         if self._table is None:
-            self._table = states.new_empty(self._max_rows + 1, states.shape[1])
+            with torch.inference_mode(False):  # so that passes within and outside of that mode may write
+                self._table = states.new_empty(self._max_rows + 1, states.shape[1])
         self._table.index_copy_(0, rows, states if sources is None else states[sources])
 
     def _give_back(self, rows: list[int]) -> None:

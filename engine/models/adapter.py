@@ -196,7 +196,7 @@ class AdaptedModel:
             self._pass.attention = None
         if watched is not None:
             for layer, states in enumerate(output.hidden_states or ()):  # some modules give none
-                if watched.wants(layer):
+                if layer in watched.layers:
                     watched.keep(layer, states[0])
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

@@ -92,10 +92,8 @@ class WatchedStates:
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.table: Tensor | None = None  # [N, len(layers) · hidden], in the order of layers
-        self._places = {layer: place for place, layer in enumerate(layers)}
-
-    def wants(self, layer: int) -> bool:
-        return layer in self._places
+        self.layers = layers  # none after a failure
+        self._columns: tuple[Tensor, ...] = ()  # of the table, by place in `layers`
 
     def keep(self, layer: int, states: Tensor) -> None:
         """Copy states [N, hidden], which the pass may overwrite. A failure is logged and costs all copies of the pass,
@@ -104,14 +102,14 @@ class WatchedStates:
             self._copy(layer, states)
         except Exception:
             log.exception("the states of a pass could not be kept; heads draft nothing from it")
-            self.table = None
-            self._places.clear()
+            self.table, self.layers = None, ()
 
     def _copy(self, layer: int, states: Tensor) -> None:
-        rows, width = states.shape
         if self.table is None:
-            self.table = states.new_empty(rows, len(self._places) * width)
-        self.table.narrow(1, self._places[layer] * width, width).copy_(states)
+            rows, width = states.shape
+            self.table = states.new_empty(rows, len(self.layers) * width)
+            self._columns = self.table.split_with_sizes((width,) * len(self.layers), 1)
+        self._columns[self.layers.index(layer)].copy_(states)
 
 
 def no_norm(x: Tensor) -> Tensor:
@@ -169,10 +167,10 @@ class Decoder:
         """As forward(), of the states x [N, hidden] that enter the first layer. Writes into x."""
         rotations = self.row_rotations(attention)
         for index, layer in enumerate(self.layers):
-            if watched is not None and watched.wants(index):
+            if watched is not None and index in watched.layers:
                 watched.keep(index, x)
             self.add_layer(index, x, layer.before_attention(x), rotations, attention)
-        if watched is not None and watched.wants(len(self.layers)):
+        if watched is not None and len(self.layers) in watched.layers:
             watched.keep(len(self.layers), self.norm(x))
         return x
 

@@ -131,15 +131,10 @@ def test_states_are_those_of_transformers_at_every_layer(kind: str, tmp_path: Pa
 
 @pytest.mark.usefixtures("in_fp64")
 def test_negative_control_a_layer_too_late(tmp_path: Path, monkeypatch: Patch) -> None:
-    wants = WatchedStates.wants
-    monkeypatch.setattr(WatchedStates, "wants", lambda self, layer: wants(self, layer - 1))
-    monkeypatch.setattr(WatchedStates, "keep", _keep_before(WatchedStates.keep))
+    watch = WatchedStates.__init__
+    monkeypatch.setattr(WatchedStates, "__init__", lambda self, layers: watch(self, tuple(n + 1 for n in layers)))
     with pytest.raises(AssertionError, match="differ"):
         Passes(saved("llama", tmp_path)).run((0, 4, [], None))
-
-
-def _keep_before(keep: Callable[[WatchedStates, int, Tensor], None]) -> Callable[[WatchedStates, int, Tensor], None]:
-    return lambda self, layer, states: keep(self, layer - 1, states)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
