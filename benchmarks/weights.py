@@ -10,7 +10,7 @@ Second table: bits per token of the prompts. Their ratio is also that of bits pe
 Third table: acceptance of the draft model with its weights in fp32 and int8, under the same target and seeds.
 Fourth table: texts of the int8 target that differ from the text alone at k = 0. Products, norms and activations give a
 row the same bits in any company. Attention in fp32 does not, and such a bit can change to which integer the next
-product rounds a number.
+product rounds a number; with `deterministic` nothing may differ.
 Fifth table: loading the target in a process of its own. Seconds, over those of plain reading just before; and the
 peak of the process's memory beyond what it had before, over the bytes of the weights.
 """
@@ -39,6 +39,8 @@ from engine.config import WeightForm
 from engine.host_memory import keep_freed_memory
 from engine.llm import LLM
 from engine.models.feeds import Feed
+from engine.models.int8_products import Int8Weight
+from engine.models.linear import Linear, Product
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner
@@ -84,8 +86,7 @@ class TimedModel:
         self._sequence = _sequence(self._text[:CONTEXT])
         self._runner.run([Feed(self._sequence, CONTEXT)])
         products = [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
-        weights = [product.weight for product in (*products, decoder.head)]
-        self.bytes_per_token = sum(weight.numel() * weight.element_size() for weight in weights)
+        self.bytes_per_token = sum(map(_bytes_read, (*products, decoder.head)))
 
     def seconds(self, rows: int) -> float:
         self._sequence.tokens[:] = self._text[: CONTEXT + rows]
@@ -94,6 +95,14 @@ class TimedModel:
         spent = time.perf_counter() - start
         self._runner.cache.truncate_to(self._sequence.handle, CONTEXT)
         return spent
+
+
+def _bytes_read(product: Product) -> int:
+    """Bytes of a product's weight that one token reads: of one form, without steps."""
+    weight = next(iter(product.forms.values())) if isinstance(product, Linear) else product.weight
+    if isinstance(weight, Int8Weight):
+        return weight.num_bytes - weight.steps.nbytes
+    return weight.numel() * weight.element_size()
 
 
 def copy_bandwidth(source: torch.Tensor, destination: torch.Tensor) -> float:
@@ -168,18 +177,24 @@ def acceptance(args: argparse.Namespace, prompts: Texts) -> Rows:
 
 
 def texts(args: argparse.Namespace, prompts: Texts) -> Rows:
-    outputs = {(t, batch, k): tokens for t, batch, k, tokens in _texts(args, prompts)}
-    return [
-        {"T": t, "batch": batch, "k": k} | compare(outputs[t, 1, 0], tokens)
-        for (t, batch, k), tokens in outputs.items()
-        if (batch, k) != (1, 0)
-    ]
+    rows: Rows = []
+    for deterministic in (False, True):
+        outputs = {(t, batch, k): tokens for t, batch, k, tokens in _texts(args, prompts, deterministic)}
+        rows += [
+            {"deterministic": deterministic, "T": t, "batch": batch, "k": k} | compare(outputs[t, 1, 0], tokens)
+            for (t, batch, k), tokens in outputs.items()
+            if (batch, k) != (1, 0)
+        ]
+    return rows
 
 
-def _texts(args: argparse.Namespace, prompts: Texts) -> Iterator[tuple[float, int, int, list[list[int]]]]:
+def _texts(
+    args: argparse.Namespace, prompts: Texts, deterministic: bool
+) -> Iterator[tuple[float, int, int, list[list[int]]]]:
+    forms = {"target_weights": "int8", "draft_weights": "int8", "deterministic": deterministic}
     for batch in BATCHES:
         config = common.engine_config(args, KS, batch, len(prompts))
-        llm = LLM(args.target, args.draft, **config, target_weights="int8", draft_weights="int8")
+        llm = LLM(args.target, args.draft, **config, **forms)
         for temperature in TEMPERATURES:
             for k in KS:
                 completions = llm.generate(prompts, seeded(len(prompts), temperature, args.max_tokens), k)

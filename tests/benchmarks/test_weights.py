@@ -27,9 +27,15 @@ def test_the_tables_of_models(capsys: pytest.CaptureFixture[str], monkeypatch: p
         (t, form) for form in ("as_is", "int8") for t in (0.0, 0.8)
     ]
     assert all(0 < row["alpha"] < 1 for row in report["acceptance"])
-    assert {(row["T"], row["batch"], row["k"]) for row in report["texts"]} == {
-        (t, batch, k) for t in (0.0, 0.8) for batch in (1, 8) for k in (0, 4, 8) if (batch, k) != (1, 0)
+    assert {(row["deterministic"], row["T"], row["batch"], row["k"]) for row in report["texts"]} == {
+        (d, t, batch, k)
+        for d in (False, True)
+        for t in (0.0, 0.8)
+        for batch in (1, 8)
+        for k in (0, 4, 8)
+        if (batch, k) != (1, 0)
     }
+    assert not any(row["mismatched"] for row in report["texts"] if row["deterministic"])
 
 
 def test_too_little_text_is_refused(tmp_path: object) -> None:
