@@ -64,7 +64,7 @@ class Linear:
 
     @property
     def weight(self) -> Tensor:
-        """W in one of its forms, the plain one if it is kept. An int8 weight is oneDNN's own tensor."""
+        """W in one of its forms, the plain one if it is kept. An int8 weight is its library's own object."""
         kept = self.forms.get("plain", next(iter(self.forms.values())))
         return cast(Tensor, kept.packed) if isinstance(kept, Int8Weight) else kept
 
