@@ -26,6 +26,16 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES) and mallopt(M_MMAP_THRESHOLD, MMAP_BYTES))
 
 
+def give_back_freed_memory() -> None:
+    """Give the system what glibc's malloc keeps of freed memory, in all heaps. Takes some ms.
+
+    Loading a model frees many blocks that nothing of the same size follows, often in the heap of another thread. They
+    would count as this process's memory for good.
+    """
+    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def limit_compiled_products() -> None:
     """Let oneDNN keep the MAX_COMPILED_PRODUCTS most recently used products, unless the environment sets a capacity.
 

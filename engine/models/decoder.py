@@ -102,7 +102,7 @@ class WatchedStates:
             self._copy(layer, states)
         except Exception:
             log.exception("the states of a pass could not be kept; heads draft nothing from it")
-            self.table, self.layers = None, ()
+            self.table, self.layers, self._columns = None, (), ()
 
     def _copy(self, layer: int, states: Tensor) -> None:
         if self.table is None:

@@ -65,7 +65,7 @@ def int8_product(weight: Int8Weight, form: Int8Form, bias: Tensor | None) -> Cal
 
 
 def check_int8_products() -> None:
-    """Raise ConfigError if this processor's int8 products are missing or inexact.
+    """Raise ConfigError if this processor's int8 products are missing or inexact. Call it before threads make products.
 
     A processor without VNNI adds pairs of products in 16 bits, and oneDNN lets them saturate there.
     """
@@ -78,6 +78,7 @@ def check_int8_products() -> None:
             "int8 products saturate on this processor, which has no VNNI instructions, so weights cannot be int8: "
             "choose int4 or as_is"
         )
+    _fbgemm_is_exact()  # is found once: threads that set the filters of warnings together leave them changed
 
 
 @cache

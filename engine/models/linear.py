@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.int8_products import Int8Form, Int8Weight, int8_forms, int8_product, pack_int8
 from engine.models.quantize import CodedWeight
-from engine.models.shards import StoredWeight
+from engine.models.shards import StoredWeight, UnroundedWeight
 
 Form = Literal[
     "packed",  # reordered into oneDNN's blocked layout, [out, in]
@@ -22,7 +22,7 @@ Form = Literal[
     "onednn_int8",  # codes of 8 bits, in oneDNN's layout
     "fbgemm_int8",  # codes of 8 bits, in FBGEMM's layout
 ]
-Given = Tensor | StoredWeight | CodedWeight
+Given = Tensor | StoredWeight | CodedWeight | UnroundedWeight
 Laid = Tensor | Int8Weight
 FORMS: tuple[Form, ...] = get_args(Form)
 BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # largest number of rows of each bucket; the last one holds all larger numbers too
@@ -64,7 +64,7 @@ class Linear:
 
     @property
     def weight(self) -> Tensor:
-        """W in one of its forms, the plain one if it is kept. Int8 forms are their libraries' own objects."""
+        """W in one of its forms, the plain one if it is kept. An int8 weight is its library's own object."""
         kept = self.forms.get("plain", next(iter(self.forms.values())))
         return cast(Tensor, kept.packed) if isinstance(kept, Int8Weight) else kept
 
@@ -84,7 +84,7 @@ def bucket_of(rows: int, largest: Sequence[int] = BUCKETS[:-1]) -> int:
 
 def usable_forms(weight: Given) -> tuple[Form, ...]:
     """The forms that this weight can have. The first one is used where no measurement says otherwise."""
-    if isinstance(weight, CodedWeight):
+    if isinstance(weight, CodedWeight | UnroundedWeight):
         return int8_forms()
     if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
         return ("plain",)
@@ -102,6 +102,8 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 
 def laid_out(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
     """The weight [out, in] in these forms. A stored one is read into memory of its own only if it stays plain."""
+    if isinstance(weight, UnroundedWeight):
+        weight = weight.rounded()
     if isinstance(weight, CodedWeight):
         return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
     if isinstance(weight, StoredWeight):

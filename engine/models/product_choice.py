@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.host_memory import give_back_freed_memory
 from engine.models.linear import BUCKETS, Choice, Form, Given, Linear, laid_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
 from engine.models.quantize import CodedWeight
@@ -83,6 +84,7 @@ def choose_forms(
         return 0
     began = perf_counter()
     times, source = _known_or_measured(groups, cache, timed)
+    give_back_freed_memory()  # the sample's
     choices = {shape: best_choice(times[shape]) for shape in groups}
     if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
         choices = {shape: best_choice(times[shape], most_forms=1) for shape in groups}
@@ -94,6 +96,7 @@ def choose_forms(
         list(pool.map(lambda product: product.use(choices[_shape(product)]), products))
     finally:
         pool.shutdown(cancel_futures=True)
+    give_back_freed_memory()
     twice = sum(len(set(choice)) > 1 for choice in choices.values())
     log.info(
         "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",
@@ -222,7 +225,7 @@ class _Sample:
         drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
         rounds = max(map(len, drawn.values()))
         ordered = [shape for i in range(rounds) for shape, members in drawn.items() if i < len(members)]
-        coded = isinstance(first, CodedWeight)
+        coded = first.dtype is torch.int8
         parts = [(shape, _ones(_channels(shape, first.dtype), shape.inner, first.dtype, coded)) for shape in ordered]
         dtype = torch.float32 if coded else first.dtype  # of activations
         self._products = {

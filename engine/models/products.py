@@ -12,7 +12,7 @@ from engine.kept_files import cache_folder
 from engine.models.coded_linear import CodedLinear, coded_products_reason
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_products import check_int8_products
-from engine.models.linear import Linear, Product, usable_forms
+from engine.models.linear import Given, Linear, Product, usable_forms
 from engine.models.mlp import Gating
 from engine.models.product_choice import choose_forms
 from engine.models.quantize import (
@@ -21,7 +21,7 @@ from engine.models.quantize import (
     quantise_in_groups,
     quantise_weight,
 )
-from engine.models.shards import StoredWeight
+from engine.models.shards import StoredWeight, UnroundedWeight
 from engine.models.steady_linear import SteadyLinear, steady_gating
 
 Weight = Tensor | CodedWeight | StoredWeight
@@ -35,7 +35,7 @@ class Weights:
 
     form: WeightForm = "as_is"
     head: bool = True  # whether the form is also that of the product that gives the logits
-    products: ProductForms = "auto"  # of weights that are not quantised
+    products: ProductForms = "auto"  # on a CPU, but for int4
     deterministic: bool = False  # a row's result does not depend on the other rows of a pass
     copies_bytes: int | None = None  # that second forms of weights may take; None: no limit
 
@@ -129,6 +129,8 @@ class ProductMaker:
             weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
         if form == "as_is":
             return self._make_linear(weight.to(self._dtype) if isinstance(weight, Tensor) else weight, bias)
+        if form == "int8" and self._device.type == "cpu" and isinstance(weight, StoredWeight):
+            return self._make_linear(UnroundedWeight(weight), bias)
         weight = weight if isinstance(weight, Tensor) else weight.passing()
         if self._has_codes:
             return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
@@ -153,15 +155,16 @@ class ProductMaker:
         if device.type == "cpu" and form == "int4":
             check_int4_products()
 
-    def _make_linear(self, weight: Weight, bias: Tensor | None) -> Product:
-        """weight: of the products' dtype, or 8-bit codes, whose products give a row the same bits in any company."""
-        if self._deterministic and not isinstance(weight, CodedWeight):
+    def _make_linear(self, weight: Given, bias: Tensor | None) -> Product:
+        """weight: of the products' dtype, or of 8-bit codes, whose products give a row the same bits in any company."""
+        coded = isinstance(weight, CodedWeight | UnroundedWeight)
+        if self._deterministic and not isinstance(weight, CodedWeight | UnroundedWeight):
             return SteadyLinear(weight, bias)
         if self._products == "auto" and len(usable_forms(weight)) > 1:
             product = Linear(weight, bias, ())
             self._undecided[weight.dtype].append(product)
             return product
-        one_form = self._products == "packed" or isinstance(weight, CodedWeight)
+        one_form = self._products == "packed" or coded
         return Linear(weight, bias, None if one_form else ["plain"])
 
 

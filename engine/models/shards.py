@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.models.headers import StoredTensor, stored_tensors
 from engine.models.progress import Progress
-from engine.models.quantize import CodedWeight
+from engine.models.quantize import CodedWeight, quantise_weight
 
 MAPPED_BYTES = 2**21  # a huge page
 MOST_PLACES = 1024  # that one call of the system may fill (IOV_MAX)
@@ -179,6 +179,21 @@ class StoredWeight:
     def passing(self) -> Tensor:
         """As `read`, in memory that the thread's next call overwrites."""
         return self._source.stack(self._parts, passing=True)
+
+
+class UnroundedWeight:
+    """A weight that is still in its files and becomes 8-bit integers when it is laid out. So the integers of a model
+    never lie in memory beside its products."""
+
+    def __init__(self, stored: StoredWeight) -> None:
+        self._stored = stored
+        self.shape, self.device = stored.shape, stored.device
+        self.dtype = torch.int8
+        self.nbytes = prod(self.shape) + 4 * self.shape[0]  # integers, and an fp32 step for each output channel
+
+    def rounded(self) -> CodedWeight:
+        """Raises ConfigError if it cannot be read."""
+        return quantise_weight(self._stored.passing())
 
 
 class TensorSource:

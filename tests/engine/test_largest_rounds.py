@@ -14,6 +14,7 @@ from engine.largest_rounds import measure_largest_rounds
 from engine.load import load_models, plan_memory
 from engine.machine_memory import DeviceMemory
 from engine.memory_budget import measure_activations
+from engine.planned_weights import beside_weights
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import load
 from tests.engine.pairs import Pair, Shape, copy_of, save_pair
@@ -128,6 +129,17 @@ def test_weights_that_do_not_fit_are_not_even_read(wide: Pair, monkeypatch: pyte
     for start in (load_models, plan_memory):
         with pytest.raises(ConfigError, match=r"do not fit on cpu: target \d\.\d MiB and draft .* 1\.0 MiB are avail"):
             start(config)
+
+
+@pytest.mark.parametrize(("device", "forms"), [("cpu", "int4"), ("cuda", "int8 or int4")])
+def test_only_forms_of_weights_that_the_device_has_are_offered(
+    device: str, forms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the CPU lacks does not bind a GPU."""
+    monkeypatch.setattr("engine.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
+    monkeypatch.setattr("engine.machine_cpus.cpu_flags", lambda: frozenset({"avx2"}))
+    with pytest.raises(ConfigError, match=f"choose smaller models, a smaller dtype or {forms} weights$"):
+        beside_weights(torch.device(device), [2**20, 2**20])
 
 
 def test_the_plan_refuses_what_cannot_be_loaded(wide: Pair, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The target's states: those of transformers at every layer, and kept until a head has read them, and no longer."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -151,6 +152,16 @@ def test_states_that_cannot_be_kept_cost_no_pass(kind: str, tmp_path: Path, monk
         logits = passes.runner.run([Feed(passes.sequences[0], 3)])
     assert torch.isfinite(logits).all()
     assert passes.recorder.compared == 0
+
+
+def test_states_of_which_some_cannot_be_kept_leave_nothing_in_memory() -> None:
+    watched = WatchedStates((0, 2))
+    watched.keep(0, torch.ones(3, 4))
+    assert watched.table is not None
+    table = weakref.ref(watched.table)
+    watched.keep(2, torch.ones(3, 5))
+    assert not watched.layers
+    assert table() is None
 
 
 def test_a_target_that_gives_no_states_costs_no_pass(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -14,6 +14,7 @@ from engine.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
 from engine.models.linear import BUCKETS, Choice, Form, Linear, bucket_of, usable_forms
+from engine.models.products import ProductMaker, Weights
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
 from tests.engine.forked import Forks
 
@@ -249,6 +250,14 @@ def test_a_form_whose_sums_are_not_exact_here_is_not_used(fault: str, monkeypatc
         assert int8_forms() == usable_forms(quantise_weight(torch.ones(4, 4))) == ("onednn_int8",)
     finally:
         int8_products._fbgemm_is_exact.cache_clear()
+
+
+@needs_int8
+def test_the_forms_are_known_before_threads_make_products() -> None:
+    """Finding them sets the filters of warnings, which is of the whole process."""
+    int8_products._fbgemm_is_exact.cache_clear()
+    ProductMaker(Weights("int8", head=False), torch.float32, torch.device("cpu"))
+    assert int8_products._fbgemm_is_exact.cache_info().currsize == 1
 
 
 @needs_int8

@@ -18,7 +18,7 @@ from engine.models.int8_products import Int8Weight
 from engine.models.linear import Form, Linear, Product
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
-from engine.models.quantize import CodedWeight
+from engine.models.quantize import CodedWeight, quantise_weight
 from engine.models.runner import Runner
 from engine.models.shards import StoredWeight
 from engine.models.weight_files import WEIGHTS
@@ -141,6 +141,34 @@ def test_only_auto_measures_and_the_others_have_one_form(
     assert {id(p) for p in given} == ({id(p) for p in linears(decoder)} if measured else set())
     form = "transposed" if measured else "packed" if asked == "packed" else "plain"
     assert {p.choice for p in linears(decoder)} == {(form,)}
+
+
+@needs_int8
+def test_weights_become_integers_when_their_forms_are_chosen(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the integers of the whole model would lie in memory beside its products."""
+    rounded: list[torch.Size] = []
+
+    def counted(weight: Tensor) -> CodedWeight:
+        rounded.append(weight.shape)
+        return quantise_weight(weight)
+
+    def choose(undecided: list[Linear], **_: object) -> None:
+        made.append((len(undecided), list(rounded)))
+        for product in undecided:
+            product.use(["onednn_int8"])
+
+    made: list[tuple[int, list[torch.Size]]] = []
+    for module in (products, shards):
+        monkeypatch.setattr(module, "quantise_weight", counted)
+    monkeypatch.setitem(products.QUANTISE, "int8", counted)
+    monkeypatch.setattr(products, "choose_forms", choose)
+    monkeypatch.setattr(products, "usable_forms", lambda weight: ("onednn_int8", "fbgemm_int8"))
+    source = open_checkpoint(checkpoint)
+    decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights("int8"))
+    every = len(linears(decoder))
+    tied = [decoder.embedding.shape] if source.shape.tied else []
+    assert made == [(every, tied)]
+    assert len(rounded) == every
 
 
 @needs_onednn
