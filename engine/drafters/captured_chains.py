@@ -20,6 +20,8 @@ def can_capture(runner: Runner, batch: DraftBatch, ks: Seq[int]) -> bool:
     """Whether the chains of a round with these ks may come from a captured graph."""
     if not batch.captured or not any(ks) or not padded_pass.can_capture(runner):
         return False
+    if any(k and (batch.grows(i) or batch.shape(i) is not None) for i, k in enumerate(ks)):
+        return False
     return all(runner.uncached(s) <= runner.chains.most_gap for s, k in zip(batch.sequences, ks, strict=True) if k)
 
 
