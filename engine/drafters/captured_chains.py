@@ -1,14 +1,13 @@
 """All draft steps of a round with their draws, as one captured graph."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
-from engine.captured_laws import law_dtype, law_memory
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model_trees import mark_non_finite
+from engine.drafters.chain_draws import ChainDraws
 from engine.models import padded_pass
 from engine.models.attention import Span
 from engine.models.padded_pass import PaddedPlans
@@ -32,31 +31,16 @@ class CapturedChains:
     def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int, rank: int = 0) -> None:
         """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
         from there on are not drawn. rank: of the noise of draws from the drafts' own laws."""
-        self._runner, self._batch, self._ks, self._vocab = runner, batch, tuple(ks), vocab
+        self._runner, self._batch, self._ks = runner, batch, tuple(ks)
         self._rest = len(batch.sampler.offsets) - len(ks)  # what fills up the round
         self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         self._width = runner.chains.rows(self._gaps)  # rows of each sequence in the first pass
-        runner.staging.note("chains", max(ks), vocab)
+        runner.staging.note("chains", max(ks))
         self._ids = runner.staging.ints(self._gap_ids())
         runner.chains.put(batch.sequences, self._gaps, len(batch.sampler.offsets))
         self._attentions = self._put_passes()
-        self._columns = [[offset + j for offset in batch.sampler.offsets] for j in range(max(ks))]
-        self._rank = rank
-        apart = [not s.coupled for s in batch.sequences]
-        self._with_laws, self._all_laws = any(apart), all(apart)
-        runner.staging.note("draft laws", self._with_laws, self._all_laws)
-        self._apart = runner.staging.ints([*map(int, apart), *[0] * self._rest]) if self._with_laws else None
-        self._laws = self._law_memory() if self._with_laws else None
-        for rows in self._columns:
-            if not self._all_laws:
-                batch.sampler.prepare(rows)
-            if self._with_laws:
-                batch.sampler.prepare_proposals(rows, rank)
+        self._draws = ChainDraws(batch, ks, vocab, runner.decoder.dtype, runner.number, rank)
         self._key = runner.staging.layout
-
-    def _law_memory(self) -> Tensor:
-        runner, size = self._runner, len(self._batch.sampler.offsets)
-        return law_memory(runner.staging, runner.number, self._vocab, law_dtype(runner.decoder.dtype))[:size]
 
     def propose(self) -> Draft:
         """Draw the chains, and extend the cache by what the passes read."""
@@ -70,44 +54,19 @@ class CapturedChains:
         tokens = self._runner.run_captured(self._key, self._draw, counts)
         drafting = [i for i, k in enumerate(self._ks) if k]
         self._runner.chains.end([self._batch.sequences[i] for i in drafting], [self._ks[i] - 1 for i in drafting])
-        with_law = [i for i, s in enumerate(self._batch.sequences) if self._ks[i] and not s.coupled]
         # A copy, because another model's graph may run before the verification.
-        return Draft(
-            self._ks,
-            tokens[: len(self._ks)].clone(),
-            self._laws if with_law else None,
-            {i: i for i in with_law},
-            law_owner=self._runner.number if with_law else None,
-            steps=max(self._ks),
-            read=sum(counts.values()),
-            forwards=self._runner.take_forwards(),
-        )
+        draft = self._draws.draft(tokens[: len(self._ks)].clone())
+        return replace(draft, read=sum(counts.values()), forwards=self._runner.take_forwards())
 
     def _draw(self) -> Tensor:
         """Drafts [≥ B, max k]. The region of the graph."""
-        decoder = self._runner.decoder
-        drafts: list[Tensor] = []
-        marked: list[Tensor] = []
-        fed, last, carried = self._ids.tensor, slice(self._width - 1, None, self._width), None
-        for rows, attention in zip(self._columns, self._attentions, strict=True):
-            states, carried = self._runner.chains.run(fed, attention, last, carried)
-            logits = decoder.logits(states)[:, : self._vocab]
-            fed, last = self._draw_column(logits, rows, drafts), slice(None)
-            drafts.append(fed)
-            marked.append(mark_non_finite(fed[:, None], logits))
-        return torch.cat(marked, 1)
-
-    def _draw_column(self, logits: Tensor, rows: Seq[int], drafts: Seq[Tensor]) -> Tensor:
-        """The next draft of every sequence [S], after those in `drafts`."""
-        sampler = self._batch.sampler
-        seen = torch.stack(tuple(drafts), 1) if drafts and sampler.adjusts else None
-        if self._laws is None or self._apart is None:
-            return sampler.draw(logits, rows, seen)[0]
-        scores = sampler.scores(logits, rows, seen)
-        laws = sampler.laws(scores, rows)
-        self._laws[:, len(drafts)].copy_(laws)
-        drawn = sampler.propose(laws, rows, self._rank)
-        return drawn if self._all_laws else torch.where(self._apart.tensor > 0, drawn, sampler.sample(scores, rows))
+        draws, fed, carried = self._draws, self._ids.tensor, None
+        draws.begin()
+        rows = slice(self._width - 1, None, self._width)
+        for attention in self._attentions:
+            states, carried = self._runner.chains.run(fed, attention, rows, carried)
+            fed, rows = draws.draw(self._runner.decoder.logits(states)), slice(None)
+        return draws.table()
 
     def _gap_ids(self) -> list[int]:
         """What the first pass reads: padding, then the gap, of each sequence."""
