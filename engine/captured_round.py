@@ -32,16 +32,13 @@ from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.device_bias import is_biased
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence, scratch_sequence
+from engine.sequence import PADDING, Sequence
 from engine.trees import Parents, chain, is_chain
-from engine.types import DrafterName, SamplingParams
+from engine.types import DrafterName
 from engine.verification import copy_to_host
 
 # Those whose drafts may be trees, or want what the target draws, without being asked.
 BRANCHING: frozenset[DrafterName] = frozenset({"lookahead", "merged"})
-
-# Fills up a round: nothing of it is read.
-PADDING = scratch_sequence("padding", -1, [0], SamplingParams(temperature=0.0, max_tokens=1))
 
 
 def can_capture(plan: Plan, target: Runner) -> bool:

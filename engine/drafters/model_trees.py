@@ -127,7 +127,9 @@ class TreeDraft:
         self._ks = tuple(len(shapes.get(i, ())) for i in range(len(batch.sequences)))
         self._vocab = vocab
         self._sampler = batch.sampler.on_trees(shapes)
-        self._tokens = torch.zeros(len(batch.sequences), self.size, dtype=torch.int64, device=device)
+        self._table = len(batch.sequences), self.size
+        self._device = device
+        self._tokens = torch.empty(0)  # made when the draws begin, which may be in the region of a graph
         # In the batch's order, in which the verification reads the laws.
         self._law_rows = {i: n for n, i in enumerate(i for i in sorted(shapes) if not batch.sequences[i].coupled)}
         self._laws: Tensor | None = None  # [with laws, size, vocab]
@@ -138,6 +140,7 @@ class TreeDraft:
     def draw(self, logits: Tensor, read: ReadLevel) -> Draft:
         """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes.
         `read` gives the logits behind the nodes of a later level."""
+        self._tokens = torch.zeros(self._table, dtype=torch.int64, device=self._device)
         for number, level in enumerate(self._draws):
             if number:
                 logits = read(number, self._tokens)
@@ -171,6 +174,7 @@ class TreeDraft:
         picked, width, put = [rows[n] for n in parents], max(len(nodes) for _, nodes in found), self._sampler.numbers
         places = [(i, node) for i, nodes in found for node in nodes]
         sources = [n * width + rank for n, (_, nodes) in enumerate(found) for rank in range(len(nodes))]
+        put.staging.note("siblings", len(parents), width)
         if with_law:
             self._sampler.prepare_proposals(picked)
         else:
