@@ -1,4 +1,4 @@
-"""All draft steps of a round with their draws, as one captured graph."""
+"""All steps of a round's chains with their draws, as one captured graph."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,15 +13,61 @@ from engine.models.attention import Span
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
+from engine.sequence import Sequence
 
 
 def can_capture(runner: Runner, batch: DraftBatch, ks: Seq[int]) -> bool:
-    """Whether the chains of a round with these ks may come from a captured graph."""
+    """Whether the drafts of a round with these ks may come from a captured graph."""
     if not batch.captured or not any(ks) or not padded_pass.can_capture(runner):
         return False
-    if any(k and (batch.grows(i) or batch.shape(i) is not None) for i, k in enumerate(ks)):
+    if any(k and batch.grows(i) for i, k in enumerate(ks)):  # its shape follows from what is drawn
         return False
     return all(runner.uncached(s) <= runner.chains.most_gap for s, k in zip(batch.sequences, ks, strict=True) if k)
+
+
+class GapPass:
+    """The first pass of captured drafts. It reads each drafting sequence's gap."""
+
+    def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int]) -> None:
+        """Put its numbers on their way to the device. The memory for ks is reserved. B sequences are filled up to S."""
+        storage, rest = runner.storage, len(batch.sampler.offsets) - len(ks)
+        assert isinstance(storage, GatheredStorage)
+        self._runner = runner
+        self.gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
+        self._width = runner.chains.rows(self.gaps)  # rows of each sequence
+        self.ids = runner.staging.ints([*self._read(batch.sequences), *[0] * (rest * self._width)])
+        runner.chains.put(batch.sequences, self.gaps, len(batch.sampler.offsets))
+        handles = [s.handle if k else None for s, k in zip(batch.sequences, ks, strict=True)]
+        storage.prepare([handle for handle in handles if handle is not None])
+        # [S] of the model's memory; None: the sequence drafts nothing.
+        self.slots = [*(None if handle is None else runner.cache.slot(handle) for handle in handles), *[None] * rest]
+        starts = [*(0 if handle is None else runner.cache.length(handle) for handle in handles), *[0] * rest]
+        self.ends = [start + gap for start, gap in zip(starts, [*self.gaps, *[0] * rest], strict=True)]
+        self._plans, self._storage = PaddedPlans(self.slots, storage, runner.staging), storage
+        spans = [
+            None if slot is None else Span.at(slot, start, end - start)
+            for slot, start, end in zip(self.slots, starts, self.ends, strict=True)
+        ]
+        self._attention = PagedAttention(self._plans.put(spans, self._width, at_end=True), storage)
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """As ChainPasses.run, for the last token of each of S sequences. Part of the region of a graph."""
+        last = slice(self._width - 1, None, self._width)
+        return self._runner.chains.run(self.ids.tensor, self._attention, last, None)
+
+    def put(self, spans: Seq[Span | None], rows: int, windows: Seq[int | None] | None = None) -> PagedAttention:
+        """A later pass over the same sequences, as PaddedPlans.put."""
+        return PagedAttention(self._plans.put(spans, rows, windows=windows), self._storage)
+
+    def _read(self, sequences: Seq[Sequence]) -> list[int]:
+        """Padding, then the gap, of each sequence."""
+        ids: list[int] = []
+        for sequence, gap in zip(sequences, self.gaps, strict=True):
+            tokens = self._runner.tokens(sequence)
+            # A draft model's vocabulary may be smaller than the target's.
+            read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
+            ids += [0] * (self._width - gap) + read
+        return ids
 
 
 class CapturedChains:
@@ -32,12 +78,8 @@ class CapturedChains:
         """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
         from there on are not drawn. rank: of the noise of draws from the drafts' own laws."""
         self._runner, self._batch, self._ks = runner, batch, tuple(ks)
-        self._rest = len(batch.sampler.offsets) - len(ks)  # what fills up the round
-        self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
-        self._width = runner.chains.rows(self._gaps)  # rows of each sequence in the first pass
         runner.staging.note("chains", max(ks))
-        self._ids = runner.staging.ints(self._gap_ids())
-        runner.chains.put(batch.sequences, self._gaps, len(batch.sampler.offsets))
+        self._gap = GapPass(runner, batch, ks)
         self._attentions = self._put_passes()
         self._draws = ChainDraws(batch, ks, vocab, runner.decoder.dtype, runner.number, rank)
         self._key = runner.staging.layout
@@ -48,7 +90,7 @@ class CapturedChains:
         self._batch.sampler.take_in_texts()
         counts = {
             sequence.handle: gap + k - 1  # the last draft is not fed
-            for sequence, gap, k in zip(self._batch.sequences, self._gaps, self._ks, strict=True)
+            for sequence, gap, k in zip(self._batch.sequences, self._gap.gaps, self._ks, strict=True)
             if k
         }
         tokens = self._runner.run_captured(self._key, self._draw, counts)
@@ -60,42 +102,23 @@ class CapturedChains:
 
     def _draw(self) -> Tensor:
         """Drafts [≥ B, max k]. The region of the graph."""
-        draws, fed, carried = self._draws, self._ids.tensor, None
+        draws, runner = self._draws, self._runner
         draws.begin()
-        rows = slice(self._width - 1, None, self._width)
+        states, carried = self._gap.run()
         for attention in self._attentions:
-            states, carried = self._runner.chains.run(fed, attention, rows, carried)
-            fed, rows = draws.draw(self._runner.decoder.logits(states)), slice(None)
+            fed = draws.draw(runner.decoder.logits(states))
+            states, carried = runner.chains.run(fed, attention, slice(None), carried)
+        draws.draw(runner.decoder.logits(states))
         return draws.table()
 
-    def _gap_ids(self) -> list[int]:
-        """What the first pass reads: padding, then the gap, of each sequence."""
-        ids: list[int] = []
-        for sequence, gap in zip(self._batch.sequences, self._gaps, strict=True):
-            tokens = self._runner.tokens(sequence)
-            # A draft model's vocabulary may be smaller than the target's.
-            read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
-            ids += [0] * (self._width - gap) + read
-        return ids + [0] * (self._rest * self._width)
-
     def _put_passes(self) -> list[PagedAttention]:
-        """The pass over the gaps, then one over each column of drafts but the last."""
-        cache, storage = self._runner.cache, self._runner.storage
-        assert isinstance(storage, GatheredStorage)
-        handles = [s.handle if k else None for s, k in zip(self._batch.sequences, self._ks, strict=True)]
-        storage.prepare([handle for handle in handles if handle is not None])
-        handles += [None] * self._rest
-        slots = [None if handle is None else cache.slot(handle) for handle in handles]
-        starts = [0 if handle is None else cache.length(handle) for handle in handles]
-        plans = PaddedPlans(slots, storage, self._runner.staging)
-        ks, counts = [*self._ks, *[0] * self._rest], [*self._gaps, *[0] * self._rest]
-        rows, put = self._width, list[PagedAttention]()
-        for column in range(1, max(self._ks) + 1):
+        """The passes over each column of drafts but the last."""
+        ends, put = self._gap.ends, list[PagedAttention]()
+        ks = [*self._ks, *[0] * (len(ends) - len(self._ks))]
+        for column in range(1, max(ks)):
             spans = [
-                None if slot is None or not count else Span.at(slot, start, count)
-                for slot, start, count in zip(slots, starts, counts, strict=True)
+                None if slot is None or k <= column else Span.at(slot, end + column - 1, 1)
+                for slot, end, k in zip(self._gap.slots, ends, ks, strict=True)
             ]
-            put.append(PagedAttention(plans.put(spans, rows, at_end=True), storage))
-            starts = [start + count for start, count in zip(starts, counts, strict=True)]
-            counts, rows = [int(k > column) for k in ks], 1
+            put.append(self._gap.put(spans, 1))
         return put

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.chain_draws import ChainDraws
-from engine.drafters.model_trees import TreeDraft
+from engine.drafters.tree_draws import TreeDraws
 from engine.heads.state_heads import HeadRun, StateHeads
 from engine.heads.states import TargetStates
 from engine.heads.tree_levels import TreeLevels
-from engine.sequence import PADDING
-from engine.trees import Parents, chain, depths
+from engine.staging import RoundNumbers
+from engine.trees import Parents, depths
 
 
 def owner_of(states: TargetStates) -> int:
@@ -53,7 +53,7 @@ class CapturedHeads:
         self._rows, self._tokens = staging.ints([*rows, *[states.unread] * rest]), staging.ints([*tokens, *[0] * rest])
         self._draws: _Chains | _Trees
         if shapes:
-            self._draws = _Trees(batch, ks, shapes, vocab)
+            self._draws = _Trees(TreeDraws(batch, ks, shapes, vocab), batch.sampler.numbers)
         else:
             self._draws = _Chains(ks, ChainDraws(batch, ks, vocab, states.dtype, self._owner, rank))
         self._key = staging.layout
@@ -90,27 +90,13 @@ class _Chains:
 
 
 class _Trees:
-    """A sequence that drafts nothing gets the shape of one that drafts, and so does what fills up the round. A chain is
-    drawn as a tree of one branch."""
-
-    def __init__(self, batch: DraftBatch, ks: Seq[int], shapes: Mapping[int, Parents], vocab: int) -> None:
-        sampler, some = batch.sampler, next(iter(shapes.values()))
-        size = len(sampler.offsets)
-        padded = replace(batch, sequences=(*batch.sequences, *[PADDING] * (size - len(ks))))
-        filled = {i: shapes.get(i, chain(ks[i]) if i < len(ks) and ks[i] else some) for i in range(size)}
-        self._ks, self._shapes = tuple(ks), dict(shapes)
-        self._draws = TreeDraft(padded, filled, vocab, sampler.device)
-        self._levels = TreeLevels(self._draws, sampler.numbers)
-        self.depth = max(max(depths(shape)) for shape in filled.values())
+    def __init__(self, draws: TreeDraws, numbers: RoundNumbers) -> None:
+        self.depth = max(max(depths(shape), default=0) for shape in draws.trees.shapes.values())
+        self._levels = TreeLevels(draws.trees, numbers)
+        self._draws = draws
+        self.draft = draws.draft
 
     def draw(self, run: HeadRun, logits: Tensor) -> Tensor:
         """Part of the region. logits: of the first step."""
         self._levels.run = run
-        tokens = self._draws.draw(logits, self._levels).tokens
-        assert tokens is not None, "every sequence has a tree"
-        return tokens
-
-    def draft(self, tokens: Tensor) -> Draft:
-        levels, count = self._draws.levels, len(self._ks)
-        read = sum(i < count and self._ks[i] > 0 for level in levels for i, _ in level)
-        return Draft(self._ks, tokens[:count], trees=self._shapes, steps=len(levels), read=read)
+        return self._draws.draw(logits, self._levels)

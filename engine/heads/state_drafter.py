@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
+from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import GrowingTree, GrownDraft, Node
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model import DraftColumns
 from engine.drafters.model_trees import TreeDraft
 from engine.heads.captured_heads import CapturedHeads
 from engine.heads.state_heads import HeadRun, StateHeads

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from engine.drafters.model_trees import TreeDraft
+from engine.drafters.model_trees import NO_NODE, TreeDraft
 from engine.heads.state_heads import HeadRun
 from engine.staging import RoundNumbers, Staged
 
@@ -19,8 +19,8 @@ class TreeLevels:
         self._sizes = [len(level) for level in draft.levels]
         for above, level in pairwise(draft.levels):
             rows = {node: row for row, node in enumerate(above)}
-            parents = numbers.index([rows[i, draft.shapes[i][node]] for i, node in level])
-            self._levels.append((parents, numbers.index([i * draft.size + node for i, node in level])))
+            parents = numbers.index([0 if node == NO_NODE else rows[i, draft.shapes[i][node]] for i, node in level])
+            self._levels.append((parents, numbers.index([i * draft.size + max(0, node) for i, node in level])))
         self.steps, self.read = 1, self._sizes[0]
 
     def __call__(self, number: int, drafts: Tensor) -> Tensor:
