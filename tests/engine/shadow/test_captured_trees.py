@@ -24,6 +24,7 @@ from engine.staging import Staging
 from engine.trees import Growth, Parents, branching
 from engine.types import DrafterName, Request
 from tests.engine.heads.eagles import save_eagle_pair
+from tests.engine.heads.fitted import random_medusa, save_heads
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair
 from tests.engine.shadow.counting import Counts
@@ -279,6 +280,25 @@ def test_windows_cut_the_paths_of_captured_trees(tmp_path: Path, emulator: Emula
     served = Pair(target, random_checkpoint(case, tmp_path / "draft", seed=8, like=target))
     run(served, requests_of_four_nodes(3, temperature=0.3), block_size=5).check()
     assert watch.replays > 4
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_captures_that_fail_cost_the_graphs_only(pair: Pair, tmp_path: Path, monkeypatch: Patch, heads: bool) -> None:
+    def refusing(memory: Any, region: Any, *, fresh: bool) -> Any:
+        raise RuntimeError("no captures today")
+
+    monkeypatch.setattr("engine.graphs.GraphMemory.capture", refusing)
+    if heads:
+        pair = Pair(pair.target, str(save_heads(tmp_path / "heads", random_medusa(), medusa_num_heads=3)))
+    requests = [Request(f"r{i}", (20, 21), replace(PARAMS, seed=i, max_tokens=24), tree=(2, 1)) for i in range(2)]
+    engines: list[Engine] = []
+    both = run(pair, requests, block_size=32, act=lambda engine, step: engines.append(engine))
+    graphs = engines[-1].target.staging.graphs
+    assert graphs is not None
+    assert (graphs.replays, graphs.stats["failed captures"]) == (0, 2)
+    assert both.shadow.run.tokens == both.cpu.run.tokens
+    assert both.shadow.run.accepted == both.cpu.run.accepted
+    assert not any(step.draft_faults or step.failed for step in both.shadow.run.steps)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
