@@ -25,6 +25,7 @@ from engine.trees import Growth, Parents, branching
 from engine.types import DrafterName, Request
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import random_medusa, save_heads
+from tests.engine.kernels.faults import in_proofs
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair
 from tests.engine.shadow.counting import Counts
@@ -188,7 +189,7 @@ def test_a_replayed_round_with_trees_crosses_twice_and_asks_for_few_operations(
     assert all(counts[:3] == (1, 1, 1) for counts in found)
 
 
-@pytest.mark.parametrize("fields", [{}, {"frequency_penalty": 1.0, "bad_word_ids": ((20, 21),)}])
+@pytest.mark.parametrize("fields", [*in_proofs({}), {"frequency_penalty": 1.0, "bad_word_ids": ((20, 21),)}])
 def test_trees_are_drawn_by_a_graph(served: Pair, emulator: Emulator, watch: Watch, fields: dict[str, Any]) -> None:
     """Trees of several shapes and a chain, of sequences that come and go."""
     arrivals = requests_of_four_nodes(3, (*OF_FOUR[:4], (1, 1), *OF_FOUR[:4]), **fields)
@@ -260,7 +261,7 @@ def test_trees_that_grow_are_verified_by_a_graph(pair: Pair, emulator: Emulator,
     assert max(map(len, watch.shapes.values())) > 2
 
 
-@pytest.mark.parametrize("tree", [(2, 1), Growth(4, 3)])
+@pytest.mark.parametrize("tree", [*in_proofs((2, 1)), Growth(4, 3)])
 def test_the_fixed_memory_holds_the_largest_round(pair: Pair, emulator: Emulator, tree: Any) -> None:
     """All sequences, the longest context, the most nodes, every filter, and penalties."""
     params = replace(PARAMS, max_tokens=50, top_p=0.9, top_k=5, min_p=0.01, frequency_penalty=0.5)
