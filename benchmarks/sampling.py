@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import common
 from engine.detokenize import Detokenizer, TextStream
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import DraftLaws
+from engine.drafters.draft_columns import DraftLaws
 from engine.llm import LLM
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence

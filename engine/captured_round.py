@@ -2,18 +2,24 @@
 
 Within a round all sequences have as many rows as the one with the most drafts, and sequences that nobody reads fill it
 up (RoundLimits.padded). So the device's work depends on the rounded number of sequences, on the number of drafts, on
-the width of the tables of blocks, on whether anybody truncates its law, and on whether anybody wants log-probabilities.
+whether any of them are trees, on the width of the tables of blocks, on whether anybody truncates its law, and on
+whether anybody wants log-probabilities.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import repeat
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
 from engine.captured_laws import CapturedLaws
+from engine.captured_trees import CapturedTrees
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
+from engine.kernels.paged_rows import MAX_NODES
 from engine.kernels.verdict import match_verdict
 from engine.models import padded_pass
 from engine.models.attention import Span
@@ -26,15 +32,13 @@ from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.device_bias import is_biased
 from engine.scheduler import Plan, Slice
-from engine.sequence import Sequence, scratch_sequence
-from engine.types import DrafterName, SamplingParams
+from engine.sequence import PADDING, Sequence
+from engine.trees import Parents, chain, is_chain
+from engine.types import DrafterName
 from engine.verification import copy_to_host
 
 # Those whose drafts may be trees, or want what the target draws, without being asked.
 BRANCHING: frozenset[DrafterName] = frozenset({"lookahead", "merged"})
-
-# Fills up a round: nothing of it is read.
-PADDING = scratch_sequence("padding", -1, [0], SamplingParams(temperature=0.0, max_tokens=1))
 
 
 def can_capture(plan: Plan, target: Runner) -> bool:
@@ -57,6 +61,8 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
         return "the target's pass cannot be captured"
     if len({s.sequence.verifier for s in plan.slices if not s.sequence.coupled}) > 1:
         return "rejection beside block"
+    if any(s.shape or s.sequence.tree_depth for s in plan.slices) and not all(s.sequence.coupled for s in plan.slices):
+        return "a tree beside rejection or block"
     most_new = target.staging.limits.new_tokens
     why = next(filter(None, (_obstacle_of(part, most_new) for part in plan.slices)), None)
     if why is None and target.reader is not None:
@@ -66,8 +72,8 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
 
 
 def _obstacle_of(part: Slice, most_new: int) -> str | None:
-    """None if the slice feeds one committed token and the drafts of a chain, and draws by nothing but its noise,
-    temperature, filters, biases, bans and penalties. most_new: tokens that a round commits for one sequence at most."""
+    """None if the slice feeds one committed token and its drafts, and draws by nothing but its noise, temperature,
+    filters, biases, bans and penalties. most_new: tokens that a round commits for one sequence at most."""
     sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if not part.emits or part.committed != 1 or part.prompt_rows:
         return "a prompt"
@@ -75,7 +81,7 @@ def _obstacle_of(part: Slice, most_new: int) -> str | None:
         "a bias that the device does not have": is_biased(params) and sequence.device_bias is None,
         "a text that penalties do not know": params.penalised
         and (text is None or len(sequence.tokens) - text.length > most_new),
-        "a tree": part.shape is not None or sequence.tree_depth > 0,
+        "a tree of too many nodes": part.k > MAX_NODES and (part.shape is not None or sequence.tree_depth > 0),
         "typical acceptance": sequence.typical is not None,
         "a confidence": bool(part.confidence),
     }
@@ -89,11 +95,15 @@ def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tu
 
 
 def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
-    """Whether some drafts may be trees, or want what the target draws, without having been asked for it; or whether
-    they may come with laws from several drafters, which are put together elsewhere."""
+    """Whether some drafts may be trees of any shape, or want what the target draws, without having been asked for it;
+    or whether they may come with laws from several drafters, which are put together elsewhere."""
     drafters = {s.drafter for s, k in zip(batch.sequences, ks, strict=True) if k}
     with_laws = not all(s.coupled for s in batch.sequences)
-    return not drafters.isdisjoint(BRANCHING) or (with_laws and (len(drafters) > 1 or "cascade" in drafters))
+    return (
+        bool(batch.depths)
+        or not drafters.isdisjoint(BRANCHING)
+        or (with_laws and (len(drafters) > 1 or "cascade" in drafters))
+    )
 
 
 class CapturedVerdict:
@@ -102,13 +112,16 @@ class CapturedVerdict:
     B sequences are filled up to S. All have K drafts, those of some beyond their own.
     """
 
-    def __init__(self, batch: DraftBatch, ks: Seq[int], target: Runner) -> None:
+    def __init__(self, batch: DraftBatch, ks: Seq[int], target: Runner, shapes: Mapping[int, Parents]) -> None:
         """Reserve the pass's memory and put its numbers on their way to the device. batch.sampler has at least 1 + K
-        rows for each of S sequences. Raises CacheFull."""
+        rows for each of S sequences. shapes: of drafts that are trees; then all sequences are coupled. Raises
+        CacheFull."""
         storage, staging, cache = target.storage, target.staging, target.cache
         assert isinstance(storage, GatheredStorage)
         self._batch, self._ks, self._target = batch, tuple(ks), target
         self._depth, self._size = max(ks), len(batch.sampler.offsets)
+        self._shapes = {} if all(map(is_chain, shapes.values())) else dict(shapes)
+        self._sampler = batch.sampler.on_trees(self._shapes) if self._shapes else batch.sampler
         rest = self._size - len(ks)
         self._counts = {s.handle: 1 + k for s, k in zip(batch.sequences, ks, strict=True)}
         for handle, count in self._counts.items():
@@ -117,9 +130,13 @@ class CapturedVerdict:
         self._wants_logits = any(s.params.logprobs is not None for s in batch.sequences)
         staging.note("verdict", self._depth, self._wants_logits)
         slots = [cache.slot(handle) for handle in self._counts]
-        spans = [Span.at(cache.slot(handle), cache.length(handle), count) for handle, count in self._counts.items()]
+        spans = [
+            Span.at(cache.slot(handle), cache.length(handle), count, self._shapes.get(i))
+            for i, (handle, count) in enumerate(self._counts.items())
+        ]
         plans = PaddedPlans([*slots, *[None] * rest], storage, staging)
-        self._plan = plans.put([*spans, *[None] * rest], 1 + self._depth)
+        windows = target.decoder.config.traits.windows if self._shapes else None
+        self._plan = plans.put([*spans, *[None] * rest], 1 + self._depth, windows=windows)
         self._attention = PagedAttention(self._plan, storage)
         self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])
         self._limits = staging.ints([*ks, *[0] * rest])
@@ -133,9 +150,17 @@ class CapturedVerdict:
         coupled = all(s.coupled for s in batch.sequences)
         self._laws = None if coupled else CapturedLaws(batch, ks, self._rows, target)
         if self._laws is None or not self._laws.is_alone:
-            batch.sampler.prepare(self._rows)
+            self._sampler.prepare(self._rows)
+        self.trees = CapturedTrees(batch.sequences, ks, self._shapes, self._size, target) if self._shapes else None
         self._logq: Tensor | None = None
         self._key = staging.layout
+
+    @classmethod
+    def of(cls, batch: DraftBatch, draft: Draft, target: Runner) -> Self:
+        """What decides about drafts that were not foreseen."""
+        target.staging.begin_last_part()
+        # A sampler that puts its lists again: those that are put lie where the key does not tell.
+        return cls(replace(batch, sampler=batch.sampler.on_trees({})), draft.ks, target, draft.trees)
 
     @property
     def starts(self) -> range:
@@ -151,9 +176,18 @@ class CapturedVerdict:
         )
 
     @staticmethod
-    def fits(draft: Draft) -> bool:
-        """Whether `run` can decide about a draft of at most the planned ks."""
-        return not (draft.trees or draft.wants_drawn or (draft.logq_rows and draft.law_owner is None))
+    def fits(batch: DraftBatch, draft: Draft) -> bool:
+        """Whether a captured verdict can decide about the draft."""
+        if draft.trees and (max(draft.ks) > MAX_NODES or not all(s.coupled for s in batch.sequences)):
+            return False
+        return not (draft.wants_drawn or (draft.logq_rows and draft.law_owner is None))
+
+    def holds(self, draft: Draft) -> bool:
+        """Whether this one can: its drafts are the first ones of those that were planned."""
+        if not (draft.trees or self._shapes):
+            return True
+        planned = [self._shapes.get(i, chain(k)) for i, k in enumerate(self._ks)]
+        return all(draft.trees.get(i, chain(k)) == planned[i][:k] for i, k in enumerate(draft.ks))
 
     def run(self, draft: Draft) -> tuple[Verdict, Tensor | None]:
         """(the verdict, logits [B · (1 + K), vocab] if a request wants log-probabilities). Extends the cache by the
@@ -179,7 +213,8 @@ class CapturedVerdict:
         verdict = DeviceVerdict(
             accepted, tokens, finite, None if overlaps is None else overlaps[:count], table=table[:count]
         )
-        return copy_to_host(verdict, draft, self._target.vocab_size), logits
+        decided = copy_to_host(verdict, draft, self._target.vocab_size)
+        return replace(decided, last_rows=accepted) if draft.trees else decided, logits
 
     def _decide(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(the table of match_verdict, overlaps [S, K] if drafts have laws, states [S · (1 + K), hidden] if logits are
@@ -197,8 +232,9 @@ class CapturedVerdict:
             self._reader.store(self._states.tensor, watched.table)
         logits, overlaps, table = decoder.logits(states), None, None
         if self._laws is None or not self._laws.is_alone:
-            drawn, finite = self._batch.sampler.draw(logits, self._rows, legal)
-            table = match_verdict(drawn, finite, drafts, self._plan.first_rows.tensor)
+            drawn, finite = self._sampler.draw(logits, self._rows, legal)
+            decide = match_verdict if self.trees is None else self.trees.decide
+            table = decide(drawn, finite, drafts, self._plan.first_rows.tensor)
         if self._laws is not None:
             decided, overlaps = self._laws.decide(logits, drafts, legal, self._limits.tensor, self._logq)
             if table is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.model import ModelDrafter
+from engine.heads.captured_heads import owner_of
 from engine.heads.eagle_runner import HeadPass
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import readers_of, waiting_bytes
@@ -52,6 +53,13 @@ class OldDraft:
     sequences: tuple[Sequence, ...]  # those that may hold its memory
     reader: StateReader | None = None  # as in NewDraft
     look_ahead: LookAhead | None = None
+
+    @property
+    def graph_owner(self) -> int | None:
+        """Whose captured graphs draw its drafts (graphs.Key)."""
+        if isinstance(self.model, StateDrafter):
+            return owner_of(self.model.states)
+        return self.model.runner.number if isinstance(self.model, ModelDrafter) else None
 
     def release(self) -> None:
         """Free what it holds for its sequences, and audit it. Any thread may call it, once. Does not raise."""

@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.chain import ChainedDrafter
-from engine.drafters.model import ModelDrafter
 from engine.intake import Intake
 from engine.ledger import Ledger
 from engine.load import load_models, with_threads
@@ -352,8 +351,8 @@ class Engine:
         except Exception:
             self._draft_by(self.drafter, old)
             raise
-        if isinstance(old.model, ModelDrafter):
-            self.target.staging.drop(old.model.runner.number)
+        if old.graph_owner is not None:
+            self.target.staging.drop(old.graph_owner)
         self._profiled, self._repeats = new.model is None, 0
         log.info("draft %s has replaced %s", new.config.draft or "none", self.config.draft or "none")
         self.config, self._room = new.config, self._room + freed - taken

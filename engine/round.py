@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine import trees, verification
 from engine.captured_round import CapturedVerdict, can_capture, filled_up, is_surprising
+from engine.captured_trees import CapturedTrees
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.feeds import Feed
 from engine.models.look_ahead import LookAheadFault
@@ -57,6 +58,7 @@ class PlannedScores:
 
 # What verifies drafts of the planned lengths and shapes.
 Ahead = CapturedVerdict | PlannedScores
+Moves = CapturedTrees | PlannedMoves  # of what is accepted of trees
 FailedRequests = dict[int, str]  # sequence handle → why its request ends, safe to show to the client
 
 
@@ -160,7 +162,7 @@ def _check_look_ahead(slices: Seq[Slice], verdict: Verdict, target: Runner) -> N
         raise LookAheadFault(f"scores of {len(spoilt)} sequences are not finite beside look-ahead tokens")
 
 
-def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner, moves: PlannedMoves | None) -> None:
+def _roll_back(batch: DraftBatch, verdict: Verdict, target: Runner, moves: Moves | None) -> None:
     """Drop the rejected drafts from the target's cache. The accepted ones of a tree move together before."""
     if moves is not None and verdict.last_rows is not None:
         moves.run(verdict.last_rows)
@@ -192,27 +194,28 @@ def _observe(drafter: Drafter, batch: DraftBatch, verdict: Verdict) -> bool:
 def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahead | None:
     """Put what the drafts that are planned need for their verification on its way to the device, so that it goes there
     together with what drafting needs. None: it is prepared when the drafts are known."""
+    shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
     if batch.captured:
-        return None if is_surprising(batch, ks) else CapturedVerdict(batch, ks, target)
+        return None if is_surprising(batch, ks) else CapturedVerdict(batch, ks, target, shapes)
     if not target.staging.deferred or batch.depths:
         return None
-    shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
     verification.prepare(batch, ks, shapes)
     return PlannedScores.of(_make_feeds(plan, ks, shapes), batch, shapes, target)
 
 
 def _score(
     batch: DraftBatch, draft: Draft, feeds: Seq[Feed], ahead: Ahead | None, target: Runner
-) -> tuple[Verdict, Tensor | None, Seq[int], PlannedMoves | None]:
+) -> tuple[Verdict, Tensor | None, Seq[int], Moves | None]:
     """Score the drafts and decide about them. ahead: what `_prepare` returned.
 
     Returns (the verdict, the logits that led to it, the first row of each sequence among them, how accepted nodes are
     kept). Without logits nobody wants their log-probabilities.
     """
     starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))[:-1]
-    if batch.captured and CapturedVerdict.fits(draft):
-        ahead = ahead if isinstance(ahead, CapturedVerdict) else CapturedVerdict(batch, draft.ks, target)
-        return *ahead.run(draft), ahead.starts, None
+    if batch.captured and CapturedVerdict.fits(batch, draft):
+        if not isinstance(ahead, CapturedVerdict) or not ahead.holds(draft):
+            ahead = CapturedVerdict.of(batch, draft, target)
+        return *ahead.run(draft), ahead.starts, ahead.trees
     if not target.staging.deferred:  # the host moves accepted nodes, and nothing has to be sent ahead
         logits = target.run(feeds, draft.tokens)
         return verify(batch, draft, logits), logits, starts, None

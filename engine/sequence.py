@@ -123,3 +123,7 @@ def scratch_sequence(name: str, handle: int, tokens: list[int], params: Sampling
         record=RequestRecord(name, 0, len(tokens), 0, arrived=0.0),
         **fields,
     )
+
+
+# Fills up a captured round: nothing of it is read.
+PADDING = scratch_sequence("padding", -1, [0], SamplingParams(temperature=0.0, max_tokens=1))

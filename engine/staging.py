@@ -66,6 +66,17 @@ class Staging:
         self._used = 0 if fixed and self._fixed is not None else None
         self._layout = []
 
+    def begin_last_part(self) -> None:
+        """The numbers that follow were not foreseen. They go to the second half of the fixed memory, and neither their
+        addresses nor their layout depend on the numbers before them."""
+        if not self._used or self._fixed is None:  # nothing was sent: the others lie at its start
+            return
+        self.send()
+        if self._used is None or self._used > len(self._fixed) // 2:
+            self._leave_fixed()
+        else:
+            self._used, self._layout = len(self._fixed) // 2, ["last part"]
+
     @property
     def fixed(self) -> bool:
         """Whether this round may be captured: its numbers go to the fixed memory."""
@@ -128,12 +139,18 @@ class Staging:
         used, self._used = self._used, None
         if used is None or self._fixed is None or self.graphs is None:
             return index_tensor(numbers, self.device)
-        if used + len(numbers) > len(self._fixed):  # the limits do not hold: the round is not captured
-            self.graphs.eager["the fixed memory is too small"] += 1
+        if used + len(numbers) > len(self._fixed):
+            self._leave_fixed()
             return index_tensor(numbers, self.device)
         self._used = used + len(numbers)
         place = self._fixed[used : self._used]
         return place.copy_(torch.frombuffer(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
+
+    def _leave_fixed(self) -> None:
+        """The limits do not hold: the round is not captured."""
+        self._used = None
+        if self.graphs is not None:
+            self.graphs.eager["the fixed memory is too small"] += 1
 
     def _wait(self, numbers: "array[int]", dtype: torch.dtype, count: int | None = None) -> Staged:
         """count: of the numbers of this type; None: all that fit."""

@@ -1,26 +1,73 @@
-"""All draft steps of a round with their draws, as one captured graph."""
+"""All steps of a round's chains with their draws, as one captured graph."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
-from engine.captured_laws import law_dtype, law_memory
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model_trees import mark_non_finite
+from engine.drafters.chain_draws import ChainDraws
 from engine.models import padded_pass
 from engine.models.attention import Span
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
+from engine.sequence import Sequence
 
 
 def can_capture(runner: Runner, batch: DraftBatch, ks: Seq[int]) -> bool:
-    """Whether the chains of a round with these ks may come from a captured graph."""
+    """Whether the drafts of a round with these ks may come from a captured graph."""
     if not batch.captured or not any(ks) or not padded_pass.can_capture(runner):
         return False
+    if any(k and batch.grows(i) for i, k in enumerate(ks)):  # its shape follows from what is drawn
+        return False
     return all(runner.uncached(s) <= runner.chains.most_gap for s, k in zip(batch.sequences, ks, strict=True) if k)
+
+
+class GapPass:
+    """The first pass of captured drafts. It reads each drafting sequence's gap."""
+
+    def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int]) -> None:
+        """Put its numbers on their way to the device. The memory for ks is reserved. B sequences are filled up to S."""
+        storage, rest = runner.storage, len(batch.sampler.offsets) - len(ks)
+        assert isinstance(storage, GatheredStorage)
+        self._runner = runner
+        self.gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
+        self._width = runner.chains.rows(self.gaps)  # rows of each sequence
+        self.ids = runner.staging.ints([*self._read(batch.sequences), *[0] * (rest * self._width)])
+        runner.chains.put(batch.sequences, self.gaps, len(batch.sampler.offsets))
+        handles = [s.handle if k else None for s, k in zip(batch.sequences, ks, strict=True)]
+        storage.prepare([handle for handle in handles if handle is not None])
+        # [S] of the model's memory; None: the sequence drafts nothing.
+        self.slots = [*(None if handle is None else runner.cache.slot(handle) for handle in handles), *[None] * rest]
+        starts = [*(0 if handle is None else runner.cache.length(handle) for handle in handles), *[0] * rest]
+        self.ends = [start + gap for start, gap in zip(starts, [*self.gaps, *[0] * rest], strict=True)]
+        self._plans, self._storage = PaddedPlans(self.slots, storage, runner.staging), storage
+        spans = [
+            None if slot is None else Span.at(slot, start, end - start)
+            for slot, start, end in zip(self.slots, starts, self.ends, strict=True)
+        ]
+        self._attention = PagedAttention(self._plans.put(spans, self._width, at_end=True), storage)
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """As ChainPasses.run, for the last token of each of S sequences. Part of the region of a graph."""
+        last = slice(self._width - 1, None, self._width)
+        return self._runner.chains.run(self.ids.tensor, self._attention, last, None)
+
+    def put(self, spans: Seq[Span | None], rows: int, windows: Seq[int | None] | None = None) -> PagedAttention:
+        """A later pass over the same sequences, as PaddedPlans.put."""
+        return PagedAttention(self._plans.put(spans, rows, windows=windows), self._storage)
+
+    def _read(self, sequences: Seq[Sequence]) -> list[int]:
+        """Padding, then the gap, of each sequence."""
+        ids: list[int] = []
+        for sequence, gap in zip(sequences, self.gaps, strict=True):
+            tokens = self._runner.tokens(sequence)
+            # A draft model's vocabulary may be smaller than the target's.
+            read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
+            ids += [0] * (self._width - gap) + read
+        return ids
 
 
 class CapturedChains:
@@ -30,31 +77,12 @@ class CapturedChains:
     def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int, rank: int = 0) -> None:
         """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
         from there on are not drawn. rank: of the noise of draws from the drafts' own laws."""
-        self._runner, self._batch, self._ks, self._vocab = runner, batch, tuple(ks), vocab
-        self._rest = len(batch.sampler.offsets) - len(ks)  # what fills up the round
-        self._gaps = [runner.uncached(s) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
-        self._width = runner.chains.rows(self._gaps)  # rows of each sequence in the first pass
-        runner.staging.note("chains", max(ks), vocab)
-        self._ids = runner.staging.ints(self._gap_ids())
-        runner.chains.put(batch.sequences, self._gaps, len(batch.sampler.offsets))
+        self._runner, self._batch, self._ks = runner, batch, tuple(ks)
+        runner.staging.note("chains", max(ks))
+        self._gap = GapPass(runner, batch, ks)
         self._attentions = self._put_passes()
-        self._columns = [[offset + j for offset in batch.sampler.offsets] for j in range(max(ks))]
-        self._rank = rank
-        apart = [not s.coupled for s in batch.sequences]
-        self._with_laws, self._all_laws = any(apart), all(apart)
-        runner.staging.note("draft laws", self._with_laws, self._all_laws)
-        self._apart = runner.staging.ints([*map(int, apart), *[0] * self._rest]) if self._with_laws else None
-        self._laws = self._law_memory() if self._with_laws else None
-        for rows in self._columns:
-            if not self._all_laws:
-                batch.sampler.prepare(rows)
-            if self._with_laws:
-                batch.sampler.prepare_proposals(rows, rank)
+        self._draws = ChainDraws(batch, ks, vocab, runner.decoder.dtype, runner.number, rank)
         self._key = runner.staging.layout
-
-    def _law_memory(self) -> Tensor:
-        runner, size = self._runner, len(self._batch.sampler.offsets)
-        return law_memory(runner.staging, runner.number, self._vocab, law_dtype(runner.decoder.dtype))[:size]
 
     def propose(self) -> Draft:
         """Draw the chains, and extend the cache by what the passes read."""
@@ -62,79 +90,35 @@ class CapturedChains:
         self._batch.sampler.take_in_texts()
         counts = {
             sequence.handle: gap + k - 1  # the last draft is not fed
-            for sequence, gap, k in zip(self._batch.sequences, self._gaps, self._ks, strict=True)
+            for sequence, gap, k in zip(self._batch.sequences, self._gap.gaps, self._ks, strict=True)
             if k
         }
         tokens = self._runner.run_captured(self._key, self._draw, counts)
         drafting = [i for i, k in enumerate(self._ks) if k]
         self._runner.chains.end([self._batch.sequences[i] for i in drafting], [self._ks[i] - 1 for i in drafting])
-        with_law = [i for i, s in enumerate(self._batch.sequences) if self._ks[i] and not s.coupled]
         # A copy, because another model's graph may run before the verification.
-        return Draft(
-            self._ks,
-            tokens[: len(self._ks)].clone(),
-            self._laws if with_law else None,
-            {i: i for i in with_law},
-            law_owner=self._runner.number if with_law else None,
-            steps=max(self._ks),
-            read=sum(counts.values()),
-            forwards=self._runner.take_forwards(),
-        )
+        draft = self._draws.draft(tokens[: len(self._ks)].clone())
+        return replace(draft, read=sum(counts.values()), forwards=self._runner.take_forwards())
 
     def _draw(self) -> Tensor:
         """Drafts [≥ B, max k]. The region of the graph."""
-        decoder = self._runner.decoder
-        drafts: list[Tensor] = []
-        marked: list[Tensor] = []
-        fed, last, carried = self._ids.tensor, slice(self._width - 1, None, self._width), None
-        for rows, attention in zip(self._columns, self._attentions, strict=True):
-            states, carried = self._runner.chains.run(fed, attention, last, carried)
-            logits = decoder.logits(states)[:, : self._vocab]
-            fed, last = self._draw_column(logits, rows, drafts), slice(None)
-            drafts.append(fed)
-            marked.append(mark_non_finite(fed[:, None], logits))
-        return torch.cat(marked, 1)
-
-    def _draw_column(self, logits: Tensor, rows: Seq[int], drafts: Seq[Tensor]) -> Tensor:
-        """The next draft of every sequence [S], after those in `drafts`."""
-        sampler = self._batch.sampler
-        seen = torch.stack(tuple(drafts), 1) if drafts and sampler.adjusts else None
-        if self._laws is None or self._apart is None:
-            return sampler.draw(logits, rows, seen)[0]
-        scores = sampler.scores(logits, rows, seen)
-        laws = sampler.laws(scores, rows)
-        self._laws[:, len(drafts)].copy_(laws)
-        drawn = sampler.propose(laws, rows, self._rank)
-        return drawn if self._all_laws else torch.where(self._apart.tensor > 0, drawn, sampler.sample(scores, rows))
-
-    def _gap_ids(self) -> list[int]:
-        """What the first pass reads: padding, then the gap, of each sequence."""
-        ids: list[int] = []
-        for sequence, gap in zip(self._batch.sequences, self._gaps, strict=True):
-            tokens = self._runner.tokens(sequence)
-            # A draft model's vocabulary may be smaller than the target's.
-            read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
-            ids += [0] * (self._width - gap) + read
-        return ids + [0] * (self._rest * self._width)
+        draws, runner = self._draws, self._runner
+        draws.begin()
+        states, carried = self._gap.run()
+        for attention in self._attentions:
+            fed = draws.draw(runner.decoder.logits(states))
+            states, carried = runner.chains.run(fed, attention, slice(None), carried)
+        draws.draw(runner.decoder.logits(states))
+        return draws.table()
 
     def _put_passes(self) -> list[PagedAttention]:
-        """The pass over the gaps, then one over each column of drafts but the last."""
-        cache, storage = self._runner.cache, self._runner.storage
-        assert isinstance(storage, GatheredStorage)
-        handles = [s.handle if k else None for s, k in zip(self._batch.sequences, self._ks, strict=True)]
-        storage.prepare([handle for handle in handles if handle is not None])
-        handles += [None] * self._rest
-        slots = [None if handle is None else cache.slot(handle) for handle in handles]
-        starts = [0 if handle is None else cache.length(handle) for handle in handles]
-        plans = PaddedPlans(slots, storage, self._runner.staging)
-        ks, counts = [*self._ks, *[0] * self._rest], [*self._gaps, *[0] * self._rest]
-        rows, put = self._width, list[PagedAttention]()
-        for column in range(1, max(self._ks) + 1):
+        """The passes over each column of drafts but the last."""
+        ends, put = self._gap.ends, list[PagedAttention]()
+        ks = [*self._ks, *[0] * (len(ends) - len(self._ks))]
+        for column in range(1, max(ks)):
             spans = [
-                None if slot is None or not count else Span.at(slot, start, count)
-                for slot, start, count in zip(slots, starts, counts, strict=True)
+                None if slot is None or k <= column else Span.at(slot, end + column - 1, 1)
+                for slot, end, k in zip(self._gap.slots, ends, ks, strict=True)
             ]
-            put.append(PagedAttention(plans.put(spans, rows, at_end=True), storage))
-            starts = [start + count for start, count in zip(starts, counts, strict=True)]
-            counts, rows = [int(k > column) for k in ks], 1
+            put.append(self._gap.put(spans, 1))
         return put

@@ -1,26 +1,25 @@
 """The draft model as a drafter: a smaller decoder proposes k tokens one after the other, for all sequences at once."""
 
 import logging
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from engine.drafters import captured_chains
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
-from engine.drafters.confidence import ConfidenceLimit
+from engine.drafters.captured_tree_draft import CapturedTreeDraft
+from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import grow_trees, wanted_trees
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader, mark_non_finite
+from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
 from engine.models.feeds import Feed
 from engine.models.runner import PlannedPass, Runner
 from engine.models.tree_moves import HeldTree, PlannedMoves
 from engine.sampling.acceptance import Verdict
-from engine.sampling.adjustments import put, take
 from engine.sequence import Sequence
 from engine.trees import Growth, Parents
 
@@ -97,8 +96,7 @@ class ModelDrafter:
         ks = [self._reserve(s, k) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
         ks, pieces = self._catch_up(batch.sequences, ks)
         if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
-            self._drafted, self._fed_trees = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}, {}
-            return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab, self._rank).propose()
+            return self._propose_captured(batch, ks)
         shapes, growths = wanted_trees(batch, ks, may_branch=self._shared is None)
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
         active.sort(key=lambda i: (i in growths, i in shapes))
@@ -128,6 +126,17 @@ class ModelDrafter:
             read=draft.read + sum(feed.committed for feed in feeds),
             forwards=self.runner.take_forwards(),
         )
+
+    def _propose_captured(self, batch: DraftBatch, ks: list[int]) -> Draft:
+        """Draw all drafts by a captured graph."""
+        self._drafted, self._fed_trees = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}, {}
+        shapes, _ = wanted_trees(batch, ks, may_branch=True)
+        if not shapes:
+            return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab, self._rank).propose()
+        trees = CapturedTreeDraft(self.runner, batch, ks, shapes, self._vocab)
+        self._fed_trees = {batch.sequences[i].handle: fed for i, fed in trees.fed.items()}
+        self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, trees.fed))
+        return trees.propose()
 
     def _prepare_steps(self, batch: DraftBatch, columns: "DraftColumns") -> list[PlannedPass]:
         """The passes that feed the drafts of all columns but the last, on their way to the device. Empty on the CPU,
@@ -159,12 +168,12 @@ class ModelDrafter:
     def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeReader]:
         draft = TreeDraft(batch, shapes, self._vocab, self.runner.device)
         reader = TreeReader(self.runner, batch, draft)
-        self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, reader))
+        self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, reader.fed))
         return draft, reader
 
-    def _held_trees(self, batch: DraftBatch, reader: TreeReader) -> list[HeldTree]:
-        """The nodes that the reader will have fed, where their keys and values are of use after the round."""
-        sequences = [(i, batch.sequences[i], fed) for i, fed in reader.fed.items()]
+    def _held_trees(self, batch: DraftBatch, trees: Mapping[int, FedTree]) -> list[HeldTree]:
+        """The nodes that the model will have read, where their keys and values are of use after the round."""
+        sequences = [(i, batch.sequences[i], fed) for i, fed in trees.items()]
         return [HeldTree(i, s, len(self.runner.tokens(s)), fed.parents, fed.nodes) for i, s, fed in sequences]
 
     def _draw_trees(self, batch: DraftBatch, trees: tuple[TreeDraft, TreeReader], logits: Tensor) -> Draft:
@@ -274,126 +283,3 @@ class ModelDrafter:
         """The indices by slot: neighbours in the draft model's memory are neighbours in its pass."""
         cache = self.runner.cache
         return sorted(active, key=lambda i: cache.slot(sequences[i].handle))
-
-
-class DraftColumns:
-    """A draft in the making. Each column is one more token of every sequence that is still active."""
-
-    def __init__(self, batch: DraftBatch, max_ks: Seq[int], active: Seq[int], device: torch.device, rank: int) -> None:
-        self.active = list(active)  # indices in the batch
-        self._batch = batch
-        self._numbers = batch.sampler.numbers
-        self._max_ks = max_ks
-        self._ks = [0] * len(max_ks)
-        self._tokens = torch.zeros(max(max_ks), len(max_ks), dtype=torch.int64, device=device)
-        # In the batch's order, in which the verification reads the laws.
-        self._laws = DraftLaws([i for i in sorted(active) if not batch.sequences[i].coupled], max(max_ks), rank)
-        self._confidence = ConfidenceLimit.of(batch.confidences, device)
-        self._column = 0
-        self._shortest = min(max_ks[i] for i in active)  # columns until the next sequence ends
-
-    @property
-    def limited(self) -> bool:
-        """Whether a confidence may end drafts early."""
-        return self._confidence is not None
-
-    def active_by_column(self) -> list[list[int]]:
-        """The sequences that each column draws for, if no confidence ends their drafts."""
-        return [[i for i in self.active if self._max_ks[i] > j] for j in range(max(self._max_ks))]
-
-    def prepare(self) -> None:
-        """Put what all columns need on its way to the device (Sampler.prepare)."""
-        before = self.active
-        for ahead, active in enumerate(self.active_by_column()):
-            self._numbers.index(active)
-            if len(active) < len(before):
-                self._numbers.index([n for n, i in enumerate(before) if i in set(active)])
-            self._laws.prepare(self._batch, active, ahead)
-            before = active
-
-    def draw(self, logits: Tensor) -> Tensor | None:
-        """Draw the next column from logits [len(active), vocab]. Returns the drafts of the sequences that stay active,
-        to be fed next; None once no sequence does."""
-        if self._confidence is not None:
-            logits = self._keep(self._confidence.sure_rows(logits, self._index(self.active)), logits)
-            if not self.active:
-                return None
-        drawn = self._laws.draw(self._batch, self.active, logits, self._tokens[: self._column].t())
-        ends = self._column + 1 == self._shortest
-        self._tokens[self._column].index_copy_(
-            0,
-            self._index(self.active),
-            # Memory that is not finite makes all later logits so: the last draft tells.
-            mark_non_finite(drawn[:, None], logits)[:, 0] if ends else drawn,
-        )
-        self._column += 1
-        if ends:
-            drawn = self._keep([n for n, i in enumerate(self.active) if self._max_ks[i] > self._column], drawn)
-        return drawn if self.active else None
-
-    def draft(self) -> Draft:
-        """The finished draft, once no sequence is active."""
-        if not self._column:
-            return Draft.none(len(self._ks))
-        rows = {i: row for i, row in self._laws.rows.items() if self._ks[i]}
-        return Draft(tuple(self._ks), self._tokens.t(), self._laws.table, rows)
-
-    def _keep(self, rows: Seq[int], values: Tensor) -> Tensor:
-        """Let only `rows` of the active sequences stay active; returns these rows of values [len(active), …]."""
-        if len(rows) == len(self.active):
-            return values
-        for i in self.active:
-            self._ks[i] = self._column
-        self.active = [self.active[n] for n in rows]
-        if not rows:
-            return values
-        self._shortest = min(self._max_ks[i] for i in self.active)
-        return values[self._index(rows)]
-
-    def _index(self, values: Seq[int]) -> Tensor:
-        return self._numbers.index(values).tensor
-
-
-class DraftLaws:
-    """Draws a round's drafts, and keeps the log-laws [n, depth, vocab] of the sequences whose verifier needs them."""
-
-    def __init__(self, indices: Seq[int], depth: int, rank: int = 0) -> None:
-        self.rows = {i: row for row, i in enumerate(indices)}  # index in the batch → row of the table
-        self.table: Tensor | None = None
-        self._depth = depth
-        self._rank = rank
-
-    def prepare(self, batch: DraftBatch, active: Seq[int], ahead: int) -> None:
-        """Put what `draw` needs for these sequences after `ahead` drafts on its way to the device."""
-        sampler, with_law = batch.sampler, [n for n, i in enumerate(active) if i in self.rows]
-        rows = [sampler.offsets[i] + ahead for i in active]
-        if len(with_law) < len(active):
-            sampler.prepare(rows)
-        if not with_law:
-            return
-        if len(with_law) < len(active):
-            sampler.numbers.index(with_law)
-        sampler.prepare_laws(rows)
-        sampler.prepare_proposals([rows[n] for n in with_law], self._rank)
-        sampler.numbers.index([self.rows[active[n]] for n in with_law])
-
-    def draw(self, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
-        """Draw the next draft of each active sequence from logits [len(active), vocab], after the drafts [B, j]."""
-        sampler, ahead = batch.sampler, drafts.shape[1]
-        rows = [sampler.offsets[i] + ahead for i in active]
-        with_law = [n for n, i in enumerate(active) if i in self.rows]
-        if not with_law:
-            return sampler.draw(logits, rows, drafts, drafting=True)[0]
-        scores = sampler.scores(logits, rows, drafts)
-        law_rows = [rows[n] for n in with_law]
-        laws = sampler.laws(take(scores, with_law, sampler.numbers), law_rows)
-        self._keep(sampler.numbers.index([self.rows[active[n]] for n in with_law]).tensor, ahead, laws)
-        drawn = sampler.propose(laws, law_rows, self._rank)
-        if len(with_law) == len(active):
-            return drawn
-        return put(sampler.sample(scores, rows, drafting=True), with_law, drawn, sampler.numbers)
-
-    def _keep(self, rows: Tensor, column: int, laws: Tensor) -> None:
-        if self.table is None:
-            self.table = laws.new_full((len(self.rows), self._depth, laws.shape[-1]), -torch.inf)
-        self.table[:, column].index_copy_(0, rows, laws)

@@ -16,7 +16,9 @@ from engine.sequence import Sequence
 from engine.staging import Staged
 from engine.trees import ROOT, Parents
 
-Node = tuple[int, int]  # (index of a sequence in the batch, node of its tree)
+NO_NODE = ROOT - 1  # fills up a level
+
+Node = tuple[int, int]  # (index of a sequence in the batch, node of its tree, ROOT or NO_NODE)
 # (number of one of TreeDraft's levels, the drafts so far [B, nodes]) → logits [N, vocab] behind the level's nodes
 ReadLevel = Callable[[int, Tensor], Tensor]
 
@@ -119,15 +121,27 @@ class TreeDraft:
     child, of which no verifier accepts the second.
     """
 
-    def __init__(self, batch: DraftBatch, shapes: Mapping[int, Parents], vocab: int, device: torch.device) -> None:
-        """shapes: index of a sequence in the batch → the shape of its draft, of at least one node. Puts what the draws
-        of all levels need on its way to the device."""
+    def __init__(
+        self,
+        batch: DraftBatch,
+        shapes: Mapping[int, Parents],
+        vocab: int,
+        device: torch.device,
+        *,
+        padded: bool = False,
+    ) -> None:
+        """shapes: index of a sequence in the batch → the shape of its draft. Puts what the draws of all levels need on
+        its way to the device. padded: all sequences have as many nodes in a level, and all nodes as many siblings are
+        drawn for, as the one with the most: the rest is written to one more column of the table of drafts."""
         self.shapes = shapes
-        self.size = max(map(len, shapes.values()))
+        self.size = max(map(len, shapes.values())) + padded
+        self._padded = padded
         self._ks = tuple(len(shapes.get(i, ())) for i in range(len(batch.sequences)))
         self._vocab = vocab
         self._sampler = batch.sampler.on_trees(shapes)
-        self._tokens = torch.zeros(len(batch.sequences), self.size, dtype=torch.int64, device=device)
+        self._table = len(batch.sequences), self.size
+        self._device = device
+        self._tokens = torch.empty(0)  # made when the draws begin, which may be in the region of a graph
         # In the batch's order, in which the verification reads the laws.
         self._law_rows = {i: n for n, i in enumerate(i for i in sorted(shapes) if not batch.sequences[i].coupled)}
         self._laws: Tensor | None = None  # [with laws, size, vocab]
@@ -138,6 +152,7 @@ class TreeDraft:
     def draw(self, logits: Tensor, read: ReadLevel) -> Draft:
         """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes.
         `read` gives the logits behind the nodes of a later level."""
+        self._tokens = torch.zeros(self._table, dtype=torch.int64, device=self._device)
         for number, level in enumerate(self._draws):
             if number:
                 logits = read(number, self._tokens)
@@ -150,12 +165,19 @@ class TreeDraft:
         while level:
             levels.append(level)
             level = [(i, node) for i, parent in level for node in self._children[i][parent] if self._children[i][node]]
-        return levels
+        return [self._fill(level) for level in levels] if self._padded else levels
+
+    def _fill(self, level: Seq[Node]) -> list[Node]:
+        own: dict[int, list[Node]] = {i: [] for i in self.shapes}
+        for i, node in level:
+            own[i].append((i, node))
+        width = max(map(len, own.values()))
+        return [node for i, nodes in own.items() for node in (*nodes, *[(i, NO_NODE)] * (width - len(nodes)))]
 
     def _plan(self, level: Seq[Node]) -> _LevelDraw:
         with_law = [n for n, (i, _) in enumerate(level) if i in self._law_rows]
         coupled = [n for n, (i, _) in enumerate(level) if i not in self._law_rows]
-        rows = [self._sampler.offsets[i] + 1 + node for i, node in level]
+        rows = [self._sampler.offsets[i] + 1 + max(ROOT, node) for i, node in level]
         if with_law and coupled:
             self._sampler.prepare_laws(rows)
             self._sampler.numbers.index(with_law)
@@ -167,8 +189,10 @@ class TreeDraft:
         )
 
     def _plan_children(self, level: Seq[Node], parents: list[int], rows: Seq[int], *, with_law: bool) -> _Children:
-        found = [(i, self._children[i][node]) for i, node in (level[n] for n in parents)]
+        found = [(i, self._children[i].get(node, [])) for i, node in (level[n] for n in parents)]
         picked, width, put = [rows[n] for n in parents], max(len(nodes) for _, nodes in found), self._sampler.numbers
+        if self._padded:
+            found = [(i, [*nodes, *[self.size - 1] * (width - len(nodes))]) for i, nodes in found]
         places = [(i, node) for i, nodes in found for node in nodes]
         sources = [n * width + rank for n, (_, nodes) in enumerate(found) for rank in range(len(nodes))]
         if with_law:

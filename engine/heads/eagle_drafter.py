@@ -1,11 +1,11 @@
 """An EAGLE head as a drafter."""
 
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 
 from engine.drafters.base import DraftBatch
 from engine.drafters.model import ModelDrafter
-from engine.drafters.model_trees import FedTree, TreeReader
+from engine.drafters.model_trees import FedTree
 from engine.heads.eagle_runner import HeadRunner
 from engine.models.tree_moves import HeldTree
 from engine.sampling.acceptance import Verdict
@@ -38,7 +38,7 @@ class EagleDrafter(ModelDrafter):
         super().audit(live)
         self.runner.audit(live)
 
-    def _held_trees(self, batch: DraftBatch, reader: TreeReader) -> list[HeldTree]:
+    def _held_trees(self, batch: DraftBatch, trees: Mapping[int, FedTree]) -> list[HeldTree]:
         return []
 
     def _kept_places(self, i: int, verdict: Verdict, fed: FedTree | None) -> Seq[int]:

@@ -243,8 +243,8 @@ class HeadRunner(Runner):
 
 
 class HeadChains(ChainPasses):
-    """The first pass of a head's captured chain reads all tokens that a round committed with the target's states, the
-    others a draft with the output of the pass before."""
+    """The first pass of a head's captured drafts reads all tokens that a round committed with the target's states, the
+    others a draft with the output of the row that it follows."""
 
     def __init__(self, runner: HeadRunner, head: EagleHead) -> None:
         # A circle of references would keep the memory of a head that was replaced until the next collection.

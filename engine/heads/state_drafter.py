@@ -4,18 +4,19 @@ import logging
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
+from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import GrowingTree, GrownDraft, Node
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model import DraftColumns
 from engine.drafters.model_trees import TreeDraft
+from engine.heads.captured_heads import CapturedHeads
 from engine.heads.state_heads import HeadRun, StateHeads
 from engine.heads.states import TargetStates
+from engine.heads.tree_levels import TreeLevels
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
 from engine.round_clock import Forward, mark
@@ -78,6 +79,20 @@ class StateDrafter:
         }
         branched = shapes.keys() | growths.keys()
         chains = [0 if i in branched else min(k, self._most(batch.sequences[i])) for i, k in enumerate(ks)]
+        if batch.captured and any(ks) and not growths:
+            lengths = [len(shapes.get(i, ())) or k for i, k in enumerate(chains)]
+            heads = CapturedHeads(self.heads, self.states, batch, lengths, shapes, self._vocab, self._rank)
+            drafts = [heads.propose()]
+        else:
+            drafts = self._draw(batch, chains, shapes, growths)
+        draft = merge_drafts(drafts, len(ks))
+        self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
+        return replace(draft, forwards=(Forward(began, mark(self._device), draft.read),))
+
+    def _draw(
+        self, batch: DraftBatch, chains: Seq[int], shapes: dict[int, Parents], growths: dict[int, Growth]
+    ) -> list[Draft]:
+        """The chains, the trees of given shapes and the trees that grow, operation by operation."""
         columns = self._plan_chains(batch, chains) if any(chains) else None
         trees = self._plan_trees(batch, shapes) if shapes else None
         drafts = []
@@ -87,9 +102,7 @@ class StateDrafter:
             drafts.append(self._draw_trees(batch, *trees))
         if growths:
             drafts.append(self._grow_trees(batch, growths))
-        draft = merge_drafts(drafts, len(ks))
-        self._drafted = {s.handle for s, k in zip(batch.sequences, draft.ks, strict=True) if k}
-        return replace(draft, forwards=(Forward(began, mark(self._device), draft.read),))
+        return drafts
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
         """Keep of each sequence the state that its next draft reads."""
@@ -142,10 +155,10 @@ class StateDrafter:
             columns.prepare()
         return columns
 
-    def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> "tuple[TreeDraft, _TreeLevels]":
+    def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeLevels]:
         self._put_start(batch, list(shapes))
         draft = TreeDraft(batch, shapes, self._vocab, self._device)
-        return draft, _TreeLevels(draft, batch.sampler.numbers)
+        return draft, TreeLevels(draft, batch.sampler.numbers)
 
     def _put_start(self, batch: DraftBatch, indices: Seq[int]) -> tuple[Staged, Staged]:
         """(rows of the states, last tokens) of these sequences."""
@@ -176,7 +189,7 @@ class StateDrafter:
             active = columns.active
             steps, read = steps + 1, read + len(active)
 
-    def _draw_trees(self, batch: DraftBatch, draft: TreeDraft, levels: "_TreeLevels") -> Draft:
+    def _draw_trees(self, batch: DraftBatch, draft: TreeDraft, levels: TreeLevels) -> Draft:
         levels.run, logits = self._start(batch, list(draft.shapes), max(max(depths(s)) for s in draft.shapes.values()))
         return replace(draft.draw(logits, levels), steps=levels.steps, read=levels.read)
 
@@ -198,27 +211,6 @@ class StateDrafter:
             sequence.request_id,
         )
         self._given_up.add(sequence.handle)
-
-
-class _TreeLevels:
-    """Gives the logits behind a tree's nodes, level by level (ReadLevel)."""
-
-    def __init__(self, draft: TreeDraft, numbers: RoundNumbers) -> None:
-        """Puts what all levels need on its way to the device."""
-        self.run: HeadRun | None = None  # set before the first level is read
-        self._levels: list[tuple[Staged, Staged]] = []  # the rows of the level above; where the nodes' drafts stand
-        self._sizes = [len(level) for level in draft.levels]
-        for above, level in pairwise(draft.levels):
-            rows = {node: row for row, node in enumerate(above)}
-            parents = numbers.index([rows[i, draft.shapes[i][node]] for i, node in level])
-            self._levels.append((parents, numbers.index([i * draft.size + node for i, node in level])))
-        self.steps, self.read = 1, self._sizes[0]
-
-    def __call__(self, number: int, drafts: Tensor) -> Tensor:
-        parents, places = self._levels[number - 1]
-        self.steps, self.read = self.steps + 1, self.read + self._sizes[number]
-        assert self.run is not None, "the first step was done"
-        return self.run.step(parents.tensor, drafts.view(-1).index_select(0, places.tensor))
 
 
 class _GrownLevels:

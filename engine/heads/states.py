@@ -135,6 +135,11 @@ class TargetStates:
         self._keep(self._planned)
 
     @property
+    def dtype(self) -> torch.dtype:
+        assert self._table is not None, "no pass was read"
+        return self._table.dtype
+
+    @property
     def unread(self) -> int:
         """A row of the table for rows of a pass that mean nothing."""
         return self._max_rows

@@ -1,4 +1,4 @@
-"""What the passes of a captured chain read (engine/drafters/captured_chains.py)."""
+"""What the passes of captured drafts read (engine/drafters/captured_chains.py)."""
 
 from collections.abc import Sequence as Seq
 
@@ -32,8 +32,8 @@ class ChainPasses:
     def run(
         self, ids: Tensor, attention: PagedAttention, rows: slice, before: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(states of these rows of a pass, what the next pass reads beside tokens). before: what the pass before has
-        left for this one; None: this is the first. A part of the region of a graph."""
+        """(states of these rows of a pass, what rows behind them read beside tokens). before: what the pass before has
+        left for the rows of this one; None: this is the first. A part of the region of a graph."""
         return self._decoder.forward(ids, attention)[rows], None
 
     def end(self, sequences: Seq[Sequence], fed: Seq[int]) -> None:

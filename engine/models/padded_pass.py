@@ -10,7 +10,7 @@ from itertools import repeat
 from cache.gathered import GatheredStorage
 from engine.kernels.paged_rows import max_split_rows
 from engine.models.attention import Span
-from engine.models.paged_attention import PagedPlan
+from engine.models.paged_attention import PagedPlan, PagedTrees, path_bits_of
 from engine.models.runner import Runner
 from engine.round_limits import table_width
 from engine.staging import Staged, Staging
@@ -34,15 +34,18 @@ class PaddedPlans:
         self._tables = staging.int32s([block for table in tables for block in _filled(table, self._width)])
         self._shapes: dict[int, tuple[Staged, Staged]] = {}  # rows per sequence → (first rows, owners)
 
-    def put(self, spans: Seq[Span | None], rows: int, *, at_end: bool = False) -> PagedPlan:
+    def put(
+        self, spans: Seq[Span | None], rows: int, *, at_end: bool = False, windows: Seq[int | None] | None = None
+    ) -> PagedPlan:
         """The plan of a pass with `rows` rows of each sequence, on its way to the device. None: it has no tokens.
 
-        at_end: a sequence's tokens have the last of its rows, not the first.
+        at_end: a sequence's tokens have the last of its rows, not the first. windows: of the model's layers, for a pass
+        that holds trees; None: it holds chains only. The shapes of trees are numbers: the plan of others is alike.
         """
         positions: list[int] = []
         cache_rows: list[int] = []
         for span in spans:
-            own = range(0) if span is None else range(span.start, span.end)
+            own = range(0) if span is None else span.positions()
             stored = [] if span is None else self._storage.row_numbers(span.slot, span.start, span.end)
             padding = rows - len(own)
             like = [own[-1] if own else 0] * padding
@@ -60,7 +63,25 @@ class PaddedPlans:
             rows,
             max_split_rows([rows]),
             self._width * self._storage.block_size,
-            None,
+            None if windows is None else self._put_trees(spans, rows, windows),
+        )
+
+    def _put_trees(self, spans: Seq[Span | None], rows: int, windows: Seq[int | None]) -> PagedTrees:
+        """What the rows see, of which a sequence's first ones are its tokens. No path is longer than `rows` − 1 nodes,
+        so wider windows cut none."""
+        self._staging.note("trees")
+        cutting = sorted({window for window in windows if window is not None and window < rows})
+        visible, paths = list[int](), {window: list[int]() for window in (None, *cutting)}
+        for span in spans:
+            own = [] if span is None else span.last_visible()
+            visible += [*own, *[own[-1] if own else 0] * (rows - len(own))]
+            for window, bits in paths.items():
+                bits += [*([] if span is None else path_bits_of(span, window)), *[0] * (rows - len(own))]
+        return PagedTrees(
+            self._staging.ints(visible),
+            self._staging.int32s([0 if span is None else span.base for span in spans]),
+            self._staging.ints(paths[None]),
+            {window: self._staging.ints(paths[window]) for window in cutting},
         )
 
     def _shape(self, sequences: int, rows: int) -> tuple[Staged, Staged]:

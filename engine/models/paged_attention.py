@@ -77,8 +77,8 @@ def _trees(spans: Sequence[Span], staging: Staging, windows: Sequence[int | None
     return PagedTrees(
         staging.ints([place for s in spans for place in s.last_visible()]),
         staging.int32s([s.base for s in spans]),
-        staging.ints(_paths(spans, None)),
-        {window: staging.ints(_paths(spans, window)) for window in cutting},
+        staging.ints([bits for s in spans for bits in path_bits_of(s, None)]),
+        {window: staging.ints([bits for s in spans for bits in path_bits_of(s, window)]) for window in cutting},
     )
 
 
@@ -126,11 +126,8 @@ class PagedAttention:
         )
 
 
-def _paths(spans: Sequence[Span], window: int | None) -> list[int]:
-    """Per row the bits of the nodes on its path; 0 for a row that is no node."""
-    bits: list[int] = []
-    for s in spans:
-        nodes = path_bits(s.parents, window) if s.parents is not None else []
-        new = min(s.count, len(nodes))
-        bits += [0] * (s.count - new) + nodes[len(nodes) - new :]
-    return bits
+def path_bits_of(span: Span, window: int | None) -> list[int]:
+    """Per row of the span the bits of the nodes on its path; 0 for a row that is no node."""
+    nodes = path_bits(span.parents, window) if span.parents is not None else []
+    new = min(span.count, len(nodes))
+    return [0] * (span.count - new) + nodes[len(nodes) - new :]

@@ -29,6 +29,25 @@ class HeldTree(NamedTuple):
     nodes: Seq[int]  # in the order in which they lie there
 
 
+def parent_rows(parents: Parents, size: int) -> list[int]:
+    """The row of each node's parent, as path_rows() and match_verdict() want them, for up to `size` nodes."""
+    return [*(parent + 1 for parent in parents), *[NONE] * (size - len(parents))]
+
+
+def rows_and_targets(
+    runner: Runner, storage: GatheredStorage, tree: HeldTree, size: int
+) -> tuple[list[int], list[int]]:
+    """The rows and targets of path_rows() for a tree of up to `size` nodes in the runner's memory. Raises ValueError if
+    another sequence could read a place that may be written."""
+    handle = tree.sequence.handle
+    if not runner.cache.writable(handle, tree.base):
+        raise ValueError(f"others can read the drafts of request {tree.sequence.request_id}: they must not move")
+    held = storage.row_numbers(runner.cache.slot(handle), tree.base, tree.base + len(tree.nodes))
+    row_of = dict(zip(tree.nodes, held, strict=True))
+    rows = [row_of.get(node, NO_ROW) for node in range(size)]
+    return rows, [*held, *[storage.spare_row] * (size - len(held))]
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedMoves:
     """The rows of M trees of up to K nodes, on their way to the device."""
@@ -46,19 +65,12 @@ class PlannedMoves:
         if not trees or not runner.staging.deferred or not isinstance(storage, GatheredStorage):
             return None
         size = max(len(tree.parents) for tree in trees)
-        owners, parents, rows, targets = list[int](), list[int](), list[int](), list[int]()
+        owners, parents, rows, targets = [tree.owner for tree in trees], list[int](), list[int](), list[int]()
         for tree in trees:
-            handle, rest = tree.sequence.handle, [NONE] * (size - len(tree.parents))
-            if not runner.cache.writable(handle, tree.base):
-                raise ValueError(
-                    f"others can read the drafts of request {tree.sequence.request_id}: they must not move"
-                )
-            held = storage.row_numbers(runner.cache.slot(handle), tree.base, tree.base + len(tree.nodes))
-            row_of = dict(zip(tree.nodes, held, strict=True))
-            owners.append(tree.owner)
-            parents += [*(parent + 1 for parent in tree.parents), *rest]
-            rows += [row_of.get(node, NO_ROW) for node in range(size)]
-            targets += [*held, *[storage.spare_row] * (size - len(held))]
+            own_rows, own_targets = rows_and_targets(runner, storage, tree, size)
+            parents += parent_rows(tree.parents, size)
+            rows += own_rows
+            targets += own_targets
         return cls(runner.staging.ints([*owners, *parents, *rows, *targets]), len(trees), storage)
 
     def run(self, last_rows: Tensor) -> None:

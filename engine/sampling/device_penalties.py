@@ -106,7 +106,8 @@ class DevicePenalties:
         """texts and params [A]: of each row's sequence. places [A]: (sequence of the round, columns of the drafts that
         the row sees). name: of these rows in the round."""
         self._table = table
-        width = max(len(columns) for _, columns in places)
+        # Up to the last column that any row sees: of a tree it does not depend on the shape.
+        width = max((columns[-1] + 1 for _, columns in places if columns), default=0)
 
         def index() -> list[int]:
             rows = zip(texts, places, strict=True)

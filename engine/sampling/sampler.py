@@ -118,7 +118,7 @@ class Sampler:
             return self._latest[1]
         other = copy(like or self)
         other._rows = rows = RoundRows(list(self._rows.places), {})
-        other.numbers = RoundNumbers(self.numbers.staging)
+        other.numbers, other._latest = RoundNumbers(self.numbers.staging), None
         for i, parents in trees.items():
             for node in range(len(parents)):
                 row, columns = self.offsets[i] + 1 + node, path(parents, node)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, EngineConfig
-from engine.drafters.model import DraftLaws
+from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation, Words
 from engine.engine import Engine

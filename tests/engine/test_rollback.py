@@ -18,7 +18,7 @@ from cache.prefix import Node, PrefixIndex
 from cache.storage import Blocks
 from engine import round as round_module
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import DraftLaws
+from engine.drafters.draft_columns import DraftLaws
 from engine.engine import Engine
 from engine.models.feeds import Feed
 from engine.sampling.acceptance import Verdict

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cache.layout import Layout
 from engine.config import EngineConfig
-from engine.drafters.model import DraftLaws
+from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.model_trees import TreeDraft
 from engine.engine import Engine
 from engine.heads.eagle import EagleHead

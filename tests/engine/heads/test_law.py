@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.drafters.model import DraftLaws
+from engine.drafters.draft_columns import DraftLaws
 from engine.engine import Engine
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_heads import StateHeads

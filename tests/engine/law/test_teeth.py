@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model import DraftLaws, ModelDrafter
+from engine.drafters.draft_columns import DraftLaws
+from engine.drafters.model import ModelDrafter
 from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key

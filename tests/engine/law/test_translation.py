@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 import pytest
 from torch import Tensor
 
-from engine.drafters.model import DraftLaws
+from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation, Words
 from engine.types import VERIFIERS, Verifier

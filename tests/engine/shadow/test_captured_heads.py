@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from engine.drafters.base import Draft
 from engine.drafters.captured_chains import CapturedChains
 from engine.engine import Engine
 from engine.graphs import Graphs
+from engine.heads.captured_heads import CapturedHeads
 from engine.heads.eagle_runner import HeadChains
 from engine.heads.states import TargetStates
 from engine.staging import Staged, Staging
+from engine.trees import Growth
 from engine.types import Request, Verifier
 from tests.engine.heads.eagles import save_eagle_pair
-from tests.engine.heads.fitted import random_medusa, save_heads
+from tests.engine.heads.fitted import mlp_config, random_medusa, random_mlp, save_heads
 from tests.engine.pairs import Pair
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.device import active
@@ -79,12 +82,97 @@ def test_chains_of_an_eagle_head(eagle: Pair, emulator: Emulator, monkeypatch: P
     assert emulator.replays > 8
 
 
-def test_verification_for_heads_without_memory(pair: Pair, emulator: Emulator, tmp_path: Path) -> None:
-    heads = save_heads(tmp_path / "medusa", random_medusa(), medusa_num_heads=3)
-    biased = requests("match", logit_bias=((20, 30.0), (21, 30.0)), top_k=3)
-    graphs = check(Pair(pair.target, str(heads)), biased, parts=1)
+@pytest.fixture(params=["medusa", "mlp_speculator"])
+def heads(pair: Pair, request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    """The target with heads without memory."""
+    if request.param == "medusa":
+        saved = save_heads(tmp_path / "heads", random_medusa(), medusa_num_heads=3)
+    else:
+        saved = save_heads(tmp_path / "heads", random_mlp(), **mlp_config())
+    return Pair(pair.target, str(saved))
+
+
+@pytest.fixture
+def replayed(monkeypatch: Patch) -> list[int]:
+    """Per draft of heads without memory the number of its sequences, if it came from a graph."""
+    found, propose = list[int](), CapturedHeads.propose
+
+    def proposing(part: CapturedHeads) -> Draft:
+        graphs = part._staging.graphs
+        assert graphs is not None
+        before = graphs.replays
+        draft = propose(part)
+        found.extend([len(draft.ks)] * (graphs.replays - before))
+        return draft
+
+    monkeypatch.setattr(CapturedHeads, "propose", proposing)
+    return found
+
+
+LOOP: dict[str, Any] = {"logit_bias": ((20, 30.0), (21, 30.0), (22, 30.0)), "top_k": 3}  # so that drafts are accepted
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection", pytest.param("block", marks=pytest.mark.proofs)])
+def test_chains_of_heads_without_memory(
+    heads: Pair, emulator: Emulator, replayed: list[int], verifier: Verifier
+) -> None:
+    graphs = check(heads, requests(verifier, max_tokens=24, frequency_penalty=0.3, **LOOP))
     assert set(graphs.eager) == {"the first of its kind", "a prompt"}
-    assert emulator.replays > 2
+    assert len(replayed) > 8
+    assert set(replayed) > {2}
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proofs), 0.8])
+def test_trees_of_heads_without_memory(
+    heads: Pair, emulator: Emulator, replayed: list[int], temperature: float
+) -> None:
+    """Beside a chain, and a sequence that drafts nothing."""
+    params = replace(PARAMS, temperature=temperature, max_tokens=24, **LOOP)
+    trees: tuple[tuple[int, ...] | None, ...] = ((2, 1), (2, 1), None, None, (2, 1))
+    made = [
+        Request(f"r{i}", tuple(range(20 + i, 29)), replace(params, seed=i), tree=tree, k=None if tree else 2 * (i % 2))
+        for i, tree in enumerate(trees)
+    ]
+    graphs = check(heads, {0: made[:3], 7: made[3:]})
+    assert set(graphs.eager) == {"the first of its kind", "a prompt"}
+    assert len(replayed) > 4
+
+
+def test_trees_of_heads_that_grow_are_drawn_operation_by_operation(
+    heads: Pair, emulator: Emulator, replayed: list[int]
+) -> None:
+    params = replace(PARAMS, max_tokens=24, **LOOP)
+    made = [Request(f"r{i}", (20, 21, 22), replace(params, seed=i), tree=Growth(4, 2)) for i in range(2)]
+    check(heads, {0: made}, parts=1)
+    assert not replayed
+    assert emulator.replays > 4
+
+
+def test_graphs_are_not_those_of_heads_that_were_replaced(
+    pair: Pair, emulator: Emulator, replayed: list[int], tmp_path: Path
+) -> None:
+    first = save_heads(tmp_path / "first", random_medusa(), medusa_num_heads=3)
+    second = save_heads(tmp_path / "second", random_mlp(), **mlp_config())
+    owners, drafted = list[set[int]](), list[int]()
+
+    def act(engine: Engine, step: int) -> None:
+        graphs = engine.target.staging.graphs
+        if step != 8:
+            return
+        if graphs is not None:
+            owners.append({owner for owner, _ in graphs._graphs})
+            drafted.append(len(replayed))
+        engine.put_draft(engine.load_draft(str(second))).release()
+        if graphs is not None:
+            owners.append({owner for owner, _ in graphs._graphs})
+
+    made = [Request(f"r{i}", (20, 21, 22), replace(PARAMS, seed=i, max_tokens=40, **LOOP), k=3) for i in range(2)]
+    both = run(Pair(pair.target, str(first)), made, act=act)
+    both.check()
+    before, after = owners
+    assert len(before) == 2, "those of the target and of the heads"
+    assert after == {owner for owner in before if owner >= 0}
+    assert len(replayed) > drafted[0] > 0
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -115,6 +203,19 @@ def the_same_state_for_all(patch: Patch) -> None:
         return draw(chains)
 
     patch.setattr(CapturedChains, "_draw", drawing)
+
+
+@pytest.mark.parametrize("heads", ["medusa"], indirect=True)
+def test_a_fault_of_heads_without_memory_is_seen(heads: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    draw = CapturedHeads.propose
+
+    def proposing(part: CapturedHeads) -> Draft:
+        part._rows.tensor.copy_(part._rows.tensor.flip(0))
+        return draw(part)
+
+    monkeypatch.setattr(CapturedHeads, "propose", proposing)
+    with pytest.raises(AssertionError, match="the texts differ"):
+        check(heads, requests("rejection", **LOOP))
 
 
 @pytest.mark.parametrize("fault", [states_of_another_sequence, the_same_state_for_all])

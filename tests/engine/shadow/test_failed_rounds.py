@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.drafters.model import DraftColumns
+from engine.drafters.draft_columns import DraftColumns
 from engine.kernels.penalise import record_texts
 from engine.models.runner import Runner
 from engine.sampling import device_penalties

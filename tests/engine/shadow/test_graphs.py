@@ -91,8 +91,8 @@ class Watch:
         patch.setattr(round_module, "can_capture", watching)
         begin_verdict, begin_chains = CapturedVerdict.__init__, CapturedChains.__init__
 
-        def verdict(part: CapturedVerdict, batch: DraftBatch, ks: Seq[int], target: Runner) -> None:
-            begin_verdict(part, batch, ks, target)
+        def verdict(part: CapturedVerdict, batch: DraftBatch, ks: Seq[int], target: Runner, shapes: Any) -> None:
+            begin_verdict(part, batch, ks, target, shapes)
             logprobs = any(s.params.logprobs is not None for s in batch.sequences)
             truncated = any(truncates(s.params) for s in batch.sequences)
             size = PADDED[len(ks)]
@@ -153,7 +153,8 @@ def random_requests(count: int) -> dict[int, list[Request]]:
         drafter, k = choose.choice(["model", "model", "lookup"]), choose.choice([0, 1, 3, 3])
         request = Request(f"r{i}", (shared if i % 3 == 0 else ()) + prompt, params, k=k, drafter=drafter)  # type: ignore[arg-type]
         if i % 12 == 11:
-            request = replace(request, k=None, drafter="model", tree=(2, 1))
+            drawn = replace(params, temperature=0.7)
+            request = replace(request, params=drawn, k=None, drafter="model", tree=(2, 1), verifier="rejection")
         arrivals.setdefault(step, []).append(request)
         step += choose.choice([0, 0, 0, 24])
     return arrivals
@@ -260,7 +261,7 @@ def test_laws_and_penalties_are_captured(pair: Pair, emulator: Emulator, kind: s
 @pytest.mark.parametrize(
     "request_",
     [
-        Request("tree", (20, 21), PARAMS, tree=(2, 1)),
+        Request("tree", (20, 21), PARAMS, tree=(2, 1), verifier="rejection"),
         Request("typical", (20, 21), PARAMS, k=3, verifier="rejection", typical=Typical(0.01, 0.1)),
     ],
     ids=lambda request: request.id,
@@ -335,20 +336,20 @@ def test_two_draft_models_keep_their_results_apart(pair: Pair, drafts: tuple[str
 def test_a_captured_round_is_prepared_once(
     pair: Pair, drafts: tuple[str, str], emulator: Emulator, monkeypatch: Patch
 ) -> None:
-    """Also where drafts may be trees, whose verification is not captured."""
+    """Also where drafts may be trees that nobody planned."""
     prepared = Counter[int]()
     batches: list[DraftBatch] = []  # so that no two have the same id
 
     def note(batch: DraftBatch) -> None:
         if batch.captured:
             batches.append(batch)
-            prepared[id(batch.sampler)] += 1
+            prepared[id(batch.sequences)] += 1
 
     begin, prepare = CapturedVerdict.__init__, verification.prepare
 
-    def beginning(part: CapturedVerdict, batch: DraftBatch, ks: Seq[int], target: Runner) -> None:
+    def beginning(part: CapturedVerdict, batch: DraftBatch, ks: Seq[int], target: Runner, shapes: Any) -> None:
         note(batch)
-        begin(part, batch, ks, target)
+        begin(part, batch, ks, target, shapes)
 
     def preparing(batch: DraftBatch, *args: Any) -> None:
         note(batch)

@@ -102,6 +102,28 @@ def test_a_round_that_does_not_fit_is_not_captured_and_is_counted() -> None:
     assert staging.layout is not None
 
 
+def test_what_was_not_foreseen_lies_at_the_same_addresses_whatever_came_before() -> None:
+    staging = capturing()
+
+    def last_part(before: int, first: int) -> tuple[int, object]:
+        staging.begin(fixed=True)
+        earlier = staging.ints([first] * before)
+        assert earlier.tensor.tolist() == [first] * before
+        staging.begin_last_part()
+        more = staging.ints([first + 1] * 2)
+        found = address(more), staging.layout
+        assert earlier.tensor.tolist() == [first] * before
+        assert more.tensor.tolist() == [first + 1] * 2
+        return found
+
+    found = last_part(3, 20)
+    assert last_part(70, 30) == found
+    assert found[1] is not None
+    assert last_part(501, 40)[1] is None, "the first part reaches into the last one"
+    assert staging.graphs is not None
+    assert staging.graphs.eager == {"the fixed memory is too small": 1}
+
+
 def test_what_a_failed_round_has_left_does_not_move_the_next_one() -> None:
     staging = capturing()
     before = [address(s) for s in put_round(staging, 1)]
