@@ -289,16 +289,16 @@ class Engine:
         idle = [s.request_id for s in self.scheduler.running if not self.target.cache.holds(s.handle)]
         assert not idle, f"{len(idle)} running sequences hold no cache slot: {idle}"
 
-    def repeat_profile(self, interrupted: Callable[[], bool]) -> None:
+    def repeat_profile(self, interrupted: Callable[[], bool]) -> bool:
         """Measure rounds again if those that were served show that the profile was disturbed, or if another draft has
         come. The engine must be idle.
 
-        interrupted: whether the measurement must end, because a request has come. It is tried again later.
+        interrupted: whether the measurement must end, because a request has come. Returns False if it had to.
         """
         control, config = self.speculator.control, self.config
         fits = self._profiled and control.cost.misfit < DISTURBED
         if not control.timings or self._repeats >= MOST_REPEATS or fits:
-            return
+            return True
         self._repeats += 1
         try:
             timings = profile(
@@ -308,7 +308,7 @@ class Engine:
             )
         except Exception:
             log.exception("rounds cannot be measured again; the costs of the start stay")
-            return
+            return True
         if not timings:
             self._repeats -= 1
         elif self._profiled:
@@ -319,6 +319,7 @@ class Engine:
         else:
             control.cost.begin_draft(control.cost.draft_cost(timings))
         self._profiled |= bool(timings)
+        return bool(timings)
 
     def configure(self, policy: PolicyConfig) -> None:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""

@@ -28,6 +28,7 @@ from policies.config import PolicyConfig
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5  # an idle engine updates its heartbeat this often
+CALM_S = 1.0  # an engine is idle for so long, at first, before rounds are measured again
 STALL_STEPS = 4.0  # the engine is stalled after the time of this many of its longest steps without progress
 LONGEST_STEP_DECAY = 0.97  # of the longest step, per step: it counts half after 23 steps
 MAX_FAILURES = 3  # failed steps in a row after which the engine is not healthy
@@ -73,6 +74,8 @@ class EngineWorker:
         self._progressed_at = time.monotonic()  # when a step last fed a token, or the engine was last idle
         self._longest_step_s = 0.0  # of the steps so far, decaying
         self._audited = True  # whether an audit has run since the last step
+        self._idle_since = time.monotonic()
+        self._calm_s = CALM_S
         self._failures = 0  # failed steps since the last one that fed a token
         self._drafts = DraftLoader(lambda: engine.config.draft, engine.load_draft, self._put_draft)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -260,10 +263,10 @@ class EngineWorker:
             log.exception("a command to the engine failed")
 
     def _step(self) -> None:
-        """One step of the engine, or an audit if it is idle."""
+        """One step of the engine, or what an idle engine does."""
         if not self.engine.has_work:
             self._progressed_at = time.monotonic()
-            self._audit()
+            self._rest()
             return
         began = time.monotonic()
         try:
@@ -287,7 +290,7 @@ class EngineWorker:
         self._publish(result.outputs, result.stats)
         self._audited = False
         if not unfinished:
-            self._audit()
+            self._rest()
 
     def _learn(self, result: StepResult) -> None:
         """Update what admission knows: the work that is left of each request, and the speed of a full engine."""
@@ -301,15 +304,21 @@ class EngineWorker:
                 work_s = self._work.seconds(stats.prefill_tokens, stats.emitted)
                 self._admission.worked(work_s, stats.step_us / 1e6)
 
-    def _audit(self) -> None:
-        """Audit the caches once after work, when no command waits: it takes half a microsecond per block.
+    def _rest(self) -> None:
+        """While no command waits: audit the caches once after work, and measure rounds again where that is due.
 
-        If it raises, the thread ends, health reports it, and Serve replaces the replica.
+        An audit takes half a microsecond per block. If it raises, the thread ends, health reports it, and Serve
+        replaces the replica. Rounds are measured after a calm, because a request that comes meanwhile waits for the
+        end of one. Each time that happens, the next calm must last twice as long.
         """
-        if not self._audited and self._inbox.empty():
+        if not self._inbox.empty():
+            return
+        if not self._audited:
             self.engine.audit()
-            self._audited = True
-            self.engine.repeat_profile(interrupted=lambda: not self._inbox.empty())
+            self._audited, self._idle_since = True, time.monotonic()
+        calm = time.monotonic() >= self._idle_since + self._calm_s
+        if calm and not self.engine.repeat_profile(interrupted=lambda: not self._inbox.empty()):
+            self._calm_s *= 2
 
     def _publish(self, outputs: list[Output], stats: StepStats | None = None) -> None:
         """Close the finished requests, so that others can be admitted, then deliver the outputs."""

@@ -253,7 +253,12 @@ def test_an_idle_engine_profiles_after_a_swap(
     worker: EngineWorker, gate: Gate, engine: Engine, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiled = threading.Event()
-    monkeypatch.setattr(engine, "repeat_profile", lambda interrupted: profiled.set())
+
+    def repeat_profile(interrupted: Callable[[], bool]) -> bool:
+        profiled.set()
+        return True
+
+    monkeypatch.setattr(engine, "repeat_profile", repeat_profile)
     gate.open.release(100)
     worker.change_draft(other).result(PATIENCE_S)
     assert profiled.wait(PATIENCE_S)

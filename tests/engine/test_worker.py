@@ -29,7 +29,7 @@ from engine.types import (
     SamplingParams,
     StepStats,
 )
-from engine.worker import IDLE_WAIT_S, EngineWorker
+from engine.worker import CALM_S, IDLE_WAIT_S, EngineWorker
 from policies.admission import Admission, TokenCost
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
@@ -423,6 +423,46 @@ def _pass_idle_turns(worker: EngineWorker) -> None:
 
     start = last_beat()
     _eventually(lambda: last_beat() > start + IDLE_WAIT_S)
+
+
+def test_rounds_are_measured_again_in_calms_that_double_when_a_request_comes(
+    engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the test's thread and clock. Clients that ask one question after the other must never wait for it."""
+    now, served_at, measured_after = [0.0], 0.0, list[float]()
+    comes = True  # whether a request comes during the measurement
+    names = (f"r{i}" for i in itertools.count())
+
+    def repeat_profile(interrupted: Callable[[], bool]) -> bool:
+        assert not interrupted()
+        if comes:
+            idle.submit(make_request(next(names)))
+            assert interrupted()
+        measured_after.append(now[0] - served_at)
+        return not comes
+
+    def serve_and_rest(seconds: float) -> list[float]:
+        nonlocal served_at
+        idle.submit(make_request(next(names)))
+        idle._run_commands(wait=False)
+        while engine.has_work:
+            idle._step()
+        served_at = now[0]
+        measured_after.clear()
+        while now[0] < served_at + seconds:
+            now[0] += CALM_S / 16
+            idle._step()
+        return measured_after
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(engine, "repeat_profile", repeat_profile)
+    idle = EngineWorker(engine, desk.deliver)
+    for _ in range(3):
+        assert serve_and_rest(CALM_S * 0.9) == []
+    for calm_s in (CALM_S, 2 * CALM_S, 4 * CALM_S):
+        assert serve_and_rest(1.1 * calm_s) == [calm_s]
+    comes = False
+    assert serve_and_rest(8.1 * CALM_S)[0] == 8 * CALM_S
 
 
 def test_a_step_that_feeds_nothing_while_work_is_left_is_no_progress(
