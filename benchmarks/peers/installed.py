@@ -4,7 +4,9 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,16 +35,18 @@ class Unavailable(RuntimeError):
 
 
 class WorkerPool:
-    """The started workers. Leaving the context ends them."""
+    """The started workers. Leaving the context ends them, and SIGTERM leaves it: stopped processes would stay."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self.folder = folder
         self._workers: list[Worker] = []
 
     def __enter__(self) -> "WorkerPool":
+        self._on_end = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._on_end)
         for worker in self._workers:
             worker.close()
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +77,25 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
 def test_the_pool_ends_its_workers(tmp_path: Path) -> None:
     with WorkerPool(tmp_path) as pool:
         pid = pool.start("echo", [sys.executable, "-c", ECHO], {}).first_reply["pid"]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_benchmark_that_is_ended_ends_its_workers(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from benchmarks.peers.installed import WorkerPool
+with WorkerPool(Path({str(tmp_path)!r})) as pool:
+    print(pool.start("echo", [sys.executable, "-c", {ECHO!r}], {{}}).first_reply["pid"], flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        pid = int(benchmark.stdout.readline())
+        wait_for_state(pid, "T")
+        benchmark.terminate()
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{pid}").exists()
 
 
