@@ -43,16 +43,34 @@ class Medians:
 
 class Corrections(Medians):
     """Factors on a profile, by kind of round; `known` has their logarithms. A kind with too few rounds gets that of the
-    last rounds of any kind."""
+    last rounds of any kind.
+
+    What kinds differ by when they first run is theirs. What changes from then on is the machine's, so it moves all
+    kinds: other work slows a machine down for seconds, and the kinds that run then must not look dearer than the rest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._level = 0.0  # by how much the machine has become slower, as a logarithm
+        self._new: list[tuple[Key, float]] = []  # not learned from so far: kind, logarithm of the factor
 
     def observe(self, key: Key, realised: float, profiled: float) -> None:
         if realised > 0 and profiled > 0:
-            self.add(log(realised / profiled), key, ANY)
+            self._new.append((key, log(realised / profiled)))
+
+    def refresh(self) -> None:
+        changes = [value - self._level - self.known[key] for key, value in self._new if key in self.known]
+        if len(changes) >= FEW:
+            self._level += median(changes)
+        for key, value in self._new:
+            self.add(value - self._level, key, ANY)
+        self._new.clear()
+        super().refresh()
 
     def factor(self, key: Key, unknown: float = 1.0) -> float:
         """unknown: what to take before there were enough rounds of any kind."""
         found = self.known.get(key, self.known.get(ANY))
-        return unknown if found is None else exp(found)
+        return unknown if found is None else exp(self._level + found)
 
 
 class HostWork:

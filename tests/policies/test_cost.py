@@ -159,21 +159,39 @@ def test_a_measured_machine_is_fitted_within_a_tenth() -> None:
             assert draft(model.round_cost(timing.batch, 0), timing) == pytest.approx(timing.draft_s, rel=0.1)
 
 
-def test_a_machine_that_slows_down_is_followed() -> None:
-    """Draft and score follow within some rounds; a kind of rounds that was not run since, once it is forgotten."""
+@pytest.mark.parametrize("rounds", [48, STALE + 16])
+def test_a_machine_that_slows_down_is_followed_by_all_kinds_of_rounds(rounds: int) -> None:
+    """Also by those that do not run since: otherwise they would look cheap. In the end it is as fast as before."""
     model = CostModel(DEPTH, Machine().profile())
     for _ in range(20):
         model.observe(Machine().round((1,) * 8))
         model.observe(Machine().round((4,) * 8))
-    slow = Machine(slow=1.6)
-    for _ in range(STALE + 16):
-        model.observe(slow.round((4,) * 8))
-    for ks in ((4,) * 8, (1,) * 8, (2,) * 4, (0,) * 2):
-        timing = slow.round(ks)
-        assert score_error(model, timing) == pytest.approx(0, abs=0.05), f"{ks}"
-        if timing.drafts:
-            predicted = draft(model.round_cost(timing.batch, 0), timing)
-            assert predicted == pytest.approx(timing.draft_s, rel=0.05)
+    for machine in (Machine(slow=1.6), Machine()):
+        for _ in range(rounds):
+            model.observe(machine.round((4,) * 8))
+        for ks in ((4,) * 8, (1,) * 8, (2,) * 4, (0,) * 2):
+            timing = machine.round(ks)
+            assert score_error(model, timing) == pytest.approx(0, abs=0.05), f"{ks}"
+            if timing.drafts:
+                predicted = draft(model.round_cost(timing.batch, 0), timing)
+                assert predicted == pytest.approx(timing.draft_s, rel=0.05)
+        assert model.misfit == pytest.approx(1, abs=0.05)
+
+
+def test_what_a_kind_differs_by_stays_its_own_while_the_machine_slows_down() -> None:
+    """Passes of nine tokens take twice the profiled seconds, on a fast machine and on a slow one."""
+    profile = Machine().profile()
+    model = CostModel(DEPTH, profile)
+    dear = Machine().round((8,))
+    for slow, ran in ((1.0, (0, 8)), (1.5, (0,)), (1.5, (0, 8)), (1.0, (8,))):
+        for _ in range(32):
+            for k in ran:
+                timing = Machine(slow=slow).round((k,))
+                model.observe(replace(timing, score_s=timing.score_s * (2 if k else 1)))
+        cost = model.round_cost(1, 0)
+        assert score(cost, 8, 8) == pytest.approx(slow * 2 * dear.score_s, rel=0.03)
+        assert score(cost, 0, 0) == pytest.approx(slow * Machine().round((0,)).score_s, rel=0.03)
+        assert model.misfit == pytest.approx(2, rel=0.03)
 
 
 def test_what_is_not_visited_is_not_below_smaller_passes_that_are() -> None:
