@@ -15,8 +15,9 @@ clairvoyant plans know the true prices, and each request's mean rate or the fate
 --simulate draws requests whose acceptance drifts and changes, on prices like a GPU's with noise in the measurements. It
 compares goodput with a plan that knows prices and chances, and with the best fixed k of this run, which no server knows
 beforehand. It also reports milliseconds per round in the policy's code; a load that ramps 1 → 16 → 1, half of whose
-requests copy, on prices like the demo pair's; and the rounds until a broken drafter is left alone, and until it is used
-again after its repair. The rates leave out the first tenth of the rounds, in which all prompts come at once.
+requests copy, on prices like the demo pair's; the rounds until a broken drafter is left alone, and until it is used
+again after its repair; and goodput where the machine is slow in phases, over goodput on a steady one. The rates leave
+out the first tenth of the rounds, in which all prompts come at once.
 """
 
 import argparse
@@ -51,6 +52,8 @@ TIMED = (32, 256)
 BROKEN = range(300, 600)
 PRICES = {"cpu": cpu, "gpu": gpu}
 DAMAGED = (("cpu", 1), ("cpu", 8), ("gpu", 16))
+PHASED = (("cpu", 1, 1.3), ("cpu", 1, 1.6), ("cpu", 4, 1.3), ("cpu", 4, 1.6), ("gpu", 1, 1.6), ("gpu", 4, 1.6))
+PHASED_SEEDS = 6
 Rows = list[dict[str, object]]
 
 
@@ -183,6 +186,18 @@ def damage(prices: str, batch: int, seed: int) -> dict[str, object]:
     return {"prices": prices, "batch": batch, "left alone after": left, "used again after": found}
 
 
+def phased(prices: str, batch: int, slow: float, rounds: int, seed: int) -> dict[str, object]:
+    """goodput where all rounds are measured `slow` times as long in phases, over the same on a steady machine."""
+    machine = partial(PRICES[prices], DEPTH)
+    rates = [0.0, 0.0]
+    for nth in range(PHASED_SEEDS):
+        for place, factor in enumerate((1.0, slow)):
+            control = SpecControl(PolicyConfig(), DEPTH, profile(machine, DEPTH, batch))
+            world = World(drifting(batch, seed + nth), machine, NOISE, seed + nth, slow=factor)
+            rates[place] += simulate(world, control, rounds, skip=rounds // 10).tokens_per_s
+    return {"prices": prices, "batch": batch, "slow": slow, "over steady": rates[1] / rates[0]}
+
+
 def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Run the prompts and write the trace. Returns its head."""
     workload = common.prepare(args)
@@ -287,7 +302,8 @@ def main_simulate(args: argparse.Namespace) -> None:
     report["policy_time"] = [timed(batch, args.rounds, args.seed) for batch in TIMED]
     report["ramp"] = ramp(args.seed)
     report["damage"] = [damage(prices, batch, args.seed) for prices, batch in DAMAGED]
-    tables = [report[name] for name in ("simulated", "policy_time", "ramp", "damage")]
+    report["phased"] = [phased(*load, args.rounds, args.seed) for load in PHASED]
+    tables = [report[name] for name in ("simulated", "policy_time", "ramp", "damage", "phased")]
     common.print_report(report, tables, args.json)
 
 

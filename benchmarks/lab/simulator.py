@@ -19,6 +19,7 @@ from policies.observation import Candidate, Drafted, RoundCost, Timing
 from policies.trees import depths_of, measure
 
 MODEL = "model"  # the source whose drafts cost forwards of a model
+PHASE = 200  # rounds, in the mean
 PLENTY = 1 << 30  # drafts: neither memory nor a drafter is a limit here
 NOTHING = Decision([], [], [], [], 0.0, 0.0, 0.0)  # where no sequence decodes
 
@@ -131,11 +132,18 @@ class World:
     """Requests, in the order in which they start, on a machine.
 
     noise: σ of the logarithm of measured over true seconds; the clock shows the true ones. broken: rounds, from 0, in
-    which every draft is wrong.
+    which every draft is wrong. slow: factor on the measured seconds in every other phase; a phase lasts 200 rounds in
+    the mean.
     """
 
     def __init__(
-        self, jobs: Iterable[Job], machine: Machine, noise: float = 0.0, seed: int = 0, broken: range = range(0)
+        self,
+        jobs: Iterable[Job],
+        machine: Machine,
+        noise: float = 0.0,
+        seed: int = 0,
+        broken: range = range(0),
+        slow: float = 1.0,
     ) -> None:
         self.clock_s = 0.0
         self.rounds = 0
@@ -146,6 +154,8 @@ class World:
         self._noise = noise
         self._rng = np.random.default_rng(seed)
         self._broken = broken
+        self._factors = [1.0, slow]  # on measured seconds: of the present phase, and of the other one
+        self._phases = np.random.default_rng([seed, 1])
 
     @property
     def over(self) -> bool:
@@ -223,9 +233,9 @@ class World:
         return timing_of(cost, batch, sum(ks), max(ks, default=0), prefill, forwards, read, siblings)
 
     def _measured(self, true: Timing) -> Timing:
-        if not self._noise:
-            return true
-        draft, score, rest = np.exp(self._rng.normal(0.0, self._noise, 3)).tolist()
+        if self._phases.random() < 1 / PHASE:
+            self._factors.reverse()
+        draft, score, rest = (self._factors[0] * np.exp(self._rng.normal(0.0, self._noise, 3))).tolist()
         return replace(true, draft_s=true.draft_s * draft, score_s=true.score_s * score, rest_s=true.rest_s * rest)
 
     def _leave(self, control: Controller, present: Iterable[Running]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -166,6 +166,21 @@ def test_noise_is_in_what_is_measured_and_not_on_the_clock() -> None:
     assert runs[0.0][0] == runs[0.2][0]
     assert len(set(runs[0.0][1][1:-2])) == 1
     assert len(set(runs[0.2][1])) == len(runs[0.2][1])
+
+
+def test_phases_are_in_what_is_measured_and_not_on_the_clock() -> None:
+    runs = {}
+    for slow in (1.0, 1.5):
+        script = Script(forever(2))
+        world = World([text("0" * 2000)], GPU, slow=slow)
+        simulate(world, script)
+        runs[slow] = world.clock_s, [timing.score_s for timing in script.timings[1:-2]]
+    assert runs[1.0][0] == runs[1.5][0]
+    (steady,) = set(runs[1.0][1])
+    factors = [seconds / steady for seconds in runs[1.5][1]]
+    changes = sum(a != b for a, b in pairwise(factors))
+    assert {round(factor, 6) for factor in factors} == {1.0, 1.5}
+    assert 3 < changes < 30
 
 
 def test_a_tree_is_walked_by_the_ranks_of_what_is_right() -> None:
