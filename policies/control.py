@@ -101,20 +101,19 @@ class SpecControl:
         observation = self._observation(candidates)
         self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
         choice, self._budget = self._policy(observation, self._budget)
-        self._held = self._hold(choice, observation, candidates, prefill)
-        return self._held.decision
-
-    def _hold(
-        self, choice: Choice, observation: Observation, candidates: Sequence[Candidate], prefill: int
-    ) -> HeldChoice:
+        self._held = self._hold(choice, observation, candidates)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
+        return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prefill) + drafts_s)
+
+    def _hold(self, choice: Choice, observation: Observation, candidates: Sequence[Candidate]) -> HeldChoice:
+        """The choice for the rounds behind the next one. They read neither its prompts nor its gaps."""
         decision = Decision(
             choice.ks.tolist(),
             list(choice.shapes),
             list(choice.reasons),
             observation.survival[:, 0].tolist(),
             choice.confidence,
-            self._prompts_s(len(candidates), prefill) + drafts_s,
+            seconds(observation, choice.ks, choice.shapes),
             expected_tokens(observation, choice.ks, choice.shapes),
         )
         places = {candidate.handle: place for place, candidate in enumerate(candidates)}

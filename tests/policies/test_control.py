@@ -326,6 +326,18 @@ def test_expectations_are_of_those_for_whom_they_were_made() -> None:
     assert (one.tokens, one.seconds) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("gap", "prefill"), [(400, 0), (1, 4_000)])
+def test_a_choice_that_is_used_again_expects_neither_prompts_nor_gaps(gap: int, prefill: int) -> None:
+    reading = [Timing(b, b, 1, 0, 1, 64 * b, 1e-4 + 64e-5 * b, 1e-3 + 4e-5 * b, 0.0) for b in (1, 2, 4, 8)]
+    policy = SpecControl(PolicyConfig("fixed", k=4), DEPTH, [*timings(), *reading])
+    first = policy.plan([candidate(gap=gap)], prefill)
+    again = policy.plan([candidate()])
+    usual = anew(policy, [candidate()], 0).seconds
+    assert first.seconds > 2 * usual
+    assert again.ks == first.ks
+    assert again.seconds == pytest.approx(usual, rel=0.1)
+
+
 def test_a_crowd_that_joins_makes_a_new_choice_due() -> None:
     policy = control()
     play(policy, [True], 40)
