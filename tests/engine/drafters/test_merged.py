@@ -157,7 +157,7 @@ def test_models_draw_with_noise_of_their_own(pair: Pair) -> None:
 # --- the memory ------------------------------------------------------------------------------------------------------
 
 
-def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 12) -> Drive:
+def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 16) -> Drive:
     """Random prompts, drafters of the models, verifiers, temperatures, trees, arrivals and cancels."""
     rng = random.Random(seed)
     arrivals: dict[int, list[Request]] = {}
@@ -167,10 +167,11 @@ def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 12) -> Drive:
             temperature=rng.choice((0.0, 0.7, 1.0)), seed=rng.randrange(1000), max_tokens=rng.randint(1, 24)
         )
         prompt = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 2, 5, 17, 40, 60))))
-        verifier: Verifier = rng.choice(("match", "rejection", "block"))
-        tree = rng.choice((None, None, (2, 2))) if verifier != "block" else None
-        request = Request(f"r{i}", prompt, params, tree=tree, k=rng.choice((0, 1, 4, 9)) if tree is None else None)
-        drafter: DrafterName = rng.choice(("merged", "merged", "model"))
+        # The first model drafts alone under block, and where a tree is given.
+        verifier: Verifier = rng.choice(("match", "match", "match", "rejection", "rejection", "block"))
+        tree = rng.choice((None, None, None, None, (2, 2))) if verifier != "block" else None
+        request = Request(f"r{i}", prompt, params, tree=tree, k=rng.choice((0, 4, 9, 9)) if tree is None else None)
+        drafter: DrafterName = rng.choice(("merged", "merged", "merged", "merged", "model"))
         arrivals.setdefault(rng.randint(0, 12), []).append(replace(request, verifier=verifier, drafter=drafter))
         if rng.random() < 0.3:
             cancels.setdefault(rng.randint(3, 20), []).append(f"r{i}")
