@@ -193,7 +193,7 @@ class EngineWorker:
             answers.put(self.engine.put_draft(new))
         except Exception as error:
             answers.put(error)
-        self._audited = False
+        self._audited, self._calm_s = False, CALM_S
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Healthy: the thread runs, progress is recent, and not all last steps failed."""

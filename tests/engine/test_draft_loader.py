@@ -259,6 +259,7 @@ def test_an_idle_engine_profiles_after_a_swap(
         return True
 
     monkeypatch.setattr(engine, "repeat_profile", repeat_profile)
+    worker._calm_s = 1e6  # requests have interrupted the profile of the draft before
     gate.open.release(100)
     worker.change_draft(other).result(PATIENCE_S)
     assert profiled.wait(PATIENCE_S)
