@@ -26,7 +26,7 @@ from engine.models.attention import Span
 from engine.models.decoder import WatchedStates
 from engine.models.feeds import Feed
 from engine.models.padded_pass import PaddedPlans
-from engine.models.paged_attention import PagedAttention
+from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
 from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
@@ -135,7 +135,7 @@ class CapturedVerdict:
             for i, (handle, count) in enumerate(self._counts.items())
         ]
         plans = PaddedPlans([*slots, *[None] * rest], storage, staging)
-        windows = target.decoder.config.traits.windows if self._shapes else None
+        windows = cutting_windows(target.decoder.config.traits.windows, self._depth) if self._shapes else None
         self._plan = plans.put([*spans, *[None] * rest], 1 + self._depth, windows=windows)
         self._attention = PagedAttention(self._plan, storage)
         self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])

@@ -55,7 +55,7 @@ class GapPass:
         last = slice(self._width - 1, None, self._width)
         return self._runner.chains.run(self.ids.tensor, self._attention, last, None)
 
-    def put(self, spans: Seq[Span | None], rows: int, windows: Seq[int | None] | None = None) -> PagedAttention:
+    def put(self, spans: Seq[Span | None], rows: int, windows: Seq[int] | None = None) -> PagedAttention:
         """A later pass over the same sequences, as PaddedPlans.put."""
         return PagedAttention(self._plans.put(spans, rows, windows=windows), self._storage)
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import GapPass
-from engine.drafters.model_trees import NO_NODE, FedTree, Node
+from engine.drafters.model_trees import NO_NODE, FedTree
 from engine.drafters.tree_draws import TreeDraws
 from engine.models.attention import Span
-from engine.models.paged_attention import PagedAttention
+from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
 from engine.staging import Staged
 from engine.trees import Parents
@@ -41,8 +41,7 @@ class CapturedTreeDraft:
         trees = self._draws.trees
         self._fed = {i: FedTree(trees.shapes[i]) for i, k in enumerate(ks) if k}
         self.fed = {i: self._fed[i] for i in shapes}  # by index in the batch: the nodes that the model will have read
-        levels = zip(trees.levels, trees.levels[1:], strict=False)
-        self._levels = [self._put_level(above, level) for above, level in levels]
+        self._levels = [self._put_level(number) for number in range(1, len(trees.levels))]
         self._carried: Tensor | None = None  # of the nodes of the latest level
         self._key = runner.staging.layout
 
@@ -72,8 +71,10 @@ class CapturedTreeDraft:
         states, self._carried = runner.chains.run(ids, level.attention, slice(None), before)
         return runner.decoder.logits(states)
 
-    def _put_level(self, above: Seq[Node], level: Seq[Node]) -> _Level:
+    def _put_level(self, number: int) -> _Level:
+        """number: of one of the trees' levels, whose nodes have as many drafts on their paths."""
         trees, staging = self._draws.trees, self._runner.staging
+        above, level = trees.levels[number - 1 : number + 1]
         row_of, nodes = {node: row for row, node in enumerate(above)}, {i: list[int]() for i in trees.shapes}
         places, parents = list[int](), list[int]()
         for i, node in level:
@@ -82,7 +83,8 @@ class CapturedTreeDraft:
             parents.append(row_of[i, trees.shapes[i][node]] if known else 0)
             nodes[i] += [node] if known else []
         spans = [self._span(i, own) for i, own in nodes.items()]
-        attention = self._gap.put(spans, len(level) // len(nodes), self._runner.decoder.config.traits.windows)
+        windows = cutting_windows(self._runner.decoder.config.traits.windows, number)
+        attention = self._gap.put(spans, len(level) // len(nodes), windows)
         return _Level(attention, staging.ints(places), staging.ints(parents))
 
     def _span(self, i: int, nodes: Seq[int]) -> Span | None:
