@@ -37,7 +37,7 @@ from engine.trees import Parents, chain, is_chain
 from engine.types import DrafterName
 from engine.verification import copy_to_host
 
-# Those whose drafts may be trees, or want what the target draws, without being asked.
+# Drafters that may draft trees, or want what the target draws, without being asked.
 BRANCHING: frozenset[DrafterName] = frozenset({"lookahead", "merged"})
 
 
@@ -95,8 +95,8 @@ def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tu
 
 
 def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
-    """Whether some drafts may be trees of any shape, or want what the target draws, without having been asked for it;
-    or whether they may come with laws from several drafters, which are put together elsewhere."""
+    """Whether the drafts' form is known only once they are drafted: a drafter may choose the shapes of its trees, may
+    want what the target draws, or may have laws that are merged with another drafter's."""
     drafters = {s.drafter for s, k in zip(batch.sequences, ks, strict=True) if k}
     with_laws = not all(s.coupled for s in batch.sequences)
     return (
@@ -159,7 +159,7 @@ class CapturedVerdict:
     def of(cls, batch: DraftBatch, draft: Draft, target: Runner) -> Self:
         """What decides about drafts that were not foreseen."""
         target.staging.begin_last_part()
-        # A sampler that puts its lists again: those that are put lie where the key does not tell.
+        # The round's sampler may have put lists already, and the key does not tell where. A new one puts them again.
         return cls(replace(batch, sampler=batch.sampler.on_trees({})), draft.ks, target, draft.trees)
 
     @property

@@ -94,8 +94,7 @@ class CapturedChains:
             if k
         }
         tokens = self._runner.run_captured(self._key, self._draw, counts)
-        drafting = [i for i, k in enumerate(self._ks) if k]
-        self._runner.chains.end([self._batch.sequences[i] for i in drafting], [self._ks[i] - 1 for i in drafting])
+        self._runner.chains.end([s for s, k in zip(self._batch.sequences, self._ks, strict=True) if k])
         # A copy, because another model's graph may run before the verification.
         draft = self._draws.draft(tokens[: len(self._ks)].clone())
         return replace(draft, read=sum(counts.values()), forwards=self._runner.take_forwards())

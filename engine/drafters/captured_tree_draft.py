@@ -53,7 +53,7 @@ class CapturedTreeDraft:
         read = {i: len(fed.nodes) for i, fed in self._fed.items()}
         counts = {sequence.handle: self._gap.gaps[i] + read[i] for i, sequence in drafting.items()}
         tokens = self._runner.run_captured(self._key, self._draw, counts)
-        self._runner.chains.end(list(drafting.values()), list(read.values()))
+        self._runner.chains.end(list(drafting.values()))
         # A copy, because another model's graph may run before the verification.
         draft = self._draws.draft(tokens[: len(self._ks)].clone())
         return replace(draft, read=sum(counts.values()), forwards=self._runner.take_forwards())
@@ -88,9 +88,10 @@ class CapturedTreeDraft:
         return _Level(attention, staging.ints(places), staging.ints(parents))
 
     def _span(self, i: int, nodes: Seq[int]) -> Span | None:
-        """Of these nodes of sequence i, behind those that were read before. None: it has none, or drafts nothing."""
-        slot, fed = self._gap.slots[i], self._fed.get(i)
-        if slot is None or fed is None or not nodes:
+        """Where these nodes of sequence i lie: behind those that were read before. None: there are no nodes."""
+        if not nodes:
             return None
+        slot, fed = self._gap.slots[i], self._fed[i]
+        assert slot is not None, "a sequence with nodes drafts"
         start = self._gap.ends[i] + len(fed.nodes)
         return Span.at(slot, start, len(nodes), fed.feed(self._batch.sequences[i], nodes).parents)

@@ -17,7 +17,7 @@ from engine.trees import Parents, depths
 
 
 def owner_of(states: TargetStates) -> int:
-    """Whose graphs the heads that read these states are (graphs.Key): no runner has such a number."""
+    """The owner of the graphs of heads that read these states (graphs.Key). Runners have numbers from 0 on."""
     return -1 - states.number
 
 
