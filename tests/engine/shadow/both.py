@@ -66,6 +66,8 @@ class Both:
         for place, overlaps in self.cpu.overlaps.items():
             assert self.shadow.overlaps[place] == pytest.approx(overlaps, abs=2 / OVERLAP_SCALE), place
         assert self.shadow.run.accepted == self.cpu.run.accepted
+        read = [[step.draft_tokens for step in told.run.steps] for told in (self.cpu, self.shadow)]
+        assert read[0] == read[1], "the drafts read other tokens"
 
     def check_drafts(self, *groups: Seq[str]) -> None:
         """Raise AssertionError unless each group of requests got drafts, and some of them were accepted. No group: all

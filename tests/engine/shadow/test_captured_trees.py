@@ -294,6 +294,24 @@ def test_windows_cut_the_paths_that_a_draft_model_reads(tmp_path: Path, emulator
     assert watch.drawn > 4
 
 
+@pytest.mark.parametrize("how", [{"tree": (64,)}, {"k": 66, "drafter": "merged"}])
+def test_trees_of_too_many_nodes_are_verified_operation_by_operation(
+    pair: Pair, drafts: tuple[str, str], emulator: Emulator, watch: Watch, how: dict[str, Any]
+) -> None:
+    """Paged attention has a bit for each of 63 nodes."""
+    settings = {"max_spec_length": 66, "max_model_len": 96, "kv_tokens": 1600, "prefill_chunk": 200}
+
+    def act(engine: Engine, step: int) -> None:
+        if step == 3:
+            engine.cancel("wide")
+
+    request = Request("wide", (20, 21, 22), replace(PARAMS, max_tokens=80), **how)
+    both = run(pair, [request], act=act, drafts=drafts, **settings)
+    both.check()
+    assert both.shadow.run.drafted > 63
+    assert all(len(shape) <= 63 for shapes in watch.shapes.values() for (shape,) in shapes)
+
+
 @pytest.mark.parametrize("heads", [False, True])
 def test_captures_that_fail_cost_the_graphs_only(pair: Pair, tmp_path: Path, monkeypatch: Patch, heads: bool) -> None:
     def refusing(memory: Any, region: Any, *, fresh: bool) -> Any:
