@@ -26,7 +26,7 @@ from engine.models.attention import Span
 from engine.models.decoder import WatchedStates
 from engine.models.feeds import Feed
 from engine.models.padded_pass import PaddedPlans
-from engine.models.paged_attention import PagedAttention
+from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
 from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
@@ -37,7 +37,7 @@ from engine.trees import Parents, chain, is_chain
 from engine.types import DrafterName
 from engine.verification import copy_to_host
 
-# Those whose drafts may be trees, or want what the target draws, without being asked.
+# Drafters that may draft trees, or want what the target draws, without being asked.
 BRANCHING: frozenset[DrafterName] = frozenset({"lookahead", "merged"})
 
 
@@ -95,8 +95,8 @@ def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tu
 
 
 def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
-    """Whether some drafts may be trees of any shape, or want what the target draws, without having been asked for it;
-    or whether they may come with laws from several drafters, which are put together elsewhere."""
+    """Whether the drafts' form is known only once they are drafted: a drafter may choose the shapes of its trees, may
+    want what the target draws, or may have laws that are merged with another drafter's."""
     drafters = {s.drafter for s, k in zip(batch.sequences, ks, strict=True) if k}
     with_laws = not all(s.coupled for s in batch.sequences)
     return (
@@ -135,7 +135,7 @@ class CapturedVerdict:
             for i, (handle, count) in enumerate(self._counts.items())
         ]
         plans = PaddedPlans([*slots, *[None] * rest], storage, staging)
-        windows = target.decoder.config.traits.windows if self._shapes else None
+        windows = cutting_windows(target.decoder.config.traits.windows, self._depth) if self._shapes else None
         self._plan = plans.put([*spans, *[None] * rest], 1 + self._depth, windows=windows)
         self._attention = PagedAttention(self._plan, storage)
         self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])
@@ -159,7 +159,7 @@ class CapturedVerdict:
     def of(cls, batch: DraftBatch, draft: Draft, target: Runner) -> Self:
         """What decides about drafts that were not foreseen."""
         target.staging.begin_last_part()
-        # A sampler that puts its lists again: those that are put lie where the key does not tell.
+        # The round's sampler may have put lists already, and the key does not tell where. A new one puts them again.
         return cls(replace(batch, sampler=batch.sampler.on_trees({})), draft.ks, target, draft.trees)
 
     @property

@@ -177,7 +177,8 @@ class RoundNumbers:
         return staged
 
     def index(self, values: Sequence[int]) -> Staged:
-        """These numbers themselves, for an index."""
+        """These numbers themselves, for an index. Equal numbers are put once. A graph must not read them: the layout
+        does not tell which lists happened to be equal."""
         return self.ints(tuple(values), lambda: values)
 
     def floats(self, name: Hashable, make: Callable[[], Sequence[float]]) -> Staged:

@@ -349,7 +349,7 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
     decided = [torch.stack(columns, 1), draft.tokens[:, :depth]] if verdict.table is None else [verdict.table]
     parts = [*decided, *drawn, *overlaps]
     rows = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).tolist()  # the round's one copy
-    end = 3 + depth
+    end = sum(part.shape[1] for part in decided)
     first_overlap = end + sum(part.shape[1] for part in drawn)
     drafts = [row[3 : 3 + k] for row, k in zip(rows, draft.ks, strict=True)]
     paths = {i: path(parents, rows[i][0] - 1) for i, parents in draft.trees.items()}

@@ -55,7 +55,7 @@ class GapPass:
         last = slice(self._width - 1, None, self._width)
         return self._runner.chains.run(self.ids.tensor, self._attention, last, None)
 
-    def put(self, spans: Seq[Span | None], rows: int, windows: Seq[int | None] | None = None) -> PagedAttention:
+    def put(self, spans: Seq[Span | None], rows: int, windows: Seq[int] | None = None) -> PagedAttention:
         """A later pass over the same sequences, as PaddedPlans.put."""
         return PagedAttention(self._plans.put(spans, rows, windows=windows), self._storage)
 
@@ -94,8 +94,7 @@ class CapturedChains:
             if k
         }
         tokens = self._runner.run_captured(self._key, self._draw, counts)
-        drafting = [i for i, k in enumerate(self._ks) if k]
-        self._runner.chains.end([self._batch.sequences[i] for i in drafting], [self._ks[i] - 1 for i in drafting])
+        self._runner.chains.end([s for s, k in zip(self._batch.sequences, self._ks, strict=True) if k])
         # A copy, because another model's graph may run before the verification.
         draft = self._draws.draft(tokens[: len(self._ks)].clone())
         return replace(draft, read=sum(counts.values()), forwards=self._runner.take_forwards())

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import GapPass
-from engine.drafters.model_trees import NO_NODE, FedTree, Node
+from engine.drafters.model_trees import NO_NODE, FedTree
 from engine.drafters.tree_draws import TreeDraws
 from engine.models.attention import Span
-from engine.models.paged_attention import PagedAttention
+from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
 from engine.staging import Staged
 from engine.trees import Parents
@@ -41,8 +41,7 @@ class CapturedTreeDraft:
         trees = self._draws.trees
         self._fed = {i: FedTree(trees.shapes[i]) for i, k in enumerate(ks) if k}
         self.fed = {i: self._fed[i] for i in shapes}  # by index in the batch: the nodes that the model will have read
-        levels = zip(trees.levels, trees.levels[1:], strict=False)
-        self._levels = [self._put_level(above, level) for above, level in levels]
+        self._levels = [self._put_level(number) for number in range(1, len(trees.levels))]
         self._carried: Tensor | None = None  # of the nodes of the latest level
         self._key = runner.staging.layout
 
@@ -54,7 +53,7 @@ class CapturedTreeDraft:
         read = {i: len(fed.nodes) for i, fed in self._fed.items()}
         counts = {sequence.handle: self._gap.gaps[i] + read[i] for i, sequence in drafting.items()}
         tokens = self._runner.run_captured(self._key, self._draw, counts)
-        self._runner.chains.end(list(drafting.values()), list(read.values()))
+        self._runner.chains.end(list(drafting.values()))
         # A copy, because another model's graph may run before the verification.
         draft = self._draws.draft(tokens[: len(self._ks)].clone())
         return replace(draft, read=sum(counts.values()), forwards=self._runner.take_forwards())
@@ -72,8 +71,10 @@ class CapturedTreeDraft:
         states, self._carried = runner.chains.run(ids, level.attention, slice(None), before)
         return runner.decoder.logits(states)
 
-    def _put_level(self, above: Seq[Node], level: Seq[Node]) -> _Level:
+    def _put_level(self, number: int) -> _Level:
+        """number: of one of the trees' levels, whose nodes have as many drafts on their paths."""
         trees, staging = self._draws.trees, self._runner.staging
+        above, level = trees.levels[number - 1 : number + 1]
         row_of, nodes = {node: row for row, node in enumerate(above)}, {i: list[int]() for i in trees.shapes}
         places, parents = list[int](), list[int]()
         for i, node in level:
@@ -82,13 +83,15 @@ class CapturedTreeDraft:
             parents.append(row_of[i, trees.shapes[i][node]] if known else 0)
             nodes[i] += [node] if known else []
         spans = [self._span(i, own) for i, own in nodes.items()]
-        attention = self._gap.put(spans, len(level) // len(nodes), self._runner.decoder.config.traits.windows)
+        windows = cutting_windows(self._runner.decoder.config.traits.windows, number)
+        attention = self._gap.put(spans, len(level) // len(nodes), windows)
         return _Level(attention, staging.ints(places), staging.ints(parents))
 
     def _span(self, i: int, nodes: Seq[int]) -> Span | None:
-        """Of these nodes of sequence i, behind those that were read before. None: it has none, or drafts nothing."""
-        slot, fed = self._gap.slots[i], self._fed.get(i)
-        if slot is None or fed is None or not nodes:
+        """Where these nodes of sequence i lie: behind those that were read before. None: there are no nodes."""
+        if not nodes:
             return None
+        slot, fed = self._gap.slots[i], self._fed[i]
+        assert slot is not None, "a sequence with nodes drafts"
         start = self._gap.ends[i] + len(fed.nodes)
         return Span.at(slot, start, len(nodes), fed.feed(self._batch.sequences[i], nodes).parents)

@@ -190,7 +190,8 @@ class TreeDraft:
 
     def _plan_children(self, level: Seq[Node], parents: list[int], rows: Seq[int], *, with_law: bool) -> _Children:
         found = [(i, self._children[i].get(node, [])) for i, node in (level[n] for n in parents)]
-        picked, width, put = [rows[n] for n in parents], max(len(nodes) for _, nodes in found), self._sampler.numbers
+        picked, width = [rows[n] for n in parents], max(len(nodes) for _, nodes in found)
+        put = self._sampler.numbers.staging.ints
         if self._padded:
             found = [(i, [*nodes, *[self.size - 1] * (width - len(nodes))]) for i, nodes in found]
         places = [(i, node) for i, nodes in found for node in nodes]
@@ -203,9 +204,9 @@ class TreeDraft:
             parents,
             picked,
             width,
-            put.index(sources) if len(sources) < len(parents) * width else None,
-            put.index([i * self.size + node for i, node in places]),
-            put.index([self._law_rows[i] * self.size + node for i, node in places]) if with_law else None,
+            put(sources) if len(sources) < len(parents) * width else None,
+            put([i * self.size + node for i, node in places]),
+            put([self._law_rows[i] * self.size + node for i, node in places]) if with_law else None,
         )
 
     def _draw_children(self, level: _LevelDraw, logits: Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.drafters.model_trees import NO_NODE, ReadLevel, TreeDraft
+from engine.drafters.model_trees import ReadLevel, TreeDraft
 from engine.sequence import PADDING
 from engine.trees import Parents, chain
 
@@ -35,6 +35,5 @@ class TreeDraws:
 
     def draft(self, tokens: Tensor) -> Draft:
         """The round's draft, given what the graph has drawn."""
-        levels = self.trees.levels
-        read = sum(node != NO_NODE and any(self._ks[i : i + 1]) for level in levels for i, node in level)
-        return Draft(self._ks, tokens[: len(self._ks)], trees=self._shapes, steps=len(levels), read=read)
+        nodes = sum(len(set(parents)) for parents in self.trees.shapes.values())  # that have children, with the roots
+        return Draft(self._ks, tokens[: len(self._ks)], trees=self._shapes, steps=len(self.trees.levels), read=nodes)

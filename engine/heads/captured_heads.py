@@ -12,12 +12,12 @@ from engine.drafters.tree_draws import TreeDraws
 from engine.heads.state_heads import HeadRun, StateHeads
 from engine.heads.states import TargetStates
 from engine.heads.tree_levels import TreeLevels
-from engine.staging import RoundNumbers
+from engine.staging import Staging
 from engine.trees import Parents, depths
 
 
 def owner_of(states: TargetStates) -> int:
-    """Whose graphs the heads that read these states are (graphs.Key): no runner has such a number."""
+    """The owner of the graphs of heads that read these states (graphs.Key). Runners have numbers from 0 on."""
     return -1 - states.number
 
 
@@ -53,7 +53,7 @@ class CapturedHeads:
         self._rows, self._tokens = staging.ints([*rows, *[states.unread] * rest]), staging.ints([*tokens, *[0] * rest])
         self._draws: _Chains | _Trees
         if shapes:
-            self._draws = _Trees(TreeDraws(batch, ks, shapes, vocab), batch.sampler.numbers)
+            self._draws = _Trees(TreeDraws(batch, ks, shapes, vocab), staging)
         else:
             self._draws = _Chains(ks, ChainDraws(batch, ks, vocab, states.dtype, self._owner, rank))
         self._key = staging.layout
@@ -90,9 +90,9 @@ class _Chains:
 
 
 class _Trees:
-    def __init__(self, draws: TreeDraws, numbers: RoundNumbers) -> None:
+    def __init__(self, draws: TreeDraws, staging: Staging) -> None:
         self.depth = max(max(depths(shape), default=0) for shape in draws.trees.shapes.values())
-        self._levels = TreeLevels(draws.trees, numbers)
+        self._levels = TreeLevels(draws.trees, staging)
         self._draws = draws
         self.draft = draws.draft
 

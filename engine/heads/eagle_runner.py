@@ -280,9 +280,9 @@ class HeadChains(ChainPasses):
         hidden = head.forward(ids, states, attention)[rows]
         return hidden, head.carry(hidden)
 
-    def end(self, sequences: Seq[Sequence], fed: Seq[int]) -> None:
-        for sequence, drafts in zip(sequences, fed, strict=True):
-            self._runner.states.skip(sequence.handle, self._runner.next_position(sequence) - drafts)
+    def end(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:  # the head has read all states of the committed tokens
+            self._runner.states.skip(sequence.handle, self._runner.next_position(sequence))
 
 
 def _take(table: Tensor | None, rows: Staged | None) -> Tensor:

@@ -158,7 +158,7 @@ class StateDrafter:
     def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeLevels]:
         self._put_start(batch, list(shapes))
         draft = TreeDraft(batch, shapes, self._vocab, self._device)
-        return draft, TreeLevels(draft, batch.sampler.numbers)
+        return draft, TreeLevels(draft, batch.sampler.numbers.staging)
 
     def _put_start(self, batch: DraftBatch, indices: Seq[int]) -> tuple[Staged, Staged]:
         """(rows of the states, last tokens) of these sequences."""

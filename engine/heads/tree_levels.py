@@ -6,21 +6,22 @@ from torch import Tensor
 
 from engine.drafters.model_trees import NO_NODE, TreeDraft
 from engine.heads.state_heads import HeadRun
-from engine.staging import RoundNumbers, Staged
+from engine.staging import Staged, Staging
 
 
 class TreeLevels:
     """Gives the logits behind a tree's nodes, level by level (ReadLevel)."""
 
-    def __init__(self, draft: TreeDraft, numbers: RoundNumbers) -> None:
+    def __init__(self, draft: TreeDraft, staging: Staging) -> None:
         """Puts what all levels need on its way to the device."""
         self.run: HeadRun | None = None  # set before the first level is read
         self._levels: list[tuple[Staged, Staged]] = []  # the rows of the level above; where the nodes' drafts stand
         self._sizes = [len(level) for level in draft.levels]
         for above, level in pairwise(draft.levels):
             rows = {node: row for row, node in enumerate(above)}
-            parents = numbers.index([0 if node == NO_NODE else rows[i, draft.shapes[i][node]] for i, node in level])
-            self._levels.append((parents, numbers.index([i * draft.size + max(0, node) for i, node in level])))
+            parents = [0 if node == NO_NODE else rows[i, draft.shapes[i][node]] for i, node in level]
+            places = [i * draft.size + max(0, node) for i, node in level]
+            self._levels.append((staging.ints(parents), staging.ints(places)))
         self.steps, self.read = 1, self._sizes[0]
 
     def __call__(self, number: int, drafts: Tensor) -> Tensor:

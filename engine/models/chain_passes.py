@@ -36,5 +36,5 @@ class ChainPasses:
         left for the rows of this one; None: this is the first. A part of the region of a graph."""
         return self._decoder.forward(ids, attention)[rows], None
 
-    def end(self, sequences: Seq[Sequence], fed: Seq[int]) -> None:
-        """All passes are asked for. fed: drafts of each of these sequences that the cache now holds."""
+    def end(self, sequences: Seq[Sequence]) -> None:
+        """All passes over these sequences are asked for."""

@@ -35,12 +35,13 @@ class PaddedPlans:
         self._shapes: dict[int, tuple[Staged, Staged]] = {}  # rows per sequence → (first rows, owners)
 
     def put(
-        self, spans: Seq[Span | None], rows: int, *, at_end: bool = False, windows: Seq[int | None] | None = None
+        self, spans: Seq[Span | None], rows: int, *, at_end: bool = False, windows: Seq[int] | None = None
     ) -> PagedPlan:
         """The plan of a pass with `rows` rows of each sequence, on its way to the device. None: it has no tokens.
 
-        at_end: a sequence's tokens have the last of its rows, not the first. windows: of the model's layers, for a pass
-        that holds trees; None: it holds chains only. The shapes of trees are numbers: the plan of others is alike.
+        at_end: a sequence's tokens have the last of its rows, not the first. windows: those that may cut a path of a
+        tree (cutting_windows); None: the pass holds chains only. The shapes of trees are numbers, so all trees have the
+        same plan.
         """
         positions: list[int] = []
         cache_rows: list[int] = []
@@ -66,12 +67,10 @@ class PaddedPlans:
             None if windows is None else self._put_trees(spans, rows, windows),
         )
 
-    def _put_trees(self, spans: Seq[Span | None], rows: int, windows: Seq[int | None]) -> PagedTrees:
-        """What the rows see, of which a sequence's first ones are its tokens. No path is longer than `rows` − 1 nodes,
-        so wider windows cut none."""
+    def _put_trees(self, spans: Seq[Span | None], rows: int, windows: Seq[int]) -> PagedTrees:
+        """What the rows see. A sequence's first rows are its tokens."""
         self._staging.note("trees")
-        cutting = sorted({window for window in windows if window is not None and window < rows})
-        visible, paths = list[int](), {window: list[int]() for window in (None, *cutting)}
+        visible, paths = list[int](), {window: list[int]() for window in (None, *windows)}
         for span in spans:
             own = [] if span is None else span.last_visible()
             visible += [*own, *[own[-1] if own else 0] * (rows - len(own))]
@@ -81,7 +80,7 @@ class PaddedPlans:
             self._staging.ints(visible),
             self._staging.int32s([0 if span is None else span.base for span in spans]),
             self._staging.ints(paths[None]),
-            {window: self._staging.ints(paths[window]) for window in cutting},
+            {window: self._staging.ints(paths[window]) for window in windows},
         )
 
     def _shape(self, sequences: int, rows: int) -> tuple[Staged, Staged]:

@@ -72,14 +72,18 @@ class PagedPlan:
 def _trees(spans: Sequence[Span], staging: Staging, windows: Sequence[int | None]) -> PagedTrees | None:
     if all(s.parents is None for s in spans):
         return None
-    depth = max(max(depths(s.parents)) for s in spans if s.parents is not None)
-    cutting = sorted({window for window in windows if window is not None and window <= depth})
+    cutting = cutting_windows(windows, max(max(depths(s.parents)) for s in spans if s.parents is not None))
     return PagedTrees(
         staging.ints([place for s in spans for place in s.last_visible()]),
         staging.int32s([s.base for s in spans]),
         staging.ints([bits for s in spans for bits in path_bits_of(s, None)]),
         {window: staging.ints([bits for s in spans for bits in path_bits_of(s, window)]) for window in cutting},
     )
+
+
+def cutting_windows(windows: Sequence[int | None], depth: int) -> list[int]:
+    """Those of a model's windows that cut a path of `depth` nodes."""
+    return sorted({window for window in windows if window is not None and window < depth})
 
 
 class PagedAttention:

@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import pytest
+
 from engine import engine as engine_module
 from engine import load as load_module
+from engine.drafters.base import DraftBatch
 from engine.engine import Engine
+from engine.sampling.acceptance import OVERLAP_SCALE, Verdict
 from engine.types import Request, TokenLogprob
 from tests.engine.driving import Drive, drive
 from tests.engine.sampling.test_logprobs import equal
@@ -25,6 +29,8 @@ class Told:
 
     run: Drive = field(default_factory=Drive)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)  # of prompt and output, by request
+    drafts: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # by request and tokens of its text
+    overlaps: dict[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)  # by the same
     warnings: list[str] = field(default_factory=list)
 
     def drafted(self, name: str) -> int:
@@ -56,8 +62,12 @@ class Both:
         assert self.shadow.logprobs.keys() == self.cpu.logprobs.keys()
         for name, entries in self.cpu.logprobs.items():
             assert equal(self.shadow.logprobs[name], entries), name
-        assert self.shadow.run.drafted == self.cpu.run.drafted
+        assert self.shadow.drafts == self.cpu.drafts, "the drafts differ"
+        for place, overlaps in self.cpu.overlaps.items():
+            assert self.shadow.overlaps[place] == pytest.approx(overlaps, abs=2 / OVERLAP_SCALE), place
         assert self.shadow.run.accepted == self.cpu.run.accepted
+        read = [[step.draft_tokens for step in told.run.steps] for told in (self.cpu, self.shadow)]
+        assert read[0] == read[1], "the drafts read other tokens"
 
     def check_drafts(self, *groups: Seq[str]) -> None:
         """Raise AssertionError unless each group of requests got drafts, and some of them were accepted. No group: all
@@ -91,7 +101,13 @@ def without_measurements() -> Iterator[None]:
 
 
 def _listen(engine: Engine, arrivals: Arrivals, act: Callable[[Engine, int], None]) -> Told:
-    told, steps, step = Told(), [0], engine.step
+    told, steps, step, observe = Told(), [0], engine.step, engine.drafter.observe
+
+    def observing(batch: DraftBatch, verdict: Verdict) -> None:
+        for i, sequence in enumerate(batch.sequences):
+            name = sequence.request_id, len(sequence.tokens)
+            told.drafts[name], told.overlaps[name] = verdict.drafts[i], verdict.overlaps[i]
+        observe(batch, verdict)
 
     def listening() -> engine_module.StepResult:
         result = step()
@@ -104,7 +120,8 @@ def _listen(engine: Engine, arrivals: Arrivals, act: Callable[[Engine, int], Non
         act(engine, steps[0])
         steps[0] += 1
 
-    with _logged() as told.warnings, patch.object(engine, "step", listening):
+    listeners = patch.object(engine, "step", listening), patch.object(engine.drafter, "observe", observing)
+    with _logged() as told.warnings, listeners[0], listeners[1]:
         told.run = drive(engine, arrivals, after_step=after_step)
     return told
 

@@ -138,6 +138,23 @@ def test_trees_of_heads_without_memory(
     assert len(replayed) > 4
 
 
+def test_levels_whose_numbers_happen_to_be_equal_do_not_change_the_graph(
+    pair: Pair, emulator: Emulator, replayed: list[int], tmp_path: Path
+) -> None:
+    """Beside a tree that goes four drafts deep, chains of other lengths have other rows of padding."""
+    saved = save_heads(tmp_path / "heads", random_mlp(count=4), **mlp_config(count=4))
+    params = replace(PARAMS, max_tokens=16, **LOOP)
+    arrivals = {
+        24 * n: [
+            Request(f"tree{n}", (20, 21, 22), replace(params, seed=n), tree=(1, 1, 1, 2)),
+            Request(f"chain{n}", (21, 22, 23), replace(params, seed=9 + n), k=k),
+        ]
+        for n, k in enumerate((3, 2, 1))
+    }
+    run(Pair(pair.target, str(saved)), arrivals, max_spec_length=5, block_size=32).check()
+    assert len(replayed) > 8
+
+
 def test_trees_of_heads_that_grow_are_drawn_operation_by_operation(
     heads: Pair, emulator: Emulator, replayed: list[int]
 ) -> None:

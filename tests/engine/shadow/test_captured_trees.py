@@ -26,7 +26,7 @@ from engine.types import DrafterName, Request
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import random_medusa, save_heads
 from tests.engine.kernels.faults import in_proofs
-from tests.engine.models.families import CASES, random_checkpoint
+from tests.engine.models.families import CASES, WINDOW, random_checkpoint
 from tests.engine.pairs import Pair
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.device import active
@@ -283,6 +283,35 @@ def test_windows_cut_the_paths_of_captured_trees(tmp_path: Path, emulator: Emula
     assert watch.replays > 4
 
 
+def test_windows_cut_the_paths_that_a_draft_model_reads(tmp_path: Path, emulator: Emulator, watch: Watch) -> None:
+    """They are longer than the window, and longer than the levels are wide."""
+    case = CASES["mistral"]
+    target = random_checkpoint(case, tmp_path / "target")
+    served = Pair(target, random_checkpoint(case, tmp_path / "draft", seed=8, like=target))
+    params, deep = replace(PARAMS, temperature=0.3, max_tokens=48), (2, *[1] * (WINDOW + 2))
+    settings: dict[str, Any] = {"max_spec_length": 24, "kv_tokens": 1600, "prefill_chunk": 100, "max_model_len": 96}
+    run(served, [Request("deep", (20, 21, 22), params, tree=deep)], block_size=32, **settings).check()
+    assert watch.drawn > 4
+
+
+@pytest.mark.parametrize("how", [{"tree": (64,)}, {"k": 66, "drafter": "merged"}])
+def test_trees_of_too_many_nodes_are_verified_operation_by_operation(
+    pair: Pair, drafts: tuple[str, str], emulator: Emulator, watch: Watch, how: dict[str, Any]
+) -> None:
+    """Paged attention has a bit for each of 63 nodes."""
+    settings = {"max_spec_length": 66, "max_model_len": 96, "kv_tokens": 1600, "prefill_chunk": 200}
+
+    def act(engine: Engine, step: int) -> None:
+        if step == 3:
+            engine.cancel("wide")
+
+    request = Request("wide", (20, 21, 22), replace(PARAMS, max_tokens=80), **how)
+    both = run(pair, [request], act=act, drafts=drafts, **settings)
+    both.check()
+    assert both.shadow.run.drafted > 63
+    assert all(len(shape) <= 63 for shapes in watch.shapes.values() for (shape,) in shapes)
+
+
 @pytest.mark.parametrize("heads", [False, True])
 def test_captures_that_fail_cost_the_graphs_only(pair: Pair, tmp_path: Path, monkeypatch: Patch, heads: bool) -> None:
     def refusing(memory: Any, region: Any, *, fresh: bool) -> Any:
@@ -344,9 +373,9 @@ def unforeseen_numbers_anywhere(patch: Patch) -> None:
 def every_node_behind_the_first(patch: Patch) -> None:
     put = CapturedTreeDraft._put_level
 
-    def putting(part: CapturedTreeDraft, above: Any, level: Any) -> Any:
-        found = put(part, above, level)
-        return replace(found, parents=part._runner.staging.ints([0] * len(level)))
+    def putting(part: CapturedTreeDraft, number: int) -> Any:
+        level = part._draws.trees.levels[number]
+        return replace(put(part, number), parents=part._runner.staging.ints([0] * len(level)))
 
     patch.setattr(CapturedTreeDraft, "_put_level", putting)
 
@@ -354,9 +383,9 @@ def every_node_behind_the_first(patch: Patch) -> None:
 def drafts_of_other_places(patch: Patch) -> None:
     put = CapturedTreeDraft._put_level
 
-    def putting(part: CapturedTreeDraft, above: Any, level: Any) -> Any:
-        found = put(part, above, level)
-        return replace(found, places=part._runner.staging.ints([1] * len(level)))
+    def putting(part: CapturedTreeDraft, number: int) -> Any:
+        level = part._draws.trees.levels[number]
+        return replace(put(part, number), places=part._runner.staging.ints([1] * len(level)))
 
     patch.setattr(CapturedTreeDraft, "_put_level", putting)
 

@@ -32,6 +32,7 @@ from engine.sampling.filters import truncates
 from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.staging import Staging
+from engine.trees import Growth
 from engine.types import DrafterName, Request, SamplingParams, Typical, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import load
@@ -362,6 +363,7 @@ def test_a_captured_round_is_prepared_once(
     both = run(pair, requests, drafts=drafts)
     both.check()
     both.check_drafts()
+    run(pair, [replace(requests[0], drafter="model", k=None, tree=Growth(3, 2))]).check()
     assert len(prepared) > 4
     assert set(prepared.values()) == {1}
 
