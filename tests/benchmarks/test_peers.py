@@ -81,22 +81,17 @@ def test_the_pool_ends_its_workers(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_that_is_ended_ends_its_workers(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from benchmarks.peers.installed import WorkerPool
-with WorkerPool(Path({str(tmp_path)!r})) as pool:
-    print(pool.start("echo", [sys.executable, "-c", {ECHO!r}], {{}}).first_reply["pid"], flush=True)
-    sys.stdin.read()
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as benchmark:
-        assert benchmark.stdout is not None
-        pid = int(benchmark.stdout.readline())
-        wait_for_state(pid, "T")
-        benchmark.terminate()
-        assert benchmark.wait(60) == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{pid}").exists()
+    before, pids = signal.getsignal(signal.SIGTERM), list[int]()
+
+    def benchmark() -> None:
+        with WorkerPool(tmp_path) as pool:
+            pids.append(pool.start("echo", [sys.executable, "-c", ECHO], {}).first_reply["pid"])
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        benchmark()
+    assert not Path(f"/proc/{pids[0]}").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def options(**changes: object) -> argparse.Namespace:
