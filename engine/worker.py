@@ -28,7 +28,7 @@ from policies.config import PolicyConfig
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5  # an idle engine updates its heartbeat this often
-CALM_S = 1.0  # an engine is idle for so long, at first, before rounds are measured again
+CALM_S = 1.0  # the first calm: clients that ask one question after the other leave less time between two
 STALL_STEPS = 4.0  # the engine is stalled after the time of this many of its longest steps without progress
 LONGEST_STEP_DECAY = 0.97  # of the longest step, per step: it counts half after 23 steps
 MAX_FAILURES = 3  # failed steps in a row after which the engine is not healthy
@@ -75,7 +75,7 @@ class EngineWorker:
         self._longest_step_s = 0.0  # of the steps so far, decaying
         self._audited = True  # whether an audit has run since the last step
         self._idle_since = time.monotonic()
-        self._calm_s = CALM_S
+        self._calm_s = CALM_S  # how long the engine must have been idle before rounds are measured again
         self._failures = 0  # failed steps since the last one that fed a token
         self._drafts = DraftLoader(lambda: engine.config.draft, engine.load_draft, self._put_draft)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -266,7 +266,7 @@ class EngineWorker:
         """One step of the engine, or what an idle engine does."""
         if not self.engine.has_work:
             self._progressed_at = time.monotonic()
-            self._rest()
+            self._idle()
             return
         began = time.monotonic()
         try:
@@ -290,7 +290,7 @@ class EngineWorker:
         self._publish(result.outputs, result.stats)
         self._audited = False
         if not unfinished:
-            self._rest()
+            self._idle()
 
     def _learn(self, result: StepResult) -> None:
         """Update what admission knows: the work that is left of each request, and the speed of a full engine."""
@@ -304,7 +304,7 @@ class EngineWorker:
                 work_s = self._work.seconds(stats.prefill_tokens, stats.emitted)
                 self._admission.worked(work_s, stats.step_us / 1e6)
 
-    def _rest(self) -> None:
+    def _idle(self) -> None:
         """While no command waits: audit the caches once after work, and measure rounds again where that is due.
 
         An audit takes half a microsecond per block. If it raises, the thread ends, health reports it, and Serve

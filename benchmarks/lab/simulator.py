@@ -132,8 +132,8 @@ class World:
     """Requests, in the order in which they start, on a machine.
 
     noise: σ of the logarithm of measured over true seconds; the clock shows the true ones. broken: rounds, from 0, in
-    which every draft is wrong. slow: factor on the measured seconds in every other phase; a phase lasts 200 rounds in
-    the mean.
+    which every draft is wrong. slow: factor on the measured seconds in every other phase; a phase lasts PHASE rounds
+    in the mean.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def _trees(spans: Sequence[Span], staging: Staging, windows: Sequence[int | None
 
 
 def cutting_windows(windows: Sequence[int | None], depth: int) -> list[int]:
-    """Those of a model's windows that cut a path of `depth` nodes."""
+    """Return the windows of a model that cut a path of `depth` nodes, in ascending order."""
     return sorted({window for window in windows if window is not None and window < depth})
 
 
