@@ -31,7 +31,7 @@ from benchmarks.stats import table
 from engine.config import EngineConfig
 from engine.drafters.base import DraftBatch
 from engine.drafters.chain import ChainedDrafter
-from engine.load import make_drafters
+from engine.loading.load import make_drafters
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.acceptance import Verdict
 from engine.sampling.sampler import Sampler

@@ -21,9 +21,9 @@ import torch
 from benchmarks import common
 from benchmarks.stats import table
 from engine.config import DTYPES, EngineConfig
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.models.runner import Runner
-from engine.profiling import ConstantDrafter
+from engine.profiling.round_profile import ConstantDrafter
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence, scratch_sequence

@@ -36,8 +36,8 @@ from benchmarks.measure import timed_run
 from benchmarks.stats import median_ratio
 from cache.layout import Layout
 from engine.config import WeightForm
-from engine.host_memory import keep_freed_memory
 from engine.llm import LLM
+from engine.memory.host import keep_freed_memory
 from engine.models.feeds import Feed
 from engine.models.int8_products import Int8Weight
 from engine.models.linear import Linear, Product

@@ -14,7 +14,7 @@ from deployments.chats import ChatRenderer
 from deployments.settings import DEFAULT_CHAT, ChatConfig
 from engine.config import PolicyConfig
 from engine.engine import Engine
-from engine.hub_id import parse_hub_id
+from engine.loading.hub_id import parse_hub_id
 from engine.models.chat_template import ChatTemplate, open_template, template_source
 from engine.types import EngineStats, InvalidRequest, Output, Request, StepStats
 from engine.worker import EngineWorker

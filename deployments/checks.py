@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deployments.settings import Device, PolicySettings, Settings
-from engine.checkpoint_files import CheckpointFiles, check_together
 from engine.config import ConfigError
-from engine.hub_id import parse_hub_id
+from engine.loading.checkpoint_files import CheckpointFiles, check_together
+from engine.loading.hub_id import parse_hub_id
 
 MAX_SHOWN = 60  # characters of a wrong value
 

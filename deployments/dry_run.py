@@ -10,7 +10,7 @@ from ray.serve.schema import ServeDeploySchema
 from deployments.build import available_device
 from deployments.config_file import BUILDER
 from deployments.settings import Settings
-from engine.load import plan_memory
+from engine.loading.load import plan_memory
 
 
 def dry_run(config: ServeDeploySchema) -> Iterator[str]:

@@ -23,7 +23,7 @@ from engine.config import (
     ProductForms,
     WeightForm,
 )
-from engine.hub_id import parse_hub_id
+from engine.loading.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
 
 ROOT = Path(__file__).resolve().parent.parent

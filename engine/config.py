@@ -46,8 +46,8 @@ class EngineConfig:
     max_step_tokens: int = 512  # target tokens of one pass, prefill chunks and verification together
     prefill_chunk: int | None = None  # most prompt tokens in a pass with decoding sequences; None: see `chunk`
     cache: CacheKind = "paged"
-    block_size: int | None = None  # positions per block; None: chosen for the models, see memory_budget.py
-    kv_tokens: int | None = None  # positions in each model's cache; None: see memory_budget.py
+    block_size: int | None = None  # positions per block; None: chosen for the models, see memory/budget.py
+    kv_tokens: int | None = None  # positions in each model's cache; None: see memory/budget.py
     memory_fraction: float | None = None  # share of the device's memory for weights, activations and both caches
     prefix_cache: bool = True  # whether requests share the KV of a common prefix of their prompts
     suffix_tokens: int = 65_536  # finished outputs that drafter `suffix` keeps, all tenants' together; some 20 MB

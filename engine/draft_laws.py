@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
+from engine.device.staging import Staged
 from engine.drafters.base import Draft, DraftBatch
 from engine.kernels import laws as law_kernels
 from engine.sampling import acceptance
-from engine.staging import Staged
 from engine.trees import Parents
 
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from engine.commit import commit
-from engine.computing import computing
 from engine.config import EngineConfig
-from engine.draft_swap import NewDraft, OldDraft, load, num_bytes
+from engine.device.computing import computing
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.chain import ChainedDrafter
 from engine.intake import Intake
 from engine.ledger import Ledger
-from engine.load import load_models, with_threads
+from engine.loading.draft_swap import NewDraft, OldDraft, load, num_bytes
+from engine.loading.load import load_models, with_threads
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
-from engine.profiling import profile, renewed
+from engine.profiling.round_profile import profile, renewed
 from engine.rescue import run_or_rescue
 from engine.round import Outcome
 from engine.scheduler import Plan, Scheduler, Slice
@@ -71,7 +71,7 @@ class Engine:
         sampling_defaults: Mapping[str, float] = MappingProxyType({}),
         room: int = 0,
     ) -> None:
-        """timings: rounds that profiling.py measured. Without them the cost model learns while the engine serves.
+        """timings: rounds that profiling/ measured. Without them the cost model learns while the engine serves.
         sampling_defaults: for clients that leave these fields of SamplingParams out. room: bytes that are left beside
         the models and their caches, for another draft."""
         self.config = config

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from engine.drafters.base import Draft, Drafter
-from engine.memory_errors import out_of_memory
+from engine.memory.errors import out_of_memory
 from engine.models.runner import Runner
 from engine.round import FailedRequests, Outcome, run_round
 from engine.sampling.acceptance import Verdict

@@ -14,14 +14,14 @@ from typing import Self
 from torch import Tensor
 
 from engine import trees, verification
-from engine.captured_round import CapturedVerdict, can_capture, filled_up, is_surprising
-from engine.captured_trees import CapturedTrees
+from engine.device.captured_round import CapturedVerdict, can_capture, filled_up, is_surprising
+from engine.device.captured_trees import CapturedTrees
+from engine.device.round_clock import HostClock, RoundClock, forwards_us
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
 from engine.models.feeds import Feed
 from engine.models.look_ahead import LookAheadFault
 from engine.models.runner import PlannedPass, Runner
 from engine.models.tree_moves import HeldTree, PlannedMoves
-from engine.round_clock import HostClock, RoundClock, forwards_us
 from engine.sampling.acceptance import Verdict
 from engine.sampling.logprobs import (
     LogitRows,

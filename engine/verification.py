@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.device.staging import Staged
 from engine.draft_laws import device_draft_laws, draft_laws, expected_law_rows, put_law_rows
 from engine.drafters.base import Draft, DraftBatch
 from engine.kernels.decide import decide_chains
@@ -19,7 +20,6 @@ from engine.sampling import acceptance, tree_acceptance
 from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
 from engine.sampling.ragged import Ragged, padded
 from engine.sampling.tree_acceptance import NONE, TreeTable
-from engine.staging import Staged
 from engine.trees import Parents, chain, is_chain, path, ranks, tried
 from engine.types import Verifier
 

@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from engine.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.engine import Engine, StepResult
+from engine.loading.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.types import (
     EngineStats,
     EngineStopped,

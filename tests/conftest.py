@@ -18,7 +18,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
 import pytest
 import torch
 
-from engine import engine, profiling
+from engine import engine
+from engine.profiling import round_profile
 from policies.observation import Timing
 from tests.examples import register_profiles
 from tests.kv import KINDS, use
@@ -62,13 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def _one_profiled_round() -> Iterator[float]:
     """An engine that starts measures one kind of round, once, because most tests fix k. Yields the seconds that it may
     take for all kinds while it serves."""
-    usual, profile = engine.PROFILE_S, profiling.profile
+    usual, profile = engine.PROFILE_S, round_profile.profile
 
     def briefly(*args: Any, **options: Any) -> list[Timing]:
         with pytest.MonkeyPatch.context() as patch:
             if not engine.PROFILE_S:
-                patch.setattr(profiling, "SWEEPS", 1)
-                patch.setattr(profiling, "RUNS", 1)
+                patch.setattr(round_profile, "SWEEPS", 1)
+                patch.setattr(round_profile, "RUNS", 1)
             return profile(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:

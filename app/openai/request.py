@@ -18,7 +18,7 @@ from app.client import Chat, ModelCard, TextField
 from app.openai import fields
 from app.openai.fields import OnlyFalse, Prompt, Strict, documented, refuse, without_nulls
 from app.openai.speculation import Drafting, Lossy, Prediction, SpeculationOptions, settle
-from engine.generation_config import SAMPLING_FIELDS, TOP_K_OFF
+from engine.loading.generation_config import SAMPLING_FIELDS, TOP_K_OFF
 from engine.types import MAX_LOGPROBS, MAX_SEED, MAX_TOP_K, InvalidRequest, SamplingParams
 
 # OpenAI fields that concern its service and not the text: accepted with any value, and without effect.

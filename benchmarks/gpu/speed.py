@@ -27,7 +27,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.runner import Runner
-from engine.profiling import profile
+from engine.profiling.round_profile import profile
 from engine.types import StepStats
 from policies.config import PolicyConfig
 

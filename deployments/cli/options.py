@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 
 from deployments.config_file import BUILDER
 from deployments.settings import NOTHING, ROOT, Settings
-from engine.hub_id import parse_hub_id
-from engine.machine_cpus import usable_cpus
+from engine.loading.hub_id import parse_hub_id
+from engine.profiling.machine_cpus import usable_cpus
 
 PATHS = ("target", "draft", "api_key_file", "chat_template")  # settings that may name a file or directory
 METAVARS = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.round_clock import Forward
+from engine.device.round_clock import Forward
 from engine.sampling.acceptance import Verdict
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -50,7 +50,7 @@ class DraftBatch:
     shapes: tuple[Parents | None, ...] = ()  # the tree that is wanted of each sequence; None: a chain; (): all chains
     branches: tuple[bool, ...] = ()  # whether sequence i may get any tree of up to ks[i] nodes; (): none may
     depths: tuple[int, ...] = ()  # the depth of a tree that grows for sequence i; 0: its shape is given; (): none grows
-    captured: bool = False  # whether parts of the round may be captured graphs: captured_round.py
+    captured: bool = False  # whether parts of the round may be captured graphs: device/captured_round.py
 
     def wants_tree(self, i: int) -> bool:
         """Whether sequence i gets a tree of its shape in `shapes`, or any tree. `block` decides on chains only."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from engine.device.staging import Staged
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import GapPass
 from engine.drafters.model_trees import NO_NODE, FedTree
@@ -13,7 +14,6 @@ from engine.drafters.tree_draws import TreeDraws
 from engine.models.attention import Span
 from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
-from engine.staging import Staged
 from engine.trees import Parents
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.captured_laws import law_dtype, law_memory
+from engine.device.captured_laws import law_dtype, law_memory
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.model_trees import mark_non_finite
 

@@ -10,10 +10,10 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from engine.device.staging import Staging
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
-from engine.staging import Staging
 from engine.trees import Parents, chain, is_chain, trunk
 
 MAX_PAUSE = 32  # rounds without a guess after guesses that were rejected

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.device.staging import Staged
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
 from engine.kernels import laws
 from engine.models.feeds import Feed
 from engine.models.runner import PlannedPass, Runner
 from engine.sampling.adjustments import take
 from engine.sequence import Sequence
-from engine.staging import Staged
 from engine.trees import ROOT, Parents
 
 NO_NODE = ROOT - 1  # fills up a level

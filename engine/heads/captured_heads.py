@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from engine.device.staging import Staging
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.chain_draws import ChainDraws
 from engine.drafters.tree_draws import TreeDraws
 from engine.heads.state_heads import HeadRun, StateHeads
 from engine.heads.states import TargetStates
 from engine.heads.tree_levels import TreeLevels
-from engine.staging import Staging
 from engine.trees import Parents, depths
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cache.layout import Layout
+from engine.device.staging import Staged, Staging
 from engine.heads.eagle import EagleHead
 from engine.heads.states import TargetStates
 from engine.models.chain_passes import ChainPasses
@@ -19,7 +20,6 @@ from engine.models.paged_attention import PagedAttention
 from engine.models.pass_attention import PassAttention
 from engine.models.runner import PlannedPass, Runner
 from engine.sequence import Sequence
-from engine.staging import Staged, Staging
 from engine.trees import ROOT
 
 

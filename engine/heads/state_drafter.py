@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.device.round_clock import Forward, mark
+from engine.device.staging import RoundNumbers, Staged
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import GrowingTree, GrownDraft, Node
@@ -19,10 +21,8 @@ from engine.heads.states import TargetStates
 from engine.heads.tree_levels import TreeLevels
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
-from engine.round_clock import Forward, mark
 from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers, Staged
 from engine.trees import ROOT, Growth, Parents, depths, within_depth
 
 log = logging.getLogger(__name__)

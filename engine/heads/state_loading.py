@@ -18,7 +18,7 @@ from engine.heads.pass_heads import DRAFTERS, PassDrafter, PassHeads, load_pass
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_heads import StateHeads, StateTarget
 from engine.heads.states import TargetStates
-from engine.model_runners import HEAD_DRAFTERS, max_states, table_bytes
+from engine.loading.model_runners import HEAD_DRAFTERS, max_states, table_bytes
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel
 from engine.models.feeds import StateReader
 from engine.models.look_ahead import EmbeddingModel, LookAhead

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
+from engine.device.staging import Staged, Staging
 from engine.models.feeds import Feed
 from engine.sequence import Sequence
-from engine.staging import Staged, Staging
 from engine.types import DrafterName
 
 log = logging.getLogger(__name__)

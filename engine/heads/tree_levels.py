@@ -4,9 +4,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from engine.device.staging import Staged, Staging
 from engine.drafters.model_trees import NO_NODE, TreeDraft
 from engine.heads.state_heads import HeadRun
-from engine.staging import Staged, Staging
 
 
 class TreeLevels:

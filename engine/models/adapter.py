@@ -23,7 +23,7 @@ from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.config import ConfigError
-from engine.memory_errors import out_of_memory
+from engine.memory.errors import out_of_memory
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.pass_attention import PassAttention, Scoring

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError
-from engine.kept_files import UNUSABLE, cache_folder, replace_file
+from engine.profiling.kept_files import UNUSABLE, cache_folder, replace_file
 
 log = logging.getLogger(__name__)
 

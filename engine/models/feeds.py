@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.device.staging import Staged, Staging
 from engine.sequence import Sequence
-from engine.staging import Staged, Staging
 from engine.trees import Parents, chain, with_chains
 
 

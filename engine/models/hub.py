@@ -19,7 +19,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from engine.config import ConfigError
-from engine.hub_id import HubId, parse_hub_id
+from engine.loading.hub_id import HubId, parse_hub_id
 from engine.models.weight_files import INDEX, WEIGHTS, pickle_reason, weight_files
 
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")  # of the repository's root: configuration, tokenizer, templates

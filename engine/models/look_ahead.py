@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from cache.protocol import KVCache
+from engine.device.staging import Staged, Staging
 from engine.kernels.paged_rows import MAX_NODES
 from engine.models.decoder import WatchedStates
 from engine.models.feeds import Feed, StateReader
 from engine.models.pass_attention import PassAttention
 from engine.sequence import Sequence
-from engine.staging import Staged, Staging
 from engine.trees import Parents, depths
 from engine.types import DrafterName
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 from itertools import repeat
 
 from cache.gathered import GatheredStorage
+from engine.device.round_limits import table_width
+from engine.device.staging import Staged, Staging
 from engine.kernels.paged_rows import max_split_rows
 from engine.models.attention import Span
 from engine.models.paged_attention import PagedPlan, PagedTrees, path_bits_of
 from engine.models.runner import Runner
-from engine.round_limits import table_width
-from engine.staging import Staged, Staging
 
 
 def can_capture(runner: Runner) -> bool:

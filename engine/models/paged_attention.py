@@ -12,11 +12,11 @@ from itertools import accumulate
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
+from engine.device.staging import Staged, Staging
 from engine.kernels.paged_attention import attend
 from engine.kernels.paged_rows import MAX_NODES, PagedRows, max_split_rows, path_bits
 from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
-from engine.staging import Staged, Staging
 from engine.trees import depths
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.host_memory import give_back_freed_memory
+from engine.memory.host import give_back_freed_memory
 from engine.models.linear import BUCKETS, Choice, Form, Given, Linear, laid_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
 from engine.models.quantize import CodedWeight

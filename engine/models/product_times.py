@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from engine.kept_files import UNUSABLE, replace_file
 from engine.models.linear import BUCKETS, FORMS, Form
+from engine.profiling.kept_files import UNUSABLE, replace_file
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.computing import computing
 from engine.config import ConfigError, ProductForms, WeightForm
-from engine.kept_files import cache_folder
+from engine.device.computing import computing
 from engine.models.coded_linear import CodedLinear, coded_products_reason
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_products import check_int8_products
@@ -23,6 +22,7 @@ from engine.models.quantize import (
 )
 from engine.models.shards import StoredWeight, UnroundedWeight
 from engine.models.steady_linear import SteadyLinear, steady_gating
+from engine.profiling.kept_files import cache_folder
 
 Weight = Tensor | CodedWeight | StoredWeight
 

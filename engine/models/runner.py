@@ -14,6 +14,8 @@ from cache.gathered import GatheredStorage
 from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
+from engine.device.round_clock import Forward, elapsed_ns, forwards_us, mark
+from engine.device.staging import Staged, Staging
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention, Span, plan_attention
 from engine.models.chain_passes import ChainPasses
@@ -21,9 +23,7 @@ from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
 from engine.models.feeds import Feed, StateReader, insert_drafts, ragged
 from engine.models.look_ahead import LookAhead, LookAheadRows
 from engine.models.paged_attention import PagedAttention, PagedPlan
-from engine.round_clock import Forward, elapsed_ns, forwards_us, mark
 from engine.sequence import Sequence
-from engine.staging import Staged, Staging
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class Runner:
 
     def run_captured(self, key: Hashable | None, region: Callable[[], T], counts: Mapping[int, int]) -> T:
         """Do the region's work, which feeds counts[handle] tokens of each sequence, by a captured graph if there is one
-        (graphs.py). Its memory is reserved, and the numbers that it reads are put.
+        (device/graphs.py). Its memory is reserved, and the numbers that it reads are put.
 
         key: what the region depends on beside this model, with the layout of its numbers; None: it is not captured.
         """

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
+from engine.device.staging import Staged
 from engine.kernels.path_rows import NO_ROW, path_rows
 from engine.models.runner import Runner
 from engine.sampling.tree_acceptance import NONE
 from engine.sequence import Sequence
-from engine.staging import Staged
 from engine.trees import Parents, is_chain
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.penalties import History, PenaltyRows, add_bias
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers
 from engine.sampling.adjustments import RoundRows
 from engine.sampling.device_bans import Bans, most_bans
 from engine.sampling.device_bias import BiasTable, DeviceBias, DeviceBiases, is_biased
 from engine.sampling.device_penalties import DevicePenalties, DeviceText, TextTable
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers
 
 
 class DeviceAdjustments:

@@ -11,9 +11,9 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staged
 from engine.sampling.adjustments import RoundRows, banned
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers, Staged
 from engine.types import MAX_BAD_WORD
 
 ANY = -1  # of a draft: it does not decide

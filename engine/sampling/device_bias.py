@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staged, Staging
 from engine.sampling.row_table import RowTable
-from engine.staging import RoundNumbers, Staged, Staging
 from engine.types import SamplingParams
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staged
 from engine.kernels.race import race
 from engine.kernels.truncate import truncate
 from engine.sampling.filters import truncates
 from engine.sampling.noise import DENSE_NOISE_LIMIT, gumbel_noise
-from engine.staging import RoundNumbers, Staged
 from engine.types import SamplingParams
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staged, Staging
 from engine.kernels.penalise import NO_COLUMN, NO_ROW, penalise, record_texts
 from engine.sampling.row_table import RowTable
-from engine.staging import RoundNumbers, Staged, Staging
 from engine.types import SamplingParams
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
-from engine.memory_errors import out_of_memory
+from engine.memory.errors import out_of_memory
 from engine.types import TokenLogprob
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
-from engine.staging import RoundNumbers
+from engine.device.staging import RoundNumbers
 from engine.types import SamplingParams
 
 

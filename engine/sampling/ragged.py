@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
-from engine.staging import RoundNumbers, Staged
+from engine.device.staging import RoundNumbers, Staged
 
 
 class Ragged(tuple[int, ...]):

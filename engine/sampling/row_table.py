@@ -5,7 +5,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from engine.staging import Staging
+from engine.device.staging import Staging
 
 
 class RowTable:

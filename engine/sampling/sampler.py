@@ -13,7 +13,7 @@ The transform, in transformers' order: what changes single logits (adjustments.p
 top-k, top-p, min-p (filters.py).
 
 On another device than the CPU, what draws need is put ahead by the prepare… methods, so that a round sends it in one
-copy (staging.py).
+copy (device/staging.py).
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
+from engine.device.staging import RoundNumbers, Staged, Staging
 from engine.kernels.laws import log_law, log_law_reference
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
 from engine.sampling.candidates import NO_TOKENS, CutRows
@@ -52,7 +53,6 @@ from engine.sampling.noise import (
 )
 from engine.sampling.siblings import Siblings
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers, Staged, Staging
 from engine.trees import Parents, depths, path, ranks
 
 

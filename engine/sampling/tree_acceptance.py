@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staged
 from engine.sampling import acceptance
 from engine.sampling.acceptance import DeviceVerdict
 from engine.sampling.ragged import padded
-from engine.staging import RoundNumbers, Staged
 from engine.trees import Parents, depths, ranks
 
 NONE = -1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import agents
-from engine.load import make_drafters
+from engine.loading.load import make_drafters
 from engine.models.tokenizer import Tokenizer
 from engine.trees import ROOT, Parents
 

@@ -19,10 +19,10 @@ from benchmarks.gpu import parity, rounds, speed
 from benchmarks.gpu.checkpoints import FAMILIES
 from benchmarks.gpu.generated import ModelShape, Texts, write_sparse
 from benchmarks.gpu.steps import Recorder, Result, Row, Skipped, Step, markdown, run_steps
-from engine import graphs
 from engine.config import ConfigError, EngineConfig
+from engine.device import graphs
+from engine.device.graphs import Graphs
 from engine.engine import Engine
-from engine.graphs import Graphs
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from tests.engine.fake_graphs import FakeMemory
@@ -34,9 +34,10 @@ DRY_RUN = """
 import sys
 for name in ("ray", "pydantic", "starlette", "fastapi", "uvicorn", "opentelemetry"):
     sys.modules[name] = None
-from engine import engine, profiling
+from engine import engine
+from engine.profiling import round_profile
 engine.PROFILE_S = 0.0
-profiling.SWEEPS = profiling.RUNS = 1
+round_profile.SWEEPS = round_profile.RUNS = 1
 from benchmarks.gpu import parity, rounds, speed
 parity.PROMPT_TOKENS, parity.NEW_TOKENS = 20, 8
 rounds.DRY_ROUNDS = 9

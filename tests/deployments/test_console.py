@@ -25,7 +25,7 @@ def test_a_line_is_short_and_has_its_level_from_warnings_on(monkeypatch: pytest.
     console, file = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", console)
     show_logs(logging.StreamHandler(file))
-    log = logging.getLogger("engine.load")
+    log = logging.getLogger("engine.loading.load")
     log.info("read in %.1f s", 0.25)
     log.debug("unseen")
     log.warning("%s is odd", "this")

@@ -24,9 +24,10 @@ from deployments import checks, launch
 from deployments.config_file import BUILDER, our_applications
 from deployments.launch import main
 from deployments.settings import ROOT, Settings
-from engine import checkpoint_files, machine_cpus
 from engine.config import ConfigError
-from engine.machine_memory import DeviceMemory
+from engine.loading import checkpoint_files
+from engine.memory.machine import DeviceMemory
+from engine.profiling import machine_cpus
 
 DEMO = ROOT / "models/demo/target"
 Damage = Callable[[Path], object]

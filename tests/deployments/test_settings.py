@@ -14,7 +14,7 @@ from app.telemetry.tracer import Level, TraceConfig
 from deployments.checks import read_settings
 from deployments.settings import ROOT, ChatConfig, EdgeConfig, PolicySettings, Settings
 from engine.config import ConfigError, EngineConfig
-from engine.hub_id import HubId, parse_hub_id
+from engine.loading.hub_id import HubId, parse_hub_id
 from engine.types import DRAFTERS, VERIFIERS
 from policies.config import PolicyConfig, PolicyName
 

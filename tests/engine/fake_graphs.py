@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from engine.graphs import Captured
+from engine.device.graphs import Captured
 
 
 class _Result(list[Any]):
@@ -14,7 +14,7 @@ class _Result(list[Any]):
 
 
 class FakeMemory:
-    """In place of engine.graphs.GraphMemory."""
+    """In place of engine.device.graphs.GraphMemory."""
 
     def __init__(self) -> None:
         self.need = 0  # bytes that a region takes

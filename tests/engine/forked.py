@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PARENT = """
 import json, os, sys, traceback
 import torch
-from engine import host_memory, load
+from engine.memory import host as host_memory
+from engine.loading import load
 for line in sys.stdin:
     script, environment, output, errors = json.loads(line)
     if child := os.fork():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import engine.round as round_module
-from engine import round_clock
+from engine.device import round_clock
 from engine.models.decoder import LanguageModel
 from engine.models.runner import Runner
 from engine.verification import verify

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.models import steady_linear
 from engine.models.decoder import _add, no_norm
 from engine.models.feeds import Feed

@@ -16,7 +16,7 @@ from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation, Words
 from engine.engine import Engine
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.models.tokenizer import Tokenizer
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
@@ -135,7 +135,7 @@ def test_a_wrong_map_costs_drafts_and_no_text(renamed: Pair, monkeypatch: pytest
         ids, values = list(draft.data), list(draft.data.values())
         return Translation(target, Words(dict(zip(ids, [*values[1:], values[0]], strict=True)), draft.special))
 
-    monkeypatch.setattr("engine.pair.Translation", shifted)
+    monkeypatch.setattr("engine.loading.pair.Translation", shifted)
     wrong = run_greedy(renamed)
     assert wrong.tokens == right.tokens
     assert wrong.accepted / wrong.drafted < 0.1
@@ -259,7 +259,7 @@ def test_drafts_end_at_the_end_of_the_drafts_context_in_its_own_tokens(other: Pa
 
 
 def test_a_pair_with_different_tokenizers_is_told(other: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "engine.pair")
+    caplog.set_level(logging.INFO, "engine.loading.pair")
     load_models(EngineConfig(other.target, other.draft, dtype="float64"))
     own, shared = ROWS - 2, ROWS - 2 - DROPPED
     assert (

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from engine import engine as engine_module
-from engine import round_clock
 from engine import worker as worker_module
 from engine.commit import Committed, commit
+from engine.device import round_clock
 from engine.engine import Engine, StepResult
 from engine.scheduler import Plan
 from engine.sequence import Sequence

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from engine import trees
+from engine.device.staging import RoundNumbers, Staging
 from engine.draft_laws import draft_laws
 from engine.drafters.base import Draft
 from engine.sampling import tree_acceptance
 from engine.sampling.tree_acceptance import TreeTable
-from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
 from tests.engine.enumeration import (
     JUNK,

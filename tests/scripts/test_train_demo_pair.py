@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.generation_config import sampling_defaults
+from engine.loading.generation_config import sampling_defaults
 from scripts import pair_data, train_demo_pair
 from scripts.eval_pair import main as evaluate
 from scripts.pair_data import corpus, held_out, held_out_tokens, train_tokenizer, training_tokens, windows

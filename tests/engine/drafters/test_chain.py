@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import trees
+from engine.device.round_clock import Forward
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, DrafterFault, Offer, check_draft
 from engine.drafters.chain import ChainedDrafter
-from engine.round_clock import Forward
 from engine.sequence import Sequence
 from engine.types import DrafterName
 from tests.engine.drafters.rounds import make_batch, make_verdict, rows

@@ -23,7 +23,7 @@ from engine.heads.mlp_speculator import load_mlp_speculator
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_heads import StateHeads, StateTarget
 from engine.heads.states import TargetStates
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.models.decoder import Decoder
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.trees import ROOT, Parents

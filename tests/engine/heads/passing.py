@@ -14,7 +14,7 @@ from engine.drafters.chain import ChainedDrafter
 from engine.engine import Engine
 from engine.heads.pass_heads import PassHeads
 from engine.heads.state_loading import pass_drafter
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.types import Request
 from policies.config import PolicyConfig
 from tests.engine.heads.fitted import CPU, HIDDEN, make_requests, randn, save_heads

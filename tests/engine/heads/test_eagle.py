@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import engine.model_runners as model_runners
+import engine.loading.model_runners as model_runners
 from engine.drafters.base import Draft, DraftBatch
 from engine.engine import Engine
 from engine.heads.eagle import EagleHead

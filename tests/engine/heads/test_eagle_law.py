@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cache.layout import Layout
 from engine.config import EngineConfig
+from engine.device.staging import Staging
 from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.model_trees import TreeDraft
 from engine.engine import Engine
@@ -23,12 +24,11 @@ from engine.heads.eagle import EagleHead
 from engine.heads.eagle_drafter import EagleDrafter
 from engine.heads.eagle_runner import HeadRunner, _Rows
 from engine.heads.states import TargetStates
-from engine.load import make_drafters
+from engine.loading.load import make_drafters
 from engine.models.attention import Attention
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.models.runner import Runner
 from engine.models.tokenizer import Tokenizer
-from engine.staging import Staging
 from engine.types import Verifier
 from policies.config import PolicyConfig
 from tests.engine.law.checking import Sample, check_speculation, draw, law_of, refuses

@@ -4,7 +4,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.heads.eagle_runner import HeadRunner
-from engine.profiling import ProfileBench, profile
+from engine.profiling.round_profile import ProfileBench, profile
 from tests.engine.driving import load, model_drafter
 from tests.engine.heads.eagles import save_eagle_pair
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import engine.load as load_module
+import engine.loading.load as load_module
 from engine.config import ConfigError, EngineConfig
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_files import load_eagle, open_eagle
 from engine.heads.eagle_runner import HeadRunner
 from engine.heads.files import head_kind
-from engine.largest_rounds import measure_largest_rounds
-from engine.load import load_models, plan_memory
-from engine.memory_budget import measure_activations
-from engine.model_runners import max_states
+from engine.loading.load import load_models, plan_memory
+from engine.loading.model_runners import max_states
+from engine.memory.budget import measure_activations
+from engine.memory.largest_rounds import measure_largest_rounds
 from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.types import Request, SamplingParams

@@ -18,7 +18,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.heads.files import head_kind
 from engine.heads.pass_heads import PassDrafter
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.models.look_ahead import LookAhead, LookAheadRows
 from engine.trees import ROOT, Parents, with_chains
 from engine.types import Request, Verifier

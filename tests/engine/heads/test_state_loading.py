@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine import load as loading
-from engine.checkpoint_files import CheckpointFiles, check_together
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.base import Draft, DraftBatch
 from engine.engine import Engine
 from engine.heads.files import head_kind
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import state_target
-from engine.load import load_models, plan_memory
-from engine.memory_budget import layouts
+from engine.loading import load as loading
+from engine.loading.checkpoint_files import CheckpointFiles, check_together
+from engine.loading.load import load_models, plan_memory
+from engine.memory.budget import layouts
 from engine.models.decoder import Decoder
-from engine.profiling import profile
+from engine.profiling.round_profile import profile
 from engine.types import DRAFTERS, DrafterName, Request, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.heads.fitted import (

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.device.staging import Staging
 from engine.heads.states import TargetStates
 from engine.models.adapter import ReplacedBase, States
 from engine.models.decoder import WatchedStates
@@ -22,7 +23,6 @@ from engine.models.feeds import Feed, StateReader
 from engine.models.loader import load_model, open_checkpoint
 from engine.models.runner import Runner
 from engine.sequence import Sequence
-from engine.staging import Staging
 from engine.trees import Parents, path
 from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, InFP64, random_checkpoint

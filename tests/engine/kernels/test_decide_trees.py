@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staging
 from engine.kernels.decide_trees import decide_trees, decide_trees_reference
 from engine.sampling import noise, tree_acceptance
 from engine.sampling.tree_acceptance import NONE, TreeTable
-from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, chain
 from tests.engine.kernels.faults import usual_and_proofs, with_fault
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staging
 from engine.kernels import penalise as operations
 from engine.kernels.penalise import NO_COLUMN, NO_ROW, OUTPUT, SEEN
 from engine.sampling.penalties import History, PenaltyRows
-from engine.staging import RoundNumbers, Staging
 from engine.types import SamplingParams
 from tests.engine.kernels.faults import with_fault
 

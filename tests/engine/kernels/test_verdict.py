@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staging
 from engine.kernels.verdict import match_verdict, verdict_reference
 from engine.sampling import acceptance, tree_acceptance
 from engine.sampling.tree_acceptance import TreeTable
-from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT
 from tests.engine.kernels.faults import with_fault
 

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.translation import Translation
 from engine.engine import Engine
-from engine.load import make_drafters
+from engine.loading.load import make_drafters
 from engine.models.attention import Attention
 from engine.models.decoder import Decoder, DecoderConfig, WatchedStates
 from engine.models.runner import Runner

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.draft_swap import NewDraft
 from engine.drafters.base import Draft, Drafter
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine, StepResult
+from engine.loading.draft_swap import NewDraft
 from engine.types import VERIFIERS, Verifier
 from tests.engine.law.checking import check_speculation, draw, law_of, prompt_of, refuses
 from tests.engine.law.configurations import Configuration

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.hub_id import HubId, parse_hub_id
+from engine.loading.hub_id import HubId, parse_hub_id
 from engine.models import hub as hub_module
 from engine.models.hub import checkpoint_directory
 from engine.models.weight_files import INDEX, WEIGHTS

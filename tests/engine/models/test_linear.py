@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
 from engine.models.linear import BUCKETS, Choice, Form, Linear, bucket_of, usable_forms
 from engine.models.products import ProductMaker, Weights
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
+from engine.profiling.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
 from tests.engine.forked import Forks
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM
 
 from engine.config import ConfigError, EngineConfig
-from engine.load import load_models
+from engine.loading.load import load_models
 from engine.models.families import FAMILIES
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.tokenizer import Tokenizer
@@ -353,7 +353,7 @@ def test_a_context_that_is_cut_is_told(
     path = copy_of(pair.target, tmp_path / "long")
     edit_json(path / "config.json", max_position_embeddings=positions)
     message = "max_model_len 4096 of the model's 4097; set max_model_len to serve more"
-    with caplog.at_level("INFO", "engine.load"):
+    with caplog.at_level("INFO", "engine.loading.load"):
         assert load(Pair(str(path), str(path)), max_model_len=None, max_running=1).max_model_len == 4096
         assert (message in caplog.text) == capped
         caplog.clear()

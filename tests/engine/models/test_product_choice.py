@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kept_files import cache_folder
 from engine.models import product_choice
 from engine.models.int8_products import int8_forms
 from engine.models.linear import BUCKETS, Form, Given, Laid, Linear, laid_out, product_of, usable_forms
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
 from engine.models.quantize import quantise_weight
+from engine.profiling.kept_files import cache_folder
 from tests.engine.models.test_linear import needs_onednn
 
 Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket

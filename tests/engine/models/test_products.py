@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
-from engine.load import _dtype
+from engine.loading.load import _dtype
 from engine.models import coded_linear, product_choice, products, shards
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed

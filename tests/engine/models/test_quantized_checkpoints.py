@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config import ConfigError, EngineConfig, WeightForm
-from engine.load import plan_memory
+from engine.loading.load import plan_memory
+from engine.loading.planned_weights import planned_weights
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
@@ -24,7 +25,6 @@ from engine.models.linear import Linear, Product
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner
-from engine.planned_weights import planned_weights
 from tests.engine.driving import make_sequence
 from tests.engine.models import families
 from tests.engine.models.families import CASES, random_checkpoint
@@ -370,7 +370,7 @@ def test_the_plan_for_a_gpu_counts_the_fp8_numbers_that_its_products_read(
         return {"weight": numbers, "weight_scale": torch.ones(())}, numbers.float()
 
     path, _ = save_quantised(plain, tmp_path, FORMATS["fp8 per tensor"][0], pack)
-    monkeypatch.setattr("engine.planned_weights.coded_products_reason", lambda device: None)
+    monkeypatch.setattr("engine.loading.planned_weights.coded_products_reason", lambda device: None)
     checkpoint = open_checkpoint(str(path))
     (planned,) = planned_weights(EngineConfig(str(path)), [checkpoint], torch.bfloat16, torch.device("cuda"))
     tables = checkpoint.shape.vocab_size * checkpoint.shape.hidden_size * (2 if checkpoint.shape.tied else 4)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.round_limits import RoundLimits
+from engine.device.round_limits import RoundLimits
+from engine.device.staging import Staging
 from engine.sampling.device_bans import Bans
 from engine.sampling.device_bias import BiasTable
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
-from engine.staging import Staging
 from engine.types import SamplingParams
 from tests.engine.driving import make_sequence
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.device.staging import RoundNumbers, Staging
 from engine.sampling.device_draws import DeviceFilters
-from engine.staging import RoundNumbers, Staging
 from engine.types import SamplingParams
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.round_limits import RoundLimits
+from engine.device.staging import RoundNumbers, Staging
 from engine.kernels.penalise import OUTPUT, SEEN
-from engine.round_limits import RoundLimits
 from engine.sampling.device_penalties import DevicePenalties, DeviceText, TextTable
 from engine.sampling.penalties import History, PenaltyRows
 from engine.sequence import Sequence, State, scratch_sequence
-from engine.staging import RoundNumbers, Staging
 from engine.types import SamplingParams
 
 VOCAB = 12

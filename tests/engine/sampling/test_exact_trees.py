@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine import trees
+from engine.device.staging import RoundNumbers, Staging
 from engine.sampling import acceptance, tree_acceptance
 from engine.sampling.ragged import is_draft
 from engine.sampling.tree_acceptance import TreeLaw, TreeTable
-from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
 from tests.engine.enumeration import (
     EXACT,

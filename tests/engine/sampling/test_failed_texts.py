@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.staging as staging_module
+import engine.device.staging as staging_module
 from cache.transfer import index_tensor
+from engine.device.staging import Staging
 from engine.kernels.penalise import record_texts
 from engine.sampling import device_penalties
 from engine.sampling.device_penalties import DeviceText, TextTable
-from engine.staging import Staging
 
 VOCAB = 8
 PROMPT, OUTPUT = [1, 2], [2, 3, 3]

@@ -19,7 +19,7 @@ import engine.round as round_module
 import engine.sampling.logprobs as logprobs_module
 from engine.drafters.base import DraftBatch
 from engine.engine import Engine, StepResult
-from engine.memory_budget import measure_activations
+from engine.memory.budget import measure_activations
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.sampling.logprobs import (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine import trees
+from engine.device.staging import RoundNumbers, Staging
 from engine.drafters.base import Draft, DraftBatch
 from engine.round import _logprobs
 from engine.sampling import tree_acceptance
@@ -18,7 +19,6 @@ from engine.sampling.acceptance import OVERLAP_SCALE, Verdict
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
-from engine.staging import RoundNumbers, Staging
 from engine.trees import ROOT, Parents
 from engine.types import SamplingParams, Verifier
 from engine.verification import copy_to_host, verify

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device.staging import RoundNumbers, Staging
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import tree_acceptance
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
-from engine.staging import RoundNumbers, Staging
 from engine.trees import Parents, chain, is_chain
 from engine.trees import path as path_to
 from engine.types import SamplingParams, Typical

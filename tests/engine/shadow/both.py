@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from engine import engine as engine_module
-from engine import load as load_module
 from engine.drafters.base import DraftBatch
 from engine.engine import Engine
+from engine.loading import load as load_module
 from engine.sampling.acceptance import OVERLAP_SCALE, Verdict
 from engine.types import Request, TokenLogprob
 from tests.engine.driving import Drive, drive

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from engine import model_runners
-from engine.graphs import Graphs
+from engine.device.graphs import Graphs
+from engine.loading import model_runners
 from tests.engine.shadow.both import without_measurements
 from tests.engine.shadow.emulator import Emulator, emulated_graphs
 

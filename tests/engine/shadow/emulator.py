@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engine.graphs import Captured
+from engine.device.graphs import Captured
 from tests.engine.shadow.counting import project_lines
 from tests.engine.shadow.device import WITHOUT_OPERATION, Operation, active
 
@@ -101,7 +101,7 @@ class Emulator:
 def emulated_graphs() -> Iterator[Emulator]:
     """Captures are those of the emulator."""
     emulator = Emulator()
-    with patch("engine.graphs.GraphMemory.capture", emulator.capture):
+    with patch("engine.device.graphs.GraphMemory.capture", emulator.capture):
         yield emulator
 
 

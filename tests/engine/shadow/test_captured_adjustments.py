@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from engine.device.graphs import Graphs
 from engine.engine import Engine
-from engine.graphs import Graphs
 from engine.sampling.device_bans import Bans
 from engine.sampling.device_bias import BiasTable, DeviceBias, DeviceBiases
 from engine.types import Request, SamplingParams, Verifier

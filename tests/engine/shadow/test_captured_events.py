@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.captured_round import CapturedVerdict
+from engine.device.captured_round import CapturedVerdict
+from engine.device.graphs import Graphs
+from engine.device.round_limits import RoundLimits
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.graphs import Graphs
 from engine.models.tree_moves import PlannedMoves
-from engine.round_limits import RoundLimits
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.types import Request

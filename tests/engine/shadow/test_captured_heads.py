@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.device.graphs import Graphs
+from engine.device.staging import Staged, Staging
 from engine.drafters.base import Draft
 from engine.drafters.captured_chains import CapturedChains
 from engine.engine import Engine
-from engine.graphs import Graphs
 from engine.heads.captured_heads import CapturedHeads
 from engine.heads.eagle_runner import HeadChains
 from engine.heads.states import TargetStates
-from engine.staging import Staged, Staging
 from engine.trees import Growth
 from engine.types import Request, Verifier
 from tests.engine.heads.eagles import save_eagle_pair

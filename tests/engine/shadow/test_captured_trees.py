@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.captured_round import CapturedVerdict
-from engine.captured_trees import CapturedTrees
+from engine.device.captured_round import CapturedVerdict
+from engine.device.captured_trees import CapturedTrees
+from engine.device.staging import Staging
 from engine.drafters import lookup
 from engine.drafters.base import Draft
 from engine.drafters.branching import draw_tree
@@ -20,7 +21,6 @@ from engine.engine import Engine
 from engine.kernels.verdict import match_verdict
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedTrees
-from engine.staging import Staging
 from engine.trees import Growth, Parents, branching
 from engine.types import DrafterName, Request
 from tests.engine.heads.eagles import save_eagle_pair
@@ -317,7 +317,7 @@ def test_captures_that_fail_cost_the_graphs_only(pair: Pair, tmp_path: Path, mon
     def refusing(memory: Any, region: Any, *, fresh: bool) -> Any:
         raise RuntimeError("no captures today")
 
-    monkeypatch.setattr("engine.graphs.GraphMemory.capture", refusing)
+    monkeypatch.setattr("engine.device.graphs.GraphMemory.capture", refusing)
     if heads:
         pair = Pair(pair.target, str(save_heads(tmp_path / "heads", random_medusa(), medusa_num_heads=3)))
     requests = [Request(f"r{i}", (20, 21), replace(PARAMS, seed=i, max_tokens=24), tree=(2, 1)) for i in range(2)]

@@ -17,21 +17,22 @@ from torch import Tensor
 from cache.gathered import GatheredStorage
 from cache.paged import PagedCache
 from cache.transfer import index_tensor
-from engine import captured_round, verification
 from engine import round as round_module
-from engine.captured_round import CapturedVerdict
+from engine import verification
+from engine.device import captured_round
+from engine.device.captured_round import CapturedVerdict
+from engine.device.graphs import Graphs, graph_room
+from engine.device.staging import Staging
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import CapturedChains
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.graphs import Graphs, graph_room
 from engine.models.runner import Runner
 from engine.sampling.device_bans import most_bans
 from engine.sampling.device_bias import is_biased
 from engine.sampling.filters import truncates
 from engine.scheduler import Plan
 from engine.sequence import Sequence
-from engine.staging import Staging
 from engine.trees import Growth
 from engine.types import DrafterName, Request, SamplingParams, Typical, Verifier
 from policies.config import PolicyConfig

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.graphs import Graphs
-from engine.round_limits import RoundLimits
+from engine.device.graphs import Graphs
+from engine.device.round_limits import RoundLimits
+from engine.device.staging import Staged, Staging
 from engine.sampling.device_penalties import TextTable
-from engine.staging import Staged, Staging
 from tests.engine.shadow.cuda import shadow_cuda
 from tests.engine.shadow.device import CUDA, ShadowTensor
 

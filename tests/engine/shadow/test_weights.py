@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.engine import Engine
 from engine.kernels.triton_modules import triton_module
-from engine.load import plan_memory
+from engine.loading.load import plan_memory
 from engine.models.coded_linear import CodedLinear
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.linear import Linear, Product

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-import engine.load as load_module
+import engine.loading.load as load_module
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from engine.largest_rounds import measure_largest_rounds
-from engine.load import load_models, plan_memory
-from engine.machine_memory import DeviceMemory
-from engine.memory_budget import measure_activations
-from engine.planned_weights import beside_weights
+from engine.loading.load import load_models, plan_memory
+from engine.loading.planned_weights import beside_weights
+from engine.memory.budget import measure_activations
+from engine.memory.largest_rounds import measure_largest_rounds
+from engine.memory.machine import DeviceMemory
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import load
 from tests.engine.pairs import Pair, Shape, copy_of, save_pair
@@ -117,13 +117,13 @@ def test_rounds_that_do_not_fit_are_refused(wide: Pair, monkeypatch: pytest.Monk
     def full(*args: Any) -> int:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
-    monkeypatch.setattr("engine.largest_rounds.measure_activations", full)
+    monkeypatch.setattr("engine.memory.largest_rounds.measure_activations", full)
     with pytest.raises(ConfigError, match="max_step_tokens 64 at max_model_len 128 does not fit beside the weights"):
         load(wide, **LIMITS)
 
 
 def test_weights_that_do_not_fit_are_not_even_read(wide: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
+    monkeypatch.setattr("engine.loading.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
     monkeypatch.setattr(load_module, "load_model", lambda *_, **__: pytest.fail("it was read"))
     config = EngineConfig(wide.target, wide.draft)
     for start in (load_models, plan_memory):
@@ -136,8 +136,8 @@ def test_only_forms_of_weights_that_the_device_has_are_offered(
     device: str, forms: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the CPU lacks does not bind a GPU."""
-    monkeypatch.setattr("engine.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
-    monkeypatch.setattr("engine.machine_cpus.cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("engine.loading.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
+    monkeypatch.setattr("engine.profiling.machine_cpus.cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(ConfigError, match=f"choose smaller models, a smaller dtype or {forms} weights$"):
         beside_weights(torch.device(device), [2**20, 2**20])
 
@@ -156,7 +156,7 @@ def test_the_plan_needs_no_weights_and_tells_the_same(
     memory = DeviceMemory(2**34, 2**33)
     monkeypatch.setattr(load_module, "device_memory", lambda device: memory)
     config = EngineConfig(wide.target, wide.draft, max_running=4, max_step_tokens=128, kv_tokens=4096)
-    with caplog.at_level("INFO", "engine.memory_table"):
+    with caplog.at_level("INFO", "engine.memory.table"):
         load_models(config)
     (logged,) = (m.removeprefix("memory:\n") for m in caplog.messages if m.startswith("memory:"))
     with monkeypatch.context() as patch:

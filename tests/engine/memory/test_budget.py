@@ -20,10 +20,9 @@ from torch import Tensor
 
 from cache.layout import Layout
 from cache.storage import KVShape
-from engine import memory_budget
 from engine.config import ConfigError, EngineConfig
-from engine.machine_memory import DeviceMemory, machine_memory
-from engine.memory_budget import (
+from engine.memory import budget as memory_budget
+from engine.memory.budget import (
     Budget,
     choose_block_size,
     copies_bytes,
@@ -33,6 +32,7 @@ from engine.memory_budget import (
     max_map_count,
     measure_activations,
 )
+from engine.memory.machine import DeviceMemory, machine_memory
 
 MIB = 2**20
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

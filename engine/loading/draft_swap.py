@@ -19,14 +19,14 @@ from engine.heads.captured_heads import owner_of
 from engine.heads.eagle_runner import HeadPass
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import readers_of, waiting_bytes
-from engine.load import load_draft
-from engine.memory_budget import device_memory, kv_bytes
-from engine.memory_errors import out_of_memory
-from engine.model_runners import reader_of, states_bytes
+from engine.loading.load import load_draft
+from engine.loading.model_runners import reader_of, states_bytes
+from engine.memory.budget import device_memory, kv_bytes
+from engine.memory.errors import out_of_memory
 from engine.models.feeds import StateReader
 from engine.models.look_ahead import LookAhead
 from engine.models.runner import Runner, kv_shape
-from engine.profile_cache import ProfileFile
+from engine.profiling.profile_cache import ProfileFile
 from engine.sequence import Sequence
 from policies.draft_cost import DraftCost
 from policies.observation import Timing

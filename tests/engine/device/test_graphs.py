@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import graphs as graphs_module
-from engine.graphs import GRAPH_BYTES, MOST_FAILURES, GraphMemory, Graphs, graph_room
+from engine.device import graphs as graphs_module
+from engine.device.graphs import GRAPH_BYTES, MOST_FAILURES, GraphMemory, Graphs, graph_room
 from tests.engine.fake_graphs import FakeMemory
 
 CPU = torch.device("cpu")

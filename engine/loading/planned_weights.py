@@ -7,15 +7,15 @@ from math import ceil, prod
 import torch
 
 from engine.config import ConfigError, EngineConfig, WeightForm
-from engine.machine_cpus import smaller_weights
-from engine.machine_memory import DeviceMemory
-from engine.memory_budget import device_memory
+from engine.memory.budget import device_memory
+from engine.memory.machine import DeviceMemory
 from engine.models.coded_linear import coded_products_reason
 from engine.models.loader import Checkpoint
 from engine.models.products import has_int8_products
 from engine.models.quantize import GROUP
 from engine.models.quantized_checkpoints import Quantisation, quantisation
 from engine.models.shards import Shards
+from engine.profiling.machine_cpus import smaller_weights
 
 # Per number of a product; int4 has a step and an offset per group.
 BYTES_OF_FORM = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / GROUP}

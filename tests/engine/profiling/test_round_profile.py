@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cache.paged import PagedCache
-from engine import profiling
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
-from engine.profile_cache import ProfileFile
-from engine.profiling import profile
+from engine.profiling import round_profile
+from engine.profiling.profile_cache import ProfileFile
+from engine.profiling.round_profile import profile
 from engine.round import Outcome, run_round
 from engine.types import Request, SamplingParams
 from policies.cost import CostModel
@@ -36,7 +36,7 @@ AGES = 60.0  # seconds, more than any of these profiles takes
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And two runs of each shape in a row in place of four: what is timed here is scripted, or not looked at."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profiling, "RUNS", 2)
+    monkeypatch.setattr(round_profile, "RUNS", 2)
 
 
 def small(pair: Pair, **config: Any) -> Engine:
@@ -57,7 +57,7 @@ def check_nothing_is_left(engine: Engine) -> None:
         assert cache.free_slots == engine.config.max_running
         assert cache.used == 0
         if isinstance(cache, PagedCache):
-            cache.allocate(0, [], profiling.SALT)
+            cache.allocate(0, [], round_profile.SALT)
             assert cache.room(0) == min(cache.max_len, cache.num_blocks * cache.block_size)
             cache.release(0)
             assert not list(indexed(cache)), "some of it can be found"
@@ -66,7 +66,7 @@ def check_nothing_is_left(engine: Engine) -> None:
 def indexed(cache: PagedCache) -> Iterator[int]:
     """Blocks that hold the beginning of a text of the profile's salt."""
     for first in range(VOCAB):
-        yield from (node.block for node in cache._index.match([first] * cache.block_size, profiling.SALT, 1))
+        yield from (node.block for node in cache._index.match([first] * cache.block_size, round_profile.SALT, 1))
     yield from cache._index.nodes
 
 
@@ -142,7 +142,7 @@ def test_a_failure_leaves_nothing_either(pair: Pair, monkeypatch: pytest.MonkeyP
             raise RuntimeError("out of order")
         return run_round(*args)
 
-    monkeypatch.setattr(profiling, "run_round", failing)
+    monkeypatch.setattr(round_profile, "run_round", failing)
     with pytest.raises(RuntimeError, match="out of order"):
         profile(engine.target, engine.drafter, 6, DEPTH, AGES)
     check_nothing_is_left(engine)
@@ -196,7 +196,7 @@ def test_when_time_is_up_the_largest_batches_are_left_out(
     # Looked at once to begin with, before each of the two models reads each of the six sequences, and before each
     # round; not before the target reads the first sequence, nor before the first round.
     clock = itertools.count()
-    monkeypatch.setattr(profiling, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(round_profile, "perf_counter", lambda: next(clock))
     assert uniform(profile(engine.target, engine.drafter, 6, DEPTH, float(looks))) == kept
     check_nothing_is_left(engine)
 
@@ -216,7 +216,7 @@ def test_when_time_is_up_no_more_sequences_are_read(
 
     monkeypatch.setattr(Runner, "run", counted)
     clock = itertools.chain(range(looks + 2), itertools.repeat(looks or 1))  # it stands while rounds run
-    monkeypatch.setattr(profiling, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(round_profile, "perf_counter", lambda: next(clock))
     timings = profile(engine.target, engine.drafter, 6, DEPTH, float(looks))
     assert {t.batch for t in timings} == batches
     assert tuple(passes.values()) == read
@@ -237,9 +237,9 @@ def test_a_drafter_that_fails_costs_the_rounds_with_drafts(pair: Pair, monkeypat
 
 def test_what_is_told_is_the_lower_quartile() -> None:
     """Whatever disturbs a round makes it longer: six runs of which two were disturbed, or four, and one."""
-    assert profiling._lower_quartile([9.0, 2.0, 1.0, 3.0, 8.0, 2.5]) == 2.0
-    assert profiling._lower_quartile([9.0, 8.0, 1.0, 2.0, 7.0, 6.0]) == 2.0
-    assert profiling._lower_quartile([4.0]) == 4.0
+    assert round_profile._lower_quartile([9.0, 2.0, 1.0, 3.0, 8.0, 2.5]) == 2.0
+    assert round_profile._lower_quartile([9.0, 8.0, 1.0, 2.0, 7.0, 6.0]) == 2.0
+    assert round_profile._lower_quartile([4.0]) == 4.0
 
 
 def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,11 +251,11 @@ def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.Monk
         asked.append(sum(s.k for s in plan.slices))
         return run_round(plan, *args)
 
-    monkeypatch.setattr(profiling, "run_round", watching)
+    monkeypatch.setattr(round_profile, "run_round", watching)
     profile(engine.target, engine.drafter, 2, DEPTH, AGES)
-    sweep = asked[: len(asked) // profiling.SWEEPS]
-    assert asked == sweep * profiling.SWEEPS
-    assert sweep == [drafts for drafts in sweep[:: profiling.RUNS] for _ in range(profiling.RUNS)]
+    sweep = asked[: len(asked) // round_profile.SWEEPS]
+    assert asked == sweep * round_profile.SWEEPS
+    assert sweep == [drafts for drafts in sweep[:: round_profile.RUNS] for _ in range(round_profile.RUNS)]
 
 
 def test_the_first_run_of_a_row_does_not_count(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_the_first_run_of_a_row_does_not_count(pair: Pair, monkeypatch: pytest.M
     def first_is_fast(*args: Any) -> Outcome:
         return replace(run_round(*args), score_us=10**3 if next(numbers) % 2 else 1)
 
-    monkeypatch.setattr(profiling, "run_round", first_is_fast)
+    monkeypatch.setattr(round_profile, "run_round", first_is_fast)
     assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
 
 
@@ -276,12 +276,12 @@ def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch:
     rounds = itertools.count()
 
     def interrupted(*args: Any) -> Outcome:
-        sweep, place = divmod(next(rounds) % (2 * profiling.RUNS), profiling.RUNS)
+        sweep, place = divmod(next(rounds) % (2 * round_profile.RUNS), round_profile.RUNS)
         slow = not place or (not sweep and place == 1)
         return replace(run_round(*args), score_us=10**6 if slow else 10**3)
 
-    monkeypatch.setattr(profiling, "RUNS", 4)
-    monkeypatch.setattr(profiling, "run_round", interrupted)
+    monkeypatch.setattr(round_profile, "RUNS", 4)
+    monkeypatch.setattr(round_profile, "run_round", interrupted)
     assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
 
 
@@ -295,7 +295,7 @@ def scripted(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> list
         factor = seconds.get(drafts, 1.0)
         return replace(run_round(plan, *args), draft_us=int(factor * (1 + 100 * drafts)), score_us=int(factor * 1000))
 
-    monkeypatch.setattr(profiling, "run_round", run)
+    monkeypatch.setattr(round_profile, "run_round", run)
     return ran
 
 
@@ -431,11 +431,13 @@ def test_an_interrupted_profile_ends_after_the_running_round(pair: Pair, monkeyp
 
 def test_a_profile_of_fewer_shapes_is_not_kept_in_place_of_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefixes of requests left memory for one sequence when rounds were measured again."""
-    engine, reserve = small(pair), profiling._reserve
+    engine, reserve = small(pair), round_profile._reserve
     scripted({}, monkeypatch)
     first = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
     with monkeypatch.context() as patch:
-        patch.setattr(profiling, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k))
+        patch.setattr(
+            round_profile, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k)
+        )
         assert 1 < len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) < len(first)
     assert ProfileFile(runners(engine), 6, DEPTH).read() == first
 
@@ -450,10 +452,12 @@ def test_a_later_profile_beside_requests_is_completed_by_the_next_start(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a file, as after a change of the draft, it cannot know which shapes a start has memory for."""
-    engine, reserve = small(pair), profiling._reserve
+    engine, reserve = small(pair), round_profile._reserve
     scripted({}, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(profiling, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k))
+        patch.setattr(
+            round_profile, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k)
+        )
         alone = profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)
     assert {t.batch for t in alone} == {1}
     assert kept(engine)[1:] == (alone, False)
@@ -468,18 +472,18 @@ def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, mo
     whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
     kept(engine)[0].path.unlink()
     ran = scripted({}, monkeypatch)
-    monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))  # a second for each round
+    monkeypatch.setattr(round_profile, "perf_counter", lambda: float(len(ran)))  # a second for each round
     first = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
     assert 1 < len(first) < len(whole)
     assert kept(engine)[1:] == (first, False)
     second = profile(engine.target, engine.drafter, 6, DEPTH, 40.0)
-    kinds = [list(map(profiling._kind, timings)) for timings in (first, second, whole)]
+    kinds = [list(map(round_profile._kind, timings)) for timings in (first, second, whole)]
     assert sorted(kinds[1]) == sorted(kinds[2])
     assert set(kinds[0]) < set(kinds[1])
     assert kept(engine)[1:] == (second, True)
     rounds = len(ran)
     assert profile(engine.target, engine.drafter, 6, DEPTH, 40.0) == second
-    assert len(ran) - rounds <= 2 * profiling.RUNS * profiling.SWEEPS * len(profiling.CHECKED_KS)
+    assert len(ran) - rounds <= 2 * round_profile.RUNS * round_profile.SWEEPS * len(round_profile.CHECKED_KS)
     check_nothing_is_left(engine)
 
 
@@ -490,8 +494,8 @@ def test_each_start_measures_what_the_profile_lacks(
     """starts: how many a whole profile takes, if each round takes a second; None: the check leaves no time for it."""
     engine = small(pair)
     ran = scripted({}, monkeypatch)
-    monkeypatch.setattr(profiling, "RUNS", 4)
-    monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))
+    monkeypatch.setattr(round_profile, "RUNS", 4)
+    monkeypatch.setattr(round_profile, "perf_counter", lambda: float(len(ran)))
     counts = [len(profile(engine.target, engine.drafter, 6, DEPTH, budget_s))]
     while len(counts) < (starts or 3):
         assert not kept(engine)[2]
@@ -506,7 +510,7 @@ def test_a_start_that_reaches_fewer_shapes_leaves_the_file(pair: Pair, monkeypat
     scripted({}, monkeypatch)
     whole = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
     ran = scripted({16: 1.3}, monkeypatch)
-    monkeypatch.setattr(profiling, "perf_counter", lambda: float(len(ran)))  # a second for each round
+    monkeypatch.setattr(round_profile, "perf_counter", lambda: float(len(ran)))  # a second for each round
     assert 1 < len(profile(engine.target, engine.drafter, 6, DEPTH, 40.0)) < len(whole)
     assert kept(engine)[1:] == (whole, True)
 
@@ -516,7 +520,7 @@ def test_a_repeat_that_reaches_few_shapes_rescales_the_others() -> None:
         return Timing(batch, 2 * batch, 2, 0, 2, 2 * batch, seconds / 4, seconds, 0.0)
 
     known = [timing(1, 1e-3), timing(2, 2e-3), timing(8, 4e-3)]
-    few = profiling.renewed(known, [timing(1, 3e-3), timing(2, 6e-3)])
+    few = round_profile.renewed(known, [timing(1, 3e-3), timing(2, 6e-3)])
     assert few[:2] == [timing(1, 3e-3), timing(2, 6e-3)]
     assert (few[2].batch, few[2].score_s, few[2].draft_s) == pytest.approx((8, 12e-3, 3e-3))
-    assert profiling.renewed(known, [timing(16, 1.0)]) == [timing(16, 1.0)]
+    assert round_profile.renewed(known, [timing(16, 1.0)]) == [timing(16, 1.0)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import profiling
 from engine.engine import Engine
-from engine.profiling import profile
+from engine.profiling import round_profile
+from engine.profiling.round_profile import profile
 from engine.types import Request, SamplingParams
 from policies.observation import Drafted, Timing
 from tests.engine.driving import Drive, drive, load, model_drafter
@@ -91,12 +91,12 @@ def test_a_profile_measures_the_device(
 ) -> None:
     """waits: False for the control. Then the first rounds also take the time in which the models read their texts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profiling, "SWEEPS", 1)
-    monkeypatch.setattr(profiling, "RUNS", 1)
+    monkeypatch.setattr(round_profile, "SWEEPS", 1)
+    monkeypatch.setattr(round_profile, "RUNS", 1)
     engine, device = late_engine(pair, monkeypatch)
-    monkeypatch.setattr(profiling, "perf_counter", lambda: device.now_ns / 1e9)
+    monkeypatch.setattr(round_profile, "perf_counter", lambda: device.now_ns / 1e9)
     if not waits:
-        monkeypatch.setattr(profiling, "wait", lambda of: None)
+        monkeypatch.setattr(round_profile, "wait", lambda of: None)
         monkeypatch.setattr(type(engine.target), "read_forwards", lambda self: 0)
     budget_s = 8.5 * (TARGET_US + DRAFT_US) / 1e6
     timings = profile(engine.target, engine.drafter, 2, 1, budget_s)

@@ -21,13 +21,13 @@ from engine.drafters.merged import MERGED, draft_models
 from engine.drafters.model import ModelDrafter
 from engine.heads.state_drafter import StateDrafter
 from engine.kernels.paged_rows import MAX_NODES
-from engine.machine_memory import DeviceMemory
-from engine.memory_budget import measure_activations
-from engine.memory_errors import out_of_memory
-from engine.model_runners import Model, make_runners
+from engine.loading.model_runners import Model, make_runners
+from engine.memory.budget import measure_activations
+from engine.memory.errors import out_of_memory
+from engine.memory.machine import DeviceMemory
 from engine.models.feeds import Feed
 from engine.models.runner import Runner, kv_shape
-from engine.profiling import ConstantDrafter
+from engine.profiling.round_profile import ConstantDrafter
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence, scratch_sequence

@@ -16,8 +16,10 @@ from typing import cast
 import torch
 
 from cache.layout import Layout
-from engine.captured_laws import law_dtype
 from engine.config import ConfigError, EngineConfig
+from engine.device.captured_laws import law_dtype
+from engine.device.graphs import graph_room
+from engine.device.round_limits import fixed_bytes
 from engine.drafters.chain import Chain, ChainedDrafter, with_model
 from engine.drafters.lookahead import LookaheadDrafter
 from engine.drafters.lookup import lookup_drafter
@@ -27,8 +29,6 @@ from engine.drafters.ngram import ngram_drafter
 from engine.drafters.prediction import PredictionDrafter
 from engine.drafters.suffix import SuffixDrafter
 from engine.drafters.translation import Translation
-from engine.generation_config import sampling_defaults
-from engine.graphs import graph_room
 from engine.heads.eagle import HeadTarget
 from engine.heads.eagle_drafter import EagleDrafter
 from engine.heads.eagle_files import EagleCheckpoint, load_eagle, open_eagle
@@ -36,10 +36,11 @@ from engine.heads.eagle_runner import HeadRunner
 from engine.heads.files import head_kind, refuse_heads
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import StateHeadsFolder
-from engine.host_memory import keep_freed_memory, limit_compiled_products
-from engine.largest_rounds import MakeModels, measure_largest_rounds
-from engine.machine_memory import DeviceMemory
-from engine.memory_budget import (
+from engine.loading.generation_config import sampling_defaults
+from engine.loading.model_runners import Model, draft_runner, make_runners, states_bytes
+from engine.loading.pair import Side, check_drafts
+from engine.loading.planned_weights import beside_weights, planned_weights, roles, weight_forms
+from engine.memory.budget import (
     COPIES_SHARE,
     choose_block_size,
     copies_bytes,
@@ -49,9 +50,11 @@ from engine.memory_budget import (
     layouts,
     room_beside,
 )
-from engine.memory_errors import out_of_memory
-from engine.memory_table import MemoryTable, ModelMemory
-from engine.model_runners import Model, draft_runner, make_runners, states_bytes
+from engine.memory.errors import out_of_memory
+from engine.memory.host import keep_freed_memory, limit_compiled_products
+from engine.memory.largest_rounds import MakeModels, measure_largest_rounds
+from engine.memory.machine import DeviceMemory
+from engine.memory.table import MemoryTable, ModelMemory
 from engine.models.decoder import DecoderConfig, LanguageModel
 from engine.models.hub import checkpoint_directory
 from engine.models.loader import Checkpoint, load_model, open_checkpoint
@@ -59,10 +62,7 @@ from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer
 from engine.models.tokenizer_files import read_object
-from engine.pair import Side, check_drafts
-from engine.planned_weights import beside_weights, planned_weights, roles, weight_forms
-from engine.round_limits import fixed_bytes
-from engine.threads import choose_threads
+from engine.profiling.threads import choose_threads
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set

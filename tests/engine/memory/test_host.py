@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from engine.memory_errors import out_of_memory
+from engine.memory.errors import out_of_memory
 from tests.engine.forked import Forks
 
 SCRIPT = """
 import resource, torch
-from engine import host_memory
+from engine.memory import host as host_memory
 torch.set_num_threads(1)
 if CONTROL:
     host_memory.TRIM_BYTES = host_memory.MMAP_BYTES = 128 * 1024  # what glibc starts with
@@ -41,7 +41,7 @@ def test_freed_blocks_fault_no_more(fresh_processes: Forks) -> None:
 # The weights lie in the first thread's heap, their layouts in those of two others.
 LAYOUTS = """
 import torch
-from engine import host_memory
+from engine.memory import host as host_memory
 from engine.models.linear import Linear
 from engine.models.product_choice import choose_forms
 host_memory.keep_freed_memory()
@@ -77,7 +77,8 @@ def test_an_allocation_that_is_too_large_says_so() -> None:
 # product of the second time whether it is compiled again.
 PRODUCTS = """
 import torch
-from engine import host_memory, load
+from engine.memory import host as host_memory
+from engine.loading import load
 from engine.config import EngineConfig
 host_memory.MAX_COMPILED_PRODUCTS = 8
 def multiply():

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from cache.gathered import GatheredStorage
-from engine.captured_laws import CapturedLaws
-from engine.captured_trees import CapturedTrees
+from engine.device.captured_laws import CapturedLaws
+from engine.device.captured_trees import CapturedTrees
+from engine.device.round_limits import RoundLimits
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
 from engine.kernels.paged_rows import MAX_NODES
 from engine.kernels.verdict import match_verdict
@@ -28,7 +29,6 @@ from engine.models.feeds import Feed
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
-from engine.round_limits import RoundLimits
 from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.device_bias import is_biased
 from engine.scheduler import Plan, Slice

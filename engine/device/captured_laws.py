@@ -5,11 +5,11 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.device.staging import Staging
 from engine.drafters.base import Draft, DraftBatch
 from engine.kernels.decide import decide_chains
 from engine.kernels.laws import NO_LAW, draft_laws
 from engine.models.runner import Runner
-from engine.staging import Staging
 
 
 def law_memory(staging: Staging, owner: int, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """The table in the start log adds up."""
 
 from cache.layout import Layout
-from engine.machine_memory import DeviceMemory
-from engine.memory_table import MemoryTable, ModelMemory
+from engine.memory.machine import DeviceMemory
+from engine.memory.table import MemoryTable, ModelMemory
 
 MIB = 2**20
 

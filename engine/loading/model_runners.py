@@ -6,14 +6,14 @@ import torch
 
 from cache.layout import Layout
 from engine.config import EngineConfig
-from engine.graphs import Graphs
+from engine.device.graphs import Graphs
+from engine.device.round_limits import RoundLimits
+from engine.device.staging import Staging
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_runner import HeadRunner
 from engine.heads.states import TargetStates
 from engine.models.decoder import LanguageModel
 from engine.models.runner import Runner
-from engine.round_limits import RoundLimits
-from engine.staging import Staging
 from engine.types import DrafterName
 
 Model = LanguageModel | EagleHead

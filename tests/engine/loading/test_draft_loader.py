@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError
-from engine.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.engine import Engine
+from engine.loading.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.types import EngineStopped, Output, Request, SamplingParams
 from engine.worker import EngineWorker
 from tests.engine.driving import drive, load, model_drafters

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig
 from engine.heads.files import head_kind, refuse_heads
-from engine.machine_cpus import INT4_FLAGS, INT8_FLAGS, cpu_flags, smaller_weights
-from engine.machine_memory import machine_memory
+from engine.loading.pair import Side, check_drafts
+from engine.memory.machine import machine_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
-from engine.pair import Side, check_drafts
+from engine.profiling.machine_cpus import INT4_FLAGS, INT8_FLAGS, cpu_flags, smaller_weights
 
 STORED_AS = {"auto": "F32", "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # on a CPU
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cache.layout import Layout
-from engine.machine_memory import DeviceMemory
-from engine.memory_budget import kv_bytes
+from engine.memory.budget import kv_bytes
+from engine.memory.machine import DeviceMemory
 
 LENGTHS = (512, 2048)  # tokens of a request, beside the longest that is served
 

@@ -19,9 +19,9 @@ from cache.gathered import BESIDE
 from cache.layout import Layout
 from cache.mapped import map_count, mappable
 from cache.storage import KVShape
-from engine.computing import computing
 from engine.config import ConfigError, EngineConfig
-from engine.machine_memory import DeviceMemory, machine_memory, read_number
+from engine.device.computing import computing
+from engine.memory.machine import DeviceMemory, machine_memory, read_number
 
 BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
 CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest

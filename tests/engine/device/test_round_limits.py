@@ -4,7 +4,7 @@ import pytest
 
 from cache.layout import Layout
 from engine.config import EngineConfig
-from engine.round_limits import RoundLimits, table_width
+from engine.device.round_limits import RoundLimits, table_width
 
 
 def limits(**settings: int) -> RoundLimits:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import load
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.machine_cpus import usable_cpus
+from engine.loading import load
 from engine.models.decoder import DecoderConfig
 from engine.models.loader import load_model, open_checkpoint
-from engine.threads import choose_threads
+from engine.profiling.machine_cpus import usable_cpus
+from engine.profiling.threads import choose_threads
 from tests.engine.pairs import Pair
 
 
@@ -49,7 +49,7 @@ def test_the_fewest_threads_that_clearly_pay(
     caplog.set_level(logging.INFO)
     assert choose_threads(shape_of(pair), most, lambda threads, rows: rows / speedups[threads]) == chosen
     assert torch.get_num_threads() == chosen
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "engine.threads"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "engine.profiling.threads"]
     assert line.startswith(f"{chosen} ")
 
 

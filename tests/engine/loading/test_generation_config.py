@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, EngineConfig
-from engine.generation_config import sampling_defaults
+from engine.loading.generation_config import sampling_defaults
 from tests.engine.driving import load
 from tests.engine.pairs import Pair, copy_of, edit_json
 

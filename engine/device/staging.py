@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cache.transfer import index_tensor
-from engine.graphs import Graphs
-from engine.round_limits import UNKNOWN, RoundLimits
+from engine.device.graphs import Graphs
+from engine.device.round_limits import UNKNOWN, RoundLimits
 
 T = TypeVar("T")
 

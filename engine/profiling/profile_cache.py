@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.kept_files import UNUSABLE, cache_folder, replace_file
 from engine.models.product_times import cpu_model
 from engine.models.runner import Runner
+from engine.profiling.kept_files import UNUSABLE, cache_folder, replace_file
 from policies.observation import Timing
 
 log = logging.getLogger(__name__)

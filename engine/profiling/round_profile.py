@@ -23,8 +23,9 @@ from time import perf_counter, thread_time_ns
 import torch
 
 from cache.protocol import CacheFull
-from engine import round_clock
-from engine.computing import computing
+from engine.device import round_clock
+from engine.device.computing import computing
+from engine.device.round_clock import wait
 from engine.drafters.base import NO_OFFER, Draft, DraftBatch, Drafter, Offer
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.merged import MergedDrafter
@@ -32,10 +33,9 @@ from engine.drafters.model import ModelDrafter
 from engine.heads.state_drafter import StateDrafter
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
-from engine.profile_cache import ProfileFile
+from engine.profiling.profile_cache import ProfileFile
+from engine.profiling.round_shapes import RoundShape, missing_shapes, round_shapes
 from engine.round import Outcome, run_round
-from engine.round_clock import wait
-from engine.round_shapes import RoundShape, missing_shapes, round_shapes
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Plan, Slice
 from engine.sequence import Sequence, scratch_sequence

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import draft_swap
 from engine.config import ConfigError
-from engine.draft_swap import num_bytes
 from engine.drafters.translation import DraftText
 from engine.engine import Engine
 from engine.heads.states import TargetStates
-from engine.load import make_drafters
+from engine.loading import draft_swap
+from engine.loading.draft_swap import num_bytes
+from engine.loading.load import make_drafters
 from engine.models.runner import kv_shape
 from engine.types import DrafterName, InvalidRequest, Request, SamplingParams
 from policies.config import PolicyConfig

@@ -1,0 +1,1 @@
+"""How a round reaches its device: one copy of its numbers, its times, its captured graphs."""

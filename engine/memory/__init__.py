@@ -1,0 +1,1 @@
+"""How much memory an engine needs, and how much there is."""
