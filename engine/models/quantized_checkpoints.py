@@ -159,7 +159,7 @@ def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | No
     }
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in methods:
-        raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}")
+        raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}: choose another")
     try:
         return methods[method](path, config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
