@@ -50,8 +50,8 @@ def put_law_rows(batch: DraftBatch, rows: Seq[int]) -> Staged:
 
 
 def expected_law_rows(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents], indices: Seq[int]) -> list[int]:
-    """The rows that a draft model's laws of these sequences will have: those of chains come first. Other drafters' cost
-    a copy of their own."""
+    """The rows that a draft model's laws of these sequences will have. Chains come first, then trees. The rows of
+    another drafter's laws differ, and take a copy of their own."""
     with_law = sorted((i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled), key=trees.__contains__)
     rows = {i: row for row, i in enumerate(with_law)}
     return [rows.get(i, law_kernels.NO_LAW) for i in indices]

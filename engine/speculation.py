@@ -89,7 +89,7 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
 
 
 def _check_tree(fields: SpeculationFields, tree: tuple[int, ...] | Growth, plan: Speculation) -> None:
-    """Raise InvalidRequest for a tree that the request's verifier or drafter has not."""
+    """Raise InvalidRequest if the request's verifier or drafter cannot make such a tree."""
     name = "speculation.tree"
     if plan.verifier not in FOR_TREES:
         raise InvalidRequest(

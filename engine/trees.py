@@ -16,7 +16,7 @@ Parents = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a tree may have whose shape follows from the draft's own probabilities."""
+    """The limits of a tree whose shape follows from the draft's own probabilities."""
 
     nodes: int
     depth: int  # drafts on a path

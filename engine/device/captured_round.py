@@ -109,7 +109,7 @@ def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
 class CapturedVerdict:
     """The target's pass over a round's drafts, and the verdict.
 
-    B sequences are filled up to S. All have K drafts, those of some beyond their own.
+    B sequences are filled up to S. All S have rows for K drafts. Ignore the drafts of a sequence beyond its own k.
     """
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], target: Runner, shapes: Mapping[int, Parents]) -> None:

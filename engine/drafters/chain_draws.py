@@ -11,7 +11,8 @@ from engine.drafters.model_trees import mark_non_finite
 
 
 class ChainDraws:
-    """Draws for B sequences that are filled up to S. Those of one that drafts nothing, or no more, mean nothing."""
+    """Draws for B sequences that are filled up to S. Ignore what is drawn for a sequence that drafts nothing or has
+    finished drafting."""
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], vocab: int, dtype: torch.dtype, owner: int, rank: int) -> None:
         """Put the numbers of all draws on their way to the device.

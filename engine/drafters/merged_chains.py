@@ -43,8 +43,8 @@ class MergedTree:
 
     @classmethod
     def sharing(cls, chains: Seq[Seq[int]], most: int) -> "MergedTree":
-        """Chains of tokens that share the nodes of equal beginnings. Of more than `most` nodes the deepest are cut, of
-        equally deep ones those of later chains."""
+        """Merge chains of tokens: equal beginnings share their nodes. If there are more than `most` nodes, the deepest
+        are cut first. Among equally deep nodes those of later chains are cut first."""
         lengths = _lengths_within(chains, most)
         parents, paths, children = list[int](), list[list[int]](), dict[tuple[int, int], int]()
         for tokens, length in zip(chains, lengths, strict=True):

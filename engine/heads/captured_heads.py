@@ -23,7 +23,7 @@ def owner_of(states: TargetStates) -> int:
 
 class CapturedHeads:
     """The drafts of B sequences that are filled up to S: chains, or trees of given shapes. All S have rows in each step
-    of the heads. Those of a sequence that drafts nothing, or no more, mean nothing."""
+    of the heads. Ignore what is drawn for a sequence that drafts nothing or has finished drafting."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class _Planned:
 
     served: tuple[tuple[int, int, int], ...]  # the pass: see TargetStates._name
     rows: list[int]
-    targets: Staged  # the same rows, on their way to the device; of a captured pass those of its other rows too
+    targets: Staged  # these rows, on their way to the device; a captured pass adds rows for its padding
     sources: Staged | None  # the rows of the pass that go there; None: all
 
 
@@ -151,8 +151,8 @@ class TargetStates:
         self._planned, self._free = None, _all_free(self._max_rows)
 
     def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
-        """Keep the states before position `base` and those of the accepted drafts. accepted: the nodes of the path in
-        their order; of a chain 0, 1, …. The i-th one moves to position base + i."""
+        """Keep the states before position `base` and those of the accepted drafts. accepted: the accepted nodes in the
+        order of their path; in a chain they are 0, 1, …. The i-th one moves to position base + i."""
         held = self._held.get(handle)
         if held is None or held.end <= base:
             return

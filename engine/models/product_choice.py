@@ -106,10 +106,10 @@ def choose_forms(
 
 
 def best_choice(times: Times, most_forms: int = 2) -> Choice:
-    """The form for each bucket, of at most `most_forms` different ones."""
+    """The form for each bucket. At most `most_forms` different forms are used."""
 
     def cost(forms: tuple[Form, ...]) -> float:
-        """The time of all buckets by their importance, each over that of its fastest form."""
+        """The weighted sum over all buckets of: time with these forms over time with the fastest form."""
         return sum(
             weight * min(times[form][i] for form in forms) / min(spent[i] for spent in times.values())
             for i, weight in enumerate(IMPORTANCE)

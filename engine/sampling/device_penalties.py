@@ -47,8 +47,9 @@ class TextTable:
         self._waiting = None, None
 
     def put(self, sequences: int = 0) -> None:
-        """Put what is not recorded on its way to the device. sequences: of the round. If it may be captured, so many
-        tokens are put as these may have committed since the last round: those of no text fill up."""
+        """Put what is not recorded on its way to the device. sequences: how many the round has. If the round may be
+        captured, the number of tokens is the most that they can have committed since the last round. Tokens of no text
+        fill it up."""
         new = self._new
         if self._staging.fixed:
             self._staging.note("texts", len(self._rows.values))

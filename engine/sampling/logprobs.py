@@ -110,7 +110,7 @@ def _likeliest(logp: Tensor, of_tokens: Tensor, count: int) -> Likeliest:
 
 
 def _likeliest_on_device(logp: Tensor, of_tokens: Tensor, count: int) -> Likeliest:
-    """As _likeliest, in one copy to the host. Of the tokens that equal the last one, those with the lowest ids."""
+    """As _likeliest, in one copy to the host. If several tokens equal the last one, the lowest ids are taken."""
     if not count:
         return of_tokens[:, 0].tolist(), [[] for _ in logp]
     values, ids = logp.topk(count)
