@@ -64,8 +64,8 @@ class Speculation:
 def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = False) -> Speculation:
     """Return how a request with these fields speculates.
 
-    Raises InvalidRequest, with the field's name in the client's vocabulary, for what this server cannot do. strict:
-    also refuses a field that would have no effect, as the HTTP API promises.
+    Raises InvalidRequest for a wish that this server cannot fulfil, with the field's name as the client knows it.
+    strict: also refuses a field that would have no effect, as the HTTP API promises.
     """
     tree = fields.tree
     if tree is not None:

@@ -89,8 +89,8 @@ class Speculator:
         return spent // 1000
 
     def _candidate(self, sequence: Sequence, most: int, certain: bool) -> Candidate:
-        """most: drafts that the policy may give. certain: the choice is kept, and its drafters always have drafts, so
-        they are not asked: `propose` gives what there is memory for."""
+        """most: drafts that the policy may give. certain: the choice is kept, and its drafters always have drafts. So
+        they are not asked, and `propose` gives as many as there is memory for."""
         left = max(0, sequence.remaining - 1)
         wanted = min(left, most if sequence.k is None else sequence.k)
         offer = NO_OFFER

@@ -17,8 +17,8 @@ class ChainDraws:
     def __init__(self, batch: DraftBatch, ks: Seq[int], vocab: int, dtype: torch.dtype, owner: int, rank: int) -> None:
         """Put the numbers of all draws on their way to the device.
 
-        vocab: ids from there on are not drawn. dtype: of the logits. owner: of the graph, see graphs.Key. rank: of the
-        noise of draws from the drafts' own laws.
+        vocab: ids from there on are not drawn. dtype: the logits' type. owner: owns the graph, see graphs.Key. rank:
+        the rank of the noise for draws from the drafts' own laws.
         """
         self._sampler, self._ks, self._vocab = batch.sampler, tuple(ks), vocab
         self._owner, self._rank = owner, rank

@@ -18,10 +18,10 @@ Place = tuple[int, int]  # (model, column of its draft)
 
 @dataclass(frozen=True, slots=True)
 class OwnChain:
-    """What one model drafted of a sequence's tree."""
+    """One model's part of a sequence's tree."""
 
-    nodes: list[int] | None  # of its chain, as far as the tree has it; None: the whole draft is this model's
-    tokens: list[int] | None = None  # of its whole chain, if they are on the host
+    nodes: list[int] | None  # the nodes of its chain that the tree has; None: the whole draft is this model's
+    tokens: list[int] | None = None  # the tokens of its whole chain, if they are on the host
 
     def count_kept(self, accepted: Seq[int]) -> int:
         """How many drafts of the chain are on the accepted path."""
@@ -66,7 +66,7 @@ class MergedTree:
         return cls(tuple(node - 1 if at else ROOT for nodes in paths for at, node in enumerate(nodes)), paths)
 
     def places(self) -> list[Place]:
-        """Where each node's token is: in the first chain that has the node."""
+        """The place of each node's token: in the first chain that has the node."""
         found: dict[int, Place] = {}
         for model, nodes in enumerate(self.paths):
             for column, node in enumerate(nodes):

@@ -15,7 +15,7 @@ from engine.sequence import Sequence, State
 from engine.trees import Parents
 
 MAX_MATCH = 32  # tokens; matches as long as this count as equally long
-DEPTH_FACTOR = 4  # a draft is at most so many times as deep as the match is long: the paper's α
+DEPTH_FACTOR = 4  # a draft is at most this many times as deep as the match is long: the paper's α
 
 Place = tuple[list[int], int]  # tokens, index in them: what follows the occurrence
 Node = tuple[list[Place], tuple[int, ...]]  # the occurrences that go on with the path, the path

@@ -32,7 +32,7 @@ WITHOUT_INPUT_NORM = NormNames(before_mlp="post_attention_layernorm")  # EAGLE's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleCheckpoint(Checkpoint):
-    """A directory with an EAGLE head that fits the target. `shape` is that of its layers over the target's tokens."""
+    """A directory with an EAGLE head that fits the target. `shape` describes its layers over the target's tokens."""
 
     kind: EagleKind
     layers: tuple[int, ...]  # of the target's whose states it reads, numbered as in WatchedStates
@@ -44,7 +44,7 @@ class EagleCheckpoint(Checkpoint):
 
 
 def open_eagle(directory: Path, kind: EagleKind, target: DecoderConfig) -> EagleCheckpoint:
-    """Read and check config.json. Raises ConfigError for what is malformed, unknown, or does not fit the target."""
+    """Read and check config.json. Raises ConfigError if a field is malformed, unknown, or does not fit the target."""
     raw = read_object(directory / "config.json")
     if "quantization_config" in raw:
         raise ConfigError(f"{directory}: heads with quantised weights are not supported: give one in 16 or 32 bits")

@@ -141,7 +141,7 @@ class TargetStates:
 
     @property
     def unread(self) -> int:
-        """A row of the table for rows of a pass that mean nothing."""
+        """The row of the table that padding rows read. Ignore what is computed from it."""
         return self._max_rows
 
     def _lose_all(self) -> None:
@@ -221,7 +221,7 @@ class TargetStates:
             first += count
 
     def _drop_plan(self) -> None:
-        """A pass that was planned does not come."""
+        """Forget the plan of a pass that does not come."""
         if self._planned is not None:
             self._give_back(self._planned.rows)
             self._planned = None
@@ -252,7 +252,8 @@ class TargetStates:
             held.start, held.rows = start, []
 
     def _append(self, held: _Held, count: int) -> list[int]:
-        """Give rows to the next `count` positions. Returns the rows of the last ones: those that there is room for."""
+        """Give rows to the next `count` positions. Returns the rows of the last positions, as many as there is room
+        for."""
         while len(self._free) < count and self._shorten():
             pass
         held.start += max(0, count - len(self._free))  # then nothing else is held

@@ -120,7 +120,7 @@ class _OpenedCheckpoints:
     heads: StateHeadsFolder | None  # the draft, if it has no KV memory; then it is not among the checkpoints
 
     def narrowed(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of the checkpoints alone: without a draft that is none of them."""
+        """The configuration without a draft that is not among the checkpoints."""
         if self.heads is None:
             return config
         return replace(config, draft=None, drafts=(), drafter=None, draft_weights="as_is")

@@ -107,7 +107,8 @@ class LargestRounds:
 
     @property
     def _tree(self) -> Parents | None:
-        """A chain with a second draft at its end: many first siblings, and what they leave of every law is kept."""
+        """A chain with a second draft at its end. It has many first siblings, and the rest of the law behind each one
+        is kept."""
         k = self._rows - 1
         return (*chain(k - 1), k - 3) if k > 1 and not self._config.deterministic else None
 

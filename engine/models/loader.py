@@ -228,7 +228,8 @@ class LayerReader:
         index: int,
         attention_width: int | None = None,
     ) -> None:
-        """prefix: of the tensors' names. attention_width: of what q, k and v are made of; None: hidden_size."""
+        """prefix: the beginning of the tensors' names. attention_width: the width of the input of q, k and v; None:
+        hidden_size."""
         self._c, self._t = config, config.traits
         self._make = make
         self._source = source

@@ -1,5 +1,5 @@
 """The first part of the one transform (R4): what changes single logits before temperature and filters, on the CPU.
-device_adjustments.py has that of another device.
+device_adjustments.py does the same on another device.
 
 In transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no token that the
 request excludes (exclusions.py), no end tokens before min_tokens.

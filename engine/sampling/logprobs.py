@@ -1,4 +1,5 @@
-"""Log-probabilities for the client: of the target's raw logits, before any sampling parameter (vLLM's default)."""
+"""Log-probabilities for the client. They are those of the target's raw logits, before any sampling parameter (vLLM's
+default)."""
 
 import logging
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def compute_logprobs_alone(logits: LogitRows, request: LogprobRequest) -> TokenL
 
 
 def _compute(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
-    """Take so many rows at a time that they need at most SLICE_BYTES. Each row's result depends on the row alone."""
+    """Take as many rows at a time as need at most SLICE_BYTES. Each row's result depends on the row alone."""
     rows = [row for request in requests for row in request.rows]
     tokens = [token for request in requests for token in request.tokens]
     top_counts = [request.top_count for request in requests for _ in request.rows]

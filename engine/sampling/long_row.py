@@ -59,7 +59,7 @@ class LongRow:
         )
         start = min(int(start), len(sample) - FEWEST_SAMPLED)
         if (len(sample) - start) * SAMPLE_STRIDE <= MOST_CANDIDATES:
-            smallest = max(float(sample[start]), torch.finfo(self._masses.dtype).tiny)  # not 0, which most may have
+            smallest = max(float(sample[start]), torch.finfo(self._masses.dtype).tiny)  # not 0: most masses may be 0
             return self._keep_few(smallest, total, top_p, floor)
         spread = isqrt(len(sample))  # two to three standard deviations of a position in the middle, more at the ends
         low = float(sample[middle - spread]) if middle >= spread else -1.0

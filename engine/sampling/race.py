@@ -19,7 +19,7 @@ from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOC
 from engine.sampling.long_row import Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
-FEW = 64  # where at most one token in so many is left, the tokens race without the earliest clocks of all blocks
+FEW = 64  # where at most one token in this many is left, tokens race without the earliest clocks of all blocks
 SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
