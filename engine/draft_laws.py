@@ -17,7 +17,7 @@ from engine.trees import Parents
 def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
     """log q [N, K, vocab] of the drafts [N, K] of these sequences, in the dtype and vocabulary of logp.
 
-    What no law says is one-hot, see acceptance.fill_one_hot().
+    A draft without a law gets a one-hot one: see acceptance.fill_one_hot().
     """
     count, depth = drafts.shape
     vocab = logp.shape[-1]

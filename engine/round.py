@@ -79,8 +79,8 @@ class Outcome:
 
     @property
     def siblings(self) -> int:
-        """The drafts that are not first children, in the trees that the plan asked for. What a drafter branches by
-        itself is the way in which it always drafts."""
+        """The drafts that are not first children, in the trees that the plan asked for. A tree that a drafter makes by
+        itself does not count: the drafter always drafts in this way."""
         wanted = (p for i, p in self.draft.trees.items() if self.slices[i].shape or self.slices[i].sequence.tree_depth)
         return sum(sum(map(bool, trees.ranks(parents))) for parents in wanted)
 
@@ -209,7 +209,7 @@ def _score(
     """Score the drafts and decide about them. ahead: what `_prepare` returned.
 
     Returns (the verdict, the logits that led to it, the first row of each sequence among them, how accepted nodes are
-    kept). Without logits nobody wants their log-probabilities.
+    kept). There are no logits if nobody wants log-probabilities.
     """
     starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))[:-1]
     if batch.captured and CapturedVerdict.fits(batch, draft):

@@ -210,7 +210,7 @@ def _check_prediction(fields: SpeculationFields, plan: Speculation, can: Capabil
 
 
 def _check_lossy(fields: SpeculationFields, plan: Speculation) -> None:
-    """The reply is labelled as lossy, so what makes it lossy is refused where it would not act."""
+    """Refuse `lossy` where it would not act, because the reply is labelled as lossy."""
     if fields.lenience is not None and fields.typical is not None:
         raise InvalidRequest("lossy takes lenience or typical, not both", "lossy")
     if fields.lenience is not None and not 0 < fields.lenience < 1:

@@ -2,8 +2,8 @@
 
 After Fu et al. 2024 (arXiv 2402.02057, sections 3.1 to 3.4). A window of guesses for the next positions takes part in
 each pass as drafts. What the target draws behind them are better guesses (a Jacobi iteration), and each column of
-guesses of successive passes is an n-gram that the target said itself. A pool keeps these n-grams. Those that begin with
-the text's last token are drafts of the next round.
+guesses of successive passes is an n-gram that the target said itself. A pool keeps these n-grams. The n-grams that
+begin with the text's last token are drafts of the next round.
 """
 
 from collections.abc import Sequence as Seq

@@ -224,8 +224,8 @@ class ModelDrafter:
         assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
 
     def _kept_places(self, i: int, verdict: Verdict, fed: FedTree | None) -> Seq[int]:
-        """Where the accepted drafts of sequence i lie in the memory if it holds them, counted from the end of the
-        committed tokens."""
+        """The places of sequence i's accepted drafts that the memory holds, counted from the end of the committed
+        tokens."""
         if fed is not None:
             return fed.kept(verdict.paths.get(i, ()))
         accepted, translation = verdict.emitted[i][:-1], self.runner.translation

@@ -116,7 +116,7 @@ class SuffixDrafter(GuessDrafter[Suffix]):
         self._outputs = FinishedOutputs(max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
-        """Keep the output if the sequence has ended; one that lost its memory will end later."""
+        """Keep the output if the sequence has ended. A sequence that only lost its memory will end later."""
         try:
             if sequence.state is State.FINISHED and self.knows(sequence):
                 self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])

@@ -74,8 +74,8 @@ def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> N
 
 
 def _check_forms(config: EngineConfig) -> None:
-    """Raise ConfigError for weights that this CPU has no products for. One whose flags are unknown is left to the
-    loader."""
+    """Raise ConfigError for weights that this CPU has no products for. If the CPU's flags are unknown, the loader
+    decides."""
     flags = cpu_flags()
     for name, form in (("target_weights", config.target_weights), ("draft_weights", config.draft_weights)):
         if flags and form == "int8" and not flags & INT8_FLAGS:

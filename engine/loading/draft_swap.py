@@ -56,7 +56,7 @@ class OldDraft:
 
     @property
     def graph_owner(self) -> int | None:
-        """Whose captured graphs draw its drafts (graphs.Key)."""
+        """The owners of the captured graphs that draw its drafts (graphs.Key)."""
         if isinstance(self.model, StateDrafter):
             return owner_of(self.model.states)
         return self.model.runner.number if isinstance(self.model, ModelDrafter) else None

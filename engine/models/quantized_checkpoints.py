@@ -337,8 +337,7 @@ def _awq_weight(stored: Stored, module: str) -> Weight | None:
 
 
 def _grouped(stored: Stored, name: str, numbers: Tensor, zero: Tensor, scale: Tensor, bits: int) -> Weight:
-    """(numbers [out, in] − zero [out, groups]) · scale [out, groups]. name: the tensor of the columns' groups, if it is
-    stored.
+    """(numbers [out, in] − zero [out, groups]) · scale [out, groups]. name: of stored groups of columns.
 
     The integers of equal runs of columns stay integers, less half of their range.
     """

@@ -351,7 +351,7 @@ class Runner:
         return PlannedPass((), handles, spans, None, None, None, None, None, paged)
 
     def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
-        """Where a pass over these feeds keeps the states that the reader wants; None: nobody reads any."""
+        """The states that the reader wants of a pass over these feeds; None: nobody reads any."""
         reader = self.reader
         return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
 

@@ -19,7 +19,7 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class RoundRows:
-    """Where the rows of a round stand."""
+    """The places of a round's rows."""
 
     places: list[tuple[int, int]]  # (sequence, number of drafts that the row sees)
     paths: dict[int, list[int]] = field(default_factory=dict)  # row of a tree's node → columns of the drafts it sees

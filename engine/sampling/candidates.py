@@ -173,7 +173,7 @@ class _Masses:
 
     @classmethod
     def of(cls, logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> "_Masses":
-        """`scratch` [F, vocab] gets the masses."""
+        """`scratch` [F, vocab] is overwritten with the masses."""
         count, vocab = logits.shape
         exponents = np.abs(best.double().numpy() / temperature)
         plain = bool((temperature == 1).all())

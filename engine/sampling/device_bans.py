@@ -23,7 +23,7 @@ Ban = tuple[int, int, int, dict[int, int]]  # row, sequence, token, the drafts t
 
 
 def most_bans(sequence: Sequence) -> int:
-    """Tokens that a row of the sequence must not give at most. It changes only when min_tokens is reached."""
+    """The most tokens that a row of the sequence must not give. It changes only when min_tokens is reached."""
     return sum(len(word) > 1 for word in sequence.params.bad_word_ids) + len(banned(sequence, 0))
 
 

@@ -60,7 +60,8 @@ class TextTable:
 
     @property
     def uses(self) -> Tensor:
-        """[≥ texts, vocab] int32, with all that was put on its way. What raises is put again in the next round."""
+        """[≥ texts, vocab] int32, with all that was put on its way. If recording raises, the same is put again in the
+        next round."""
         self.take_in()
         return self._rows.values
 

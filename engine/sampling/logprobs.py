@@ -82,7 +82,7 @@ def _compute(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogp
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, tokens: Seq[int], top_counts: Seq[int]) -> list[TokenLogprob]:
-    """For each row of logits [R, vocab]: the log-probability of its token and of its top_counts[i] likeliest tokens.
+    """The log-probability, for each row of logits [R, vocab], of its token and of its top_counts[i] likeliest tokens.
 
     ids [R]: the tokens, on the device. Among equal log-probabilities the lower id comes first.
     """

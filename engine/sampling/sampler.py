@@ -1,4 +1,4 @@
-"""From logits to the law and to tokens: the one transform (architecture R4), for plain decoding, q and p alike.
+"""Turns logits into the law and into tokens: the one transform (architecture R4), for plain decoding, q and p alike.
 
 A round's rows are sequence-major: sequence i has rows offset[i] … offset[i] + k[i]. Row (i, j) gives the token at
 absolute position len(tokens[i]) + j, after the committed tokens and the first j drafts. Draft j + 1 and the target's
