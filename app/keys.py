@@ -20,7 +20,7 @@ class ApiKeys:
     """The accepted API keys. Holds their SHA-256 digests and never a key itself."""
 
     def __init__(self, digests: Iterable[bytes]) -> None:
-        """Raises ValueError for no digests: with an empty set nobody could use the server."""
+        """Raises ValueError for an empty set of digests: nobody could use the server."""
         self._digests = tuple(digests)
         if not self._digests:
             raise ValueError("there is no API key; give at least one")

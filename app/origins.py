@@ -15,7 +15,7 @@ MAX_AGE_S = 600  # for which a browser remembers the answer to OPTIONS
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raise ValueError for what is no origin: no browser would ever send it."""
+    """Raise ValueError for a text that is no origin: no browser would ever send it."""
     for origin in origins:
         if origin != ANY and not ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is not an origin: give {ANY!r}, or scheme://host or scheme://host:port")

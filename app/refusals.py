@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 MAX_SHOWN = 200  # characters of what a client sent, such as a path
-SILENT_CODES = ("chat_template_error",)  # of refusals whose message may hold a part of the chat
+SILENT_CODES = ("chat_template_error",)  # codes of refusals whose message may hold a part of the chat
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ under match and rejection, p and q give the chance c of acceptance at the positi
 mean, `points above` is α minus that mean, in percentage points, with standard error √Σ c(1 − c) / n. At temperature 0
 all verifiers decide alike, and only the first one runs.
 
-Third table: tokens per round of block minus those of rejection, on the same prompts. Other standard errors (±) are over
-texts.
+The third table has the tokens per round of block minus those of rejection, on the same prompts. Other standard errors
+(±) are over texts.
 """
 
 import argparse

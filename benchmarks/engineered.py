@@ -109,7 +109,8 @@ class Cycle:
         return self._ids[(self._place[:, None] + steps) % count]
 
     def ranks(self, generator: torch.Generator) -> torch.Tensor:
-        """A number in [0, 1) for each token, by chance. Those of a stretch of the cycle are evenly spaced: [vocab]."""
+        """A number in [0, 1) for each token, by chance. Within a stretch of the cycle they are evenly spaced:
+        [vocab]."""
         stretches = -(-len(self._ids) // STRETCH)
         order = torch.rand(stretches, STRETCH, generator=generator).argsort(1)
         return (order / STRETCH).flatten()[self._place]

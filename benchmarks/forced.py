@@ -81,7 +81,7 @@ def law(logits: Tensor, temperature: float, vocab: int) -> Column:
 
 
 def forced(target: Tensor, draft: Tensor, temperature: float) -> ForcedAcceptance:
-    """From both models' logits [n, vocab] of one text; the draft's vocabulary may be smaller or larger."""
+    """Compute them from both models' logits [n, vocab] of one text. The draft's vocabulary may be smaller or larger."""
     vocab = target.shape[1]
     p, q = law(target, temperature, vocab), law(draft, temperature, vocab)
     greedy = np.take_along_axis(p, q.argmax(-1)[:, None], axis=-1)[:, 0]

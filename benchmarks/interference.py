@@ -81,7 +81,7 @@ def settled_streams(busy: Driver, args: argparse.Namespace, text: Text, k: int) 
 
 
 def window(busy: Driver, streams: Sequence[DrivenRequest], steps: int) -> list[float]:
-    """The gaps of so many steps."""
+    """The gaps of this many steps."""
     began = time.perf_counter()
     for _ in range(steps):
         step(busy, streams)

@@ -4,9 +4,10 @@
 
 Under match a seeded text does not depend on the drafts, so all shapes write the same texts, and only the numbers of
 their rounds differ. A round of r rows checks r − 1 drafts. Even prompts choose: one wide tree tells the chances of
-siblings. Those of deeper siblings are not known, so a few guesses of them each give a best tree. A tree that grows by
-the draft's own probabilities needs a depth only. The chain, the tree and the depth with the fewest rounds are compared
-on the odd prompts. The intervals resample prompts. A round's processor time is that of all threads, by sequence.
+siblings. The chances of deeper siblings are not known. So a few guesses of them each give a best tree. A tree that
+grows by the draft's own probabilities needs a depth only. The chain, the tree and the depth with the fewest rounds are
+compared on the odd prompts. The intervals resample prompts. A round's processor time counts all threads,
+per round of one sequence.
 """
 
 import argparse

@@ -98,7 +98,7 @@ class TimedModel:
 
 
 def _bytes_read(product: Product) -> int:
-    """Bytes of a product's weight that one token reads: of one form, without steps."""
+    """Bytes of a product's weight that one token reads, in one form and without steps."""
     weight = next(iter(product.forms.values())) if isinstance(product, Linear) else product.weight
     if isinstance(weight, Int8Weight):
         return weight.num_bytes - weight.steps.nbytes

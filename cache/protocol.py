@@ -18,7 +18,7 @@ class KVCache(Protocol):
 
     max_len: int  # most positions of one sequence
     shares: bool  # whether a sequence can use what another one has computed
-    window: int | None  # a query sees so many positions, its own included; None: all up to its own
+    window: int | None  # how many positions a query sees, its own included; None: all up to its own
 
     @property
     def free_slots(self) -> int: ...

@@ -74,7 +74,7 @@ def _trace_viewer(url: str | None) -> str | None:
 
 
 def _origins(value: Any) -> Any:
-    """Read origins: a list, or a text with spaces between them. Raises ValueError for what is no origin."""
+    """Read origins: a list, or a text with spaces between them. Raises ValueError for a text that is no origin."""
     origins = _names(value)
     check_origins(origins)
     return tuple(origins)
@@ -132,7 +132,7 @@ class PolicySettings(BaseModel):
     hysteresis: Share = 0.02  # policy goodput: a plan is kept unless another one promises this share more goodput
     probe_share: Share = 0.01  # policy goodput: share of time for probes, which learn whether drafts pay again
     trees: bool = False  # policy goodput: whether a draft model's drafts may be trees
-    draft: Annotated[str | None, BeforeValidator(_none)] = None  # none: no draft; left out: that of the arguments
+    draft: Annotated[str | None, BeforeValidator(_none)] = None  # none: no draft; left out: the draft of `args`
 
     @model_validator(mode="after")
     def _fits_the_policy(self) -> Self:
@@ -140,7 +140,7 @@ class PolicySettings(BaseModel):
         return self
 
     def draft_of(self, config: EngineConfig) -> str | None:
-        """Return the draft that is to serve, in place of the one that the replica was started with. None: no draft.
+        """Return the draft that serves in place of the one that the replica was started with. None: no draft.
 
         Raises ConfigError for one that conflicts with the configuration.
         """

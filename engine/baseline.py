@@ -1,6 +1,6 @@
-"""Estimates how long plain decoding would have taken for the tokens of a step. Speed-ups are relative to it.
+"""Estimates how long plain decoding would have taken for the tokens of a step. Speedups are relative to it.
 
-The page and the metrics both sum `StepStats.plain_us`, so that they tell one speed-up.
+The page and the metrics both sum `StepStats.plain_us`, so that they tell one speedup.
 """
 
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ class EngineConfig:
     memory_fraction: float | None = None  # share of the device's memory for weights, activations and both caches
     prefix_cache: bool = True  # whether requests share the KV of a common prefix of their prompts
     suffix_tokens: int = 65_536  # finished outputs that drafter `suffix` keeps, all tenants' together; some 20 MB
-    max_demand: float = 8.0  # admitted requests may need so many times the tokens that the cache holds
+    max_demand: float = 8.0  # admitted requests may need this many times the tokens that the cache holds
     max_prompt_tokens: int = 131_072  # per client's request, each prompt counted once for all n choices
     request_timeout_s: float | None = None  # the longest that a request may take, waiting included; None: no limit
     generation_config: GenerationConfig = "auto"
@@ -61,7 +61,7 @@ class EngineConfig:
     def chunk(self, rows: int) -> int:
         """Return the most prompt tokens in a pass that also verifies `rows` tokens of other sequences.
 
-        By default a CPU reads so many that the pass takes some two times as long. A GPU reads hundreds in the time of
+        By default a CPU reads as many as make the pass take some two times as long. A GPU reads hundreds in the time of
         one token, so it takes as many as fit.
         """
         if self.prefill_chunk is not None:

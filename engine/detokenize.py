@@ -88,7 +88,8 @@ class TextStream:
         self._held = ""  # text that may be the beginning of a stop string
 
     def push(self, token: int, *, may_stop: bool) -> tuple[str, bool]:
-        """(text to send, whether a stop string ends the text). may_stop False, before min_tokens: it never does."""
+        """(text to send, whether a stop string ends the text). may_stop: False before min_tokens, where no stop string
+        ends the text."""
         text = self._held + self._detokenizer.push(token)
         if not self._stop:
             return text, False

@@ -17,7 +17,7 @@ from engine.trees import Parents
 def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
     """log q [N, K, vocab] of the drafts [N, K] of these sequences, in the dtype and vocabulary of logp.
 
-    What no law says is one-hot, see acceptance.fill_one_hot().
+    A draft without a law gets a one-hot one: see acceptance.fill_one_hot().
     """
     count, depth = drafts.shape
     vocab = logp.shape[-1]
@@ -50,8 +50,8 @@ def put_law_rows(batch: DraftBatch, rows: Seq[int]) -> Staged:
 
 
 def expected_law_rows(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents], indices: Seq[int]) -> list[int]:
-    """The rows that a draft model's laws of these sequences will have: those of chains come first. Other drafters' cost
-    a copy of their own."""
+    """The rows that a draft model's laws of these sequences will have. Chains come first, then trees. The rows of
+    another drafter's laws differ, and take a copy of their own."""
     with_law = sorted((i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled), key=trees.__contains__)
     rows = {i: row for row, i in enumerate(with_law)}
     return [rows.get(i, law_kernels.NO_LAW) for i in indices]

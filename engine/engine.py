@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 PROFILE_S = 4.0  # the most seconds of the start-up that go into measuring rounds
 DISTURBED = 1.25  # a profile that misjudges one kind of rounds against another by this factor is measured again
-MOST_REPEATS = 3  # of a profile: rounds that cannot be predicted must not keep an idle machine busy
+MOST_REPEATS = 3  # a profile is repeated at most this often: unpredictable rounds must not keep an idle machine busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Engine:
             target, self.speculator.plan, config.max_running, config.max_step_tokens, config.chunk
         )
         self._profiled_s = max((t.draft_s + t.score_s for t in timings), default=0.0)
-        self._repeats = 0  # of the profile
+        self._repeats = 0  # how often the profile was repeated
         self._profiled = True  # whether the profile is that of the draft in force
         self._room = room
         self._sequences: dict[str, Sequence] = {}

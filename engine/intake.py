@@ -94,10 +94,12 @@ class Intake:
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
         if not prompt_ids:
-            raise InvalidRequest("the prompt holds no tokens", "prompt")
+            raise InvalidRequest("the prompt holds no tokens: give at least one", "prompt")
         for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < self._vocab_size:
-                raise InvalidRequest(f"prompt token id {token} is outside the vocabulary", "prompt")
+                raise InvalidRequest(
+                    f"prompt token id {token} is outside the vocabulary: {self._allowed_ids}", "prompt"
+                )
 
     def _check(self, request: Request) -> None:
         """Check all but the ids of the tokens, and the parameters."""
@@ -132,7 +134,11 @@ class Intake:
 
     def _in_vocabulary(self, param: str, ids: Seq[int]) -> None:
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
-            raise InvalidRequest(f"{param} names a token outside the vocabulary of {self._vocab_size}", param)
+            raise InvalidRequest(f"{param} names a token outside the vocabulary: {self._allowed_ids}", param)
+
+    @property
+    def _allowed_ids(self) -> str:
+        return f"give ids from 0 to {self._vocab_size - 1}"
 
     def _check_remaining(self, params: SamplingParams) -> None:
         """Raise InvalidRequest unless some token is allowed wherever the text may be."""

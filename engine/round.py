@@ -58,7 +58,7 @@ class PlannedScores:
 
 # What verifies drafts of the planned lengths and shapes.
 Ahead = CapturedVerdict | PlannedScores
-Moves = CapturedTrees | PlannedMoves  # of what is accepted of trees
+Moves = CapturedTrees | PlannedMoves  # moves the accepted nodes of trees
 FailedRequests = dict[int, str]  # sequence handle → why its request ends, safe to show to the client
 
 
@@ -79,14 +79,14 @@ class Outcome:
 
     @property
     def siblings(self) -> int:
-        """The drafts that are not first children, in the trees that the plan asked for. What a drafter branches by
-        itself is the way in which it always drafts."""
+        """The drafts that are not first children, in the trees that the plan asked for. A tree that a drafter makes by
+        itself does not count: the drafter always drafts in this way."""
         wanted = (p for i, p in self.draft.trees.items() if self.slices[i].shape or self.slices[i].sequence.tree_depth)
         return sum(sum(map(bool, trees.ranks(parents))) for parents in wanted)
 
     def decided_drafts(self, i: int) -> tuple[int, ...]:
-        """The i-th sequence's drafts: all of a chain; of a tree those on the accepted path and those rejected behind
-        it."""
+        """The i-th sequence's drafts. A chain gives all of them. A tree gives those on the accepted path and those
+        rejected behind it."""
         drafts = self.verdict.drafts[i]
         if i not in self.draft.trees:
             return tuple(drafts)
@@ -110,7 +110,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
     depths = tuple(s.tree_depth for s in sequences) if any(s.tree_depth for s in sequences) else ()
     confidences = tuple(s.confidence for s in slices)
     batch = DraftBatch(sequences, sampler, confidences, shapes, depths=depths, captured=captured)
-    target.take_forwards()  # of a round that failed
+    target.take_forwards()  # forgets the forwards of a round that failed
     clock = RoundClock(target.device, host_ns)
 
     ahead = _prepare(plan, batch, planned_ks, target)
@@ -209,7 +209,7 @@ def _score(
     """Score the drafts and decide about them. ahead: what `_prepare` returned.
 
     Returns (the verdict, the logits that led to it, the first row of each sequence among them, how accepted nodes are
-    kept). Without logits nobody wants their log-probabilities.
+    kept). There are no logits if nobody wants log-probabilities.
     """
     starts = tuple(accumulate((k + 1 for k in draft.ks), initial=0))[:-1]
     if batch.captured and CapturedVerdict.fits(batch, draft):

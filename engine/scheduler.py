@@ -220,7 +220,7 @@ class Scheduler:
         return max(0, min(chunk, sequence.num_prompt - 1 - start))
 
     def _start_order(self) -> list[Sequence]:
-        """The waiting sequences in the order in which they are to start."""
+        """The waiting sequences in the order in which they start."""
         if not self.waiting or not self._cache.free_slots:
             return []
         members = Counter(sequence.group for sequence in self.running)

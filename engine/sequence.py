@@ -57,7 +57,7 @@ class Sequence:
     lenience: float | None = None  # None: exact, unless it has a typical acceptance
     typical: Typical | None = None
     tree: Parents | None = None  # the shape of its drafts, if its request fixes it; None: chains
-    tree_depth: int = 0  # of its trees of up to k drafts, which grow by the draft's own probabilities; 0: they do not
+    tree_depth: int = 0  # its trees grow by the draft's own probabilities, this deep and to k drafts; 0: they do not
     takes_drafts: bool = False  # its request leaves to the server whether and who drafts for it
     cache_salt: str = ""  # prefixes are shared between sequences of the same salt only
     group: str = ""  # all choices of one client's request; the scheduler treats groups alike

@@ -64,8 +64,8 @@ class Speculation:
 def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = False) -> Speculation:
     """Return how a request with these fields speculates.
 
-    Raises InvalidRequest, with the field's name in the client's vocabulary, for what this server cannot do. strict:
-    also refuses a field that would have no effect, as the HTTP API promises.
+    Raises InvalidRequest for a wish that this server cannot fulfil, with the field's name as the client knows it.
+    strict: also refuses a field that would have no effect, as the HTTP API promises.
     """
     tree = fields.tree
     if tree is not None:
@@ -89,7 +89,7 @@ def resolve(fields: SpeculationFields, can: Capabilities, *, strict: bool = Fals
 
 
 def _check_tree(fields: SpeculationFields, tree: tuple[int, ...] | Growth, plan: Speculation) -> None:
-    """Raise InvalidRequest for a tree that the request's verifier or drafter has not."""
+    """Raise InvalidRequest if the request's verifier or drafter cannot make such a tree."""
     name = "speculation.tree"
     if plan.verifier not in FOR_TREES:
         raise InvalidRequest(
@@ -210,7 +210,7 @@ def _check_prediction(fields: SpeculationFields, plan: Speculation, can: Capabil
 
 
 def _check_lossy(fields: SpeculationFields, plan: Speculation) -> None:
-    """The reply is labelled as lossy, so what makes it lossy is refused where it would not act."""
+    """Refuse `lossy` where it would not act, because the reply is labelled as lossy."""
     if fields.lenience is not None and fields.typical is not None:
         raise InvalidRequest("lossy takes lenience or typical, not both", "lossy")
     if fields.lenience is not None and not 0 < fields.lenience < 1:

@@ -89,8 +89,8 @@ class Speculator:
         return spent // 1000
 
     def _candidate(self, sequence: Sequence, most: int, certain: bool) -> Candidate:
-        """most: drafts that the policy may give. certain: the choice is kept, and its drafters always have drafts, so
-        they are not asked: `propose` gives what there is memory for."""
+        """most: drafts that the policy may give. certain: the choice is kept, and its drafters always have drafts. So
+        they are not asked, and `propose` gives as many as there is memory for."""
         left = max(0, sequence.remaining - 1)
         wanted = min(left, most if sequence.k is None else sequence.k)
         offer = NO_OFFER
@@ -117,8 +117,8 @@ class Speculator:
 def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     """What became of the drafts of the round's i-th sequence; None if it had none.
 
-    If the drafter failed to make the drafts that it was asked for, they count as rejected. Of siblings this says
-    nothing.
+    If the drafter failed to make the drafts that it was asked for, they count as rejected. Such a round says
+    nothing about siblings.
     """
     draft, verdict, sequence = outcome.draft, outcome.verdict, part.sequence
     if verdict.non_finite[i] or sequence.drafter is None:
@@ -131,7 +131,7 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
 
 
 def _with_tree(told: Drafted, parents: Parents, path: Seq[int]) -> Drafted:
-    """What a tree tells of first children and of their siblings; a chain tells no more than its length."""
+    """Add what a tree tells about first children and about their siblings. A chain tells no more than its length."""
     if trees.is_chain(parents):
         return told
     fates = trees.fates(parents, path)

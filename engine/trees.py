@@ -16,7 +16,7 @@ Parents = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a tree may have whose shape follows from the draft's own probabilities."""
+    """The limits of a tree whose shape follows from the draft's own probabilities."""
 
     nodes: int
     depth: int  # drafts on a path
@@ -40,7 +40,7 @@ def check(parents: Parents) -> None:
 @lru_cache(maxsize=512)
 def with_chains(parents: Parents, length: int) -> Parents:
     """The tree with chains of `length` further nodes behind the root and behind each node. They come last, in the order
-    of what they hang on."""
+    of the nodes that they hang on."""
     found = list(parents)
     for node in range(ROOT, len(parents)):
         for depth in range(length):
@@ -92,8 +92,8 @@ def tried(parents: Parents, accepted: Seq[int]) -> list[int]:
 
 
 def fates(parents: Parents, accepted: Seq[int]) -> list[list[bool]]:
-    """Per node that was reached and has children, from the root on: of each child that a verifier has tried, in its
-    order, whether it was accepted. `accepted` is the accepted path."""
+    """One entry per node that was reached and has children, from the root on. It tells for each child that a verifier
+    tried, in its order, whether it was accepted. `accepted` is the accepted path."""
     found = []
     for parent, chosen in zip((ROOT, *accepted), (*accepted, None), strict=True):
         children = [n for n, p in enumerate(parents) if p == parent and (chosen is None or n <= chosen)]

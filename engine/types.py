@@ -72,7 +72,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
     max_tokens: int = 16  # 0: the prompt is read, nothing is generated
-    min_tokens: int = 0  # before so many tokens no stop string ends the text, and no end token is drawn
+    min_tokens: int = 0  # before this many tokens no stop string ends the text, and no end token is drawn
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # end the text like an end-of-sequence token
     include_stop_str_in_output: bool = False  # whether the text keeps what stopped it
@@ -325,7 +325,7 @@ class Output:
     record: RequestRecord | None = None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, if the request wants them
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from the second on, with the first output
-    drafts: tuple[int, ...] = ()  # ids proposed in this round; of a tree, only those on the accepted path and behind it
+    drafts: tuple[int, ...] = ()  # ids proposed in this round; a tree's only on the accepted path and behind it
     accepted: int = 0  # how many of the first drafts were accepted, before a stop cut the text
 
 
@@ -363,7 +363,7 @@ class StepStats:
 
     @property
     def decode_only(self) -> bool:
-        """Whether it emitted tokens and read no prompts. The speed-up is estimated over these steps."""
+        """Whether it emitted tokens and read no prompts. The speedup is estimated over these steps."""
         return bool(self.parts) and not self.prefill_tokens
 
 

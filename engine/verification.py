@@ -1,4 +1,4 @@
-"""From the target's logits to a verdict: each sequence by its own verifier, all in one device-to-host copy (R8)."""
+"""Makes a verdict of the target's logits: each sequence by its own verifier, all in one device-to-host copy (R8)."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -25,8 +25,8 @@ from engine.types import Verifier
 
 
 def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
-    """Decide which drafts of a round are kept. logits [Σ (k + 1), vocab] are the target's, sequence-major: of the last
-    committed token, then of each draft.
+    """Decide which drafts of a round are kept. logits [Σ (k + 1), vocab] are the target's, sequence by sequence: a row
+    for the last committed token, then one for each draft.
 
     Raises ValueError for a tree of several branches under block verification. Here and below, `indices` [n] are the
     sequences of the batch that share a verifier.
@@ -131,7 +131,7 @@ def _put_first_rows(batch: DraftBatch, ks: Seq[int]) -> Staged:
 
 
 def _put_parents(batch: DraftBatch, shapes: Seq[Parents]) -> Staged:
-    """The row of each node's parent, for all sequences as many as the largest tree has nodes."""
+    """The row of each node's parent. Every sequence has as many entries as the largest tree has nodes."""
     size = max(map(len, shapes))
     return batch.sampler.numbers.ints(
         ("parents", tuple(shapes)),

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5  # an idle engine updates its heartbeat this often
 CALM_S = 1.0  # the first calm: clients that ask one question after the other leave less time between two
 STALL_STEPS = 4.0  # the engine is stalled after the time of this many of its longest steps without progress
-LONGEST_STEP_DECAY = 0.97  # of the longest step, per step: it counts half after 23 steps
+LONGEST_STEP_DECAY = 0.97  # what is left of the longest step after one more step: it counts half after 23 steps
 MAX_FAILURES = 3  # failed steps in a row after which the engine is not healthy
 
 Deliver = Callable[[list[Output], StepStats | None], None]  # outputs; the step's statistics, None outside a step
@@ -72,7 +72,7 @@ class EngineWorker:
         )
         self._stopping: bool = False
         self._progressed_at = time.monotonic()  # when a step last fed a token, or the engine was last idle
-        self._longest_step_s = 0.0  # of the steps so far, decaying
+        self._longest_step_s = 0.0  # longest of the steps so far, decaying
         self._audited = True  # whether an audit has run since the last step
         self._idle_since = time.monotonic()
         self._calm_s = CALM_S  # how long the engine must have been idle before rounds are measured again

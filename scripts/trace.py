@@ -135,7 +135,7 @@ def rounds_of(choice: dict[str, Any]) -> list[RoundRow]:
 
 
 def report(told: dict[str, Any], look: Look, *, whole: bool = False) -> Iterator[str]:
-    """The lines to print. whole: with a table of all rounds instead of the slowest."""
+    """The lines to print. whole: whether to show all rounds instead of the slowest."""
     yield from header(told, look)
     if not told["choices"]:
         yield "no rounds: the engine ran nothing of this request"

@@ -7,8 +7,8 @@
 The target is frozen, and any causal LM of transformers whose logits are one matrix on its last state will do. Head k
 learns the target's own law of token t + 2 + k from its state at position t (Cai et al. 2024, arXiv 2401.10774): each
 head minimises λ·CE(p, q) + (1 - λ)·TV(p, q) with λ = exp(-3α), where α is its acceptance so far, and head k weighs
-0.8^k. --text is a text file, of which the last tenth is held out, or a folder of Python files as for the demo pair.
---rows adds files of token ids [rows, tokens] (.npy), for example texts that the target wrote.
+0.8^k. --text is a text file, whose last tenth is held out, or a folder of Python files as for the demo pair. --rows
+adds files of token ids [rows, tokens] (.npy), for example texts that the target wrote.
 
 DIR gets config.json and a bf16 model.safetensors in the authors' format, without output matrices. The fp32 weights for
 --resume stay in WORK, which is DIR/work if it is not given.

@@ -6,10 +6,10 @@
 
 arXiv 2311.13581. The target is frozen, and any causal LM of transformers whose logits are one matrix on its last state
 will do. Look-ahead token i (from 1) stands i positions behind a text's last token. It sees the text and the look-ahead
-tokens before it, and learns the target's own law of the token after its position. It minimises
-λ·CE(p, q) + (1 - λ)·TV(p, q) with λ = exp(-3α), where α is its acceptance so far, and token i weighs 0.8^(i - 1).
---text is a text file, of which the last tenth is held out, or a folder of Python files as for the demo pair. --rows
-adds files of token ids [rows, tokens] (.npy), for example texts that the target wrote.
+tokens before it, and learns the target's own law of the token after its position. It minimises λ·CE(p, q) + (1 -
+λ)·TV(p, q) with λ = exp(-3α), where α is its acceptance so far, and token i weighs 0.8^(i - 1). --text is a text file,
+whose last tenth is held out, or a folder of Python files as for the demo pair. --rows adds files of token ids [rows,
+tokens] (.npy), for example texts that the target wrote.
 
 DIR gets config.json and a model.safetensors that holds `embeddings` fp32 [tokens, hidden]. --resume begins with those
 of the work folder WORK, which is DIR/work if it is not given. The last line has the acceptance on held-out text.

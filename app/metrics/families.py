@@ -60,7 +60,7 @@ class StepMetrics:
     """Metrics of engine steps, over all sequences.
 
     decode_* and plain_* count steps that read no prompt. Label batch: number of sequences, rounded up to a power of
-    two. Label drafts: yes or no. plain_seconds is estimated (engine/baseline.py). The speed-up is plain_seconds over
+    two. Label drafts: yes or no. plain_seconds is estimated (engine/baseline.py). The speedup is plain_seconds over
     decode_seconds.
     """
 

@@ -22,7 +22,7 @@ OUTCOME_OF_FAILURE = {
     "engine_overloaded": "overloaded",
     "deadline_exceeded": "deadline",
 }
-ONE_IN = 8  # one of so many steps goes into the histograms, because every value costs 2 µs
+ONE_IN = 8  # one of this many steps goes into the histograms, because every value costs 2 µs
 NOBODY = "none"
 USER = REASONS.index("user")
 DRAFTS = ("no", "yes")

@@ -1,4 +1,4 @@
-"""From a request's texts to token ids."""
+"""Turns a request's texts into token ids."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ Ids = tuple[int, ...]
 async def prompt_ids(
     client: EngineClient, prompt: Prompt, field: TextField, *, special: bool, most: int | None = None
 ) -> Ids:
-    """Return a prompt's ids. special: with the special tokens that the checkpoint puts around a text.
+    """Return a prompt's ids. special: whether to add the special tokens that the checkpoint puts around a text.
 
-    most: keep so many tokens from its end, and the special tokens before and behind them (as in vLLM); None: all.
+    most: how many tokens to keep from its end, with the special tokens before and behind them (as in vLLM); None: all.
     """
     if not isinstance(prompt, str):
         return prompt if most is None else prompt[-most:]

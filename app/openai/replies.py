@@ -94,7 +94,7 @@ class Envelope:
     ) -> dict[str, Any]:
         """Return the fields that are known only at the end: usage, metrics, seed, and the label of a lossy reply.
 
-        returned: of the choices that the reply has, in its order; None: all.
+        returned: the choices that the reply has, in its order; None: all.
         """
         label = _lossy_label(records[0])
         request_metrics = metrics(records, steps_of=(returned or records) if self.tell_steps else ())

@@ -13,7 +13,7 @@ from engine.types import DrafterName, InvalidRequest, Typical, Verifier
 
 
 class GrowthOptions(Strict):
-    """What a tree may have that grows by the draft model's own probabilities: drafts in all, and drafts on a path."""
+    """The limits of a tree that grows by the draft model's own probabilities: drafts in all, and drafts on a path."""
 
     nodes: Annotated[int, Field(ge=1)]
     depth: Annotated[int, Field(ge=1)]
@@ -74,7 +74,7 @@ class Lossy(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a request says about its drafts, checked. None: the server chooses, or nothing."""
+    """What a request says about its drafts, checked. A field is None if the request does not say."""
 
     k: int | None = None  # None: the policy chooses
     max_k: int | None = None
@@ -141,7 +141,7 @@ def _k(options: SpeculationOptions) -> int | None:
 
 
 def _typical(lossy: Lossy | None) -> Typical | None:
-    """Raise InvalidRequest for a field `lossy` that names no way."""
+    """The typical acceptance that `lossy` asks for. Raises InvalidRequest if `lossy` has neither of its fields."""
     if lossy is not None and lossy.lenience is None and lossy.typical is None:
         raise InvalidRequest('lossy must have "lenience" or "typical"', "lossy")
     if lossy is None or lossy.typical is None:

@@ -69,7 +69,8 @@ def _check_ids(ids: tuple[int, ...], card: ModelCard) -> None:
     if len(ids) > card.max_prompt_tokens:
         raise InvalidRequest(f"tokens takes at most {card.max_prompt_tokens:,} ids, not {len(ids):,}", "tokens")
     if any(token >= card.vocab_size for token in ids):
-        raise InvalidRequest(f"tokens names a token outside the vocabulary of {card.vocab_size}", "tokens")
+        last = card.vocab_size - 1
+        raise InvalidRequest(f"tokens names a token outside the vocabulary: give ids from 0 to {last}", "tokens")
 
 
 async def tokenizer_info(client: EngineClient, request: Request) -> Response:

@@ -14,7 +14,7 @@ from app.page.live import LivePage
 from engine.types import Overloaded
 
 EVENT_EVERY_S = 0.25
-QUIET_EVENTS = 4  # while nothing changes, one event in so many is sent
+QUIET_EVENTS = 4  # while nothing changes, one event in this many is sent
 MAX_VIEWERS = 8  # each viewer takes one of the requests that Serve allows per replica
 FEED_S = 60.0  # then the stream ends and the viewer connects again: a server that shuts down waits for connections
 SLOW_VIEWER_S = 10.0  # additional time for a viewer that does not read
@@ -73,7 +73,7 @@ class EventsEndpoint:
     """GET /ui/events as a bare ASGI application, so that it ends as soon as the viewer leaves."""
 
     def __init__(self, live_page: LivePage, headers: Mapping[str, str]) -> None:
-        """headers: reply headers in addition to those of every event stream."""
+        """headers: further headers of the reply, beside the usual ones of an event stream."""
         self.viewers = 0  # includes viewers whose request is still being read
         self._feed = EventFeed(live_page)
         page_headers = {name.encode(): value.encode() for name, value in headers.items()}

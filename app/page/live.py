@@ -18,7 +18,7 @@ from engine.types import EngineStats, StepStats
 
 RATE_S = 2.0  # window over which tokens per second are counted
 STATE_S = 10.0  # speculation is "on" if it drafted within this window
-REPEAT_S = 2.0  # every event repeats so much of the series, so that a slow viewer misses nothing
+REPEAT_S = 2.0  # every event repeats this much of the series, so that a slow viewer misses nothing
 
 # Reason for k = 0 → what the page says.
 REASON_TEXTS = {

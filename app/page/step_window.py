@@ -27,7 +27,7 @@ SERIES = {
 
 PROBE = REASONS.index("probe")
 
-Counts = Counter[tuple[str, int]]  # (name, position, batch size or reason); 0: not divided
+Counts = Counter[tuple[str, int]]  # (name, position, batch size or reason); 0: not divided by it
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from app.telemetry.otlp import OtlpExporter
 
 QUEUE_SPANS = 16_384  # spans that may wait, unless OTEL_BSP_MAX_QUEUE_SIZE is set
 QUEUE_BYTES = 32 * 2**20  # memory of the spans that wait or are being posted, as `held_bytes` estimates it
-SPAN_BYTES, LINK_BYTES, INT_BYTES = 3_500, 500, 24  # of a span without long attributes, a link, a column's integer
+SPAN_BYTES, LINK_BYTES, INT_BYTES = 3_500, 500, 24  # bytes: a span without long attributes, a link, a column's integer
 SCHEDULE_MS = 1_000  # between exports, unless OTEL_BSP_SCHEDULE_DELAY is set
 SHUTDOWN_MS = 2_000  # to export what is still queued when the process ends
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

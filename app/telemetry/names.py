@@ -22,8 +22,8 @@ ENGINE_STEP = "specdec.engine_step"  # the root of its own trace, with links to 
 SPAN_KIND = "openinference.span.kind"
 LLM = "LLM"  # a request
 CHAIN = "CHAIN"  # a part of a request, or an engine step
-PROJECT = "openinference.project.name"  # of the resource: where Phoenix shows the traces; else under "default"
-OUTPUT = "output.value"  # of a decode span: what viewers show first. The rounds, because text is in no such span
+PROJECT = "openinference.project.name"  # in the resource: Phoenix shows the traces under it, else under "default"
+OUTPUT = "output.value"  # viewers show it first. A decode span's has the rounds: no such span has text
 OUTPUT_TYPE = "output.mime_type"
 PLAIN_TEXT = "text/plain"
 

@@ -45,7 +45,8 @@ class Piece:
 
 
 def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterator[Piece]:
-    """Yield queue, prefill and decode of a finished record, as far as it came. rounds: with spans of rounds."""
+    """Yield queue, prefill and decode of a finished record, as far as it came. rounds: whether rounds get spans of
+    their own."""
     assert record.finished is not None, "the engine finished it"
     choice: Attributes = {name.CHOICE: index}
     admitted, first, finished = _admitted(record), record.first_token, record.finished
@@ -165,7 +166,7 @@ def _round_piece(i: int, part: RoundRecord, arrived: float) -> Piece:
 
 
 def step_piece(step: StepStats, trace_ids: Sequence[str]) -> Piece:
-    """trace_ids: of the traced requests in the step."""
+    """trace_ids: the traces of the requests in the step."""
     attributes: Attributes = {
         name.STEP_INDEX: step.step,
         name.STEP_BATCH: step.sequences,

@@ -73,7 +73,7 @@ def count_waits(recorder: Recorder) -> None:
 
 
 def count_places(engine: Engine, rounds: int, params: dict[str, Any], verifier: Verifier) -> Counter[str]:
-    """Where the host waited for the device in rounds that only decode, and how often, by torch's own account."""
+    """Tells where the host waited for the device in rounds that only decode, and how often, by torch's own account."""
     places: Counter[str] = Counter()
     counted = 0
     while counted < rounds:

@@ -144,7 +144,7 @@ def measure_pair(shapes: PairShapes, recorder: Recorder) -> None:
 
 
 def _largest_bench(shapes: PairShapes, recorder: Recorder, folder: Path) -> Bench:
-    """With as many of the batches as there is memory for. Raises ConfigError if there is none for the smallest."""
+    """Run as many of the batches as there is memory for. Raises ConfigError if there is none for the smallest."""
     batches = (1, 2) if recorder.dry else tuple(GOODPUT_AIMS)
     while True:
         try:

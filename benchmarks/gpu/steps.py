@@ -84,7 +84,7 @@ class Result:
 def run_steps(
     steps: Sequence[Step], device: str, *, dry: bool, budget_s: float, say: Callable[[str], None] = print
 ) -> list[Result]:
-    """Run the steps within `budget_s` seconds in all. Does not raise for what a step does."""
+    """Run the steps within `budget_s` seconds in all. An error of a step does not raise here."""
     deadline = time.monotonic() + budget_s
     results = []
     for step in steps:

@@ -72,7 +72,7 @@ def bench(
 
 
 def benchmarks() -> dict[str, str]:
-    """The benchmarks by name, with the first line of what each says of itself."""
+    """The benchmarks by name, each with the first line of its docstring."""
     folder = ROOT / "benchmarks"
     files = {path.stem: path for path in folder.glob("*.py")} | {
         path.parent.name: path for path in folder.glob("*/__main__.py")

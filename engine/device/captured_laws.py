@@ -13,7 +13,7 @@ from engine.models.runner import Runner
 
 
 def law_memory(staging: Staging, owner: int, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Where a draft model's graphs write the laws of their drafts, [sequences, drafts, vocab] of the largest round. A
+    """The memory to which a draft model's graphs write laws: [sequences, drafts, vocab] of the largest round. A
     law lies at the same address whatever the round's numbers are: the verdict's graph does not know how many drafts
     there was memory for. owner: the number of the model's runner."""
     size = staging.limits.sequences, staging.limits.drafts, vocab
@@ -26,9 +26,9 @@ def law_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class CapturedLaws:
-    """What decides about the drafts of the sequences that are not coupled, all by one verifier.
+    """Decides about the drafts of the sequences that are not coupled, all by one verifier.
 
-    B sequences are filled up to S. What is decided for the others means nothing.
+    B sequences are filled up to S. Ignore what is decided for coupled sequences and for those that fill up.
     """
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], rows: Seq[int], target: Runner) -> None:

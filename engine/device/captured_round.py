@@ -1,9 +1,9 @@
 """The target's part of a round in which every sequence decodes: its pass with the verdict, as one captured graph.
 
-Within a round all sequences have as many rows as the one with the most drafts, and sequences that nobody reads fill it
-up (RoundLimits.padded). So the device's work depends on the rounded number of sequences, on the number of drafts, on
-whether any of them are trees, on the width of the tables of blocks, on whether anybody truncates its law, and on
-whether anybody wants log-probabilities.
+Within a round all sequences have as many rows as the one with the most drafts. Sequences that nobody reads fill the
+round up to a rounded number (RoundLimits.padded). So the device's work depends on the rounded number of sequences, on
+the number of drafts, on whether any of them are trees, on the width of the tables of blocks, on whether anybody
+truncates its law, and on whether anybody wants log-probabilities.
 """
 
 from collections.abc import Mapping
@@ -109,12 +109,12 @@ def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
 class CapturedVerdict:
     """The target's pass over a round's drafts, and the verdict.
 
-    B sequences are filled up to S. All have K drafts, those of some beyond their own.
+    B sequences are filled up to S. All S have rows for K drafts. Ignore the drafts of a sequence beyond its own k.
     """
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], target: Runner, shapes: Mapping[int, Parents]) -> None:
         """Reserve the pass's memory and put its numbers on their way to the device. batch.sampler has at least 1 + K
-        rows for each of S sequences. shapes: of drafts that are trees; then all sequences are coupled. Raises
+        rows for each of S sequences. shapes: those of the drafts that are trees; then all sequences are coupled. Raises
         CacheFull."""
         storage, staging, cache = target.storage, target.staging, target.cache
         assert isinstance(storage, GatheredStorage)
@@ -157,7 +157,7 @@ class CapturedVerdict:
 
     @classmethod
     def of(cls, batch: DraftBatch, draft: Draft, target: Runner) -> Self:
-        """What decides about drafts that were not foreseen."""
+        """The verdict about drafts that were not foreseen."""
         target.staging.begin_last_part()
         # The round's sampler may have put lists already, and the key does not tell where. A new one puts them again.
         return cls(replace(batch, sampler=batch.sampler.on_trees({})), draft.ks, target, draft.trees)
@@ -183,7 +183,7 @@ class CapturedVerdict:
         return not (draft.wants_drawn or (draft.logq_rows and draft.law_owner is None))
 
     def holds(self, draft: Draft) -> bool:
-        """Whether this one can: its drafts are the first ones of those that were planned."""
+        """Whether this verdict can: each draft is the beginning of the draft that was planned."""
         if not (draft.trees or self._shapes):
             return True
         planned = [self._shapes.get(i, chain(k)) for i, k in enumerate(self._ks)]
@@ -191,7 +191,7 @@ class CapturedVerdict:
 
     def run(self, draft: Draft) -> tuple[Verdict, Tensor | None]:
         """(the verdict, logits [B · (1 + K), vocab] if a request wants log-probabilities). Extends the cache by the
-        planned drafts: those that did not come have tokens that are rejected."""
+        planned drafts. A planned draft that did not come has a token that is rejected."""
         count = len(self._ks)
         self._batch.sampler.take_in_texts()
         if draft.tokens is not None:

@@ -44,7 +44,7 @@ class CapturedTrees:
         self._numbers = target.staging.ints(filled)
 
     def decide(self, drawn: Tensor, finite: Tensor, drafts: Tensor, first_rows: Tensor) -> Tensor:
-        """As match_verdict [S, 3 + K]. Moves the accepted nodes to where those of a chain lie. Part of the region of a
+        """As match_verdict [S, 3 + K]. Moves the accepted nodes to where a chain's would lie. Part of the region of a
         graph."""
         parents, rows, targets = self._numbers.tensor.view(3, self._size, -1).unbind(0)
         table = match_verdict(drawn, finite, drafts, first_rows, parents)

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 MOST_GRAPHS = 256  # that are kept
 MOST_SEEN = 1024  # keys that are known without a graph
 MOST_FAILURES = 2  # captures that may fail before no more are tried
-GRAPH_BYTES = 1 << 20  # of the driver, for each graph; an allowance that no hardware has confirmed
+GRAPH_BYTES = 1 << 20  # what the driver takes for each graph; an allowance that no hardware has confirmed
 
 T = TypeVar("T")
 
 
 def graph_room(round_bytes: int) -> int:
-    """Bytes that all graphs of an engine may take. round_bytes: of its largest round. A captured round has no more
-    sequences or drafts than that, and all graphs share the memory of their work."""
+    """Bytes that all graphs of an engine may take. round_bytes: what its largest round takes. A captured round has no
+    more sequences or drafts than that, and all graphs share the memory of their work."""
     return round_bytes + MOST_GRAPHS * GRAPH_BYTES
 
 
@@ -121,7 +121,7 @@ class Graphs:
 
     def run(self, owner: int, layout: Hashable | None, region: Callable[[], T]) -> T:
         """Do the region's work and return its result. All graphs share their memory: the result's tensors hold until
-        another graph runs. owner: of the work, see Key. layout: equal for equal work of one owner; None: the work is
+        another graph runs. owner: owns the work, see Key. layout: equal for equal work of one owner; None: the work is
         not captured, and the reason has been counted."""
         if layout is None:
             return region()
@@ -160,8 +160,8 @@ class Graphs:
         return self._room is None or max(self._widest, need) + graphs * GRAPH_BYTES <= self._room
 
     def _measure(self, key: Key, region: Callable[[], T]) -> T:
-        """Run the region as it is. Whoever else takes memory meanwhile makes it look too wide, so a work that seems not
-        to fit is measured again."""
+        """Run the region as it is. If anybody else takes memory meanwhile, the work looks too wide. So work that seems
+        not to fit is measured again."""
         result, need = self._memory.run(region)
         self.eager["the memory of graphs is too small" if key in self._needs else "the first of its kind"] += 1
         self._needs[key] = need

@@ -54,7 +54,7 @@ class RoundClock:
 
 
 def mark(device: torch.device) -> Mark:
-    """The point in the device's work that all calls so far lead to."""
+    """The point in the device's work behind all calls so far."""
     if device.type not in QUEUES:
         return perf_counter_ns()
     event = torch.cuda.Event(enable_timing=True)
@@ -69,7 +69,7 @@ def wait(device: torch.device) -> None:
 
 
 def elapsed_ns(begin: Mark, end: Mark) -> int:
-    """Nanoseconds between two marks of one device, which must have come to both."""
+    """Nanoseconds between two marks of one device. The device must have passed both."""
     if isinstance(begin, int):
         assert isinstance(end, int), "the marks are of one clock"
         return end - begin

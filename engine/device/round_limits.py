@@ -6,21 +6,21 @@ from math import ceil
 from cache.layout import Layout
 from engine.config import EngineConfig
 
-NUMBERS_PER_SEQUENCE = 24  # in a pass: of 64 bits, beside its table of blocks and what each of its rows has
-NUMBERS_PER_ROW = 32  # beside the drafts that a penalised row sees
-BANS_PER_ROW = 16  # of bad words and end tokens; each also has a number for each draft
-EXACT_SEQUENCES = 4  # numbers of sequences that are rounded up to a power of two; beyond, to a multiple of 8
+NUMBERS_PER_SEQUENCE = 24  # 64-bit numbers in a pass, beside the table of blocks and the rows' numbers
+NUMBERS_PER_ROW = 32  # 64-bit numbers of a row, beside the drafts that a penalised row sees
+BANS_PER_ROW = 16  # bans by bad words and end tokens; each ban also has a number for each draft
+EXACT_SEQUENCES = 4  # up to this many sequences are rounded up to a power of two, more to a multiple of 8
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
     sequences: int  # max_running
-    drafts: int  # of one sequence
-    numbers: int = 0  # of 64 bits, that a captured round sends at most; 0: nothing is captured
+    drafts: int  # max_spec_length
+    numbers: int = 0  # the most 64-bit numbers that a captured round sends; 0: nothing is captured
 
     @classmethod
     def of(cls, config: EngineConfig, layout: Layout) -> "RoundLimits":
-        """layout: the target's. That of a draft, also of one that joins later, has no more blocks in a table."""
+        """layout: the target's. A draft's layout has no more blocks in a table, even if the draft joins later."""
         sequences, drafts = config.max_running, config.max_spec_length
         if not config.graphs:
             return cls(sequences, drafts)
@@ -31,14 +31,14 @@ class RoundLimits:
         return cls(sequences, drafts, ceil(models * sequences * of_sequence))
 
     def padded(self, sequences: int) -> int:
-        """Sequences of a captured round: so many rounded up, but never more than an engine runs. Rounds of few kinds
-        need few graphs."""
+        """The number of sequences of a captured round: `sequences` rounded up, but never more than an engine runs.
+        Rounds of few kinds need few graphs."""
         up = 1 << (sequences - 1).bit_length() if sequences <= EXACT_SEQUENCES else ceil(sequences / 8) * 8
         return min(up, self.sequences)
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that one round commits for one sequence at most."""
+        """The most tokens that one round commits for one sequence."""
         return 1 + self.drafts
 
 
@@ -47,7 +47,7 @@ UNKNOWN = RoundLimits(0, 0)  # nobody has to know them: nothing is captured
 
 def fixed_bytes(config: EngineConfig, block_size: int, max_len: int, vocab: int, law_bytes: int) -> int:
     """Bytes of the memory that captured rounds keep beside their graphs: for numbers of the host, and for each draft
-    model's laws. vocab: of the target. law_bytes: of one number of a law."""
+    model's laws. vocab: the target's. law_bytes: the size of one number of a law."""
     if not config.graphs:
         return 0
     limits = RoundLimits.of(config, Layout(config.max_running, max_len, block_size))

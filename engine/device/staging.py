@@ -1,4 +1,4 @@
-"""Numbers on their way to the device. What a round puts together before it reads any of it goes there in one copy.
+"""Numbers on their way to the device. All numbers that a round puts before it reads the first go there in one copy.
 
 A copy from ordinary memory blocks the host until the device has done all its work. One from pinned memory does not, but
 each costs about as much as a small kernel. So the parts of a round put their numbers first and read them later.
@@ -47,8 +47,8 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, graphs: Graphs | None = None, limits: RoundLimits = UNKNOWN) -> None:
-        """graphs: of work that reads these numbers; None: nothing is captured. limits: of the rounds, as far as anybody
-        must know them."""
+        """graphs: captured work that reads these numbers; None: nothing is captured. limits: the rounds' limits, or
+        UNKNOWN if nobody needs them."""
         self.device = device
         self.graphs = graphs
         self.limits = limits
@@ -112,7 +112,7 @@ class Staging:
         return self._wait(array("q", array("d", values).tobytes()), torch.float64)
 
     def keep(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What stays on the device between rounds under this name; made at the first call."""
+        """The thing that stays on the device between rounds under this name. The first call makes it."""
         if name not in self._kept:
             self._kept[name] = make()
         kept: T = self._kept[name]
@@ -153,7 +153,7 @@ class Staging:
             self.graphs.eager["the fixed memory is too small"] += 1
 
     def _wait(self, numbers: "array[int]", dtype: torch.dtype, count: int | None = None) -> Staged:
-        """count: of the numbers of this type; None: all that fit."""
+        """count: how many numbers of this type; None: all that fit."""
         staged, first = Staged(self, None), len(self._numbers)
         self._numbers.extend(numbers)
         self._waiting.append((staged, slice(first, len(self._numbers)), dtype, count))

@@ -1,4 +1,4 @@
-"""From what may follow a token to a draft: the best chain, a tree of a given shape, or the most valuable tree."""
+"""Makes a draft of what may follow a token: the best chain, a tree of a given shape, or the most valuable tree."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq

@@ -71,12 +71,12 @@ class GapPass:
 
 
 class CapturedChains:
-    """The chains that a draft model draws for the sequences of a round. Every sequence has rows in each pass. Those of
-    one that drafts nothing, or no more, are padding, and what is drawn for it means nothing."""
+    """The chains that a draft model draws for the sequences of a round. Every sequence has rows in each pass.
+    Ignore what is drawn for a sequence that drafts nothing or has finished drafting: its rows are padding."""
 
     def __init__(self, runner: Runner, batch: DraftBatch, ks: Seq[int], vocab: int, rank: int = 0) -> None:
         """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. vocab: ids
-        from there on are not drawn. rank: of the noise of draws from the drafts' own laws."""
+        from there on are not drawn. rank: the rank of the noise for draws from the drafts' own laws."""
         self._runner, self._batch, self._ks = runner, batch, tuple(ks)
         runner.staging.note("chains", max(ks))
         self._gap = GapPass(runner, batch, ks)

@@ -32,8 +32,9 @@ class CapturedTreeDraft:
     def __init__(
         self, runner: Runner, batch: DraftBatch, ks: Seq[int], shapes: Mapping[int, Parents], vocab: int
     ) -> None:
-        """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. shapes: of
-        ks[i] nodes; the others draw chains. vocab: ids from there on are not drawn."""
+        """Put the numbers of all passes and draws on their way to the device. The memory for ks is reserved. shapes:
+        index of a sequence → its tree of ks[i] nodes; the others draw chains. vocab: ids from there on are not
+        drawn."""
         self._runner, self._batch, self._ks = runner, batch, tuple(ks)
         runner.staging.note("tree draft", max(ks))
         self._gap = GapPass(runner, batch, ks)
@@ -42,7 +43,7 @@ class CapturedTreeDraft:
         self._fed = {i: FedTree(trees.shapes[i]) for i, k in enumerate(ks) if k}
         self.fed = {i: self._fed[i] for i in shapes}  # by index in the batch: the nodes that the model will have read
         self._levels = [self._put_level(number) for number in range(1, len(trees.levels))]
-        self._carried: Tensor | None = None  # of the nodes of the latest level
+        self._carried: Tensor | None = None  # g of the nodes of the latest level
         self._key = runner.staging.layout
 
     def propose(self) -> Draft:
@@ -72,7 +73,7 @@ class CapturedTreeDraft:
         return runner.decoder.logits(states)
 
     def _put_level(self, number: int) -> _Level:
-        """number: of one of the trees' levels, whose nodes have as many drafts on their paths."""
+        """number: the level's. Its nodes have as many drafts on their paths."""
         trees, staging = self._draws.trees, self._runner.staging
         above, level = trees.levels[number - 1 : number + 1]
         row_of, nodes = {node: row for row, node in enumerate(above)}, {i: list[int]() for i in trees.shapes}
@@ -88,7 +89,8 @@ class CapturedTreeDraft:
         return _Level(attention, staging.ints(places), staging.ints(parents))
 
     def _span(self, i: int, nodes: Seq[int]) -> Span | None:
-        """Where these nodes of sequence i lie: behind those that were read before. None: there are no nodes."""
+        """The places of these nodes of sequence i. They lie behind the nodes that were read before. None: there are no
+        nodes."""
         if not nodes:
             return None
         slot, fed = self._gap.slots[i], self._fed[i]

@@ -11,13 +11,14 @@ from engine.drafters.model_trees import mark_non_finite
 
 
 class ChainDraws:
-    """Draws for B sequences that are filled up to S. Those of one that drafts nothing, or no more, mean nothing."""
+    """Draws for B sequences that are filled up to S. Ignore what is drawn for a sequence that drafts nothing or has
+    finished drafting."""
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], vocab: int, dtype: torch.dtype, owner: int, rank: int) -> None:
         """Put the numbers of all draws on their way to the device.
 
-        vocab: ids from there on are not drawn. dtype: of the logits. owner: of the graph, see graphs.Key. rank: of the
-        noise of draws from the drafts' own laws.
+        vocab: ids from there on are not drawn. dtype: the logits' type. owner: owns the graph, see graphs.Key. rank:
+        the rank of the noise for draws from the drafts' own laws.
         """
         self._sampler, self._ks, self._vocab = batch.sampler, tuple(ks), vocab
         self._owner, self._rank = owner, rank

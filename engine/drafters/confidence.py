@@ -21,7 +21,8 @@ class ConfidenceLimit:
 
     @classmethod
     def of(cls, limits: Seq[float], device: torch.device) -> "ConfidenceLimit | None":
-        """None if no sequence has a limit: then no law is computed and nothing is copied to the host."""
+        """The limit of a batch; None if no sequence has one. Without it no law is computed and nothing is copied to the
+        host."""
         return cls(limits, device) if any(limits) else None
 
     def sure_rows(self, logits: Tensor, indices: Tensor) -> list[int]:

@@ -74,7 +74,7 @@ class DraftColumns:
         return Draft(tuple(self._ks), self._tokens.t(), self._laws.table, rows)
 
     def _keep(self, rows: Seq[int], values: Tensor) -> Tensor:
-        """Let only `rows` of the active sequences stay active; returns these rows of values [len(active), …]."""
+        """Let only `rows` of the active sequences stay active. Returns these rows of values [len(active), …]."""
         if len(rows) == len(self.active):
             return values
         for i in self.active:

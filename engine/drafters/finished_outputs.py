@@ -7,7 +7,8 @@ from engine.drafters.indexed_text import IndexedText
 
 
 class FinishedOutputs:
-    """Outputs of one salt are one text. Where they would be more than max_tokens in all, the oldest outputs leave."""
+    """Keeps the outputs of each salt as one text. If they have more than max_tokens in all, the oldest outputs
+    leave."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -19,7 +20,7 @@ class FinishedOutputs:
         return self._texts.get(salt)
 
     def add(self, salt: str, output: Seq[int]) -> None:
-        """Take in an output; of one that is longer than the bound, its end."""
+        """Take in an output. If it is longer than the bound, only its end is kept."""
         kept = output[max(0, len(output) - self._max_tokens) :]
         if not kept:
             return

@@ -45,7 +45,7 @@ class GrowingTree:
     most: Growth
     found: list[Found] = field(default_factory=list)
     read: list[Found] = field(default_factory=list)  # those that the model has read, or is about to
-    depth: int = 0  # of the nodes that were drawn last
+    depth: int = 0  # the depth of the nodes that were drawn last
     worst: float = inf  # as Found.order, of the last node that is kept; inf: there is room for any
 
     @property
@@ -62,7 +62,7 @@ class GrowingTree:
             self.found.append(Found((above - chance, self.depth), parent, rank, first + rank))
 
     def expand(self) -> list[Found]:
-        """Keep the best nodes. Returns those of the latest depth that the model reads next."""
+        """Keep the best nodes. Returns the nodes of the latest depth that the model reads next."""
         self.found.sort(key=attrgetter("order"))
         del self.found[self.most.nodes :]
         if len(self.found) == self.most.nodes:
@@ -135,10 +135,10 @@ class GrownDraft:
     """A draft of growing trees. Each depth costs a copy of the chances to the host, which decides what is read next."""
 
     def __init__(self, batch: DraftBatch, growths: Mapping[int, Growth], vocab: int, device: torch.device) -> None:
-        """growths: index of a sequence in the batch → what its tree may have, of at least one node."""
+        """growths: index of a sequence in the batch → the limits of its tree, which has at least one node."""
         self.trees = {i: GrowingTree(most) for i, most in growths.items()}
         self.shapes: dict[int, Parents] = {}  # of the finished trees
-        self.numbers: dict[int, list[int]] = {}  # per place that was read the node of the finished tree
+        self.numbers: dict[int, list[int]] = {}  # per place that was read, the node of the finished tree
         self._batch = batch
         self._vocab = vocab
         self._size = max(most.nodes for most in growths.values())
@@ -149,7 +149,7 @@ class GrownDraft:
         self._noise = batch.sampler.on_trees(deepest)
 
     def draw(self, logits: Tensor, read: GrowthReader) -> Draft:
-        """Draw all trees. logits [len(growths), vocab']: those behind the committed tokens, in the order of growths."""
+        """Draw all trees. logits [len(growths), vocab'] behind the committed tokens, in the order of growths."""
         level: list[Node] = [(i, ROOT) for i in self.trees]
         while True:
             self._draw_children(level, logits[:, : self._vocab])
@@ -198,9 +198,10 @@ class GrownDraft:
 
 
 def wanted_trees(batch: DraftBatch, ks: list[int], *, may_branch: bool) -> tuple[dict[int, Parents], dict[int, Growth]]:
-    """Index of a sequence → the tree that it gets, cut to its k nodes; or what its tree may have, if it grows.
+    """Index of a sequence → the tree that it gets, cut to its k nodes; or the limits of its tree, if it grows.
 
-    may_branch: whether the drafter draws trees. If not, there are none, and ks becomes the number of first children.
+    may_branch: whether the drafter draws trees. If it does not, there are no trees, and ks becomes the number of first
+    children.
     """
     shapes = {i: shape[: ks[i]] for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
     growths = {i: Growth(k, min(k, batch.depths[i])) for i, k in enumerate(ks) if k and batch.grows(i)}

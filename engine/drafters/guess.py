@@ -27,7 +27,7 @@ class Guesser(Protocol):
         ...
 
     def guess(self, k: int) -> list[int]:
-        """At most k tokens that may come next, possibly none. The same until the next push."""
+        """At most k tokens that may come next, possibly none. The answer is the same until the next push."""
         ...
 
     def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
@@ -53,8 +53,8 @@ class _GuesserState(Generic[G]):
 class GuessDrafter(Generic[G]):
     """Keeps a guesser per sequence and feeds it `tokens[seen:]` whenever a guess is needed (R1).
 
-    Pauses: after a draft of which nothing is accepted it makes no guess for that sequence in 1, 2, 4, … up to
-    `max_pause` rounds; any acceptance ends that. On text with nothing to copy it costs next to nothing. With max_pause
+    Pauses: after a draft that is rejected as a whole it makes no guess for that sequence in 1, 2, 4, … up to
+    `max_pause` rounds. Any acceptance ends that. On text with nothing to copy it costs next to nothing. With max_pause
     0 there are no pauses. A round counts if an offer or a proposal is requested in it.
 
     Its guesses depend on committed tokens and past rounds only, never on the tokens being drafted, so every verifier

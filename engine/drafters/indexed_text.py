@@ -13,7 +13,7 @@ class IndexedText:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._dropped = 0  # tokens before `tokens` that are gone
-        self._start = 0  # of the last document; this and all positions count the dropped tokens
+        self._start = 0  # where the last document starts; this and all positions count the dropped tokens
         self._ends: dict[tuple[int, ...], list[int]] = {}  # run → the positions behind its occurrences
 
     def push(self, token: int) -> None:
@@ -48,10 +48,10 @@ class IndexedText:
         self._dropped += length + 1
 
     def occurrences(self, text: list[int]) -> list[int]:
-        """Where in `tokens` the last tokens of `text` occurred: the indices behind the occurrences, the latest first.
+        """The indices in `tokens` behind the occurrences of the last tokens of `text`, the latest first.
 
-        They are those of the longest run in RUNS that occurs. An occurrence at the end of the last document, which
-        nothing follows yet, is none.
+        The longest run in RUNS that occurs counts. An occurrence at the end of the last document does not count,
+        because nothing follows it yet.
         """
         for run in RUNS:
             ends = self._ends.get(tuple(text[-run:]))

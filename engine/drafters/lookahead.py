@@ -2,8 +2,8 @@
 
 After Fu et al. 2024 (arXiv 2402.02057, sections 3.1 to 3.4). A window of guesses for the next positions takes part in
 each pass as drafts. What the target draws behind them are better guesses (a Jacobi iteration), and each column of
-guesses of successive passes is an n-gram that the target said itself. A pool keeps these n-grams. Those that begin with
-the text's last token are drafts of the next round.
+guesses of successive passes is an n-gram that the target said itself. A pool keeps these n-grams. The n-grams that
+begin with the text's last token are drafts of the next round.
 """
 
 from collections.abc import Sequence as Seq
@@ -173,7 +173,8 @@ def window_size(k: int) -> tuple[int, int]:
 
 
 class _Tree:
-    """Drafts in the making. Equal beginnings share their nodes: of equal siblings a verifier reaches the first only."""
+    """Drafts in the making. Equal beginnings share their nodes, because a verifier reaches only the first of equal
+    siblings."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -181,7 +182,7 @@ class _Tree:
         self._children: dict[tuple[int, int], int] = {}  # (parent, token) → node
 
     def add_branch(self, gram: Seq[int], most: int) -> None:
-        """Add an n-gram behind the text, as far as the tree has `most` nodes at most."""
+        """Add an n-gram behind the text, until the tree has `most` nodes."""
         at = ROOT
         for token in gram:
             if (at, token) not in self._children and len(self.tokens) == most:

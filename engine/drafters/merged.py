@@ -44,7 +44,7 @@ class MergedDrafter:
     """
 
     def __init__(self, models: Seq[ModelDrafter]) -> None:
-        """models: at least two, the n-th with noise of rank n."""
+        """models: at least two. The n-th draws with noise of rank n."""
         self.models = tuple(models)
         self._device = models[0].runner.device
         self._chains: dict[int, tuple[OwnChain | None, ...]] = {}  # by handle: each model's part of the latest draft
@@ -100,7 +100,8 @@ class MergedDrafter:
         return [try_offer(model, sequence, k) for model in self.models]
 
     def _lengths(self, batch: DraftBatch, i: int, k: int) -> list[int]:
-        """The length of each model's chain for sequence i; of the first model's tree, if the batch wants one."""
+        """The length of each model's chain for sequence i. If the batch wants a tree, the first model's length is that
+        of the tree."""
         sequence = batch.sequences[i]
         if not k or sequence.drafter != MERGED or batch.shape(i) is not None or batch.grows(i):
             return [k, *(0 for _ in self.models[1:])]

@@ -18,10 +18,10 @@ Place = tuple[int, int]  # (model, column of its draft)
 
 @dataclass(frozen=True, slots=True)
 class OwnChain:
-    """What one model drafted of a sequence's tree."""
+    """One model's part of a sequence's tree."""
 
-    nodes: list[int] | None  # of its chain, as far as the tree has it; None: the whole draft is this model's
-    tokens: list[int] | None = None  # of its whole chain, if they are on the host
+    nodes: list[int] | None  # the nodes of its chain that the tree has; None: the whole draft is this model's
+    tokens: list[int] | None = None  # the tokens of its whole chain, if they are on the host
 
     def count_kept(self, accepted: Seq[int]) -> int:
         """How many drafts of the chain are on the accepted path."""
@@ -43,8 +43,8 @@ class MergedTree:
 
     @classmethod
     def sharing(cls, chains: Seq[Seq[int]], most: int) -> "MergedTree":
-        """Chains of tokens that share the nodes of equal beginnings. Of more than `most` nodes the deepest are cut, of
-        equally deep ones those of later chains."""
+        """Merge chains of tokens: equal beginnings share their nodes. If there are more than `most` nodes, the deepest
+        are cut first. Among equally deep nodes those of later chains are cut first."""
         lengths = _lengths_within(chains, most)
         parents, paths, children = list[int](), list[list[int]](), dict[tuple[int, int], int]()
         for tokens, length in zip(chains, lengths, strict=True):
@@ -66,7 +66,7 @@ class MergedTree:
         return cls(tuple(node - 1 if at else ROOT for nodes in paths for at, node in enumerate(nodes)), paths)
 
     def places(self) -> list[Place]:
-        """Where each node's token is: in the first chain that has the node."""
+        """The place of each node's token: in the first chain that has the node."""
         found: dict[int, Place] = {}
         for model, nodes in enumerate(self.paths):
             for column, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""One draft from several, of which each has tokens for other sequences."""
+"""Merges drafts that have tokens for different sequences."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -12,7 +12,7 @@ from engine.drafters.base import Draft
 
 
 def merge_drafts(drafts: Seq[Draft], count: int) -> Draft:
-    """One draft from several, of which at most one has tokens for any one sequence. Empty drafts add their steps, fed
+    """Merge drafts into one. At most one of them has tokens for any one sequence. Empty drafts add their steps, fed
     tokens, time and failure. If only one draft has tokens, its tensors are used without a copy."""
     with_tokens = [d for d in drafts if any(d.ks)]
     if not with_tokens:

@@ -59,8 +59,8 @@ class ModelDrafter:
         translation: Translation | None = None,
         rank: int = 0,
     ) -> None:
-        """rank: of the noise of draws that are not coupled; models that draft for the same sequence have ranks of their
-        own."""
+        """rank: the rank of the noise for draws that are not coupled. Models that draft for the same sequence have
+        different ranks."""
         self.runner = runner
         runner.translation = translation
         self._shared = None if translation is None else SharedTokens(translation, target_vocab, runner.device)
@@ -70,7 +70,7 @@ class ModelDrafter:
         self._rank = rank
         self._drafted: set[int] = set()  # handles of the sequences that the latest proposal has drafts for
         self._fed_trees: dict[int, FedTree] = {}  # by handle: what the model has read of the latest proposal's trees
-        self._moves: PlannedMoves | None = None  # of these trees' accepted nodes
+        self._moves: PlannedMoves | None = None  # will move these trees' accepted nodes
         self._given_up: set[int] = set()  # handles of the sequences whose draft was not finite
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
@@ -185,7 +185,7 @@ class ModelDrafter:
     def _grow_trees(self, batch: DraftBatch, growths: dict[int, Growth], logits: Tensor) -> Draft:
         draft, fed = grow_trees(self.runner, batch, growths, self._vocab, logits)
         self._fed_trees |= fed
-        self._moves = None  # those of planned shapes alone would leave these where they are
+        self._moves = None  # moves of planned shapes alone would leave the grown trees' nodes where they are
         return draft
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
@@ -224,8 +224,8 @@ class ModelDrafter:
         assert self._given_up <= live, f"sequences that have ended were not forgotten: {sorted(self._given_up - live)}"
 
     def _kept_places(self, i: int, verdict: Verdict, fed: FedTree | None) -> Seq[int]:
-        """Where the accepted drafts of sequence i lie in the memory if it holds them, counted from the end of the
-        committed tokens."""
+        """The places of sequence i's accepted drafts that the memory holds, counted from the end of the committed
+        tokens."""
         if fed is not None:
             return fed.kept(verdict.paths.get(i, ()))
         accepted, translation = verdict.emitted[i][:-1], self.runner.translation

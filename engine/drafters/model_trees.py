@@ -118,7 +118,7 @@ class TreeDraft:
 
     Siblings are the best tokens of one race: the race of the target's own draw for coupled sequences, else a race whose
     best tokens are draws without replacement, each with its law. A node that runs out of tokens repeats its first
-    child, of which no verifier accepts the second.
+    child. No verifier accepts the repeated one.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class TreeDraft:
         padded: bool = False,
     ) -> None:
         """shapes: index of a sequence in the batch → the shape of its draft. Puts what the draws of all levels need on
-        its way to the device. padded: all sequences have as many nodes in a level, and all nodes as many siblings are
-        drawn for, as the one with the most: the rest is written to one more column of the table of drafts."""
+        its way to the device. padded: in each level all sequences have as many nodes as the one with the most, and all
+        nodes as many siblings. What is drawn beyond their own is written to one more column of the table of drafts."""
         self.shapes = shapes
         self.size = max(map(len, shapes.values())) + padded
         self._padded = padded
@@ -150,8 +150,8 @@ class TreeDraft:
         self._draws = [self._plan(level) for level in self.levels]
 
     def draw(self, logits: Tensor, read: ReadLevel) -> Draft:
-        """Draw all trees. logits [len(shapes), vocab']: those behind the committed tokens, in the order of shapes.
-        `read` gives the logits behind the nodes of a later level."""
+        """Draw all trees. logits [len(shapes), vocab'] behind the committed tokens, in the order of shapes. `read`
+        gives the logits behind the nodes of a later level."""
         self._tokens = torch.zeros(self._table, dtype=torch.int64, device=self._device)
         for number, level in enumerate(self._draws):
             if number:
@@ -223,7 +223,7 @@ class TreeDraft:
             self._put_laws(children, given)
 
     def _put(self, children: _Children, drawn: Tensor, logits: Tensor) -> None:
-        """Write the drawn siblings [parents, width] into the table of drafts. logits: of the level."""
+        """Write the drawn siblings [parents, width] into the table of drafts. logits: the level's."""
         marked = mark_non_finite(drawn, take(logits, children.parents, self._sampler.numbers))
         self._tokens.view(-1).index_copy_(0, children.targets.tensor, _pick(marked.flatten(), children.sources))
 

@@ -49,7 +49,8 @@ class NGrams(Guesser):
             self._evict()
 
     def guess(self, k: int) -> list[int]:
-        """The most frequent continuation, then the one that follows it, and so on. Among equals the one seen last."""
+        """The most frequent continuation, then the one that follows it, and so on. Among equals the one seen last
+        wins."""
         context, guess = self._context, list[int]()
         while len(guess) < min(k, MAX_DRAFT):
             token = self._next(context)

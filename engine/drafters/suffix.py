@@ -15,7 +15,7 @@ from engine.sequence import Sequence, State
 from engine.trees import Parents
 
 MAX_MATCH = 32  # tokens; matches as long as this count as equally long
-DEPTH_FACTOR = 4  # a draft is at most so many times as deep as the match is long: the paper's α
+DEPTH_FACTOR = 4  # a draft is at most this many times as deep as the match is long: the paper's α
 
 Place = tuple[list[int], int]  # tokens, index in them: what follows the occurrence
 Node = tuple[list[Place], tuple[int, ...]]  # the occurrences that go on with the path, the path
@@ -116,7 +116,7 @@ class SuffixDrafter(GuessDrafter[Suffix]):
         self._outputs = FinishedOutputs(max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
-        """Keep the output if the sequence has ended; one that lost its memory will end later."""
+        """Keep the output if the sequence has ended. A sequence that only lost its memory will end later."""
         try:
             if sequence.state is State.FINISHED and self.knows(sequence):
                 self._outputs.add(sequence.cache_salt, sequence.tokens[sequence.num_prompt :])

@@ -1,5 +1,5 @@
-"""For a draft model with another tokenizer: it drafts only tokens that both vocabularies have, and it reads the text in
-its own tokens (token-level intersection, Timor et al. 2025, arXiv 2502.05202, Algorithm 4).
+"""Lets a draft model with another tokenizer draft. It drafts only tokens that both vocabularies have, and it reads the
+text in its own tokens (token-level intersection, Timor et al. 2025, arXiv 2502.05202, Algorithm 4).
 
 The draft's logits of the shared tokens become the logits of the target's tokens of the same bytes; every other token
 gets −inf. What follows is the one transform (R4), so q is a law over the target's tokens like any other.
@@ -21,7 +21,7 @@ from engine.models.tokenizer import BYTE_TOKEN, Tokenizer
 class Words:
     """What the tokens of a vocabulary stand for."""
 
-    data: Mapping[int, bytes]  # token → its bytes, without special tokens; of tokens with equal bytes the last counts
+    data: Mapping[int, bytes]  # token → its bytes, without special tokens; equal bytes: the last counts
     special: Mapping[int, str]  # special token → its name
     start: tuple[int, ...] = ()  # special tokens with which a text begins
 

@@ -15,8 +15,8 @@ from engine.trees import Parents, chain
 class TreeDraws:
     """Draws for B coupled sequences that are filled up to S. A chain is drawn as a tree of one branch.
 
-    All sequences have as many nodes in a level as the one with the most, and all nodes have as many children. What is
-    drawn beyond their own means nothing. So the work depends on two numbers for each level.
+    All sequences have as many nodes in a level as the one with the most, and all nodes have as many children. Ignore
+    what is drawn beyond their own. So the work depends on two numbers for each level.
     """
 
     def __init__(self, batch: DraftBatch, ks: Seq[int], shapes: Mapping[int, Parents], vocab: int) -> None:

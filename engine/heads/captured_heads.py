@@ -23,7 +23,7 @@ def owner_of(states: TargetStates) -> int:
 
 class CapturedHeads:
     """The drafts of B sequences that are filled up to S: chains, or trees of given shapes. All S have rows in each step
-    of the heads. Those of a sequence that drafts nothing, or no more, mean nothing."""
+    of the heads. Ignore what is drawn for a sequence that drafts nothing or has finished drafting."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class CapturedHeads:
     ) -> None:
         """Put the numbers of all steps and draws on their way to the device.
 
-        ks: the most drafts of each sequence. shapes: of drafts that are trees; then all sequences are coupled. vocab:
-        ids from there on are not drawn. rank: of the noise of draws from the drafts' own laws.
+        ks: the most drafts of each sequence. shapes: those of the drafts that are trees; then all sequences are
+        coupled. vocab: ids from there on are not drawn. rank: the rank of the noise for draws from the drafts' own
+        laws.
         """
         self._heads, self._states, self._sampler = heads, states, batch.sampler
         self._owner = owner_of(states)

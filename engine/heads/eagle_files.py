@@ -32,7 +32,7 @@ WITHOUT_INPUT_NORM = NormNames(before_mlp="post_attention_layernorm")  # EAGLE's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleCheckpoint(Checkpoint):
-    """A directory with an EAGLE head that fits the target. `shape` is that of its layers over the target's tokens."""
+    """A directory with an EAGLE head that fits the target. `shape` describes its layers over the target's tokens."""
 
     kind: EagleKind
     layers: tuple[int, ...]  # of the target's whose states it reads, numbered as in WatchedStates
@@ -44,12 +44,12 @@ class EagleCheckpoint(Checkpoint):
 
 
 def open_eagle(directory: Path, kind: EagleKind, target: DecoderConfig) -> EagleCheckpoint:
-    """Read and check config.json. Raises ConfigError for what is malformed, unknown, or does not fit the target."""
+    """Read and check config.json. Raises ConfigError if a field is malformed, unknown, or does not fit the target."""
     raw = read_object(directory / "config.json")
     if "quantization_config" in raw:
         raise ConfigError(f"{directory}: heads with quantised weights are not supported: give one in 16 or 32 bits")
     if raw.get("fc_norm"):
-        raise ConfigError(f"{directory}: fc_norm in config.json is not supported")
+        raise ConfigError(f"{directory}: fc_norm in config.json is not supported: give a head without it")
     shape = _shape(directory, raw, target)
     width = _count(directory, raw, "target_hidden_size") or (
         target.hidden_size if kind == "eagle3" else shape.hidden_size
@@ -95,7 +95,9 @@ def _shape(directory: Path, raw: dict[str, Any], target: DecoderConfig) -> Decod
     given = _object(directory, raw, "transformer_layer_config") or raw
     family = given.get("model_type", "llama")
     if not isinstance(family, str) or family not in MODEL_TYPES:
-        raise ConfigError(f"{directory} is a head of {family!r} layers; supported are {', '.join(MODEL_TYPES)}")
+        raise ConfigError(
+            f"{directory} is a head of {family!r} layers; supported are {', '.join(MODEL_TYPES)}: choose another"
+        )
 
     def convert() -> dict[str, Any]:
         # It takes a second to import, and a kept configuration needs none.

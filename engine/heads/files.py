@@ -66,8 +66,8 @@ def _told(config: dict[str, Any]) -> HeadKind | None:
 
 
 def _kind_by_names(directory: Path, config: dict[str, Any]) -> HeadKind | None:
-    """The kind of a head by its tensors, where config.json describes a Llama, as that of SafeAILab's first heads, or
-    says nothing."""
+    """The kind of a head by the names of its tensors. It is for a config.json that says nothing, or that describes a
+    Llama, as SafeAILab's first heads do."""
     if config.get("num_hidden_layers", 1) != 1:
         return None
     try:

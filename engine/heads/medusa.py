@@ -1,4 +1,4 @@
-"""Medusa heads: several heads on the target's last state, of which each drafts one token further ahead.
+"""Medusa heads: several heads on the target's last state. Each drafts one token further ahead than the one before.
 
 Cai et al. 2024 (arXiv 2401.10774, section 2.1). Head k reads the state behind the target's final norm at position t and
 gives the law of token t + 2 + k: blocks x + SiLU(Wx + b), then a matrix to the vocabulary. A head does not know what

@@ -36,7 +36,7 @@ DRAFTERS: frozenset[DrafterName] = frozenset({"model"})  # `cascade` may draft m
 
 @dataclass(frozen=True, slots=True)
 class PassHeads:
-    """Gives laws from the states of look-ahead tokens. Head i reads that of look-ahead token i."""
+    """Gives laws from the states of look-ahead tokens. Head i reads the state of look-ahead token i."""
 
     embeddings: Tensor  # [L, hidden]
     output: Output  # the target's logits of states before its final norm

@@ -48,8 +48,8 @@ class StateDrafter:
     def __init__(
         self, heads: StateHeads, states: TargetStates, target_vocab: int, device: torch.device, rank: int = 0
     ) -> None:
-        """states: the reader of the target's runner, for the layer behind the final norm. rank: of the noise of draws
-        that are not coupled, as ModelDrafter's."""
+        """states: the reader of the target's runner, for the layer behind the final norm. rank: the rank of the noise
+        for draws that are not coupled, as in ModelDrafter."""
         self.heads = heads
         self.states = states
         self._vocab = target_vocab
@@ -105,7 +105,7 @@ class StateDrafter:
         return drafts
 
     def observe(self, batch: DraftBatch, verdict: Verdict) -> None:
-        """Keep of each sequence the state that its next draft reads."""
+        """Keep for each sequence the state that its next draft reads."""
         drafted, self._drafted = self._drafted, set()
         for i, sequence in enumerate(batch.sequences):
             handle, base = sequence.handle, len(sequence.tokens)
@@ -120,7 +120,7 @@ class StateDrafter:
         return f"{type(self.heads).__name__}, {self.heads.most} drafts, {self.heads.weight_bytes} bytes"
 
     def imagine_inputs(self, sequence: Sequence, target: Runner) -> None:
-        """For a throw-away sequence: read zeros in place of the state that its next draft needs."""
+        """Let the next draft of a throw-away sequence read zeros in place of the state that it needs."""
         self._imagine(sequence, target, target.decoder.config.hidden_size)
 
     def _imagine(self, sequence: Sequence, target: Runner, width: int) -> None:
@@ -147,7 +147,7 @@ class StateDrafter:
         return self.heads.most
 
     def _plan_chains(self, batch: DraftBatch, ks: Seq[int]) -> DraftColumns:
-        """On another device than the CPU, put what all columns need, unless a confidence decides who stays active."""
+        """Put what all columns need, unless the device is a CPU or a confidence decides who stays active."""
         active, numbers = [i for i, k in enumerate(ks) if k], batch.sampler.numbers
         columns = DraftColumns(batch, ks, active, self._device, self._rank)
         if numbers.staging.deferred and not columns.limited:
@@ -217,7 +217,7 @@ class _GrownLevels:
     """Gives the logits behind the nodes of growing trees (GrowthReader)."""
 
     def __init__(self, run: HeadRun, indices: Seq[int], numbers: RoundNumbers) -> None:
-        """run: at its first step, with a row for each of these sequences."""
+        """run: the heads at their first step, with a row for each of these sequences."""
         self._run, self._numbers = run, numbers
         self._rows = {(i, ROOT): row for row, i in enumerate(indices)}  # of the latest step
         self.steps, self.read = 1, len(indices)

@@ -81,12 +81,12 @@ def pass_drafter(heads: PassHeads, target: Runner, max_rows: int) -> PassDrafter
 
 
 def readers_of(drafter: StateDrafter) -> tuple[StateReader | None, LookAhead | None]:
-    """(what reads the states of a target's passes, what rides in them) for these heads."""
+    """(the reader of the states of a target's passes, the look-ahead tokens that ride in them) for these heads."""
     return (None, drafter.look_ahead) if isinstance(drafter, PassDrafter) else (drafter.states, None)
 
 
 def waiting_bytes(config: EngineConfig, heads: StateHeads, target: LanguageModel) -> int:
-    """Bytes of the target's states that wait for the heads, at most."""
+    """The most bytes that the target's states take while they wait for the heads."""
     states = heads.most if isinstance(heads, PassHeads) else 1  # of a position
     return table_bytes(config, states * target.config.hidden_size, target.dtype)
 

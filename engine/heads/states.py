@@ -39,7 +39,7 @@ class _Planned:
 
     served: tuple[tuple[int, int, int], ...]  # the pass: see TargetStates._name
     rows: list[int]
-    targets: Staged  # the same rows, on their way to the device; of a captured pass those of its other rows too
+    targets: Staged  # these rows, on their way to the device; a captured pass adds rows for its padding
     sources: Staged | None  # the rows of the pass that go there; None: all
 
 
@@ -141,7 +141,7 @@ class TargetStates:
 
     @property
     def unread(self) -> int:
-        """A row of the table for rows of a pass that mean nothing."""
+        """The row of the table that padding rows read. Ignore what is computed from it."""
         return self._max_rows
 
     def _lose_all(self) -> None:
@@ -151,8 +151,8 @@ class TargetStates:
         self._planned, self._free = None, _all_free(self._max_rows)
 
     def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
-        """Keep the states before position `base` and those of the accepted drafts. accepted: the nodes of the path in
-        their order; of a chain 0, 1, …. The i-th one moves to position base + i."""
+        """Keep the states before position `base` and those of the accepted drafts. accepted: the accepted nodes in the
+        order of their path; in a chain they are 0, 1, …. The i-th one moves to position base + i."""
         held = self._held.get(handle)
         if held is None or held.end <= base:
             return
@@ -221,7 +221,7 @@ class TargetStates:
             first += count
 
     def _drop_plan(self) -> None:
-        """A pass that was planned does not come."""
+        """Forget the plan of a pass that does not come."""
         if self._planned is not None:
             self._give_back(self._planned.rows)
             self._planned = None
@@ -252,7 +252,8 @@ class TargetStates:
             held.start, held.rows = start, []
 
     def _append(self, held: _Held, count: int) -> list[int]:
-        """Give rows to the next `count` positions. Returns the rows of the last ones: those that there is room for."""
+        """Give rows to the next `count` positions. Returns the rows of the last positions, as many as there is room
+        for."""
         while len(self._free) < count and self._shorten():
             pass
         held.start += max(0, count - len(self._free))  # then nothing else is held

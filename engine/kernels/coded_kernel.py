@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels.coded_product import FP8, INT4_PAIRS, INT4_ZERO, PAIRED
 
 FEW_ROWS = 64
-PROGRAMS = 256  # of a pass with few rows: about two for each processor of a large GPU
+PROGRAMS = 256  # programs of a pass with few rows: about two for each processor of a large GPU
 MOST_PARTS = 8
 JOINED = 256  # channels that a program joins
 

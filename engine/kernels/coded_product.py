@@ -16,7 +16,7 @@ from engine.kernels.triton_modules import triton_module
 
 # What codes are, by the type of the tensor that holds them.
 INT8, INT4_PAIRS, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
-PAIRED = 16  # byte i of a block of so many bytes holds the codes of columns i and PAIRED + i of its 2·PAIRED columns
+PAIRED = 16  # byte i of a block of this many bytes holds the codes of columns i and PAIRED + i of its 2·PAIRED columns
 INT4_ZERO = 8  # the unsigned 4 bits that stand for code 0
 
 _library = torch.library.Library("foretoken", "FRAGMENT")

@@ -35,10 +35,10 @@ def decide_chains(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which drafts of N chains are kept, by rejection or block verification (engine/sampling/acceptance.py).
 
-    logp [N, K + 1, vocab] and logq [N, K, vocab] in fp32 or fp64: log-laws of the target and of the drafts. drafts
-    [N, K] int64: ids, of which those outside of the vocabulary have logq −inf everywhere. lengths [N] int64: k of each
-    sequence. lenience [N] fp64: of rejection; None: block verification. keys and ends [N] int64: key and position of
-    each sequence's first coin.
+    logp [N, K + 1, vocab] and logq [N, K, vocab] in fp32 or fp64: log-laws of the target and of the drafts. drafts [N,
+    K] int64: ids; an id outside of the vocabulary has logq −inf everywhere. lengths [N] int64: k of each sequence.
+    lenience [N] fp64: of rejection; None: block verification. keys and ends [N] int64: key and position of each
+    sequence's first coin.
 
     Returns (accepted [N] int64: number of accepted drafts; weights [N, vocab]: log-weights of the recovered or bonus
     token; overlaps [N, K] int64, in millionths: see acceptance.overlaps).

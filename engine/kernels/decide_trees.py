@@ -40,9 +40,9 @@ def decide_trees(
     """Which nodes of N trees are kept by rejection, sibling by sibling (engine/sampling/tree_acceptance.py).
 
     logp [N, K + 1, vocab] and logq [N, K, vocab] in fp32 or fp64: log-laws of the target at each row and of each node.
-    drafts [N, K] int64: ids, of which those outside of the vocabulary have logq −inf everywhere. parents [N, K] int64:
-    the row of each node's parent, which is at most the node's own number; NONE: no node. lenience [N] fp64. keys and
-    positions [N, K] int64: they give each node's coin. width: no row has more children.
+    drafts [N, K] int64: ids; an id outside of the vocabulary has logq −inf everywhere. parents [N, K] int64: the row of
+    each node's parent, which is at most the node's own number; NONE: no node. lenience [N] fp64. keys and positions [N,
+    K] int64: they give each node's coin. width: no row has more children.
 
     Returns (last_rows [N] int64: see DeviceVerdict; accepted [N] int64: number of accepted drafts; weights [N, vocab]:
     log-weights of the recovered or bonus token; overlaps [N, K] int64: see acceptance.overlaps; NONE for no node).

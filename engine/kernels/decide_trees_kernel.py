@@ -213,7 +213,7 @@ def law_before(
     nodes, place = tl.arange(0, NODES), tl.arange(0, PARTS)
     found = tl.max(tl.where((family == parent) & (nodes < node), nodes, NONE)).to(tl.int64)
     total = tl.zeros([], tops.dtype.element_ty)
-    searching = (found >= 0) & (parent != NONE)  # of what is no node nothing was computed
+    searching = (found >= 0) & (parent != NONE)  # nothing was computed for what is no node
     for _ in range(siblings):
         at = (n * size + tl.maximum(found, 0)) * parts + place
         inside = (place < parts) & searching

@@ -41,7 +41,7 @@ def draft_laws(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp
     if not out.numel():
         return out
     known = min(vocab, 0 if laws is None else laws.shape[-1])
-    table = out if laws is None else laws if laws.stride(2) == 1 else laws.contiguous()  # of `out` nothing is read
+    table = out if laws is None else laws if laws.stride(2) == 1 else laws.contiguous()  # unread without laws
     draft_kernel[(count, depth, triton.cdiv(vocab, PART))](
         table, drafts if sources is None else sources, drafts, out, known, vocab, *table.stride()[:2],
         *drafts.stride(), sources is not None, PART, TILE, num_warps=WARPS,

@@ -29,7 +29,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The sequences that a launch computes: those with so many rows, and into how many parts their keys are split."""
+    """The sequences that a launch computes, by their number of rows, and into how many parts their keys are split."""
 
     fewest: int
     most: int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.trees import Parents, seen_pairs
 
-MAX_NODES = 63  # of a tree: one bit each in an int64 that stays positive
+MAX_NODES = 63  # nodes of a tree: one bit each in an int64 that stays positive
 SPLIT_ROWS = 64  # the keys of a sequence with more rows need not be split: it has programs enough
 
 
@@ -29,12 +29,12 @@ class PagedRows:
     first_rows: Tensor  # [S + 1] int32: where each sequence's rows begin; its last entry ends the last sequence's
     lengths: Tensor  # [S] int32: places of each sequence after the pass
     owners: Tensor  # [N] int32: the sequence of each row
-    positions: Tensor  # [N] int64: of each row; a committed key's position is its place
+    positions: Tensor  # [N] int64: each row's position; a committed key's position is its place
     last_visible: Tensor  # [N] int64: a row sees all places up to this one, within the window; −1: none …
     paths: Tensor | None  # [N] int64: … and places base + j of the bits j that are set (path_bits); None: no trees
     bases: Tensor | None  # [S] int32: place of the tree's first node; None: no trees
     max_rows: int  # no sequence has more rows in the pass
-    split_rows: int  # no sequence of those with up to SPLIT_ROWS rows has more; 0: there are none
+    split_rows: int  # the most rows of a sequence that has at most SPLIT_ROWS; 0: there is none
     max_keys: int  # no sequence is longer
 
 

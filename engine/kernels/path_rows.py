@@ -1,4 +1,4 @@
-"""Where the accepted nodes of draft trees lie in memory, as one operation on the device."""
+"""Finds where the accepted nodes of draft trees lie in memory, as one operation on the device."""
 
 import torch
 import torch.nn.functional as F

@@ -56,7 +56,7 @@ def _check_architecture(directory: Path, kind: str) -> None:
     tables = [table.read_text("utf-8") for folder in folders for table in (folder / "models" / "auto").glob("*.py")]
     if kind not in MODEL_TYPES and tables and not any(f'"{kind}"' in table for table in tables):
         known = f"{', '.join(MODEL_TYPES)}, and what transformers {version('transformers')} can run"
-        raise ConfigError(f"{directory} is a {kind!r} model; supported are {known}")
+        raise ConfigError(f"{directory} is a {kind!r} model; supported are {known}: choose another")
 
 
 def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> None:
@@ -74,8 +74,8 @@ def check_together(config: EngineConfig, models: Sequence[CheckpointFiles]) -> N
 
 
 def _check_forms(config: EngineConfig) -> None:
-    """Raise ConfigError for weights that this CPU has no products for. One whose flags are unknown is left to the
-    loader."""
+    """Raise ConfigError for weights that this CPU has no products for. If the CPU's flags are unknown, the loader
+    decides."""
     flags = cpu_flags()
     for name, form in (("target_weights", config.target_weights), ("draft_weights", config.draft_weights)):
         if flags and form == "int8" and not flags & INT8_FLAGS:

@@ -41,7 +41,7 @@ class NewDraft:
     config: EngineConfig  # the engine's, with this draft
     model: Drafter | None  # None: no draft
     cost: DraftCost  # by a profile of an earlier start, which is not confirmed; else a guess
-    reader: StateReader | None = None  # of the target's states, for a head
+    reader: StateReader | None = None  # reads the target's states, for a head
     look_ahead: LookAhead | None = None  # what rides in the target's passes, for look-ahead embeddings
 
 
@@ -56,7 +56,7 @@ class OldDraft:
 
     @property
     def graph_owner(self) -> int | None:
-        """Whose captured graphs draw its drafts (graphs.Key)."""
+        """The owners of the captured graphs that draw its drafts (graphs.Key)."""
         if isinstance(self.model, StateDrafter):
             return owner_of(self.model.states)
         return self.model.runner.number if isinstance(self.model, ModelDrafter) else None
@@ -76,8 +76,8 @@ class OldDraft:
 def load(config: EngineConfig, target: Runner, room: int, cost: Callable[[Seq[Timing]], DraftCost]) -> NewDraft:
     """Load the configuration's draft for a target that goes on serving. Any thread may call it.
 
-    room: bytes that it may take; the device may have less. cost: gives its cost by rounds, those of a profile that an
-    earlier start kept, or none. Raises ConfigError for what cannot serve.
+    room: bytes that it may take; the device may have less. cost: gives its cost by rounds: by the profile that an
+    earlier start kept, or by no rounds. Raises ConfigError for a draft that cannot serve.
     """
     if config.draft is None:
         return NewDraft(config, None, cost(()))

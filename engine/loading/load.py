@@ -120,7 +120,7 @@ class _OpenedCheckpoints:
     heads: StateHeadsFolder | None  # the draft, if it has no KV memory; then it is not among the checkpoints
 
     def narrowed(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of the checkpoints alone: without a draft that is none of them."""
+        """The configuration without a draft that is not among the checkpoints."""
         if self.heads is None:
             return config
         return replace(config, draft=None, drafts=(), drafter=None, draft_weights="as_is")
@@ -174,8 +174,11 @@ def _model_drafters(
     target: Runner,
     drafts: Seq[Runner],
 ) -> list[ModelDrafter] | list[StateDrafter]:
-    """Beside other sequences a draft model reads a chunk that takes it as long as the target's chunk takes the target,
-    and at least two tokens for each running sequence."""
+    """The drafters of the draft models, or the drafter of heads without memory.
+
+    Beside other sequences a draft model reads prompts in chunks. A chunk takes it as long as the target's chunk takes
+    the target. It has at least two tokens for each running sequence.
+    """
     if heads is not None:
         return [heads.drafter(config, target)]
     limit, made = config.max_step_tokens, list[ModelDrafter]()
@@ -189,7 +192,7 @@ def _model_drafters(
 
 def load_draft(config: EngineConfig, target: Runner, room: int) -> ModelDrafter | StateDrafter:
     """Load the configuration's only draft beside a target that serves. It gets KV memory by the target's layout. The
-    target does not know yet who reads its states.
+    caller still has to name the reader of the target's states.
 
     room: bytes that it may take. Raises ConfigError as load_models does, and for a draft that needs more.
     """

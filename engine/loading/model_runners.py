@@ -51,21 +51,21 @@ def draft_runner(config: EngineConfig, model: Model, layout: Layout, staging: St
 
 
 def reader_of(draft: Runner) -> TargetStates | None:
-    """What must read the target's states for this draft: those of a head. None: it needs no states."""
+    """The table that must read the target's states for this draft, if it is a head. None: it needs no states."""
     return draft.states if isinstance(draft, HeadRunner) else None
 
 
 def max_states(config: EngineConfig) -> int:
-    """Positions whose states are kept for a head at most, all sequences together."""
+    """The most positions whose states are kept for a head, all sequences together."""
     return config.max_step_tokens + KEPT_PER_SEQUENCE * config.max_running
 
 
 def states_bytes(config: EngineConfig, models: Seq[Model]) -> int:
-    """Bytes of the target's states that wait for those of the models that are heads, at most."""
+    """The most bytes that the target's states take while they wait for heads. Models that are no heads need none."""
     return sum(table_bytes(config, m.state_width, m.dtype) for m in models if isinstance(m, EagleHead))
 
 
 def table_bytes(config: EngineConfig, width: int, dtype: torch.dtype) -> int:
-    """Bytes of the target's states that wait for one head at most, and of a row that nobody reads. width: numbers of a
-    position."""
+    """The most bytes that the states for one head take, with one row that nobody reads. width: numbers of a position's
+    states."""
     return (max_states(config) + 1) * width * dtype.itemsize

@@ -8,7 +8,7 @@ from engine.config import ConfigError
 from engine.drafters.translation import Translation, Words
 from engine.models.tokenizer import Tokenizer
 
-LEAST_SHARED = 0.01  # of the target's tokens; below it hardly a draft could be right
+LEAST_SHARED = 0.01  # share of the target's tokens; below it hardly a draft could be right
 
 log = logging.getLogger(__name__)
 

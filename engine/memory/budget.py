@@ -24,7 +24,7 @@ from engine.device.computing import computing
 from engine.memory.machine import DeviceMemory, machine_memory, read_number
 
 BLOCK_SIZES = (32, 64, 128, 256)  # candidates while block_size is not set; mapping smaller blocks costs more
-CUDA_FRACTION = 0.9  # of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
+CUDA_FRACTION = 0.9  # share of a GPU's memory while memory_fraction is not set; CUDA and its libraries need the rest
 COPIES_SHARE = 0.25  # most of it is for the KV cache
 DEFAULT_MAX_MAP_COUNT = 65_530  # Linux's constant of this name
 
@@ -37,7 +37,7 @@ class Budget:
 
     block_size: int
     blocks: int  # of the target
-    model_blocks: tuple[int, ...]  # of each model: fewer for a draft of a shorter context
+    model_blocks: tuple[int, ...]  # blocks of each model: fewer for a draft of a shorter context
     token_bytes: tuple[int, ...]  # K and V of one position, per model
     source: str  # how the number of blocks was computed
     beside: int = 0  # further blocks of each model, which hold no sequence
@@ -144,7 +144,7 @@ def _sliding(layout: Layout, window: int | None, pass_tokens: int) -> Layout:
 
 
 def _blocks_per_sequence(config: EngineConfig, shapes: Sequence[KVShape], block_size: int, max_len: int) -> int:
-    """Blocks that one sequence of max_len tokens holds at most, in the model that needs more of them."""
+    """The most blocks that one sequence of max_len tokens holds, in the model that needs more of them."""
     layout = Layout(1, max_len, block_size)
     return max(_sliding(layout, shape.window, config.max_step_tokens).held_blocks(max_len) for shape in shapes)
 
@@ -273,7 +273,7 @@ def _demand(slots: int, table: int, usage: _Usage, available: int) -> tuple[int,
 
 
 def _check_room(budget: Budget, needed: int, max_len: int, config: EngineConfig) -> None:
-    """needed: blocks."""
+    """needed: in blocks."""
     if budget.blocks >= needed:
         return
     if config.kv_tokens is not None:

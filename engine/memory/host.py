@@ -5,7 +5,7 @@ import os
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-TRIM_BYTES = 512 * 2**20  # of free memory at the top of the heap are kept
+TRIM_BYTES = 512 * 2**20  # malloc keeps this much free memory at the top of the heap
 MMAP_BYTES = 2**25  # blocks below this come from the heap; glibc allows no more
 
 MAX_COMPILED_PRODUCTS = 512  # that oneDNN keeps, about 0.5 MB each; its own default is 1,024

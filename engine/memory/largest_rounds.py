@@ -88,12 +88,12 @@ class LargestRounds:
         self._memory = memory
 
     def runners(self, decoders: Seq[Model], device: torch.device) -> list[Runner]:
-        """With KV memory for one sequence of max_len positions, which the others share, and for everybody's drafts."""
+        """Runners whose KV memory holds one sequence of max_len positions, which the others share, and all drafts."""
         slots = self._config.max_running
         sized = []
         for decoder in decoders:
             max_len = min(self._max_len, decoder.config.max_position_embeddings)
-            # blocks of a sequence that it does not share: of drafts and look-ahead tokens, not all of which it may have
+            # Blocks that a sequence does not share hold drafts and look-ahead tokens. It may have fewer of these.
             apart = ceil((self._rows + 1 + MAX_NODES) / BLOCK_SIZE) + 2
             blocks = ceil(max_len / BLOCK_SIZE) + 1 + slots * apart
             sized.append(Layout(slots, max_len, BLOCK_SIZE, blocks, mapped=False))
@@ -107,7 +107,8 @@ class LargestRounds:
 
     @property
     def _tree(self) -> Parents | None:
-        """A chain with a second draft at its end: many first siblings, and what they leave of every law is kept."""
+        """A chain with a second draft at its end. It has many first siblings, and the rest of the law behind each one
+        is kept."""
         k = self._rows - 1
         return (*chain(k - 1), k - 3) if k > 1 and not self._config.deterministic else None
 

@@ -26,7 +26,7 @@ from engine.trees import Parents, depths, is_chain, seen_pairs
 
 GROUP_WASTE = 3  # a group may compute at most this many times the attention scores that its spans need
 SPAN_OVERHEAD = 1500  # attention scores that cost about as much as one more call
-KEY_BLOCK = 16  # attention adds over keys in vectors of up to so many numbers
+KEY_BLOCK = 16  # attention adds over keys in vectors of up to this many numbers
 EXPLICIT_SCORES = 1 << 22  # scores of one head that are held at once where torch's fused attention cannot be used
 
 

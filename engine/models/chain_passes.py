@@ -26,8 +26,8 @@ class ChainPasses:
         return max(gaps)
 
     def put(self, sequences: Seq[Sequence], gaps: Seq[int], size: int) -> None:
-        """Put what the first pass reads beside tokens on its way to the device. size: sequences of the pass, of which
-        the given ones are the first."""
+        """Put what the first pass reads beside tokens on its way to the device. size: sequences of the pass. The given
+        ones are the first of these."""
 
     def run(
         self, ids: Tensor, attention: PagedAttention, rows: slice, before: Tensor | None

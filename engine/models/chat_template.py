@@ -129,7 +129,7 @@ class ChatTemplate:
 
 
 class _LimitReachedError(BaseException):
-    """Not an Exception, so that nothing within a template can catch it."""
+    """It is no Exception, so that nothing within a template can catch it."""
 
 
 def _watch(limit: RenderLimit) -> Any:

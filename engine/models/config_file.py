@@ -35,7 +35,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{directory}: config.json is malformed: {error}") from error
     if not isinstance(kind, str):
-        raise ConfigError(f"{directory} is a {kind!r} model; supported are {', '.join(MODEL_TYPES)}")
+        raise ConfigError(f"{directory} is a {kind!r} model; supported are {', '.join(MODEL_TYPES)}: choose another")
     native = kind in MODEL_TYPES and "text_config" not in given
     if native and (missing := [name for name in REQUIRED if given.get(name) is None]):
         raise ConfigError(f"{directory}: config.json lacks {', '.join(missing)}")

@@ -88,8 +88,8 @@ class StateReader(Protocol):
         ...
 
     def prepare_padded(self, feeds: Seq[Feed], starts: Seq[int], rows: int, sequences: int, staging: Staging) -> Staged:
-        """As prepare, for a captured pass with `rows` rows of each of so many sequences, of which the feeds are the
-        first. Returns where the states of all these rows go."""
+        """As prepare, for a captured pass. It has `rows` rows for each of `sequences` sequences, and the feeds are the
+        first of these. Returns where the states of all these rows go."""
         ...
 
     def store(self, targets: Tensor, states: Tensor) -> None:

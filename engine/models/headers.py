@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     file: Path
     dtype: str  # as the format names it

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a directory, or a model of a Hugging Face hub that is downloaded into the hub's cache.
+"""Finds a checkpoint: a directory, or a model of a Hugging Face hub that is downloaded into the hub's cache.
 
 huggingface_hub is the client; it reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE from the environment.
 """

@@ -67,7 +67,7 @@ def _open_adapted(path: Path, kind: str) -> Checkpoint:
 
     if kind not in CONFIG_MAPPING:
         known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
-        raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
+        raise ConfigError(f"{path} is a {kind!r} model; supported are {known}: choose another")
     from engine.models.adapter import read_adapted_config  # the modelling code, which takes seconds to import
 
     config = _transformers_config(path)
@@ -228,7 +228,8 @@ class LayerReader:
         index: int,
         attention_width: int | None = None,
     ) -> None:
-        """prefix: of the tensors' names. attention_width: of what q, k and v are made of; None: hidden_size."""
+        """prefix: the beginning of the tensors' names. attention_width: the width of the input of q, k and v; None:
+        hidden_size."""
         self._c, self._t = config, config.traits
         self._make = make
         self._source = source

@@ -5,8 +5,8 @@ stands i positions behind a row and sees the row's text and the look-ahead token
 the token behind its position. The row itself gives the law of the token at position 1.
 
 Where the next round begins is known after the verdict only. So a chain of look-ahead tokens hangs behind the last
-committed token and behind each draft, as a tree. Those behind the last accepted draft draft the next round. They lie
-behind all drafts in memory, are never made valid, and so are in no text and no prefix index.
+committed token and behind each draft, as a tree. The look-ahead tokens behind the last accepted draft make the next
+round's drafts. They lie behind all drafts in memory, are never made valid, and so are in no text and no prefix index.
 """
 
 import logging
@@ -43,11 +43,11 @@ class LookAheadRows:
     """The look-ahead tokens of a pass, on their way to the device."""
 
     feeds: tuple[Feed, ...]  # those with look-ahead tokens
-    places: tuple[Feed, ...]  # of each, the rows that look-ahead tokens hang on, as a feed of its own
+    places: tuple[Feed, ...]  # per feed, the rows that its look-ahead tokens hang on, as a feed of its own
     starts: tuple[int, ...]  # … and the position of the first one
     rows: Staged  # [n] int64: the rows of the pass that hold look-ahead tokens
     numbers: Staged  # [n] int64: which look-ahead token each row holds, from 0
-    groups: Staged  # [places · L] int64: the rows behind each place; the first one again for those that it has not
+    groups: Staged  # [places · L] int64: the rows behind each place; its first row fills it up to L
 
 
 class LookAhead:
@@ -56,8 +56,8 @@ class LookAhead:
     def __init__(
         self, model: EmbeddingModel, embeddings: Tensor, reader: StateReader, drafters: Set[DrafterName]
     ) -> None:
-        """model: the target. embeddings [L, hidden]: they enter the first layer as they are. drafters: whose sequences
-        look ahead."""
+        """model: the target. embeddings [L, hidden]: they enter the first layer as they are. drafters: sequences of
+        these drafters look ahead."""
         self._model = model
         self.embeddings = embeddings
         self.reader = reader
@@ -159,7 +159,7 @@ class LookAhead:
         self._refused.add(sequence.handle)
 
     def imagine(self, sequence: Sequence, depth: int) -> None:
-        """For a throw-away sequence: its latest pass had so many look-ahead tokens."""
+        """Set how many look-ahead tokens the latest pass of a throw-away sequence had."""
         self._held[sequence.handle] = depth
 
     def forget(self, handle: int) -> None:

@@ -1,7 +1,7 @@
 """Passes whose shapes depend on few numbers: every sequence has the same number of rows. So they can be captured.
 
-Where a sequence has fewer tokens, its other rows are padding. What padding computes means nothing. Its keys and values
-go to the storage's spare block, which nobody reads, and it reads its own sequence's keys only.
+Where a sequence has fewer tokens, its other rows are padding. Ignore what padding computes. Its keys and values go to
+the storage's spare block, which nobody reads, and it reads its own sequence's keys only.
 """
 
 from collections.abc import Sequence as Seq

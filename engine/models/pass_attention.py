@@ -11,7 +11,7 @@ class Scoring:
     """How the queries of a layer score keys."""
 
     scale: float | None = None  # None: 1 / √head_dim
-    window: int | None = None  # a query sees so many keys, its own included; None: all up to its own
+    window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
     softcap: float | None = None  # a score s becomes softcap · tanh(s / softcap)
     sinks: Tensor | None = None  # [heads]: one more score for each head, whose value is zero
 

@@ -26,14 +26,14 @@ from engine.models.quantize import CodedWeight
 log = logging.getLogger(__name__)
 
 BUDGET_S = 0.5  # for the sweeps of one model
-SAMPLE_BYTES = 32 * 2**20  # of a larger model or weight only about so many are measured in each form
-CHANNELS = 64  # a part of a weight has a multiple of so many, as kernels compute them in blocks
+SAMPLE_BYTES = 32 * 2**20  # bytes of a larger model or weight that are measured in each form, about
+CHANNELS = 64  # a part of a weight has a multiple of this many channels, as kernels compute them in blocks
 MIN_SWEEPS, MAX_SWEEPS = 2, 8
 SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a Xeon, twice as slow at first
-STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
+STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
 MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
-IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # of each bucket: plain decoding has 1 row, verification of a text 3 to 9
+IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9
 
 
 class ProductShape(NamedTuple):
@@ -75,7 +75,7 @@ def choose_forms(
     """Lay out the weights of `products`, whose forms are not chosen yet, in those that make the products fastest.
 
     Returns the bytes that second forms take.
-    products: with weights of one dtype.
+    products: all have weights of one dtype.
     copies_bytes: how much memory second forms may take; None: no limit. If they need more, each weight has one form.
     cache: the folder that keeps measurements; None: measure.
     """
@@ -106,10 +106,10 @@ def choose_forms(
 
 
 def best_choice(times: Times, most_forms: int = 2) -> Choice:
-    """The form for each bucket, of at most `most_forms` different ones."""
+    """The form for each bucket. At most `most_forms` different forms are used."""
 
     def cost(forms: tuple[Form, ...]) -> float:
-        """The time of all buckets by their importance, each over that of its fastest form."""
+        """The weighted sum over all buckets of: time with these forms over time with the fastest form."""
         return sum(
             weight * min(times[form][i] for form in forms) / min(spent[i] for spent in times.values())
             for i, weight in enumerate(IMPORTANCE)
@@ -200,7 +200,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
 
 
 def _channels(shape: ProductShape, dtype: torch.dtype) -> int:
-    """Those of at most SAMPLE_BYTES: a head in every form would take seconds, and more memory than the model."""
+    """The products of at most SAMPLE_BYTES. A head in every form would take seconds, and more memory than the model."""
     fitting = SAMPLE_BYTES // (shape.inner * dtype.itemsize)
     return min(shape.out, max(CHANNELS, fitting - fitting % CHANNELS))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LARGEST = 127  # −128 is not used, so that both signs have the same range
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
-SLICE_ROWS = 64  # of a weight that are quantised at once: temporaries stay in the cache
+SLICE_ROWS = 64  # rows of a weight that are quantised at once: temporaries stay in the cache
 DEVICE_SLICE_ROWS = 4096  # on a GPU, where each slice costs launches
 GROUP = 32  # input channels that share a step of 4-bit integers
 INT4_RANGE = (-8, 7)

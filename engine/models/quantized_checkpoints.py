@@ -75,7 +75,7 @@ class Quantisation:
     path: Path
     name: str  # for the log
     weight: Callable[[Stored, str], Weight | None]  # (tensors, module) → [out, in]; None: not quantised
-    kind: WeightForm | None = None  # of codes that a product can use as they are; None: it gets numbers
+    kind: WeightForm | None = None  # the form of codes that a product can use as they are; None: it gets numbers
     per_row: bool = False  # whether each channel has one step and no offset
 
     def read(self, stored: Stored, module: str) -> Weight | None:
@@ -159,7 +159,7 @@ def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | No
     }
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in methods:
-        raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}")
+        raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}: choose another")
     try:
         return methods[method](path, config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -337,7 +337,7 @@ def _awq_weight(stored: Stored, module: str) -> Weight | None:
 
 
 def _grouped(stored: Stored, name: str, numbers: Tensor, zero: Tensor, scale: Tensor, bits: int) -> Weight:
-    """(numbers [out, in] − zero [out, groups]) · scale [out, groups]. name: of the columns' groups, if they are stored.
+    """(numbers [out, in] − zero [out, groups]) · scale [out, groups]. name: of stored groups of columns.
 
     The integers of equal runs of columns stay integers, less half of their range.
     """

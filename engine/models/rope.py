@@ -24,7 +24,7 @@ from engine.models.traits import RopeParameters
 class RopeSize:
     """The lengths that frequencies depend on."""
 
-    rotary_dim: int  # of each head's numbers, so many are rotated
+    rotary_dim: int  # how many of each head's numbers are rotated
     max_len: int  # tokens of the longest text that is served
     max_positions: int  # config.json's max_position_embeddings
 
@@ -98,7 +98,7 @@ def _yarn(rope: RopeParameters, size: RopeSize) -> tuple[Tensor, float]:
     factor = rope["factor"] if rope["factor"] is not None else size.max_positions / context
 
     def place(turns: float) -> float:
-        """The pair that rotates so many times over the original context."""
+        """The index of the pair that rotates this many times over the original context."""
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)

@@ -115,7 +115,7 @@ class Runner:
         return True
 
     def imagine_inputs(self, sequence: Sequence) -> None:
-        """For a throw-away sequence: let a head read zeros in place of the target's states of its uncached tokens."""
+        """Let a head read zeros for a throw-away sequence, in place of the target's states of its uncached tokens."""
 
     def take_forwards(self) -> tuple[Forward, ...]:
         """The forwards since the last call. Their times can be read once the device has done them."""
@@ -303,7 +303,7 @@ class Runner:
         return result
 
     def keep_paths(self, paths: Iterable[tuple[Sequence, int, Seq[int]]]) -> None:
-        """Move the keys and values of accepted nodes to where those of a chain lie. All sequences and layers share one
+        """Move the keys and values of accepted nodes to where a chain's would lie. All sequences and layers share one
         gather and one write.
 
         A path is (sequence, base, nodes from the root's child on). Node v lies at place base + v of its slot, and the
@@ -351,7 +351,7 @@ class Runner:
         return PlannedPass((), handles, spans, None, None, None, None, None, paged)
 
     def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
-        """Where a pass over these feeds keeps the states that the reader wants; None: nobody reads any."""
+        """The states that the reader wants of a pass over these feeds; None: nobody reads any."""
         reader = self.reader
         return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
 

@@ -61,7 +61,9 @@ class Shards:
         """Raises ConfigError for a tensor that the checkpoint does not hold, and for one of another dtype."""
         stored = self.stored(name)
         if stored.dtype not in DTYPES:
-            raise ConfigError(f"{stored.file}: {name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}")
+            raise ConfigError(
+                f"{stored.file}: {name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}: convert it"
+            )
         return DTYPES[stored.dtype]
 
     def read(self, name: str) -> Tensor:

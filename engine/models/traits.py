@@ -72,12 +72,12 @@ class Traits:
     attention_softcap: float | None = None  # a score s becomes cap · tanh(s / cap)
     logit_softcap: float | None = None
     sinks: bool = False  # each head has one more score, whose value is zero
-    windows: tuple[int | None, ...] = ()  # per layer: a token sees so many, itself included; None: all before it
+    windows: tuple[int | None, ...] = ()  # per layer: tokens that a token sees, itself included; None: all before it
     ropes: tuple[RopeParameters, ...] = ()
-    rotary_dim: int | None = None  # of each head the first so many numbers are rotated; None: all
+    rotary_dim: int | None = None  # how many numbers of each head are rotated, from the first; None: all
     rope_of_layer: tuple[int | None, ...] = ()  # index into `ropes`; None: not rotated
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and MLP add
+    residual_multiplier: float = 1.0  # multiplies what attention and MLP add
     logit_divisor: float = 1.0
     experts: ExpertTraits | None = None
 

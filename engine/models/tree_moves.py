@@ -1,4 +1,4 @@
-"""Moves the keys and values of accepted nodes to where those of a chain lie, by what the device has decided.
+"""Moves the keys and values of accepted nodes to where a chain's would lie. The device has decided which are accepted.
 
 Runner.keep_paths does it by what the host knows. Here the rows of all nodes are put before the round computes, so no
 copy to the device follows the verdict.
@@ -20,7 +20,7 @@ from engine.trees import Parents, is_chain
 
 
 class HeldTree(NamedTuple):
-    """A tree of a round, of which some nodes lie in a model's memory."""
+    """A tree of a round. Some of its nodes lie in a model's memory."""
 
     owner: int  # the sequence's place in the round
     sequence: Sequence

@@ -1,4 +1,4 @@
-"""In which files a checkpoint keeps its weights. Only safetensors are read."""
+"""Tells in which files a checkpoint keeps its weights. Only safetensors are read."""
 
 import json
 import os

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class ProfileFile:
-    """Where the profile of these models is kept."""
+    """The file in which the profile of these models is kept."""
 
     def __init__(self, runners: Sequence[Runner], max_running: int, depth: int, heads: str | None = None) -> None:
-        """heads: what describes heads without memory."""
+        """heads: describes heads without memory."""
         device = runners[0].device
         self._about = {
             "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),

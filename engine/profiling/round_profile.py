@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 MEAN_LENGTH = 128  # tokens per sequence, if the context and the memory allow
 SWEEPS = 2  # over all shapes
-RUNS = 4  # of each shape in a row; the first warms up, and counts only if no other succeeds
+RUNS = 4  # runs of each shape in a row; the first warms up, and counts only if no other succeeds
 LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
 SALT = "profiling"
 CHECKED_BATCHES, CHECKED_KS = (1, 4), (0, 4)  # the shapes that are measured again where a profile was kept
-AGREEMENT = 1.2  # measured again, a shape differs at most so much from the factor that all have in common
+AGREEMENT = 1.2  # a shape that is measured again differs at most by this from the factor that all have in common
 
 Over = Callable[[], bool]  # whether the measurement must end
 
@@ -150,7 +150,7 @@ def common_factor(measured: Seq[Timing], known: Seq[Timing]) -> float | None:
 def renewed(known: Seq[Timing], measured: Seq[Timing]) -> list[Timing]:
     """Return the measured timings, and the known ones of other kinds times the median of all ratios between both.
 
-    Without anything to compare: the measured ones.
+    If nothing can be compared, they are the measured ones.
     """
     if not (ratios := _ratios(measured, known)):
         return list(measured)
@@ -221,7 +221,7 @@ class ProfileBench:
         # No sequence is longer than a window: the rounds take back what they read, and a window does not go back.
         max_len = min(limits) - max((len(t.start) for t in translations), default=0)
         largest_pass = count * (1 + depth)  # tokens of the largest round: prefill must not need more
-        length = max(2, min(MEAN_LENGTH * 3 // 2, max_len - depth, largest_pass))  # of the longest sequence
+        length = max(2, min(MEAN_LENGTH * 3 // 2, max_len - depth, largest_pass))  # tokens of the longest sequence
         self.depth = min(depth, max_len - length)
         draw = random.Random(0)
         ids = sorted(translations[0].shared) if translations else range(self._target.vocab_size)
@@ -246,9 +246,9 @@ class ProfileBench:
                 runner.cache.discard(sequence.handle)  # keeps it out of the prefix index
 
     def _prefill(self, runners: Seq[Runner], per_pass: int, over: Over) -> int:
-        """Let the models read the sequences, `per_pass` at a time; returns how many they have read in time.
+        """Let the models read the sequences, `per_pass` at a time. Returns how many they have read in time.
 
-        The target reads the first sequence in any case: a plain round needs it.
+        The target reads the first sequence in any case, because a plain round needs it.
         """
         num_read = 0
         while num_read < len(self.sequences):

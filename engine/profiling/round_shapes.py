@@ -31,7 +31,7 @@ def round_shapes(count: int, depth: int, has_draft_model: bool) -> list[RoundSha
 
 
 def missing_shapes(shapes: Seq[RoundShape], known: Seq[Timing]) -> list[RoundShape]:
-    """The shapes that the known timings lack, those of the largest batch first; all, in order, if none is known.
+    """The shapes that the known timings lack, the largest batches first. If nothing is known: all shapes, in order.
 
     Two shapes of one size differ in what the draft model has to read. Both are missing if one is.
     """

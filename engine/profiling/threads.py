@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 CLEARLY = 1.1  # more threads must be faster than fewer by this factor
 ROWS = (1, 5)
 PASSES = 5  # for each number of threads and of rows
-SAMPLE_NUMBERS = 16 * 2**20  # of the weights that a pass reads: 64 MiB of float32, more than most caches
+SAMPLE_NUMBERS = 16 * 2**20  # numbers of the weights that a pass reads: 64 MiB of float32, more than most caches
 TimedPass = Callable[[int, int], float]  # (threads, rows) → seconds of a pass
 
 
 def choose_threads(shape: DecoderConfig, most: int, timed: TimedPass | None = None) -> int:
-    """1, 2, 4, … or `most` threads. Leaves torch with as many."""
+    """The number of threads: 1, 2, 4, … or `most`. torch has that many afterwards."""
     if most > 1:
         timed = timed or SamplePass(shape)
         seconds = {threads: _passes(timed, threads) for threads in _candidates(most)}

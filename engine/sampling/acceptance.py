@@ -197,8 +197,8 @@ def log_ratios(logp: Tensor, logq: Tensor, drafts: Tensor) -> Tensor:
 def fill_one_hot(logq: Tensor, drafts: Tensor) -> Tensor:
     """The log-laws logq [N, K, vocab] of drafts [N, K], changed in place where they say nothing.
 
-    One-hot for a token that its law gives no finite probability: it came without a law, or its model's numbers are NaN.
-    −inf everywhere for an id outside the vocabulary.
+    A token gets a one-hot law if its own gives it no finite probability: it came without a law, or its model's numbers
+    are NaN. An id outside the vocabulary gets −inf everywhere.
     """
     legal = drafts.clamp(0, logq.shape[-1] - 1)
     of_drafts = logq.gather(2, legal[..., None])

@@ -1,5 +1,5 @@
 """The first part of the one transform (R4): what changes single logits before temperature and filters, on the CPU.
-device_adjustments.py has that of another device.
+device_adjustments.py does the same on another device.
 
 In transformers' order: logit bias, repetition, frequency and presence penalties (penalties.py), no token that the
 request excludes (exclusions.py), no end tokens before min_tokens.
@@ -19,7 +19,7 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class RoundRows:
-    """Where the rows of a round stand."""
+    """The places of a round's rows."""
 
     places: list[tuple[int, int]]  # (sequence, number of drafts that the row sees)
     paths: dict[int, list[int]] = field(default_factory=dict)  # row of a tree's node → columns of the drafts it sees

@@ -27,7 +27,7 @@ from engine.sampling.long_row import (
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
 SUMMED = 16  # masses that are summed in fp32
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
-TOGETHER = 163_840  # logits that share a pass: so many stay in a processor's cache
+TOGETHER = 163_840  # logits that share a pass: this many stay in a processor's cache
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -57,11 +57,11 @@ NO_TOKENS = KeptTokens(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
-    """What was found for F rows, each of which is in one of the three."""
+    """What was found for F rows. Each row is in one of the three fields."""
 
     kept: KeptTokens  # of rows that keep few
     last_removed: dict[int, float]  # row → the largest logit that is removed, for rows that keep many
-    left: list[int]  # not wanted, or only a sum in a higher precision, or a sort of the whole row, can decide
+    left: list[int]  # rows not wanted, or those that only a sum in a higher precision or a sort of the row can decide
 
     def write(self, logits: Tensor, result: Tensor) -> None:
         """Write the rows of logits [F, vocab] that were cut to `result`, with −inf for the tokens that are removed."""
@@ -173,7 +173,7 @@ class _Masses:
 
     @classmethod
     def of(cls, logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> "_Masses":
-        """`scratch` [F, vocab] gets the masses."""
+        """`scratch` [F, vocab] is overwritten with the masses."""
         count, vocab = logits.shape
         exponents = np.abs(best.double().numpy() / temperature)
         plain = bool((temperature == 1).all())

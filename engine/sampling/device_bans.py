@@ -23,7 +23,7 @@ Ban = tuple[int, int, int, dict[int, int]]  # row, sequence, token, the drafts t
 
 
 def most_bans(sequence: Sequence) -> int:
-    """Tokens that a row of the sequence must not give at most. It changes only when min_tokens is reached."""
+    """The most tokens that a row of the sequence must not give. It changes only when min_tokens is reached."""
     return sum(len(word) > 1 for word in sequence.params.bad_word_ids) + len(banned(sequence, 0))
 
 
@@ -34,14 +34,14 @@ class Bans:
     """
 
     def __init__(self, sequences: Seq[Sequence], rows: RoundRows, picked: Seq[int], numbers: RoundNumbers) -> None:
-        """sequences: of the round. picked [A]: its rows."""
+        """sequences: how many the round has. picked [A]: its rows."""
         self._sequences, self._rows, self._picked, self._numbers = sequences, rows, picked, numbers
         self._width = max((column + 1 for row in picked for column in rows.seen(row)), default=0)  # columns that decide
         self._bans: Staged = numbers.ints(("bans", tuple(picked)), self._table)
 
     def apply(self, logits: Tensor, drafts: Tensor | None) -> Tensor:
-        """Logits [A, vocab'] with −inf for what is banned. vocab' may be a draft model's smaller vocabulary. drafts
-        [B, ≥ the columns that are seen]; None if none is seen."""
+        """Logits [A, vocab'] with −inf for banned tokens. vocab' may be a draft model's smaller vocabulary. drafts [B,
+        ≥ the columns that are seen]; None if none is seen."""
         vocab = logits.shape[1]
         bans = self._bans.tensor.view(-1, 3 + self._width)
         rows, owners, tokens = bans[:, :3].unbind(1)

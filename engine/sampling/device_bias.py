@@ -1,5 +1,6 @@
-"""What is added to the logits of single tokens on another device than the CPU, the same for all rows of a sequence:
-logit bias, and −inf for what allowed_token_ids and bad words of one token exclude. It stays in a table on the device.
+"""Biases on another device than the CPU. A bias is added to the logits of single tokens, and is the same for all rows
+of a sequence: logit bias, and −inf for tokens that allowed_token_ids and bad words of one token exclude. It stays in a
+table on the device.
 """
 
 from collections.abc import Sequence as Seq
@@ -30,7 +31,7 @@ class BiasTable:
         self._staging = staging
         self._rows = RowTable(staging, vocab_size, torch.float32)
         self._new: dict[int, SamplingParams] = {}  # by row
-        self._waiting: tuple[Staged, ...] = ()  # all of it; (): not in this state
+        self._waiting: tuple[Staged, ...] = ()  # all of `_new`; (): to be put again
 
     @classmethod
     def of(cls, staging: Staging, vocab_size: int) -> "BiasTable":
@@ -84,12 +85,12 @@ class DeviceBias:
 
 
 class DeviceBiases:
-    """The biases of A rows, of which some have none."""
+    """The biases of A rows. Some rows have none."""
 
     def __init__(
         self, table: BiasTable, biases: Seq[DeviceBias | None], numbers: RoundNumbers, name: tuple[int, ...]
     ) -> None:
-        """biases [A]: of each row's sequence. name: of these rows in the round."""
+        """biases [A]: of each row's sequence. name: tells these rows from others of the round."""
         self._table = table
         self._rows = numbers.ints(("biases", name), lambda: [0 if bias is None else bias.row for bias in biases])
 

@@ -38,10 +38,10 @@ class DeviceRace:
 
 
 class DeviceFilters:
-    """The filters of R rows, of which some truncate their law."""
+    """The filters of R rows. Some of these rows truncate their law."""
 
     def __init__(self, params: Seq[SamplingParams], numbers: RoundNumbers, name: tuple[int, ...]) -> None:
-        """name: of these rows in the round."""
+        """name: tells these rows from others of the round."""
         active = [truncates(p) for p in params]
         pairs = list(zip(params, active, strict=True))
         self._any = any(active)
@@ -59,8 +59,8 @@ class DeviceFilters:
             )
 
     def cut(self, logits: Tensor) -> Tensor:
-        """Logits [R, vocab], with −inf for the tokens that the filters remove; `logits` itself if there are none. Those
-        of 16 bits become fp32 if there are filters."""
+        """Logits [R, vocab], with −inf for the tokens that the filters remove; `logits` itself if there are none.
+        Logits of 16 bits become fp32 if there are filters."""
         if self._top_k is None:
             return logits
         if logits.dtype.itemsize < 4:

@@ -24,7 +24,7 @@ class TextTable:
         # What is not recorded yet: rows of new texts, and tokens. It is put again in each round until it is.
         self._started: list[int] = []
         self._new: list[tuple[int, int, int]] = []
-        self._waiting: tuple[Staged | None, Staged | None] = None, None  # all of it; (None, None): not in this state
+        self._waiting: tuple[Staged | None, Staged | None] = None, None  # all of it; (None, None): to be put again
 
     @classmethod
     def of(cls, staging: Staging, vocab_size: int) -> "TextTable":
@@ -34,7 +34,7 @@ class TextTable:
     def start(self, num_prompt: int) -> "DeviceText":
         """A new, empty text. Its row is free again once the text is collected."""
         row = self._rows.take_row()
-        self._new = [entry for entry in self._new if entry[0] != row]  # of the text that had the row before
+        self._new = [entry for entry in self._new if entry[0] != row]  # the row's last text is gone
         self._started.append(row)
         self._waiting = None, None
         text = DeviceText(self, row, num_prompt)
@@ -47,8 +47,9 @@ class TextTable:
         self._waiting = None, None
 
     def put(self, sequences: int = 0) -> None:
-        """Put what is not recorded on its way to the device. sequences: of the round. If it may be captured, so many
-        tokens are put as these may have committed since the last round: those of no text fill up."""
+        """Put what is not recorded on its way to the device. sequences: how many the round has. If the round may be
+        captured, the number of tokens is the most that they can have committed since the last round. Tokens of no text
+        fill it up."""
         new = self._new
         if self._staging.fixed:
             self._staging.note("texts", len(self._rows.values))
@@ -59,7 +60,8 @@ class TextTable:
 
     @property
     def uses(self) -> Tensor:
-        """[≥ texts, vocab] int32, with all that was put on its way. What raises is put again in the next round."""
+        """[≥ texts, vocab] int32, with all that was put on its way. If recording raises, the same is put again in the
+        next round."""
         self.take_in()
         return self._rows.values
 
@@ -92,7 +94,7 @@ class DeviceText:
 
 
 class DevicePenalties:
-    """The penalties of A rows, of which some have none."""
+    """The penalties of A rows. Some rows have none."""
 
     def __init__(
         self,
@@ -103,10 +105,10 @@ class DevicePenalties:
         numbers: RoundNumbers,
         name: tuple[int, ...],
     ) -> None:
-        """texts and params [A]: of each row's sequence. places [A]: (sequence of the round, columns of the drafts that
-        the row sees). name: of these rows in the round."""
+        """texts and params [A]: each row's sequence's. places [A]: (sequence of the round, columns of the drafts that
+        the row sees). name: tells these rows from others of the round."""
         self._table = table
-        # Up to the last column that any row sees: of a tree it does not depend on the shape.
+        # The width reaches to the last column that any row sees. It does not depend on the shape of a tree.
         width = max((columns[-1] + 1 for _, columns in places if columns), default=0)
 
         def index() -> list[int]:

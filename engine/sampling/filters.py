@@ -12,7 +12,7 @@ from engine.sampling.candidates import CutRows, Cuts, cut_rows
 from engine.sampling.cuts import SERIAL_LIMIT, SORT_LIMIT, LogitsRow
 from engine.types import SamplingParams
 
-SHORT_ROW = 256  # rows of at most so many logits are sorted whole
+SHORT_ROW = 256  # rows of at most this many logits are sorted whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def truncated_rows(logits: Tensor, filters: Filters, cut: CutRows) -> Tensor:
 
 def _search_rows(logits: Tensor, filters: Filters, chosen: Seq[int], result: Tensor) -> None:
     """Truncate the chosen rows, which are long: finds each row's threshold without sorting the row."""
-    masses = np.empty(logits.shape[-1])  # of one row at a time, so that it stays in the processor's cache
+    masses = np.empty(logits.shape[-1])  # the masses of one row at a time, so that they stay in the processor's cache
     coldest = filters.temperature.clamp(min=torch.finfo(torch.float64).tiny)
     bests = [float(logits[i].amax()) for i in chosen]
     columns = (coldest, filters.top_k, filters.top_p, filters.min_p.log())

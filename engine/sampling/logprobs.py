@@ -1,4 +1,5 @@
-"""Log-probabilities for the client: of the target's raw logits, before any sampling parameter (vLLM's default)."""
+"""Log-probabilities for the client. They are those of the target's raw logits, before any sampling parameter (vLLM's
+default)."""
 
 import logging
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def compute_logprobs_alone(logits: LogitRows, request: LogprobRequest) -> TokenL
 
 
 def _compute(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogprobs | LogprobFailure]:
-    """Take so many rows at a time that they need at most SLICE_BYTES. Each row's result depends on the row alone."""
+    """Take as many rows at a time as need at most SLICE_BYTES. Each row's result depends on the row alone."""
     rows = [row for request in requests for row in request.rows]
     tokens = [token for request in requests for token in request.tokens]
     top_counts = [request.top_count for request in requests for _ in request.rows]
@@ -81,7 +82,7 @@ def _compute(logits: LogitRows, requests: Seq[LogprobRequest]) -> list[TokenLogp
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, tokens: Seq[int], top_counts: Seq[int]) -> list[TokenLogprob]:
-    """For each row of logits [R, vocab]: the log-probability of its token and of its top_counts[i] likeliest tokens.
+    """The log-probability, for each row of logits [R, vocab], of its token and of its top_counts[i] likeliest tokens.
 
     ids [R]: the tokens, on the device. Among equal log-probabilities the lower id comes first.
     """
@@ -110,7 +111,7 @@ def _likeliest(logp: Tensor, of_tokens: Tensor, count: int) -> Likeliest:
 
 
 def _likeliest_on_device(logp: Tensor, of_tokens: Tensor, count: int) -> Likeliest:
-    """As _likeliest, in one copy to the host. Of the tokens that equal the last one, those with the lowest ids."""
+    """As _likeliest, in one copy to the host. If several tokens equal the last one, the lowest ids are taken."""
     if not count:
         return of_tokens[:, 0].tolist(), [[] for _ in logp]
     values, ids = logp.topk(count)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.sampling import elementwise
 
 SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
-SAMPLED_SHARE = 0.7  # of the mass that top-p may remove: the part that the candidates lack, by the sample
+SAMPLED_SHARE = 0.7  # the candidates lack this share of the mass that top-p may remove, by the sample
 FEWEST_SAMPLED = 16  # candidates in the sample: a peaked law's best tokens are seldom in it
 MOST_CANDIDATES = 4096  # where top-p keeps more, only the tokens near the cut are sorted
 LARGEST_EXPONENT = 60  # e⁶⁰ times a vocabulary is within the range of fp32
@@ -59,7 +59,7 @@ class LongRow:
         )
         start = min(int(start), len(sample) - FEWEST_SAMPLED)
         if (len(sample) - start) * SAMPLE_STRIDE <= MOST_CANDIDATES:
-            smallest = max(float(sample[start]), torch.finfo(self._masses.dtype).tiny)  # not 0, which most may have
+            smallest = max(float(sample[start]), torch.finfo(self._masses.dtype).tiny)  # not 0: most masses may be 0
             return self._keep_few(smallest, total, top_p, floor)
         spread = isqrt(len(sample))  # two to three standard deviations of a position in the middle, more at the ends
         low = float(sample[middle - spread]) if middle >= spread else -1.0
@@ -149,7 +149,7 @@ class LongRow:
         return lowest, descending, scores
 
     def _mass_error(self, mass: float, weight: float) -> float:
-        """Bound on the error of this mass of some tokens, without that of a sum, times its weight.
+        """Bound on the error of the mass of some tokens, times `weight`. The error of summing them is not in it.
 
         For scores s the mean of |s|, weighted by mass, is at most log(vocab / mass), because the entropy of the tokens'
         law is at most the logarithm of their number.

@@ -65,8 +65,8 @@ class PenaltyRows:
         numbers: RoundNumbers,
         name: tuple[int, ...],
     ) -> None:
-        """seen [D]: (row, sequence of the round, column) of each draft that a row sees. name: of these rows in the
-        round."""
+        """seen [D]: (row, sequence of the round, column) of each draft that a row sees. name: tells these rows from
+        others of the round."""
         self._histories = histories
         own = [history.length for history in histories]
         distinct = {id(h): n for n, h in enumerate(dict.fromkeys(histories))}  # rows of a sequence share its history

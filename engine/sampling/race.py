@@ -19,7 +19,7 @@ from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOC
 from engine.sampling.long_row import Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
-FEW = 64  # where at most one token in so many is left, the tokens race without the earliest clocks of all blocks
+FEW = 64  # where at most one token in this many is left, tokens race without the earliest clocks of all blocks
 SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
@@ -40,7 +40,7 @@ class BlockClocks:
 
     @classmethod
     def of(cls, rows: Bits, blocks: Ids) -> "BlockClocks":
-        """From row keys and block numbers, which are broadcast to the result's shape."""
+        """Make the clocks from row keys and block numbers, which are broadcast to the result's shape."""
         numbers = (blocks + 1).view(np.uint64) * np.uint64(GOLDEN)
         bits = mix_array(mix_array(rows ^ np.uint64(FIRST_CLOCK_SALT)) + numbers)
         others = mix_array(bits + np.uint64(SECOND_CLOCK_SALT))
@@ -128,7 +128,7 @@ class BlockNoise:
 
 
 def few_held(scores: Tensor, few: int) -> KeptTokens | None:
-    """All scores [R, vocab] above −inf; None if they are more than one in `few`."""
+    """All scores [R, vocab] above −inf; None if more than one score in `few` is."""
     values, lowest = scores.numpy(), np.finfo(scores.numpy().dtype).min
     sample = values[:, ::SAMPLE_STRIDE]
     if np.count_nonzero(sample >= lowest) * few > sample.size:
@@ -143,7 +143,7 @@ def few_held(scores: Tensor, few: int) -> KeptTokens | None:
 def row_winners(kept: KeptTokens, noisy: Floats, rows: int) -> Ids:
     """The token [rows] with the best of noisy [m] in each row.
 
-    The lowest token of equals, a NaN before any number, and id 0 in a row without tokens.
+    Among equals the lowest token wins. A NaN wins against any number. A row without tokens gets id 0.
     """
     result = np.zeros(rows, np.int64)
     if len(noisy):

@@ -1,4 +1,4 @@
-"""From logits to the law and to tokens: the one transform (architecture R4), for plain decoding, q and p alike.
+"""Turns logits into the law and into tokens: the one transform (architecture R4), for plain decoding, q and p alike.
 
 A round's rows are sequence-major: sequence i has rows offset[i] … offset[i] + k[i]. Row (i, j) gives the token at
 absolute position len(tokens[i]) + j, after the committed tokens and the first j drafts. Draft j + 1 and the target's
@@ -99,7 +99,7 @@ class Sampler:
         return self._on_device is not None and self._on_device.touches(range(len(self._params)))
 
     def take_in_texts(self) -> None:
-        """Record what is new of texts and biases on the device, outside of what is captured."""
+        """Record new parts of texts and biases on the device. This is not captured."""
         if self._on_device:
             self._on_device.take_in()
 
@@ -200,7 +200,7 @@ class Sampler:
         return DeviceFilters([self._params[row] for row in rows], self.numbers, tuple(rows))
 
     def _device_race(self, rows: Seq[int]) -> DeviceRace:
-        """The race of these rows, in which those of the target's own stream have noise."""
+        """The race of these rows. Rows of the target's own stream have noise in it."""
         keys_and_positions, temperatures = self._race_numbers(rows)
         keys, positions = keys_and_positions.tensor.view(2, -1).unbind(0)
         return DeviceRace(keys, positions, temperatures.tensor, self._vocab_size)
@@ -265,7 +265,7 @@ class Sampler:
 
     def sample_top(self, scores: Tensor, rows: Seq[int], width: int) -> Siblings:
         """`width` siblings: the best tokens of the race in which sample() draws the first of them; at temperature 0 the
-        likeliest tokens. A row with fewer tokens repeats its first one, of which no verifier accepts the second."""
+        likeliest tokens. A row with fewer tokens repeats its first one. No verifier accepts the repeated one."""
         return Siblings.draw(scores, width, lambda left: self.sample(left, rows, drafting=True))
 
     def noise(self, tokens: Tensor, rows: Seq[int]) -> Tensor:

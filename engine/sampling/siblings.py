@@ -1,11 +1,11 @@
-"""Several drafts for the same position: tokens of which each is drawn without those before it."""
+"""Several drafts for the same position. Each token is drawn without the ones before it."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-SPREAD = 0.8  # of the difference between the two models' logits: measured on the embedded pair (docs/log.md)
+SPREAD = 0.8  # spread of the difference between the two models' logits, measured on the embedded pair (docs/log.md)
 RIVALS = 64  # likeliest other tokens that a chance is compared with
 UNKNOWN = -1e4  # the log of a chance where the scores are not finite
 

@@ -18,13 +18,13 @@ from engine.sampling.hashing import GOLDEN, STEPS, mix_array
 from engine.sampling.long_row import Numbers
 from engine.sampling.race import Bits, Floats, Ids, clocks_of, few_held, row_winners
 
-HASHED_TOGETHER = 32_768  # hashes; so many stay in a processor's second cache with what is needed to make them
-FEW = 8  # where at most one token in so many is left, only these are hashed
+HASHED_TOGETHER = 32_768  # this many hashes stay in a processor's second cache, with what is needed to make them
+FEW = 8  # where at most one token in this many is left, only these are hashed
 EARLY_BITS = 6  # upper bits of a hash that are set where the clock is early
 EARLIEST = np.uint64((1 << 64) - (1 << 64 - EARLY_BITS))
 MOST_NOISE = EARLY_BITS * log(2)  # bound on the noise of all other tokens: their clocks are later than 2^−EARLY_BITS
-LEAST_NOISE = -log(53 * log(2))  # of any token: a clock is at most −log 2⁻⁵³
-MARGIN = 1e-3  # of a bound, for rounding; in units of the noise
+LEAST_NOISE = -log(53 * log(2))  # the least noise of any token: a clock is at most −log 2⁻⁵³
+MARGIN = 1e-3  # margin of a bound, for rounding; in units of the noise
 LARGEST_SCORE = 1e9  # over the temperature; beyond it rounding may decide, and every token gets its noise
 LOWEST_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
 

@@ -116,7 +116,7 @@ def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, table: TreeTable, leni
 
 def typical(logp: Tensor, drafts: Tensor, legal: Tensor, table: TreeTable, limits: Tensor) -> Tensor:
     """The last row [N] of the longest path on which every draft x is typical: p(x) > min(ε, δ·exp(−H(p))), where p is
-    the law behind the drafts before it and H(p) its entropy in nats. Of equally long paths the first one counts.
+    the law behind the drafts before it and H(p) its entropy in nats. If paths are equally long, the first one counts.
 
     Medusa (Cai et al. 2024, arXiv 2401.10774, section 3.3.1). legal [N, K] bool: whether the id is in the vocabulary.
     limits [N, 2]: ε and δ. The emitted tokens do not follow p: a typical draft is kept whatever its chance was.

@@ -174,12 +174,16 @@ def with_params(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt_ids": ()}, "prompt", "holds no tokens"),
-    ({"prompt_ids": (5, VOCAB)}, "prompt", f"prompt token id {VOCAB} is outside"),
+    ({"prompt_ids": ()}, "prompt", "holds no tokens: give at least one"),
+    (
+        {"prompt_ids": (5, VOCAB)},
+        "prompt",
+        f"prompt token id {VOCAB} is outside the vocabulary: give ids from 0 to {VOCAB - 1}",
+    ),
     ({"prompt_ids": (-1, 5)}, "prompt", "prompt token id -1 is outside"),
     ({"prompt_ids": (5,) * 91}, "max_tokens", "the prompt's 91 tokens and max_tokens 6 exceed the context of 96"),
     ({"prompt_ids": (5,) * 97}, "prompt", "the prompt's 97 tokens and max_tokens 6 exceed the context of 96"),
-    (with_params(logit_bias=((VOCAB, 1.0),)), "logit_bias", f"a token outside the vocabulary of {VOCAB}"),
+    (with_params(logit_bias=((VOCAB, 1.0),)), "logit_bias", f"outside the vocabulary: give ids from 0 to {VOCAB - 1}"),
     (with_params(logit_bias=((5, 1.0), (-1, 1.0))), "logit_bias", "outside the vocabulary"),
     (with_params(stop_token_ids=(5, VOCAB)), "stop_token_ids", "outside the vocabulary"),
     (with_params(stop_token_ids=(-1,)), "stop_token_ids", "outside the vocabulary"),

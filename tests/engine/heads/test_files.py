@@ -184,7 +184,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "its first format": ("speculators", {"speculators_model_type": "eagle"}, "'eagle' head of speculators, not an 'ea"),
     "MTP": ("safeailab", {"model_type": "qwen3_next_mtp"}, "holds MTP layers of a 'qwen3_next_mtp' model"),
     "quantised": ("safeailab", {"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
-    "fc_norm": ("safeailab", {"fc_norm": True}, "fc_norm in config.json is not supported"),
+    "fc_norm": ("safeailab", {"fc_norm": True}, "fc_norm in config.json is not supported: give a head"),
     "another family": ("safeailab", {"model_type": "mamba"}, "head of 'mamba' layers; supported are llama"),
     "other norms": ("safeailab", {"model_type": "olmo2"}, "other norms, windows, sinks or experts"),
     "another target": ("speculators", {"target_hidden_size": 128}, "hidden size 128, and the target has 64"),
