@@ -38,7 +38,7 @@ from scripts.pair_data import (
     SPECIAL,
     STDLIB,
     VOCAB,
-    Tokens,
+    PairTokens,
     held_out_tokens,
     train_tokenizer,
     training_tokens,
@@ -155,7 +155,7 @@ def draft_loss(
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, tokens: Tokens, context: int) -> float:
+def held_out_loss(model: nn.Module, tokens: PairTokens, context: int) -> float:
     """Return the mean loss over 24 fixed random windows, nats per token."""
     batches = windows(tokens, 4, context, seed=7)
     return sum(target_loss(model, next(batches).to(DEVICE))[0].item() for _ in range(6)) / 6

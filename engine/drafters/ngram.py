@@ -12,7 +12,7 @@ WINDOW = 512  # latest tokens that are counted
 MAX_DRAFT = 4  # tokens; guesses that build on guesses are soon wrong
 
 
-Node = tuple[tuple[int, ...], int]  # the last tokens, depth
+NgramPath = tuple[tuple[int, ...], int]  # the last tokens, depth
 
 
 def ngram_drafter() -> GuessDrafter["NGrams"]:
@@ -63,7 +63,7 @@ class NGrams(Guesser):
         """The same with the less frequent continuations, at most MAX_DRAFT deep. Shares are relative counts."""
         return draw_tree((self._context, 0), self._following, nodes, shape)
 
-    def _following(self, node: Node) -> list[tuple[int, float, Node]]:
+    def _following(self, node: NgramPath) -> list[tuple[int, float, NgramPath]]:
         context, depth = node
         counts = self._continuations(context)
         if depth == MAX_DRAFT or counts is None:

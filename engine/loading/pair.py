@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.config import ConfigError
-from engine.drafters.translation import Translation, Words
+from engine.drafters.translation import Spellings, Translation
 from engine.models.tokenizer import Tokenizer
 
 LEAST_SHARED = 0.01  # of the target's tokens; below it hardly a draft could be right
@@ -32,7 +32,7 @@ def check_pair(target: Side, draft: Side) -> Translation | None:
     if _same_ids(target.tokenizer, draft.tokenizer):
         _warn_of_differences(target, draft)
         return None
-    ours, theirs = (Words.of(side.tokenizer, side.vocab_size) for side in (target, draft))
+    ours, theirs = (Spellings.of(side.tokenizer, side.vocab_size) for side in (target, draft))
     shared = len(set(ours.data.values()) & set(theirs.data.values()))
     if shared < LEAST_SHARED * len(ours.data) or not shared:
         raise ConfigError(

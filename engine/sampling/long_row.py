@@ -26,6 +26,7 @@ SUM_BLOCK = 64  # masses that are summed in fp32
 EXP_ERROR = 8  # bound on the relative error of an exponential in fp32, in units of FP32_ROUNDING
 
 Numbers = NDArray[np.floating]
+Doubles = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 
@@ -126,7 +127,7 @@ class LongRow:
 
     def _lowest(
         self, values: Numbers, above: float, total: float, top_p: float, rounding: float
-    ) -> tuple[float, Numbers, NDArray[np.float64]] | None:
+    ) -> tuple[float, Numbers, Doubles] | None:
         """(the score at which the masses, summed from the largest on, reach top_p of `total`, the values in descending
         order, their scores); None if it is not clearly one of these.
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array
-from engine.sampling.long_row import Numbers
-from engine.sampling.race import Bits, Floats, Ids, clocks_of, few_held, row_winners
+from engine.sampling.long_row import Doubles, Ids, Numbers
+from engine.sampling.race import Bits, clocks_of, few_held, row_winners
 
 HASHED_TOGETHER = 32_768  # hashes; so many stay in a processor's second cache with what is needed to make them
 FEW = 8  # where at most one token in so many is left, only these are hashed
@@ -34,7 +34,7 @@ class EarlyTokens(NamedTuple):
     tokens: token 0 with noise −inf."""
 
     ids: Ids
-    noise: Floats
+    noise: Doubles
 
 
 class TokenNoise:
@@ -59,7 +59,7 @@ class TokenNoise:
         """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
         return row_winners(kept, kept.values + self.noise(noise_rows, kept.tokens), rows)
 
-    def noise(self, rows: Ids, tokens: Ids) -> Floats:
+    def noise(self, rows: Ids, tokens: Ids) -> Doubles:
         """Temperature times noise [m] of tokens [m] in `rows` [m] of the noise."""
         return self._temperatures[rows] * -np.log(clocks_of(self._bits(rows, tokens)))
 
