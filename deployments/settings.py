@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from app.cross_origin import check_origins
 from app.main import BODY_TIMEOUT_S
-from app.origins import check_origins
 from app.telemetry.tracer import TraceConfig, TraceLevel
 from engine.config import (
     CacheKind,

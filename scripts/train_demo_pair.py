@@ -147,11 +147,11 @@ def draft_loss(
     weight = math.exp(-3 * alpha)
     cross_entropy = -(shares * (p * log_q).sum(-1)).sum()
     variation = 0.5 * (shares * (p - q).abs().sum(-1)).sum()
-    told = {"alpha": alpha}
+    measured = {"alpha": alpha}
     if first is not None:
         right = log_q.argmax(-1) == best
-        told |= {"rescued": right[fails].float().mean().item(), "kept": right[~fails].float().mean().item()}
-    return weight * cross_entropy + (1 - weight) * variation, told
+        measured |= {"rescued": right[fails].float().mean().item(), "kept": right[~fails].float().mean().item()}
+    return weight * cross_entropy + (1 - weight) * variation, measured
 
 
 @torch.no_grad()

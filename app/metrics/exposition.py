@@ -11,8 +11,8 @@ from itertools import accumulate
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.metrics.instruments import CounterMetric, GaugeMetric, Histogram, HistogramMetric, Values
 from app.metrics.meter import Meter
+from app.metrics.metric_instruments import CounterMetric, GaugeMetric, Histogram, HistogramMetric, Values
 from app.telemetry.names import VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -1,4 +1,4 @@
-"""Adds requests and engine steps to the metric families (families.py)."""
+"""Adds requests and engine steps to the metric families (metric_families.py)."""
 
 import time
 from collections import Counter
@@ -8,8 +8,8 @@ from typing import TypeVar, get_args
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.metrics.families import ReplicaMetrics, Requests, Rounds, StepMetrics
-from app.metrics.instruments import CounterMetric, Exporter, GaugeMetric, HistogramMetric, Maker
+from app.metrics.metric_families import ReplicaMetrics, Requests, Rounds, StepMetrics
+from app.metrics.metric_instruments import CounterMetric, Exporter, GaugeMetric, HistogramMetric, Maker
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
 from engine.trees import ranks

@@ -171,7 +171,7 @@ def mixed(seed: int, tokens: int = 128, each: int = 4, ramp: Iterable[int] = RAM
     ]
 
 
-WINDOW = 10  # rounds over which a level is a mean
+MEAN_ROUNDS = 10  # rounds over which a level is a mean
 
 
 def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | None]:
@@ -183,5 +183,5 @@ def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | Non
     before = float(np.mean(mean_ks[: broken.start]))
     left = next((i for i, k in enumerate(mean_ks[broken.start : broken.stop]) if k < before / 10), None)
     after = mean_ks[broken.stop :]
-    means = [float(np.mean(after[i : i + WINDOW])) for i in range(len(after) - WINDOW + 1)]
+    means = [float(np.mean(after[i : i + MEAN_ROUNDS])) for i in range(len(after) - MEAN_ROUNDS + 1)]
     return left, next((i for i, mean in enumerate(means) if mean >= before / 2), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.transfer import index_tensor
 from engine.device.graphs import Graphs
-from engine.device.round_limits import UNKNOWN, RoundLimits
+from engine.device.round_limits import NO_LIMITS, RoundLimits
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Staging:
     such rounds of equal layout have equal addresses.
     """
 
-    def __init__(self, device: torch.device, graphs: Graphs | None = None, limits: RoundLimits = UNKNOWN) -> None:
+    def __init__(self, device: torch.device, graphs: Graphs | None = None, limits: RoundLimits = NO_LIMITS) -> None:
         """graphs: of work that reads these numbers; None: nothing is captured. limits: of the rounds, as far as anybody
         must know them."""
         self.device = device

@@ -83,8 +83,8 @@ def _warn_of_differences(target: Side, draft: Side) -> None:
         "end tokens": (sorted(target.eos_ids), sorted(draft.eos_ids)),
         "special tokens": (_special_ids(target), _special_ids(draft)),
     }
-    told = [f"{name} {ours} and {theirs}" for name, (ours, theirs) in differences.items() if ours != theirs]
+    texts = [f"{name} {ours} and {theirs}" for name, (ours, theirs) in differences.items() if ours != theirs]
     if target.tokenizer.chat_template != draft.tokenizer.chat_template:
-        told.append("chat templates")
-    if told:
-        log.warning("target %s and draft %s differ in %s; the target's hold", target.name, draft.name, "; ".join(told))
+        texts.append("chat templates")
+    if texts:
+        log.warning("target %s and draft %s differ in %s; the target's hold", target.name, draft.name, "; ".join(texts))

@@ -32,7 +32,7 @@ MIN_SWEEPS, MAX_SWEEPS = 2, 8
 SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a Xeon, twice as slow at first
 STEADY = 1.15  # the two fastest sweeps of an undisturbed measurement take at most so many times as long as each other
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
-MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
+SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # of each bucket: plain decoding has 1 row, verification of a text 3 to 9
 
 
@@ -119,7 +119,7 @@ def best_choice(times: TimesByForm, most_forms: int = 2) -> FormChoice:
     kept = min(combinations(times, 1), key=cost)
     for number in range(2, most_forms + 1):
         more = min(combinations(times, number), key=cost, default=kept)
-        kept = more if cost(more) * MARGIN < cost(kept) else kept
+        kept = more if cost(more) * SECOND_FORM_GAIN < cost(kept) else kept
     return tuple(min(kept, key=lambda form: times[form][i]) for i in range(len(BUCKETS)))
 
 

@@ -17,7 +17,7 @@ from engine.sampling.long_row import (
     EXP_ERROR,
     FP32_ROUNDING,
     LARGEST_EXPONENT,
-    MARGIN,
+    MASS_MARGIN,
     ROUNDING_PER_TOKEN,
     Doubles,
     Ids,
@@ -123,7 +123,7 @@ def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
     every = np.arange(len(wanted))
     with np.errstate(all="ignore"):  # rows that are not wanted may hold anything
         law = _Masses.of(logits, best, cuts.temperature, scratch)
-        smallest = (1 - MARGIN) * (1 - cuts.top_p) * law.total / logits.shape[1]
+        smallest = (1 - MASS_MARGIN) * (1 - cuts.top_p) * law.total / logits.shape[1]
         held = scratch.numpy() >= smallest.astype(scratch.numpy().dtype)[:, None]
         if not wanted.all():
             held[~wanted] = False
@@ -137,7 +137,7 @@ def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
         without = np.where(first > 0, shares[every, first - 1], 0.0)
         rounding = law.rounding(cuts.top_p, logits.shape[1], logits.dtype)
         clear = (without + rounding < cuts.top_p) & (cuts.top_p < shares[every, end - 1] - rounding)
-        clear &= masses[every, last] > (1 + 2 * MARGIN) * smallest  # a NaN is not
+        clear &= masses[every, last] > (1 + 2 * MASS_MARGIN) * smallest  # a NaN is not
         # Logits that differ may have equal scores, which stay together.
         beside = table[every, [np.maximum(first - 1, 0), last, np.minimum(end, table.shape[1] - 1)]]
         above, own, below = (beside - best.double().numpy()) / cuts.temperature

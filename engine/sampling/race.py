@@ -19,7 +19,8 @@ from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOC
 from engine.sampling.long_row import Doubles, Ids, Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
-FEW = 64  # where at most one token in so many is left, the tokens race without the earliest clocks of all blocks
+# Where at most one token in so many is left, the tokens race without the earliest clocks of all blocks.
+RACE_ONE_IN = 64
 SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
@@ -78,7 +79,7 @@ class BlockNoise:
         """As TokenNoise.race."""
         if above is not None:
             scores = scores.masked_fill(scores <= torch.from_numpy(above)[:, None], -torch.inf)
-        if (held := few_held(scores, FEW)) is not None:
+        if (held := few_held(scores, RACE_ONE_IN)) is not None:
             return self.race_few(rows[held.rows], held, len(rows))
         maxima, values = _block_maxima(scores), scores.numpy()
         best, ids = self._lead(values, rows, maxima.shape[1])

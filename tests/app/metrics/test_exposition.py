@@ -12,8 +12,8 @@ import app.metrics.meter as meter_module
 from app.fake_engine import FakeEngineClient, spell
 from app.keys import ApiKeys
 from app.main import create_app
-from app.metrics.instruments import CounterMetric, GaugeMetric, HistogramMetric
 from app.metrics.meter import Meter
+from app.metrics.metric_instruments import CounterMetric, GaugeMetric, HistogramMetric
 from app.telemetry.names import VERSION
 from engine.types import DRAFTERS, REASONS, RoundRecord, StepStats
 from tests.app.harness import PROMPT, call

@@ -116,7 +116,7 @@ def test_a_race_over_rivals_alone_is_an_argmax(spread: float) -> None:
 
 
 def test_a_race_with_too_low_a_limit_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_race, "MARGIN", -3.0)
+    monkeypatch.setattr(token_race, "NOISE_MARGIN", -3.0)
     assert raced_apart(3.0) > 3
 
 
