@@ -128,7 +128,7 @@ def _logprob(token: int, count: int | None) -> TokenLogprob:
     return TokenLogprob(token, -9.5 if token % 2 else -0.5, top)
 
 
-def _nobody(told: object) -> None:
+def _nobody(_: object) -> None:
     pass
 
 
@@ -141,15 +141,15 @@ async def join_contents(chat: Chat) -> RenderedChat:
 
 
 class FakeEngineClient:
-    """An EngineClient that replays a script: a request's outputs are `script(request)`, one per turn of the event loop.
+    """An EngineClient that replays `outputs_of(request)` for each request, one output per turn of the event loop.
 
-    Its tokens are bytes. A request whose script ends without a finish_reason stays open until it is cancelled or its
+    Its tokens are bytes. A request whose outputs end without a finish_reason stays open until it is cancelled or its
     deadline has passed. Its last output then carries a record of the outputs that were read.
     """
 
     def __init__(
         self,
-        script: Script = spell,
+        outputs_of: Script = spell,
         *,
         name: str = "fake",
         max_model_len: int = 256,
@@ -173,7 +173,7 @@ class FakeEngineClient:
             created=1_700_000_000,
             reasoning_tags=reasoning_tags,
         )
-        self.script = script
+        self.outputs_of = outputs_of
         self.max_open = max_open
         self.unhealthy = ""  # set a reason to make it unhealthy
         self.refused: str | None = None  # set why a policy was refused
@@ -223,7 +223,7 @@ class FakeEngineClient:
         ]
 
     async def _replay(self, request: Request, cancelled: asyncio.Event, deadline: float) -> AsyncIterator[Output]:
-        for output in self.script(request):
+        for output in self.outputs_of(request):
             await asyncio.sleep(0)
             if cancelled.is_set() or time.monotonic() >= deadline:
                 break

@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from app import routes
 from app.client import EngineClient
+from app.cross_origin import cross_origin
 from app.errors import HANDLERS
 from app.health import health
 from app.keys import ApiKeys, RequireKey
@@ -26,7 +27,6 @@ from app.middleware import (
 from app.openai import tokens
 from app.openai.forms import CHAT, COMPLETIONS
 from app.openapi.document import OPERATIONS, OpenApi
-from app.origins import cross_origin
 from app.page.live import LivePage
 from app.page.routes import OPEN_PATHS, page_routes
 from app.telemetry.exchange import Listener, Telemetry
@@ -51,15 +51,15 @@ def create_app(
 
     listeners: see app/telemetry/exchange.py. live_page and meter: the data of /ui and of /metrics, which are listeners
     too. keys: every client must send one of them; None: no key is needed. allowed_origins: whose web pages may call the
-    server (origins.py).
+    server (cross_origin.py).
     """
     own_listeners = [listener for listener in (meter, live_page) if listener is not None]
     telemetry = Telemetry(client, (*listeners, *own_listeners))
     operations = tuple(o for o in OPERATIONS if meter is not None or o.path != "/metrics")
-    told = {f"{o.method} {o.path}": o.summary for o in operations} | (routes.PAGE if live_page is not None else {})
+    paths = {f"{o.method} {o.path}": o.summary for o in operations} | (routes.PAGE if live_page is not None else {})
     app = Starlette(
         routes=[
-            Route("/", partial(routes.index, client, told)),
+            Route("/", partial(routes.index, client, paths)),
             Route("/openapi.json", OpenApi(operations, client.model.name, keys=keys is not None).reply),
             Route("/health", partial(health, client)),
             Route("/v1/models", partial(routes.list_models, client)),

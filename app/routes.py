@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from app.client import EngineClient, ModelCard
 from app.errors import require_model
 from app.openai.choices import ReplyChoice, best, engine_requests, merged
-from app.openai.fields import Prompt
-from app.openai.forms import Form
+from app.openai.fields import ParsedPrompt
+from app.openai.forms import ApiForm
 from app.openai.prompts import bad_word_ids, prompt_ids
 from app.openai.reasoning import ReasoningSplit
 from app.openai.replies import JSON, Envelope, encode_choice
@@ -95,7 +95,7 @@ class Generate:
     A response object with a body generator is not safe: a generator that never started never runs its `finally`.
     """
 
-    def __init__(self, client: EngineClient, telemetry: Telemetry, form: Form) -> None:
+    def __init__(self, client: EngineClient, telemetry: Telemetry, form: ApiForm) -> None:
         self.client = client
         self.telemetry = telemetry
         self.form = form
@@ -206,7 +206,7 @@ class Generate:
             body = replace(body, params=replace(body.params, max_tokens=room))
         return engine_requests(body, request_id, prompts, prediction, salt)
 
-    async def _prompt_ids(self, prompt: Prompt, body: GenerationRequest) -> tuple[int, ...]:
+    async def _prompt_ids(self, prompt: ParsedPrompt, body: GenerationRequest) -> tuple[int, ...]:
         """Raises InvalidRequest unless the prompt and max_tokens together fit the model's context."""
         field, limit = body.text_field, self.client.model.max_model_len
         max_tokens = 1 if body.fills_context else body.params.max_tokens

@@ -31,12 +31,12 @@ from benchmarks.forced import Column, ForcedAcceptance, ForcedReader, TextReader
 from benchmarks.identity import seeded
 from benchmarks.lab.analysis import expected_tokens
 from benchmarks.measure import Run
-from benchmarks.stats import repeated_ngram_share
+from benchmarks.prompts import Prompts
+from benchmarks.stats import Rows, repeated_ngram_share
 from engine.llm import LLM
 from engine.types import DRAFTERS, VERIFIERS, DrafterName, RequestRecord, Verifier, acceptance_of
 
 BATCH = 8
-Texts = Sequence[Sequence[int]]
 
 
 class LawCase(NamedTuple):
@@ -107,7 +107,7 @@ def forced_row(temperature: float, k: int, plain: Run, texts: Sequence[ForcedAcc
     return row
 
 
-def run_row(case: LawCase, run: Run, prompts: Texts, read_forced: ForcedReader) -> dict[str, object]:
+def run_row(case: LawCase, run: Run, prompts: Prompts, read_forced: ForcedReader) -> dict[str, object]:
     drafts = run.alpha is not None
     row: dict[str, object] = {
         "T": case.temperature,
@@ -162,7 +162,7 @@ def cases(
     ]
 
 
-def measure(args: argparse.Namespace, prompts: Texts) -> dict[LawCase, Run]:
+def measure(args: argparse.Namespace, prompts: Prompts) -> dict[LawCase, Run]:
     """The engine's runs. All have the same seeds, so match writes the same text as the plain run."""
     llm = LLM(args.target, args.draft, **common.engine_config(args, [0, args.spec], BATCH, len(prompts)))
     runs: dict[LawCase, Run] = {}
@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace, prompts: Texts) -> dict[LawCase, Run]:
     return runs
 
 
-def report_tables(args: argparse.Namespace, prompts: Texts, runs: dict[LawCase, Run]) -> list[list[dict[str, object]]]:
+def report_tables(args: argparse.Namespace, prompts: Prompts, runs: dict[LawCase, Run]) -> list[Rows]:
     """The three tables. The readers load the models again, after the engine is gone."""
     longest = max(map(len, prompts)) + args.max_tokens
     read_forced = make_forced_reader(

@@ -41,7 +41,7 @@ from engine.types import DrafterName, SamplingParams
 
 KINDS = ("tool", "log", "edit")
 NO_SAMPLER = Sampler((), [], 1, torch.device("cpu"))  # guesses are not drawn
-WINDOW = (30, 70)  # lines of a file that an agent reads
+READ_LINES = (30, 70)  # lines of a file that an agent reads
 TOOLS = """\
 You are an agent. Call one tool per turn, as JSON: {"tool": "search", "arguments": {"pattern": …, "path": …}},
 {"tool": "read", "arguments": {"path": …, "first": …, "last": …}}, {"tool": "edit", "arguments": {"path": …, "old": …,
@@ -62,14 +62,14 @@ class Sources:
 
     def __init__(self) -> None:
         texts = dict(sorted(held_out_sources()))
-        self.files = {name: text.splitlines() for name, text in texts.items() if text.count("\n") > 2 * WINDOW[1]}
+        self.files = {name: text.splitlines() for name, text in texts.items() if text.count("\n") > 2 * READ_LINES[1]}
         lines = [line.strip() for text in texts.values() for line in text.splitlines()]
         self.prose = [line for line in lines if len(line) > 40 and line[0].isupper() and line.count(" ") > 5]
 
     def excerpt(self, rng: random.Random) -> tuple[str, int, list[str]]:
         """(file, first line, lines)"""
         name = rng.choice(sorted(self.files))
-        lines, length = self.files[name], rng.randint(*WINDOW)
+        lines, length = self.files[name], rng.randint(*READ_LINES)
         first = rng.randrange(len(lines) - length)
         return name, first + 1, lines[first : first + length]
 

@@ -111,10 +111,10 @@ def timer_ns(count: int = 10_000) -> float:
     return ledger.take()[0]["nothing"] / count
 
 
-Step = tuple[StepStats, Counter[str], int]  # nanoseconds by name, timed calls
+TimedStep = tuple[StepStats, Counter[str], int]  # nanoseconds by name, timed calls
 
 
-def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[Step]:
+def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[TimedStep]:
     """--steps steps of one batch, after the first step in which all its sequences decode and draft.
 
     Raises RuntimeError if a sequence ends before the last step.
@@ -122,7 +122,7 @@ def watch(driver: Driver, args: argparse.Namespace, text: Text, k: int) -> list[
     prompts = [text.take(args.prompt_tokens) for _ in range(args.sequences)]
     room = greedy(driver.engine.max_model_len - args.prompt_tokens)
     sequences = [driver.submit(prompt, room, k) for prompt in prompts]
-    steps: list[Step] = []
+    steps: list[TimedStep] = []
     settled = False
     with timed_methods(driver.engine) as ledger:
         while len(steps) < args.steps:
@@ -151,7 +151,7 @@ def measure_bookkeeping(args: argparse.Namespace, text: Text) -> list[dict[str, 
         name: Driver(make_engine(args, name, args.sequences, max_model_len=length, prefill_chunk=512, **more))
         for name, more in settings.items()
     }
-    steps: dict[tuple[CacheKind, int], list[Step]] = {}
+    steps: dict[tuple[CacheKind, int], list[TimedStep]] = {}
     for repeat, name, k in itertools.product(range(-1, args.passes), drivers, args.spec):
         watched = watch(drivers[name], args, text, k)
         if repeat >= 0:
@@ -164,7 +164,7 @@ def measure_bookkeeping(args: argparse.Namespace, text: Text) -> list[dict[str, 
     ]
 
 
-def summarise(k: int, steps: list[Step], methods: list[str], timer: float) -> dict[str, object]:
+def summarise(k: int, steps: list[TimedStep], methods: list[str], timer: float) -> dict[str, object]:
     """Milliseconds per step of both models' caches together; the parts are medians, so they need not add up."""
     totals = [spent.total() / 1e6 for _, spent, _ in steps]
     calls = median(count for _, _, count in steps)

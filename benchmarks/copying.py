@@ -21,6 +21,7 @@ from benchmarks import common
 from benchmarks.decode import split
 from benchmarks.measure import Run, merge, timed_run
 from benchmarks.stats import median_ratio, repeated_ngram_share
+from benchmarks.stepping import TokenList
 from engine.llm import LLM
 from engine.types import DrafterName, SamplingParams
 
@@ -28,16 +29,15 @@ WARMUP_TOKENS = 16
 GRAM = 8
 MIN_COPIED = 0.8  # share of a continuation's 8-grams that must be in its prompt for `copy`
 WRONG_EVERY = 10  # every tenth token of a prediction is wrong
-Ids = list[int]
 
 
 @dataclass(frozen=True)
 class CopyWork:
     name: str
-    prompts: list[Ids]
+    prompts: list[TokenList]
     params: SamplingParams
     drafters: tuple[DrafterName, ...]
-    guesses: list[Ids] | None = None
+    guesses: list[TokenList] | None = None
     about: dict[str, object] = field(default_factory=dict)
 
 
@@ -55,7 +55,7 @@ def copied_share(prompt: Sequence[int], output: Sequence[int]) -> float:
     return sum(gram in known for gram in grams) / len(grams)
 
 
-def with_wrong_tokens(output: Sequence[int], vocab: int, seed: int) -> Ids:
+def with_wrong_tokens(output: Sequence[int], vocab: int, seed: int) -> TokenList:
     """The output with every tenth token replaced by another."""
     rng = random.Random(seed)
     return [
@@ -63,14 +63,14 @@ def with_wrong_tokens(output: Sequence[int], vocab: int, seed: int) -> Ids:
     ]
 
 
-def copied_prompts(prompts: Sequence[Ids], outputs: Sequence[Ids], length: int) -> list[Ids]:
+def copied_prompts(prompts: Sequence[TokenList], outputs: Sequence[TokenList], length: int) -> list[TokenList]:
     """Prompts extended by the first `length` tokens of their outputs, if the rest of the output copies from them."""
     extended = [[*p, *out[:length]] for p, out in zip(prompts, outputs, strict=True)]
     shares = [copied_share(p, out[length:]) for p, out in zip(extended, outputs, strict=True)]
     return [p for p, share in zip(extended, shares, strict=True) if share >= MIN_COPIED]
 
 
-def workloads(llm: LLM, prompts: Sequence[Ids], length: int) -> list[CopyWork]:
+def workloads(llm: LLM, prompts: Sequence[TokenList], length: int) -> list[CopyWork]:
     greedy = SamplingParams(temperature=0, seed=0, max_tokens=length, ignore_eos=True)
     twice = llm.generate(prompts, replace(greedy, max_tokens=2 * length), 0)
     outputs = [list(c.token_ids) for c in twice]
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.print_report(report, [rows], args.json)
 
 
-def measure_all(args: argparse.Namespace, prompts: Sequence[Ids]) -> list[dict[str, object]]:
+def measure_all(args: argparse.Namespace, prompts: Sequence[TokenList]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for batch in args.concurrency:
         llm = LLM(args.target, args.draft, **common.engine_config(args, [args.k], batch, len(prompts)))

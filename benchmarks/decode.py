@@ -39,7 +39,8 @@ from benchmarks.common import Chooser, Spec
 from benchmarks.compare import Estimate, geometric_mean, ratio, ratio_to_best
 from benchmarks.measure import Run, merge, timed_run
 from benchmarks.plot import chart
-from benchmarks.stats import median_ratio, predicted_speedup
+from benchmarks.prompts import Prompts
+from benchmarks.stats import Rows, median_ratio, predicted_speedup
 from engine.llm import LLM
 from engine.types import REASONS, SamplingParams
 
@@ -47,8 +48,6 @@ FROM_FORWARD_TIMES = ("draft ms", "target ms", "overhead", "predicted", "achieve
 RATES = {"": "busy_tokens_per_s", "decode ": "decode_tokens_per_s"}
 WAVES = 3  # batches in a group of prompts
 LENGTH_QUARTERS = (4, 2, 5, 3, 6)  # output lengths in quarters of max_tokens, in turn
-Prompts = Sequence[Sequence[int]]
-Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)

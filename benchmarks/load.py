@@ -31,21 +31,22 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import Chooser, Spec
-from benchmarks.compare import Floats, ratio_of_totals, totals_to_best
+from benchmarks.compare import ratio_of_totals, totals_to_best
 from benchmarks.copying import copied_prompts
 from benchmarks.measure import Run
-from benchmarks.stepping import DrivenRequest, Driver, Ids, greedy, make_engine
+from benchmarks.stats import Rows
+from benchmarks.stepping import DrivenRequest, Driver, TokenList, greedy, make_engine
 from engine.types import SamplingParams
+from policies.observation import Floats
 
 MIN_REQUESTS = 4  # of a stage; larger stages have two requests per running one
-Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
     """A request that every variant will run."""
 
-    prompt: Ids
+    prompt: TokenList
     params: SamplingParams
     copies: bool  # whether it is copy-like
 
@@ -68,7 +69,7 @@ class LoadVariant:
         return Run(0.0, [r.token_ids for r in requests], [r.record for r in requests], [])
 
 
-def plan_requests(driver: Driver, prompts: Sequence[Ids], max_tokens: int) -> Iterator[PlannedRequest]:
+def plan_requests(driver: Driver, prompts: Sequence[TokenList], max_tokens: int) -> Iterator[PlannedRequest]:
     """Copy-like and free requests in turn, without end. Raises ValueError if the target copies from no prompt."""
     texts = [list(request.token_ids) for request in _run_plain(driver, prompts, greedy(2 * max_tokens))]
     copied = copied_prompts(prompts, texts, max_tokens)
@@ -78,13 +79,13 @@ def plan_requests(driver: Driver, prompts: Sequence[Ids], max_tokens: int) -> It
     return _alternate(copied, prompts, max_tokens)
 
 
-def _alternate(copied: Sequence[Ids], free: Sequence[Ids], max_tokens: int) -> Iterator[PlannedRequest]:
+def _alternate(copied: Sequence[TokenList], free: Sequence[TokenList], max_tokens: int) -> Iterator[PlannedRequest]:
     for seed, (copy, prompt) in enumerate(zip(cycle(copied), cycle(free), strict=False)):
         yield PlannedRequest(copy, greedy(max_tokens), copies=True)
         yield PlannedRequest(prompt, replace(greedy(max_tokens), temperature=1.0, seed=seed), copies=False)
 
 
-def _run_plain(driver: Driver, prompts: Sequence[Ids], params: SamplingParams) -> list[DrivenRequest]:
+def _run_plain(driver: Driver, prompts: Sequence[TokenList], params: SamplingParams) -> list[DrivenRequest]:
     """Run the prompts at k = 0, as many at a time as the engine runs."""
     size = driver.engine.config.max_running
     return [r for i in range(0, len(prompts), size) for r in driver.generate(prompts[i : i + size], params, 0)]
@@ -119,7 +120,9 @@ def run_variant(
     return run_stage(driver, planned, size, None if variant.spec else 0)
 
 
-def measure(args: argparse.Namespace, prompts: Sequence[Ids]) -> tuple[list[LoadVariant], list[list[PlannedRequest]]]:
+def measure(
+    args: argparse.Namespace, prompts: Sequence[TokenList]
+) -> tuple[list[LoadVariant], list[list[PlannedRequest]]]:
     """Every variant once per stage and repeat. Raises RuntimeError for an output without max_tokens tokens."""
     driver = Driver(make_engine(args, "paged", max(args.stages)))
     chooser = Chooser(driver.engine)

@@ -153,7 +153,7 @@ def merge(runs: Sequence[Run]) -> Run:
 
 
 Params = SamplingParams | Sequence[SamplingParams]  # one for all prompts, or one per prompt
-Generate = Callable[[Sequence[Sequence[int]], Params, int | None], Sequence[Generated]]
+RunPrompts = Callable[[Sequence[Sequence[int]], Params, int | None], Sequence[Generated]]
 
 
 def timed_run(
@@ -161,7 +161,7 @@ def timed_run(
     prompts: Sequence[Sequence[int]],
     params: Params,
     k: int | None,
-    generate: Generate | None = None,
+    generate: RunPrompts | None = None,
 ) -> Run:
     """Generate for all prompts at k drafts per round; None: the policy chooses. generate: in place of llm.generate.
 

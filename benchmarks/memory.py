@@ -25,13 +25,12 @@ from benchmarks import common
 from benchmarks.bookkeeping import measure_bookkeeping
 from benchmarks.interference import measure_interference
 from benchmarks.measure import Run, merge, timed_run
-from benchmarks.stats import first_divergence, median_ratio
-from benchmarks.stepping import Driver, Ids, Text, block_size, greedy, make_engine
+from benchmarks.stats import Rows, first_divergence, median_ratio
+from benchmarks.stepping import Driver, Text, TokenList, block_size, greedy, make_engine
 from engine.config import CacheKind, EngineConfig
 
 CHUNK = EngineConfig("").prefill_chunk  # the engine's own
 DEMO = ["--target", "models/demo/target", "--draft", "models/demo/draft"]
-Rows = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class RequestStart:
     token_s: float
     draft_s: float | None  # until the end of the first round with drafts; None: no round had any
     cached: int
-    output: Ids
+    output: TokenList
 
 
-def start_alone(driver: Driver, prompt: Ids, k: int, salt: str) -> RequestStart:
+def start_alone(driver: Driver, prompt: TokenList, k: int, salt: str) -> RequestStart:
     """Run one request alone, with enough output for the draft model to read the whole prompt."""
     request = driver.submit(prompt, greedy(2 * k + 8), k, salt)
     draft_s = None
@@ -117,7 +116,9 @@ def measure_decode(args: argparse.Namespace, text: Text) -> Rows:
     return rows
 
 
-def _in_turn(drivers: dict[str, Driver], groups: list[list[Ids]], max_tokens: int, k: int, turn: int) -> dict[str, Run]:
+def _in_turn(
+    drivers: dict[str, Driver], groups: list[list[TokenList]], max_tokens: int, k: int, turn: int
+) -> dict[str, Run]:
     """Every engine runs a group before the next group's turn; the first engine changes from group to group."""
     group_runs: dict[str, list[Run]] = {name: [] for name in drivers}
     for index, group in enumerate(groups):
@@ -130,7 +131,7 @@ def _in_turn(drivers: dict[str, Driver], groups: list[list[Ids]], max_tokens: in
     return {name: merge(runs) for name, runs in group_runs.items()}
 
 
-def _require_same_text(name: str, outputs: list[Ids], expected: list[Ids]) -> None:
+def _require_same_text(name: str, outputs: list[TokenList], expected: list[TokenList]) -> None:
     for i, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
         position = first_divergence(output, reference)
         if position is not None:
@@ -157,7 +158,7 @@ class ConcurrencyRun:
     tokens_per_s: float
 
 
-def run_together(driver: Driver, requests: Sequence[tuple[Ids, int]], k: int) -> ConcurrencyRun:
+def run_together(driver: Driver, requests: Sequence[tuple[TokenList, int]], k: int) -> ConcurrencyRun:
     """Run requests (prompt, output tokens) that all arrive at once. Raises RuntimeError if none had to wait."""
     for prompt, output in requests:
         driver.submit(prompt, greedy(output), k)

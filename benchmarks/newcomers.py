@@ -41,9 +41,9 @@ TICK_S = 0.005  # period of the timer that shows how long the event loop is bloc
 LIMIT_S = 600.0  # for one reply
 KINDS = ("one plain", "plain", "echo")
 
-Fields = dict[str, Any]
+RequestFields = dict[str, Any]
 Post = Callable[
-    [Fields, Callable[[bytes], None]], Awaitable[None]
+    [RequestFields, Callable[[bytes], None]], Awaitable[None]
 ]  # (request, function that takes the parts of its reply)
 
 
@@ -73,7 +73,7 @@ class StepTimes:
 
 
 def in_process(app: ASGIApp) -> Post:
-    async def post(fields: Fields, take: Callable[[bytes], None]) -> None:
+    async def post(fields: RequestFields, take: Callable[[bytes], None]) -> None:
         waiting: list[Message] = [{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}]
         statuses: list[int] = []
 
@@ -97,7 +97,7 @@ def in_process(app: ASGIApp) -> Post:
 
 
 def over_http(client: httpx.AsyncClient) -> Post:
-    async def post(fields: Fields, take: Callable[[bytes], None]) -> None:
+    async def post(fields: RequestFields, take: Callable[[bytes], None]) -> None:
         async with client.stream("POST", "/v1/completions", json=fields) as reply:
             if reply.status_code != 200:
                 raise RuntimeError(f"a request was answered with status {reply.status_code}: {await reply.aread()!r}")
@@ -142,7 +142,7 @@ class NewcomersBench:
         seen.firsts.append(times[0] - asked)
         seen.gaps += [after - before for before, after in itertools.pairwise(times[:-1])]  # the last is [DONE]
 
-    async def _ask(self, fields: Fields, take: Callable[[bytes], None]) -> None:
+    async def _ask(self, fields: RequestFields, take: Callable[[bytes], None]) -> None:
         common_fields = {"model": self._model, "temperature": 0, "cache_salt": next(self._salts)}
         async with asyncio.timeout(LIMIT_S):
             await self._post(fields | common_fields, take)

@@ -35,6 +35,7 @@ from benchmarks.common import Spec
 from benchmarks.lab.clairvoyant import Clairvoyant
 from benchmarks.lab.scenarios import cpu, drifting, gpu, mixed, profile, recovery
 from benchmarks.lab.simulator import Controller, Report, World, simulate
+from benchmarks.stats import Rows
 from engine.llm import LLM
 from engine.types import DRAFTERS, RequestRecord, SamplingParams
 from policies.config import PolicyConfig
@@ -54,7 +55,6 @@ PRICES = {"cpu": cpu, "gpu": gpu}
 DAMAGED = (("cpu", 1), ("cpu", 8), ("gpu", 16))
 PHASED = (("cpu", 1, 1.3), ("cpu", 1, 1.6), ("cpu", 4, 1.3), ("cpu", 4, 1.6), ("gpu", 1, 1.6), ("gpu", 4, 1.6))
 PHASED_SEEDS = 6
-Rows = list[dict[str, object]]
 
 
 class Timed:

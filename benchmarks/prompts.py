@@ -2,12 +2,14 @@
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 SHORTEST, LONGEST = 64, 128  # tokens of a built-in prompt
 CHARS_PER_TOKEN = 8  # more than any tokenizer that compresses code needs
+
+Prompts = Sequence[Sequence[int]]  # token ids by prompt
 
 
 class PromptTokenizer(Protocol):

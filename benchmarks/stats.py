@@ -8,6 +8,8 @@ from benchmarks.compare import Interval
 from benchmarks.lab.analysis import expected_tokens
 from engine.types import StepStats
 
+Rows = list[dict[str, object]]  # of a table: column → value
+
 REPETITION_LIMIT = 0.10  # share of repeated 8-grams from which on α says more about loops than about text
 
 

@@ -13,7 +13,7 @@ from engine.config import CacheKind, EngineConfig
 from engine.engine import Engine, StepResult
 from engine.types import DrafterName, Request, RequestRecord, SamplingParams, StepStats
 
-Ids = list[int]
+TokenList = list[int]
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -40,7 +40,7 @@ class Text:
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._ids = itertools.cycle([token for prompt in prompts for token in prompt])
 
-    def take(self, count: int) -> Ids:
+    def take(self, count: int) -> TokenList:
         return list(itertools.islice(self._ids, count))
 
 
@@ -51,7 +51,7 @@ class DrivenRequest:
     request_id: str
     submitted: float
     times: list[float] = field(default_factory=list)  # one per step with tokens for it
-    token_ids: Ids = field(default_factory=list)
+    token_ids: TokenList = field(default_factory=list)
     ended: RequestRecord | None = None
 
     @property

@@ -35,14 +35,14 @@ DECAYS = (1.0, 0.9, 0.8, 0.7)  # the chances of a depth over those of the depth 
 RESAMPLES = 2000
 PATIENCE = 2  # shapes in a row without fewer rounds end a search
 S = TypeVar("S", Parents, Growth)
-Rounds = Sequence[Sequence[RoundRecord]]  # by prompt
+RoundsByPrompt = Sequence[Sequence[RoundRecord]]  # by prompt
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeRun:
     """What came of all prompts with drafts of one shape."""
 
-    rounds: Rounds
+    rounds: RoundsByPrompt
     cpu_s: float  # processor time, prompts included
 
     @property
@@ -75,7 +75,7 @@ def play(engine: Engine, prompts: Sequence[Sequence[int]], shape: Parents | Grow
     return ShapeRun([done[f"{i}"] for i in range(len(prompts))], process_time() - began)
 
 
-def chances_of(rounds: Rounds, shape: Parents) -> Chances:
+def chances_of(rounds: RoundsByPrompt, shape: Parents) -> Chances:
     """Per depth and rank how often a sibling was accepted where its parent was, in whole trees.
 
     All depths but the first are alike: the first sibling's chance is measured there; the others keep their ratio to it.

@@ -33,7 +33,8 @@ from benchmarks import common
 from benchmarks.forced import TextReader, _sequence
 from benchmarks.identity import compare, seeded
 from benchmarks.measure import timed_run
-from benchmarks.stats import median_ratio
+from benchmarks.prompts import Prompts
+from benchmarks.stats import Rows, median_ratio
 from cache.layout import Layout
 from engine.config import WeightForm
 from engine.llm import LLM
@@ -53,8 +54,6 @@ KS, BATCHES = (0, 4, 8), (1, 8)
 PARTS = ("passes", "bits", "acceptance", "texts", "loading")
 MAX_LOADS = 5  # of each form
 READ_BYTES = 2**23  # at once, when a file is only read
-Texts = Sequence[Sequence[int]]
-Rows = list[dict[str, object]]
 
 
 class WeightsVariant(NamedTuple):
@@ -148,7 +147,7 @@ def _pass_row(
 
 
 @torch.inference_mode()
-def bits(target: str, texts: Texts) -> Rows:
+def bits(target: str, texts: Prompts) -> Rows:
     longest = max(map(len, texts))
     rows: Rows = []
     for form in FORMS:
@@ -164,7 +163,7 @@ def bits(target: str, texts: Texts) -> Rows:
     return rows
 
 
-def acceptance(args: argparse.Namespace, prompts: Texts) -> Rows:
+def acceptance(args: argparse.Namespace, prompts: Prompts) -> Rows:
     forms: tuple[WeightForm, ...] = ("as_is", "int8")
     rows: Rows = []
     for form in forms:
@@ -176,7 +175,7 @@ def acceptance(args: argparse.Namespace, prompts: Texts) -> Rows:
     return rows
 
 
-def texts(args: argparse.Namespace, prompts: Texts) -> Rows:
+def texts(args: argparse.Namespace, prompts: Prompts) -> Rows:
     rows: Rows = []
     for deterministic in (False, True):
         outputs = {(t, batch, k): tokens for t, batch, k, tokens in _texts(args, prompts, deterministic)}
@@ -189,7 +188,7 @@ def texts(args: argparse.Namespace, prompts: Texts) -> Rows:
 
 
 def _texts(
-    args: argparse.Namespace, prompts: Texts, deterministic: bool
+    args: argparse.Namespace, prompts: Prompts, deterministic: bool
 ) -> Iterator[tuple[float, int, int, list[list[int]]]]:
     forms = {"target_weights": "int8", "draft_weights": "int8", "deterministic": deterministic}
     for batch in BATCHES:

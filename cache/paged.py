@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cache.blocks import BlockPool
-from cache.prefix import Node, PrefixIndex
+from cache.prefix import PrefixIndex, PrefixNode
 from cache.protocol import CacheFull
 from cache.slots import Slots
 
@@ -42,7 +42,7 @@ class _Held:
     reserved: int = 0  # positions length … reserved − 1 lie in blocks that no other sequence reads
     indexed: int = 0  # positions 0 … indexed − 1 lie in blocks that it indexed or found
     hidden: int = 0
-    node: Node | None = None  # the index's node of the last of these blocks
+    node: PrefixNode | None = None  # the index's node of the last of these blocks
     wishes: list[int] = field(default_factory=list)  # blocks that rollbacks took; the last one comes next in the table
 
 
@@ -296,7 +296,7 @@ class PagedCache:
         """The first entry of a table that a query at position `length` or behind it sees."""
         return 0 if self.window is None else max(0, length - self.window + 1) // self.block_size
 
-    def _top(self, held: _Held) -> Node | None:
+    def _top(self, held: _Held) -> PrefixNode | None:
         """The node of the first block that the sequence indexed or found; None if the index has none of its blocks."""
         first = held.table[held.hidden] if len(held.table) > held.hidden else HIDDEN
         node = self._index.nodes.get(first, held.node)

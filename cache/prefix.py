@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 Tokens = tuple[int, ...]
 
 
-class Node:
+class PrefixNode:
     """A full block in its context: its positions attended to the tokens on the path from the root."""
 
     __slots__ = ("block", "children", "key", "parent")
 
-    def __init__(self, parent: "Node | None", key: Tokens, block: int) -> None:
+    def __init__(self, parent: "PrefixNode | None", key: Tokens, block: int) -> None:
         self.parent = parent  # None for a root, which has no block
         self.key = key
         self.block = block
-        self.children: dict[Tokens, Node] = {}
+        self.children: dict[Tokens, PrefixNode] = {}
 
 
 class PrefixIndex:
@@ -33,13 +33,13 @@ class PrefixIndex:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.nodes: dict[int, Node] = {}  # by block
-        self._roots: dict[str, Node] = {}  # by salt; only those with children
-        self._salts: dict[Node, str] = {}  # root → its salt
+        self.nodes: dict[int, PrefixNode] = {}  # by block
+        self._roots: dict[str, PrefixNode] = {}  # by salt; only those with children
+        self._salts: dict[PrefixNode, str] = {}  # root → its salt
 
-    def match(self, tokens: Sequence[int], salt: str, limit: int) -> list[Node]:
+    def match(self, tokens: Sequence[int], salt: str, limit: int) -> list[PrefixNode]:
         """Return the nodes of the longest indexed prefix of `tokens`: full blocks, at most `limit` of them."""
-        path: list[Node] = []
+        path: list[PrefixNode] = []
         node = self._roots.get(salt)
         while node is not None and len(path) < limit:
             start = len(path) * self.block_size
@@ -48,7 +48,7 @@ class PrefixIndex:
                 path.append(node)
         return path
 
-    def insert(self, parent: Node | None, salt: str, key: Tokens, block: int) -> Node:
+    def insert(self, parent: PrefixNode | None, salt: str, key: Tokens, block: int) -> PrefixNode:
         """Return the node of these tokens under `parent` (None: the salt's root).
 
         This is a new node for `block`, or the existing node, which has another block.
@@ -57,7 +57,7 @@ class PrefixIndex:
             parent = self._root(salt)
         node = parent.children.get(key)
         if node is None:
-            node = self.nodes[block] = parent.children[key] = Node(parent, key, block)
+            node = self.nodes[block] = parent.children[key] = PrefixNode(parent, key, block)
         return node
 
     def remove(self, block: int) -> list[int]:
@@ -73,10 +73,10 @@ class PrefixIndex:
             del self._roots[self._salts.pop(parent)]
         return removed
 
-    def _root(self, salt: str) -> Node:
+    def _root(self, salt: str) -> PrefixNode:
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(None, (), -1)
+            root = self._roots[salt] = PrefixNode(None, (), -1)
             self._salts[root] = salt
         return root
 
@@ -102,7 +102,7 @@ class PrefixIndex:
                 )
 
 
-def _below(top: Node) -> Iterator[Node]:
+def _below(top: PrefixNode) -> Iterator[PrefixNode]:
     """Return `top` and all nodes below it, children before parents."""
     order, stack = [], [top]
     while stack:

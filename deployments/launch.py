@@ -148,11 +148,11 @@ def run(cluster: "Cluster", signals: Signals, began: float) -> int:
         return 1
     say(f"Ray and Serve run ({time.monotonic() - began:.1f} s); a replica starts")
     signals.listen()
-    told: set[str] = set()
+    known_troubles: set[str] = set()
     cluster.look()
     while not (signals.stop_requested.is_set() or cluster.settled):
-        for trouble in set(cluster.troubles) - told:
-            told.add(trouble)
+        for trouble in set(cluster.troubles) - known_troubles:
+            known_troubles.add(trouble)
             say(f"waiting: {trouble}")
         cluster.start_helpers()
         time.sleep(POLL_S)

@@ -13,13 +13,13 @@ from typing import Any
 
 from ray.serve import metrics
 
-from app.metrics.instruments import Tell
+from app.metrics.metric_instruments import Tell
 
 BIRTH = 5e-324  # the smallest positive number: it vanishes in any sum
 
 
 class RayMetrics:
-    """An Exporter (app/metrics/instruments.py). All its instruments carry the model's name as a label."""
+    """An Exporter (app/metrics/metric_instruments.py). All its instruments carry the model's name as a label."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

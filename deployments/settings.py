@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from app.cross_origin import check_origins
 from app.main import BODY_TIMEOUT_S
-from app.origins import check_origins
-from app.telemetry.tracer import Level, TraceConfig
+from app.telemetry.tracer import TraceConfig, TraceLevel
 from engine.config import (
     CacheKind,
     EngineConfig,
@@ -86,10 +86,10 @@ def _template(choice: str | None) -> str | None:
 
 
 Tag = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
+CountSetting = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_not_a_bool), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(_not_a_bool), Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, allow_inf_nan=False)]
+ShareSetting = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_a_bool), Field(ge=0, le=1)]
 
 
@@ -117,7 +117,7 @@ class EdgeConfig:
     allowed_origins: tuple[str, ...] = ()  # whose web pages may call the server
 
 
-Policy = Annotated[PolicyName, BeforeValidator(_off)]
+PolicySetting = Annotated[PolicyName, BeforeValidator(_off)]
 
 
 class PolicySettings(BaseModel):
@@ -125,12 +125,12 @@ class PolicySettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: Policy = "goodput"
-    k: Count = 5  # k of policy fixed, and the first k of policy heuristic
-    max_k: Annotated[Count | None, BeforeValidator(_none)] = None  # largest k of any policy; none: max_spec_length
-    threshold: Share = 0.4  # policy confidence: a draft ends before its joint probability falls below this
-    hysteresis: Share = 0.02  # policy goodput: a plan is kept unless another one promises this share more goodput
-    probe_share: Share = 0.01  # policy goodput: share of time for probes, which learn whether drafts pay again
+    policy: PolicySetting = "goodput"
+    k: CountSetting = 5  # k of policy fixed, and the first k of policy heuristic
+    max_k: Annotated[CountSetting | None, BeforeValidator(_none)] = None  # of any policy; none: max_spec_length
+    threshold: ShareSetting = 0.4  # policy confidence: a draft ends before its joint probability falls below this
+    hysteresis: ShareSetting = 0.02  # policy goodput: a plan is kept unless another promises this share more goodput
+    probe_share: ShareSetting = 0.01  # policy goodput: share of time for probes, which learn whether drafts pay again
     trees: bool = False  # policy goodput: whether a draft model's drafts may be trees
     draft: Annotated[str | None, BeforeValidator(_none)] = None  # none: no draft; left out: the draft of `args`
 
@@ -200,15 +200,15 @@ class Settings(BaseModel):
     """for requests that name no drafter. auto: the draft model if there is one; off: the same as policy off"""
     verifier: Verifier = "match"
     """for requests that name no verifier"""
-    policy: Policy = "goodput"
+    policy: PolicySetting = "goodput"
     """chooses k, the number of drafts, in every round; the deployment's user_config overrides it"""
-    spec_length: Count = 5
+    spec_length: CountSetting = 5
     """k of policy fixed, and the first k of policy heuristic"""
-    max_spec_length: Count = 16
+    max_spec_length: CountSetting = 16
     """the largest k of any policy or request"""
     max_running: Positive = 16
     """sequences that run at once"""
-    max_waiting: Count = 48
+    max_waiting: CountSetting = 48
     """admitted sequences that wait for a place; further ones get 429"""
     max_model_len: Annotated[Positive | None, BeforeValidator(_none)] = None
     """tokens of a prompt and its output together; none: what the target allows, at most 4,096"""
@@ -226,7 +226,7 @@ class Settings(BaseModel):
     """share of the device's memory for weights, activations and caches; none: the engine chooses"""
     prefix_cache: bool = True
     """whether requests share the memory of what their prompts have in common"""
-    suffix_tokens: Count = 65_536
+    suffix_tokens: CountSetting = 65_536
     """tokens of finished outputs from which drafter suffix guesses for later requests of the same API key; 0: none"""
     max_demand: Number = 8.0
     """admitted requests may need so many times the tokens that the cache holds"""
@@ -238,7 +238,7 @@ class Settings(BaseModel):
     """longest time of any request in seconds; none: no limit"""
     body_timeout_s: Number = BODY_TIMEOUT_S
     """seconds from the start of a request to the end of its body"""
-    drain_s: Share = 30.0
+    drain_s: ShareSetting = 30.0
     """seconds that running requests get after SIGINT or SIGTERM"""
     threads: Annotated[Positive | None, BeforeValidator(_none)] = None
     """CPU threads of the engine; none: on CPU as many of num_cpus as pay, measured at the start"""
@@ -252,7 +252,7 @@ class Settings(BaseModel):
     """a file (*.jinja), or a name of the checkpoint's templates; none: the checkpoint's default"""
     reasoning_tags: Annotated[tuple[Tag, Tag] | None, BeforeValidator(_tags)] = None
     """the two tags around the model's reasoning, such as "<think> </think>"; none: chats do not tell it apart"""
-    trace_level: Annotated[Level, BeforeValidator(_off)] = "packed"
+    trace_level: Annotated[TraceLevel, BeforeValidator(_off)] = "packed"
     """what traces hold: docs/operations.md, Traces"""
     trace_steps: Fraction = 0.0
     """share of the engine's steps that get a trace of their own"""

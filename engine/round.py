@@ -14,7 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from engine import trees, verification
-from engine.device.captured_round import CapturedVerdict, can_capture, filled_up, is_surprising
+from engine.device.captured_round import CapturedVerdict, can_capture, filled_up, has_unplanned_form
 from engine.device.captured_trees import CapturedTrees
 from engine.device.round_clock import HostClock, RoundClock, forwards_us
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
@@ -196,7 +196,7 @@ def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahe
     together with what drafting needs. None: it is prepared when the drafts are known."""
     shapes = {i: shape for i, shape in enumerate(batch.shapes) if shape is not None and ks[i]}
     if batch.captured:
-        return None if is_surprising(batch, ks) else CapturedVerdict(batch, ks, target, shapes)
+        return None if has_unplanned_form(batch, ks) else CapturedVerdict(batch, ks, target, shapes)
     if not target.staging.deferred or batch.depths:
         return None
     verification.prepare(batch, ks, shapes)

@@ -121,19 +121,19 @@ def _count_drafts(fields: SpeculationFields, tree: tuple[int, ...] | Growth, can
     """The most drafts of a tree. Raises InvalidRequest for one that this server cannot check."""
     name = "speculation.tree"
     if isinstance(tree, Growth):
-        told, nodes = f"{{'nodes': {tree.nodes}, 'depth': {tree.depth}}}", tree.nodes
+        given, nodes = f"{{'nodes': {tree.nodes}, 'depth': {tree.depth}}}", tree.nodes
         if not 1 <= tree.depth <= tree.nodes:
-            raise InvalidRequest(f"{name} {told} needs a depth between 1 and its nodes", name)
+            raise InvalidRequest(f"{name} {given} needs a depth between 1 and its nodes", name)
     else:
-        told, nodes = str(list(tree)), count_nodes(tree, can.max_spec_length)
+        given, nodes = str(list(tree)), count_nodes(tree, can.max_spec_length)
         if not tree or any(width < 1 for width in tree):
-            raise InvalidRequest(f"{name} {told} must name at least one child for each depth, as [3, 2, 1]", name)
+            raise InvalidRequest(f"{name} {given} must name at least one child for each depth, as [3, 2, 1]", name)
     if not can.trees:
         raise InvalidRequest(f"{name} is not possible on this server, whose results are deterministic", name)
     if fields.k is not None or fields.max_k is not None or fields.auto:
         raise InvalidRequest(f"{name} fixes the drafts of a round: leave out k, max_k and the modes auto and off", name)
     if nodes > can.max_spec_length:
-        raise InvalidRequest(f"{name} {told} has more drafts than this server's maximum, {can.max_spec_length}", name)
+        raise InvalidRequest(f"{name} {given} has more drafts than this server's maximum, {can.max_spec_length}", name)
     return nodes
 
 

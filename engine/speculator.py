@@ -40,8 +40,8 @@ class Speculator:
         if rest is not None:
             return rest
         started = perf_counter_ns()
-        most, certain = self.control.most, self.control.keeps_choice(fixed, drafters)
-        decision = self.control.plan([self._candidate(s, most, certain) for s in decoding], prefill)
+        most, choice_is_held = self.control.most, self.control.keeps_choice(fixed, drafters)
+        decision = self.control.plan([self._candidate(s, most, choice_is_held) for s in decoding], prefill)
         self._spent_ns += perf_counter_ns() - started
         return decision
 
@@ -88,14 +88,14 @@ class Speculator:
             self._drafted = False
         return spent // 1000
 
-    def _candidate(self, sequence: Sequence, most: int, certain: bool) -> Candidate:
-        """most: drafts that the policy may give. certain: the choice is kept, and its drafters always have drafts. So
-        they are not asked, and `propose` gives as many as there is memory for."""
+    def _candidate(self, sequence: Sequence, most: int, choice_is_held: bool) -> Candidate:
+        """most: drafts that the policy may give. choice_is_held: the policy keeps its choice, and the choice's drafters
+        always have drafts. So they are not asked, and `propose` gives as many as there is memory for."""
         left = max(0, sequence.remaining - 1)
         wanted = min(left, most if sequence.k is None else sequence.k)
         offer = NO_OFFER
         if wanted and sequence.drafter:
-            offer = Offer(sequence.drafter, wanted, 1) if certain else self._drafter.offer(sequence, wanted)
+            offer = Offer(sequence.drafter, wanted, 1) if choice_is_held else self._drafter.offer(sequence, wanted)
         return Candidate(
             handle=sequence.handle,
             fixed=sequence.k,
@@ -126,17 +126,17 @@ def _drafted(part: Slice, i: int, outcome: Outcome) -> Drafted | None:
     if not draft.ks[i]:
         return Drafted(sequence.handle, sequence.drafter, part.k, 0) if draft.failed and part.k else None
     source = (sequence.drafter if draft.proposers is None else draft.proposers[i]) or sequence.drafter
-    told = Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
-    return _with_tree(told, draft.trees[i], verdict.paths[i]) if i in draft.trees else told
+    drafted = Drafted(sequence.handle, source, draft.ks[i], verdict.accepted[i], verdict.overlaps[i])
+    return _with_tree(drafted, draft.trees[i], verdict.paths[i]) if i in draft.trees else drafted
 
 
-def _with_tree(told: Drafted, parents: Parents, path: Seq[int]) -> Drafted:
+def _with_tree(drafted: Drafted, parents: Parents, path: Seq[int]) -> Drafted:
     """Add what a tree tells about first children and about their siblings. A chain tells no more than its length."""
     if trees.is_chain(parents):
-        return told
+        return drafted
     fates = trees.fates(parents, path)
     of_ranks = ([fate[rank] for fate in fates if rank < len(fate)] for rank in range(1, max(map(len, fates))))
-    return told._replace(
+    return drafted._replace(
         overlaps=tuple(float(fate[0]) for fate in fates),
         siblings=tuple((len(accepted), sum(accepted)) for accepted in of_ranks),
     )

@@ -9,9 +9,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
 
-ROOT = -1
-
-Parents = tuple[int, ...]
+from policies.shapes import ROOT as ROOT
+from policies.shapes import Parents as Parents
+from policies.shapes import chain as chain
+from policies.shapes import is_chain as is_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,6 @@ class Growth:
 
     nodes: int
     depth: int  # drafts on a path
-
-
-def chain(length: int) -> Parents:
-    return tuple(range(ROOT, length - 1))
-
-
-def is_chain(parents: Parents) -> bool:
-    return parents == chain(len(parents))
 
 
 def check(parents: Parents) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from policies.observation import Candidate, Ints
 from policies.reasons import Reason
-from policies.trees import Parents, Shapes, cut
+from policies.shapes import Parents
+from policies.trees import Shapes, cut
 
 PER_NEWCOMER = 4  # sequences per newcomer, from which on newcomers do not make a new choice due
 SURPRISE = 2.0  # accepted drafts to expect before they can surprise, and the factor by which they then do

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.reasons import Reason
+from policies.shapes import Parents
 from policies.trees import Floats as Floats
 from policies.trees import Ints as Ints
-from policies.trees import Nodes, Parents, Shapes, best_nodes, node_values
+from policies.trees import Nodes, Shapes, best_nodes, node_values
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
 FEW = 4  # rounds from which on their median is used; drafts of a probe

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ROOT = -1
+from policies.shapes import ROOT, Parents, is_chain
+
 RANKS = 4  # siblings that a node may get, itself included: a later one is hardly ever accepted
 TREE = 6  # nodes of the largest trees to consider, beside what chains add to them: larger ones gain next to nothing
 
-Parents = tuple[int, ...]
 Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -86,10 +86,6 @@ def measure(parents: Parents) -> tuple[int, int]:
     for parent in parents:
         depths.append(1 if parent == ROOT else depths[parent] + 1)
     return max(depths, default=0), len(set(parents))
-
-
-def is_chain(parents: Parents) -> bool:
-    return parents == tuple(range(ROOT, len(parents) - 1))
 
 
 @lru_cache(maxsize=1024)

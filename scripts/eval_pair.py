@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from scripts.pair_data import STDLIB, Tokens, held_out_tokens
+from scripts.pair_data import STDLIB, PairTokens, held_out_tokens
 
 CONTEXT = 512  # tokens, as in the training of the demo pair
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -57,7 +57,7 @@ def repeated_share(rows: Sequence[Sequence[int]], n: int = 8) -> float:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, tokens: Tokens, n_bytes: int) -> float:
+def bits_per_byte(model: Any, tokens: PairTokens, n_bytes: int) -> float:
     """Predict every token once, from at most CONTEXT tokens before it in its window. Returns bits per byte of text."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     nats = 0.0

@@ -27,8 +27,8 @@ PIECE = 20_000  # characters; a single text file is cut into so long pieces, whi
 FEATURE_BATCH = 4  # rows per pass of the target
 LARGEST = 65_504.0  # of float16; a larger hidden state (an attention sink of some large models) is stored as this
 
-Tokens = NDArray[np.int32]
-Writer = Callable[[Tokens, np.random.Generator], Tokens]
+HeadsTokens = NDArray[np.int32]
+Writer = Callable[[HeadsTokens, np.random.Generator], HeadsTokens]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
             yield file.relative_to(path).as_posix(), file.read_text("utf-8", errors="replace")
 
 
-def read_tokens(target: FrozenTarget, path: Path, held: bool) -> Tokens:
+def read_tokens(target: FrozenTarget, path: Path, held: bool) -> HeadsTokens:
     """Return the held-out documents in order, or all others in a fixed shuffled order, each between BOS and EOS.
 
     Raises ValueError if there are fewer tokens than one row has.
@@ -144,7 +144,7 @@ def write_states(target: FrozenTarget, work: Path, kind: str, i: int, layers: Se
         print(f"hidden states of {kind} shard {i + 1}", flush=True)
 
 
-def text_rows(tokens: Tokens, rng: np.random.Generator) -> Tokens:
+def text_rows(tokens: HeadsTokens, rng: np.random.Generator) -> HeadsTokens:
     """Return random windows, [SHARD_ROWS, CONTEXT]."""
     starts = rng.integers(0, len(tokens) - CONTEXT, SHARD_ROWS)
     return np.stack([tokens[i : i + CONTEXT] for i in starts])
@@ -167,7 +167,7 @@ class TextContinuer:
             kv_tokens=2 * SHARD_ROWS * CONTEXT,
         )
 
-    def __call__(self, tokens: Tokens, rng: np.random.Generator) -> Tokens:
+    def __call__(self, tokens: HeadsTokens, rng: np.random.Generator) -> HeadsTokens:
         """Return rows of a prefix and its continuation, [SHARD_ROWS, CONTEXT]. Every second prefix begins a text.
 
         A row goes on after an end token, as the target's own training text did.
@@ -187,7 +187,7 @@ class TextContinuer:
 
 
 @torch.no_grad()
-def hidden_states(target: FrozenTarget, rows: Tokens, layers: Sequence[int]) -> NDArray[np.float16]:
+def hidden_states(target: FrozenTarget, rows: HeadsTokens, layers: Sequence[int]) -> NDArray[np.float16]:
     """Return the states entering `layers`, and the last one after the final norm: [rows, tokens, layers + 1, hidden].
 
     transformers' hidden_states[i] enters layer i; hidden_states[-1] is the input of the target's head.
@@ -216,10 +216,10 @@ def _save(path: Path, array: NDArray[Any]) -> None:
     part.rename(path)
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+TrainingBatch = tuple[torch.Tensor, torch.Tensor]
 
 
-class Rows:
+class TrainingRows:
     """All rows of a work folder with their hidden states, which stay on disk until they are used."""
 
     def __init__(self, work: Path, layers: Sequence[int]) -> None:
@@ -232,7 +232,7 @@ class Rows:
         """The root mean square of the hidden states that are features, from one row."""
         return float(np.sqrt(np.square(self.states[0][0, :, :-1], dtype=np.float32).mean()))
 
-    def batches(self, batch: int, seed: int) -> Iterator[Batch]:
+    def batches(self, batch: int, seed: int) -> Iterator[TrainingBatch]:
         """Yield (tokens int64 [batch, CONTEXT], states fp32 [batch, CONTEXT, layers + 1, hidden]) without end.
 
         Every row once before any row again, in an order that the seed decides.

@@ -15,7 +15,7 @@ BOS, EOS = 0, 1
 SPECIAL = ("<|bos|>", "<|eos|>")  # their ids are BOS and EOS
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
-Tokens = NDArray[np.uint16]
+PairTokens = NDArray[np.uint16]
 
 # A line break keeps its indentation, a word keeps one leading space, digits form groups of up to three, and a run of
 # punctuation stays together. The tokenizer then splits each piece into merges of bytes.
@@ -66,9 +66,9 @@ def train_tokenizer(root: Path = STDLIB) -> Tokenizer:
     return tokenizer
 
 
-def training_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> Tokens:
+def training_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> PairTokens:
     """Return all training documents in a fixed shuffled order. Tests occur once, other files twice."""
-    documents: list[Tokens] = []
+    documents: list[PairTokens] = []
     for name, text in corpus(root):
         if not held_out(name):
             documents += [_document(tokenizer, text)] * (1 if _is_test(name) else 2)
@@ -76,7 +76,7 @@ def training_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> Tokens:
     return np.concatenate([documents[i] for i in order])
 
 
-def held_out_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> tuple[Tokens, int]:
+def held_out_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> tuple[PairTokens, int]:
     """Return the held-out documents in order, and their length in bytes. Raises ValueError if there are none."""
     texts = [text for name, text in corpus(root) if held_out(name)]
     if not texts:
@@ -84,11 +84,11 @@ def held_out_tokens(tokenizer: Tokenizer, root: Path = STDLIB) -> tuple[Tokens, 
     return np.concatenate([_document(tokenizer, text) for text in texts]), sum(len(t.encode()) for t in texts)
 
 
-def _document(tokenizer: Tokenizer, text: str) -> Tokens:
+def _document(tokenizer: Tokenizer, text: str) -> PairTokens:
     return np.array([BOS, *tokenizer.encode(text).ids, EOS], np.uint16)
 
 
-def windows(tokens: Tokens, batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
+def windows(tokens: PairTokens, batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
     """Yield random windows without end, int64 [batch, context + 1]. The label of a token is the one to its right."""
     if len(tokens) < context + 2:
         raise ValueError(

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 ROWS = 16  # the most rows in a strip
 SLOWEST = 5  # rounds in the table
-MARGIN = 4  # terminal columns left of a strip
+LEFT_COLUMNS = 4  # terminal columns left of a strip
 TIMEOUT_S = 10.0
 
 WHY = ("policy", "user", "cap", "cache", "acceptance", "load", "probe", None)  # reasons for k; None: k was not chosen
@@ -134,12 +134,12 @@ def rounds_of(choice: dict[str, Any]) -> list[RoundRow]:
     return [RoundRow(*row) for row in zip(*columns, strict=True)]
 
 
-def report(told: dict[str, Any], look: Look, *, whole: bool = False) -> Iterator[str]:
+def report(request: dict[str, Any], look: Look, *, whole: bool = False) -> Iterator[str]:
     """The lines to print. whole: whether to show all rounds instead of the slowest."""
-    yield from header(told, look)
-    if not told["choices"]:
+    yield from header(request, look)
+    if not request["choices"]:
         yield "no rounds: the engine ran nothing of this request"
-    for choice in told["choices"]:
+    for choice in request["choices"]:
         yield from ("", about(choice))
         if rounds := rounds_of(choice):
             yield from (*strip(rounds, look), *legend(rounds, look), "")
@@ -150,15 +150,16 @@ def report(told: dict[str, Any], look: Look, *, whole: bool = False) -> Iterator
             yield "no rounds"
 
 
-def header(told: dict[str, Any], look: Look) -> Iterator[str]:
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(told["began_unix_ms"] / 1000))
-    status = look.paint(told["status"], GREEN if told["status"] == "ok" else RED)
-    error = f" ({told['error']})" if told["error"] else ""
-    yield f"{told['id']}  {status}{error}  {told['model']}  {began} UTC"
-    times = {name: told[f"{key}_ms"] for name, key in (("queue", "queue"), ("first token", "ttft"), ("total", "total"))}
+def header(request: dict[str, Any], look: Look) -> Iterator[str]:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(request["began_unix_ms"] / 1000))
+    status = look.paint(request["status"], GREEN if request["status"] == "ok" else RED)
+    error = f" ({request['error']})" if request["error"] else ""
+    yield f"{request['id']}  {status}{error}  {request['model']}  {began} UTC"
+    keys = {"queue": "queue_ms", "first token": "ttft_ms", "total": "total_ms"}
+    times = {name: request[key] for name, key in keys.items()}
     shown = ", ".join(f"{name} {'-' if ms is None else f'{ms:.1f} ms'}" for name, ms in times.items())
-    yield f"{told['prompt_tokens']} + {told['output_tokens']} tokens; {shown}"
-    yield f"trace {told['trace_id'] or '-'}"
+    yield f"{request['prompt_tokens']} + {request['output_tokens']} tokens; {shown}"
+    yield f"trace {request['trace_id'] or '-'}"
 
 
 def about(choice: dict[str, Any]) -> str:
@@ -172,15 +173,15 @@ def strip(rounds: Sequence[RoundRow], look: Look) -> Iterator[str]:
     """Yield the strip, wrapped to the width. Below a column are the reason for k and the number of each tenth round."""
     most = max(max(r.k, r.drafted) for r in rounds)
     unit = per_row(rounds)
-    width = max(10, look.width - MARGIN - 1)
+    width = max(10, look.width - LEFT_COLUMNS - 1)
     for first in range(0, len(rounds), width):
         part = rounds[first : first + width]
         for row in range(math.ceil(most / unit), 0, -1):
             cells = "".join(_cell(r, (row - 1) * unit, look) for r in part)
-            yield f"{row * unit:>{MARGIN - 1}} {look.edge}{cells}".rstrip()
+            yield f"{row * unit:>{LEFT_COLUMNS - 1}} {look.edge}{cells}".rstrip()
         reasons = "".join(LETTERS.get(r.reason, "*") for r in part)
-        yield f"{'':{MARGIN}}{look.edge}{look.paint(reasons, GREY)}"
-        yield f"{'':{MARGIN}}{look.edge}{_numbers(first, len(part))}".rstrip()
+        yield f"{'':{LEFT_COLUMNS}}{look.edge}{look.paint(reasons, GREY)}"
+        yield f"{'':{LEFT_COLUMNS}}{look.edge}{_numbers(first, len(part))}".rstrip()
 
 
 def per_row(rounds: Sequence[RoundRow]) -> int:
@@ -313,8 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", action="store_true", help="a table of all rounds in place of the slowest ones")
     asked = parser.parse_args(argv)
     try:
-        told = find(asked.url, asked.id, asked.key)
-        show(list(report(told, look_of(sys.stdout), whole=asked.rounds)), sys.stdout)
+        request = find(asked.url, asked.id, asked.key)
+        show(list(report(request, look_of(sys.stdout), whole=asked.rounds)), sys.stdout)
     except Failed as failed:
         print(f"trace: {failed}", file=sys.stderr)
         return 1

@@ -38,7 +38,7 @@ from scripts.pair_data import (
     SPECIAL,
     STDLIB,
     VOCAB,
-    Tokens,
+    PairTokens,
     held_out_tokens,
     train_tokenizer,
     training_tokens,
@@ -147,15 +147,15 @@ def draft_loss(
     weight = math.exp(-3 * alpha)
     cross_entropy = -(shares * (p * log_q).sum(-1)).sum()
     variation = 0.5 * (shares * (p - q).abs().sum(-1)).sum()
-    told = {"alpha": alpha}
+    measured = {"alpha": alpha}
     if first is not None:
         right = log_q.argmax(-1) == best
-        told |= {"rescued": right[fails].float().mean().item(), "kept": right[~fails].float().mean().item()}
-    return weight * cross_entropy + (1 - weight) * variation, told
+        measured |= {"rescued": right[fails].float().mean().item(), "kept": right[~fails].float().mean().item()}
+    return weight * cross_entropy + (1 - weight) * variation, measured
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, tokens: Tokens, context: int) -> float:
+def held_out_loss(model: nn.Module, tokens: PairTokens, context: int) -> float:
     """Return the mean loss over 24 fixed random windows, nats per token."""
     batches = windows(tokens, 4, context, seed=7)
     return sum(target_loss(model, next(batches).to(DEVICE))[0].item() for _ in range(6)) / 6

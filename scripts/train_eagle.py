@@ -27,7 +27,7 @@ from torch import nn
 
 from scripts.eagle_head import EagleModule, HeadShape
 from scripts.eval_eagle import main as evaluate
-from scripts.heads_data import Batch, FrozenTarget, Rows, load_target, prepare
+from scripts.heads_data import FrozenTarget, TrainingBatch, TrainingRows, load_target, prepare
 from scripts.heads_loss import distil
 from scripts.pair_data import STDLIB
 from scripts.train_demo_pair import TrainingBudget, learning_rate_scale, step_once
@@ -140,7 +140,7 @@ class Objective:
             outputs[0] = torch.cat((outputs[0], *self.head.unroll(tokens[half:], features[half:], 1)))
         return outputs
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: TrainingBatch) -> torch.Tensor:
         tokens, states = batch
         p = self.laws(states[:, :, -1])
         known = self.alphas or [0.0] * self.steps
@@ -170,7 +170,7 @@ def train(args: argparse.Namespace) -> None:
     work = args.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     prepare(target, work, args.text, {"generated": args.generated, "text": args.plain}, args.threads, layers)
-    rows = Rows(work, layers)
+    rows = TrainingRows(work, layers)
     head = new_head(target, shape, np.bincount(rows.tokens.flatten(), minlength=shape.vocab))
     first = load_state(head, work / "head.safetensors") if args.resume else 0
     objective, optimisers = Objective(head, target, args.steps, rows.scale()), make_optimisers(head, args.lr)
@@ -200,7 +200,7 @@ def train(args: argparse.Namespace) -> None:
         log(step, batch, loss, objective, minutes_left=0.0)
 
 
-def log(step: int, batch: Batch, loss: torch.Tensor, objective: Objective, minutes_left: float) -> None:
+def log(step: int, batch: TrainingBatch, loss: torch.Tensor, objective: Objective, minutes_left: float) -> None:
     record = {
         "step": step,
         "tokens": step * batch[0].numel(),

@@ -39,7 +39,7 @@ CHECKPOINT_STEPS = 200
 LOG_STEPS = 20
 EVAL_ROWS = 32
 
-Tokens = NDArray[Any]  # integers: [tokens] of a text, or [rows, tokens]
+TokenArray = NDArray[Any]  # integers: [tokens] of a text, or [rows, tokens]
 
 
 class Block(nn.Module):
@@ -104,7 +104,7 @@ class Target:
         return states
 
 
-def read_text(target: Path, text: Path) -> tuple[Tokens, Tokens]:
+def read_text(target: Path, text: Path) -> tuple[TokenArray, TokenArray]:
     """Return (training tokens, held-out tokens) of a folder of Python files or of a text file."""
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     if text.is_dir():
@@ -116,7 +116,7 @@ def read_text(target: Path, text: Path) -> tuple[Tokens, Tokens]:
     return ids[:end], ids[end:]
 
 
-def batches(sources: Sequence[Tokens], batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(sources: Sequence[TokenArray], batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
     """Yield [batch, ≤ context] ids without end: windows of texts [tokens], beginnings of rows [rows, tokens]. A source
     is drawn as often as it has tokens."""
     for source in sources:
@@ -160,7 +160,7 @@ def heads_loss(heads: Heads, matrix: torch.Tensor, states: torch.Tensor) -> tupl
 
 
 @torch.no_grad()
-def evaluate(heads: Heads, target: Target, held: Tokens, context: int) -> dict[str, list[float]]:
+def evaluate(heads: Heads, target: Target, held: TokenArray, context: int) -> dict[str, list[float]]:
     """Return each head's acceptance on held-out text, given the text's own tokens: Σ min(p, q) at temperature 1, and
     the share of equal best tokens, which is that of temperature 0."""
     source = batches([held], 1, context, seed=7)

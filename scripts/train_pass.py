@@ -31,7 +31,17 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from scripts.pair_data import STDLIB
 from scripts.train_demo_pair import TrainingBudget, learning_rate_scale, spend
-from scripts.train_heads import CHECKPOINT_STEPS, DECAY, EVAL_ROWS, LOG_STEPS, Tokens, batches, read_text, rounded, tell
+from scripts.train_heads import (
+    CHECKPOINT_STEPS,
+    DECAY,
+    EVAL_ROWS,
+    LOG_STEPS,
+    TokenArray,
+    batches,
+    read_text,
+    rounded,
+    tell,
+)
 
 NAME = "embeddings"
 
@@ -123,7 +133,9 @@ def draw_anchors(rng: np.random.Generator, count: int, context: int, length: int
 
 
 @torch.no_grad()
-def evaluate(target: AnchoredTarget, tokens: Tensor, held: Tokens, args: argparse.Namespace) -> dict[str, list[float]]:
+def evaluate(
+    target: AnchoredTarget, tokens: Tensor, held: TokenArray, args: argparse.Namespace
+) -> dict[str, list[float]]:
     """Return each look-ahead token's acceptance on held-out text, given the text's own tokens: Σ min(p, q) at
     temperature 1, and the share of equal best tokens, which is that of temperature 0."""
     source, rng = batches([held], 1, args.context, seed=7), np.random.default_rng(7)

@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md: which package imports which, no circles, one class per name, no aliases."""
+"""The layout of docs/architecture.md: which package imports which, no circles, one type per name, no aliases."""
 
 import ast
 import sys
@@ -67,14 +67,34 @@ def circle(tree: Tree) -> list[str]:
     return []
 
 
-def shared_class_names(tree: Tree) -> dict[str, list[str]]:
-    """{name: modules}, for public classes of the same name in several modules."""
-    homes = defaultdict(list)
-    for name, module in tree.items():
+def shared_type_names(tree: Tree) -> dict[str, list[str]]:
+    """{name: modules}, for public classes, type aliases and NewTypes that share their name with one of another module,
+    or with a constant there."""
+    homes, types = defaultdict(list), set[str]()
+    for module_name, module in tree.items():
         for node in module.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(name)
-    return {name: modules for name, modules in homes.items() if len(modules) > 1}
+            for name in _public(node):
+                homes[name].append(module_name)
+                if isinstance(node, ast.ClassDef) or _is_type(name, node):
+                    types.add(name)
+    return {name: modules for name, modules in homes.items() if name in types and len(modules) > 1}
+
+
+def _public(node: ast.stmt) -> list[str]:
+    """The public names that a class or an assignment at a module's top binds."""
+    if isinstance(node, ast.ClassDef):
+        names = [node.name]
+    else:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _is_type(name: str, assignment: ast.stmt) -> bool:
+    """A name in CamelCase, or one that is annotated as an alias. Constants are ALL_CAPS, and so are TypeVars."""
+    if isinstance(assignment, ast.AnnAssign) and ast.unparse(assignment.annotation).endswith("TypeAlias"):
+        return True
+    return name[:1].isupper() and not name.isupper()
 
 
 def borrowed_names(tree: Tree) -> list[str]:
@@ -125,8 +145,8 @@ def test_no_modules_import_each_other_in_a_circle(tree: Tree) -> None:
     assert circle(tree) == []
 
 
-def test_every_public_class_has_a_name_of_its_own(tree: Tree) -> None:
-    assert shared_class_names(tree) == {}
+def test_every_public_type_has_a_name_of_its_own(tree: Tree) -> None:
+    assert shared_type_names(tree) == {}
 
 
 def test_every_name_is_imported_from_its_home(tree: Tree) -> None:
@@ -158,7 +178,20 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 
 def test_two_classes_of_one_name_are_found(tmp_path: Path) -> None:
     tree = planted(tmp_path, {"app/a.py": "class Plan: ...", "cache/b.py": "class Plan: ...\nclass _Own: ..."})
-    assert shared_class_names(tree) == {"Plan": ["cache.b", "app.a"]}
+    assert shared_type_names(tree) == {"Plan": ["cache.b", "app.a"]}
+
+
+@pytest.mark.parametrize(
+    "line", ["Plan = tuple[int, ...]", 'Plan = NewType("Plan", int)', "Plan: TypeAlias = int", "PLAN: TypeAlias = int"]
+)
+def test_a_type_alias_with_the_name_of_another_type_is_found(tmp_path: Path, line: str) -> None:
+    tree = planted(tmp_path, {"app/a.py": line, "cache/b.py": "class Plan: ...\nclass PLAN: ..."})
+    assert list(shared_type_names(tree).values()) == [["cache.b", "app.a"]]
+
+
+def test_a_constant_with_the_name_of_a_type_is_found(tmp_path: Path) -> None:
+    files = {"app/a.py": 'LLM = "LLM"\nLIMIT = 1', "cache/b.py": "class LLM: ...\nLIMIT = 2"}
+    assert shared_type_names(planted(tmp_path, files)) == {"LLM": ["cache.b", "app.a"]}
 
 
 def test_a_name_taken_from_a_module_that_borrowed_it_is_found(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from itertools import accumulate
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.metrics.instruments import Count, Histogram, Level, Spread, Values
 from app.metrics.meter import Meter
+from app.metrics.metric_instruments import CounterMetric, GaugeMetric, Histogram, HistogramMetric, Values
 from app.telemetry.names import VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,11 +37,11 @@ def exposition(meter: Meter) -> str:
     return "\n".join((*lines, *_vllm(meter))) + "\n"
 
 
-def _family(instrument: Count | Spread | Level) -> Iterator[str]:
+def _family(instrument: CounterMetric | HistogramMetric | GaugeMetric) -> Iterator[str]:
     name, about, labels = instrument.name, instrument.about, instrument.labels
-    if isinstance(instrument, Spread):
+    if isinstance(instrument, HistogramMetric):
         return _histogram(name, about, instrument.bounds, labels, instrument.series)
-    if isinstance(instrument, Count):
+    if isinstance(instrument, CounterMetric):
         return _samples(name, about, "counter", labels, instrument.totals)
     return _samples(name, about, "gauge", labels, instrument.values)
 

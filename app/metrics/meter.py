@@ -1,4 +1,4 @@
-"""Adds requests and engine steps to the metric families (families.py)."""
+"""Adds requests and engine steps to the metric families (metric_families.py)."""
 
 import time
 from collections import Counter
@@ -8,8 +8,8 @@ from typing import TypeVar, get_args
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.metrics.families import ReplicaMetrics, Requests, Rounds, StepMetrics
-from app.metrics.instruments import Count, Exporter, Level, Maker, Spread
+from app.metrics.metric_families import ReplicaMetrics, Requests, Rounds, StepMetrics
+from app.metrics.metric_instruments import CounterMetric, Exporter, GaugeMetric, HistogramMetric, Maker
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
 from engine.trees import ranks
@@ -58,7 +58,7 @@ class Meter:
         self.beat()
 
     @property
-    def instruments(self) -> Sequence[Count | Spread | Level]:
+    def instruments(self) -> Sequence[CounterMetric | HistogramMetric | GaugeMetric]:
         return self._maker.made
 
     @property
@@ -225,12 +225,12 @@ def outcome_of(exchange: Exchange) -> str:
     return "refused" if error_body(exchange.error)[0] < 500 else "failed"
 
 
-def _begin(count: Count, labels: Iterable[str]) -> None:
+def _begin(count: CounterMetric, labels: Iterable[str]) -> None:
     for label in labels:
         count.add(0, label)
 
 
-def _add_at(count: Count, lengths: Iterable[int]) -> None:
+def _add_at(count: CounterMetric, lengths: Iterable[int]) -> None:
     """Add, for each position from 1 on, how many of the lengths reach it."""
     counts = Counter(lengths)
     positions = range(max(counts, default=0), 0, -1)
@@ -238,7 +238,7 @@ def _add_at(count: Count, lengths: Iterable[int]) -> None:
         count.add(reached, str(position))
 
 
-def _set_mean(level: Level, values: Sequence[float], *labels: str) -> None:
+def _set_mean(level: GaugeMetric, values: Sequence[float], *labels: str) -> None:
     level.set(sum(values) / len(values), *labels)
 
 

@@ -32,7 +32,7 @@ NEUTRAL: dict[str, Any] = SHARED_NEUTRAL | {
     "best_of": 1,
 }
 
-Text = Annotated[str, AfterValidator(fields.text)]
+ValidText = Annotated[str, AfterValidator(fields.text)]
 
 
 def message_content(value: Any) -> str | list[dict[str, str]]:
@@ -49,14 +49,14 @@ def message_content(value: Any) -> str | list[dict[str, str]]:
 
 
 class ToolFunction(Strict):
-    name: Text
-    arguments: Text  # JSON
+    name: ValidText
+    arguments: ValidText  # JSON
 
 
 class ToolCall(Strict):
     """A call that an earlier answer made, perhaps on another server. This server makes none."""
 
-    id: Text
+    id: ValidText
     type: Literal["function"] = "function"
     function: ToolFunction
 
@@ -89,10 +89,10 @@ class Message(Strict):
         str | list[dict[str, str]] | None,
         PlainValidator(message_content, Content),
     ] = None
-    name: Text | None = None
-    tool_call_id: Text | None = None
+    name: ValidText | None = None
+    tool_call_id: ValidText | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
-    reasoning_content: Text | None = None
+    reasoning_content: ValidText | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

@@ -10,17 +10,16 @@ from typing import Any
 
 from app.client import Token
 from app.errors import DeadlineExceeded, EngineFailure
-from app.openai.forms import Form
+from app.openai.forms import ApiForm
 from app.openai.origins import TokenOrigins
+from app.openai.prompts import IdTuple
 from app.openai.reasoning import ReasoningSplit
 from app.openai.request import GenerationRequest
 from engine.types import SEED_RANGE, EngineStopped, FinishReason, Output, Request, RequestRecord
 
-Ids = tuple[int, ...]
-
 
 def engine_requests(
-    body: GenerationRequest, request_id: str, prompts: Sequence[Ids], prediction: Ids, salt: str
+    body: GenerationRequest, request_id: str, prompts: Sequence[IdTuple], prediction: IdTuple, salt: str
 ) -> list[Request]:
     """Return one engine request per choice. The choices of one prompt stand next to each other.
 
@@ -64,7 +63,7 @@ class ReplyChoice:
         index: int,
         request: Request,
         token: Callable[[int], Token],
-        form: Form,
+        form: ApiForm,
         *,
         body: GenerationRequest,
         echo: str | None = None,

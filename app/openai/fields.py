@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from engine.types import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
-Prompt = str | tuple[int, ...]
+ParsedPrompt = str | tuple[int, ...]
 
 
 MAX_ID_DIGITS = 10  # of a token id written as a string; int() refuses to read thousands of digits
@@ -21,12 +21,12 @@ def documented(**schema: float) -> Any:
 
 # What the validators below accept, for /openapi.json.
 TokenId = Annotated[int, Field(ge=0)]
-Prompts = str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(min_length=1)]
+PromptField = str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(min_length=1)]
 SomeIds = Annotated[list[TokenId], Field(min_length=1)]
 StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)]
 Stop = Annotated[str, Field(min_length=1)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)]
-Words = Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS)]
+BadWords = Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS)]
 BiasedToken = Annotated[str, Field(pattern=rf"^[0-9]{{1,{MAX_ID_DIGITS}}}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
@@ -59,7 +59,7 @@ def text(value: str) -> str:
     return value
 
 
-def prompts(value: Any) -> tuple[Prompt, ...]:
+def prompts(value: Any) -> tuple[ParsedPrompt, ...]:
     """Read one prompt, as text or as token ids, or a list of prompts of one kind."""
     if isinstance(value, str):
         return (text(value),)

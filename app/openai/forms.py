@@ -14,7 +14,7 @@ from app.openai.request import GenerationRequest, parse
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ApiForm:
     id_prefix: str
     object: str  # of a whole reply
     chunk_object: str
@@ -36,7 +36,7 @@ def _delta(text: str, reasoning: str, first: bool) -> dict[str, Any]:
     return {"delta": delta | {"reasoning_content": reasoning} if reasoning else delta}
 
 
-COMPLETIONS = Form(
+COMPLETIONS = ApiForm(
     id_prefix="cmpl-",
     object="text_completion",
     chunk_object="text_completion",
@@ -47,7 +47,7 @@ COMPLETIONS = Form(
     prompt_ids_in_choices=True,
 )
 
-CHAT = Form(
+CHAT = ApiForm(
     id_prefix="chatcmpl-",
     object="chat.completion",
     chunk_object="chat.completion.chunk",

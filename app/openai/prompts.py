@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 from app.client import EngineClient, TextField
-from app.openai.fields import Prompt
+from app.openai.fields import ParsedPrompt
 from app.openai.pauses import Pauses
 from engine.types import check_bad_word
 
 PIECE = 4_000  # characters of bad words that are read without a pause
 
-Ids = tuple[int, ...]
+IdTuple = tuple[int, ...]
 
 
 async def prompt_ids(
-    client: EngineClient, prompt: Prompt, field: TextField, *, special: bool, most: int | None = None
-) -> Ids:
+    client: EngineClient, prompt: ParsedPrompt, field: TextField, *, special: bool, most: int | None = None
+) -> IdTuple:
     """Return a prompt's ids. special: whether to add the special tokens that the checkpoint puts around a text.
 
     most: how many tokens to keep from its end, with the special tokens before and behind them (as in vLLM); None: all.
@@ -32,13 +32,13 @@ async def prompt_ids(
     return (*ids[:before], *inner[around - most :], *ids[before + len(inner) :])
 
 
-async def bad_word_ids(client: EngineClient, words: Sequence[str]) -> tuple[Ids, ...]:
+async def bad_word_ids(client: EngineClient, words: Sequence[str]) -> tuple[IdTuple, ...]:
     """Return the runs of tokens that spell these words, without and with a space in front (as in vLLM).
 
     The spelling with a space counts only where the space makes no token of its own. Long words are read with pauses.
     Raises InvalidRequest for a word of too many tokens.
     """
-    runs: dict[Ids, None] = {}
+    runs: dict[IdTuple, None] = {}
     pauses, characters = Pauses(), 0  # read since the last pause
     for word in words:
         if (characters := characters + len(word)) > PIECE:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from app.client import Chat, ModelCard, TextField
 from app.openai import fields
-from app.openai.fields import OnlyFalse, Prompt, Strict, documented, refuse, without_nulls
+from app.openai.fields import OnlyFalse, ParsedPrompt, Strict, documented, refuse, without_nulls
 from app.openai.speculation import Drafting, Lossy, Prediction, SpeculationOptions, settle
 from engine.loading.generation_config import SAMPLING_FIELDS, TOP_K_OFF
 from engine.types import MAX_LOGPROBS, MAX_SEED, MAX_TOP_K, InvalidRequest, SamplingParams
@@ -81,7 +81,7 @@ class SharedBody(Strict):
     repetition_penalty: Annotated[float, documented(minimum=0.01, maximum=10)] = 1.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(fields.logit_bias, fields.Biases)] = ()
     allowed_token_ids: Annotated[tuple[int, ...] | None, PlainValidator(fields.token_ids, fields.SomeIds)] = None
-    bad_words: Annotated[tuple[str, ...], PlainValidator(fields.bad_words, fields.Words)] = ()
+    bad_words: Annotated[tuple[str, ...], PlainValidator(fields.bad_words, fields.BadWords)] = ()
     stop: Annotated[tuple[str, ...], PlainValidator(fields.stops, fields.Stops)] = ()
     stop_token_ids: Annotated[tuple[int, ...], PlainValidator(fields.token_ids, fields.StopIds)] = ()
     include_stop_str_in_output: bool = False
@@ -152,7 +152,7 @@ class SharedBody(Strict):
 class Body(SharedBody):
     """The fields of /v1/completions that take effect."""
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(fields.prompts, fields.Prompts)]
+    prompt: Annotated[tuple[ParsedPrompt, ...], PlainValidator(fields.prompts, fields.PromptField)]
     echo: bool = False
     add_special_tokens: bool = True  # token ids are taken as they are
     best_of: Annotated[int, Field(ge=1)] | None = None  # None: n
@@ -175,7 +175,7 @@ class GenerationRequest:
     """One validated request: n choices of each prompt, or of a chat's one prompt."""
 
     model: str
-    prompts: tuple[Prompt, ...]  # (): the chat template writes it
+    prompts: tuple[ParsedPrompt, ...]  # (): the chat template writes it
     n: int
     candidates: int  # choices of each prompt that the engine makes; the reply has the n best of them
     echo: bool
@@ -254,7 +254,7 @@ def checked(
     card: ModelCard,
     body: SharedBody,
     params: SamplingParams,
-    prompts: tuple[Prompt, ...],
+    prompts: tuple[ParsedPrompt, ...],
     *,
     candidates: int | None = None,
     echo: bool = False,
@@ -312,7 +312,7 @@ def _check_truncation(tokens: int | None, limit: int) -> None:
 
 
 def check_prompt_tokens(
-    prompts: Sequence[Prompt], card: ModelCard, field: TextField = "prompt", *, truncated_to: int | None = None
+    prompts: Sequence[ParsedPrompt], card: ModelCard, field: TextField = "prompt", *, truncated_to: int | None = None
 ) -> None:
     """Raise InvalidRequest for more prompt tokens than one request may have.
 

@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from app.client import EngineClient
 from app.errors import error_body
-from app.openai.forms import COMPLETIONS, Form
+from app.openai.forms import COMPLETIONS, ApiForm
 from app.openai.request import GenerationRequest
 from engine.types import Output, Request, RequestRecord, StepStats
 
@@ -33,7 +33,7 @@ class Exchange:
 
     id: str  # of the reply
     headers: Headers  # of the request
-    form: Form = COMPLETIONS
+    form: ApiForm = COMPLETIONS
     began: float = field(default_factory=time.monotonic)
     request_body: GenerationRequest | None = None  # None: the body was refused
     requests: Sequence[Request] = ()  # the engine's requests, one per choice; (): the engine accepted none
@@ -115,7 +115,7 @@ class Telemetry:
         client.watch(self._stepped, self._ended)
 
     @contextmanager
-    def exchange(self, scope: Scope, form: Form) -> Iterator[Exchange]:
+    def exchange(self, scope: Scope, form: ApiForm) -> Iterator[Exchange]:
         """Follow the request of this scope. Notes an exception of the block and raises it again.
 
         A cancelled task counts as a client that left. When a client leaves, Serve's proxy sends `http.disconnect` and

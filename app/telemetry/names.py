@@ -20,8 +20,8 @@ ENGINE_STEP = "specdec.engine_step"  # the root of its own trace, with links to 
 
 # OpenInference's name for what a span is (arize-ai.github.io/openinference/spec). Phoenix and Langfuse read it.
 SPAN_KIND = "openinference.span.kind"
-LLM = "LLM"  # a request
-CHAIN = "CHAIN"  # a part of a request, or an engine step
+KIND_LLM = "LLM"  # a request
+KIND_CHAIN = "CHAIN"  # a part of a request, or an engine step
 PROJECT = "openinference.project.name"  # in the resource: Phoenix shows the traces under it, else under "default"
 OUTPUT = "output.value"  # viewers show it first. A decode span's has the rounds: no such span has text
 OUTPUT_TYPE = "output.mime_type"

@@ -7,24 +7,21 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opentelemetry.util.types import AttributeValue
-
 from app.openai.request import GenerationRequest
 from app.telemetry import names as name
 from app.telemetry.exchange import Exchange
 from app.telemetry.rounds_table import rounds_table
+from app.telemetry.spans import Attributes
 from engine.types import Acceptance, RequestRecord, acceptance_of, leading_record
 
 MAX_MODEL_NAME = 128  # characters of the model's name that a client sent
 MAX_INT = 2**63 - 1  # that a collector can be told
 
-Attributes = dict[str, AttributeValue]
-
 
 def request_attributes(exchange: Exchange, model: str) -> Attributes:
     """Return the attributes that are known: a refused body has none. model: the name of the served model."""
     attributes: Attributes = {
-        name.SPAN_KIND: name.LLM,
+        name.SPAN_KIND: name.KIND_LLM,
         name.LLM_MODEL: model,
         name.OPERATION: name.OPERATIONS[exchange.form.object],
         name.PROVIDER: name.SCOPE,

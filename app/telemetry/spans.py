@@ -50,7 +50,7 @@ def choice_pieces(index: int, record: RequestRecord, *, rounds: bool) -> Iterato
     assert record.finished is not None, "the engine finished it"
     choice: Attributes = {name.CHOICE: index}
     admitted, first, finished = _admitted(record), record.first_token, record.finished
-    spans = {i: _round_piece(i, record.rounds[i], record.arrived) for i in spoken_for(record)} if rounds else {}
+    spans = {i: _round_piece(i, record.rounds[i], record.arrived) for i in rounds_with_spans(record)} if rounds else {}
     yield Piece(
         name.QUEUE,
         record.arrived,
@@ -127,7 +127,7 @@ def strip(rounds: Sequence[RoundRecord]) -> str:
     return "".join(DIGITS[min(part.accepted, len(DIGITS) - 1)] if part.drafted else "." for part in rounds)
 
 
-def spoken_for(record: RequestRecord) -> list[int]:
+def rounds_with_spans(record: RequestRecord) -> list[int]:
     """Return the indices of the rounds that get a span, ascending, at most MAX_ROUND_SPANS.
 
     In order of preference: both ends, the slowest, where k changed, where every draft was rejected, any other.

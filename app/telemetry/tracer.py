@@ -29,7 +29,7 @@ MAX_LINKS = 64  # links of an engine step's span; the SDK silently drops links b
 MAX_CHOICES = 16  # choices of a request with spans: 64 choices of 500 rounds held the event loop for 60 to 150 ms
 MAX_ENDED_EXCHANGES = 256  # kept, because engine steps are reported up to a quarter of a second late
 
-Level = Literal["off", "request", "packed", "rounds"]
+TraceLevel = Literal["off", "request", "packed", "rounds"]
 """
 off       no spans
 request   one span per request
@@ -40,7 +40,7 @@ rounds    also one span per round, for up to 64 rounds of each choice
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    level: Level = "packed"
+    level: TraceLevel = "packed"
     # Share of the engine's steps that get a trace, at the levels packed and rounds. Only steps that served a traced
     # request get one. Beside the requests' traces they fill a viewer's list.
     steps: float = 0.0
@@ -139,7 +139,7 @@ class Tracer:
             span.set_attribute(name.CHOICES_OMITTED, len(records) - MAX_CHOICES)
 
     def _write(self, piece: Piece, context: Context, clock: Clock, links: Sequence[Link] = ()) -> None:
-        attributes = {name.SPAN_KIND: name.CHAIN, **piece.attributes}
+        attributes = {name.SPAN_KIND: name.KIND_CHAIN, **piece.attributes}
         span = self._tracer.start_span(
             piece.name, context, attributes=attributes, links=links, start_time=clock.wall_ns(piece.began)
         )

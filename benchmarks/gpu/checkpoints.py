@@ -14,7 +14,7 @@ from benchmarks.engineered import DEMO_TOKENIZER
 
 VOCAB = 4096  # the tokenizer's
 SPREAD = 3.0  # standard deviation of the logits
-WINDOW = 16
+SLIDING_WINDOW = 16
 HEAD_DIM = 64
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3_ROPE = {
@@ -43,7 +43,7 @@ FAMILIES: dict[str, SmallModel] = {
         "gemma3_text",
         {
             "query_pre_attn_scalar": HEAD_DIM,
-            "sliding_window": WINDOW,
+            "sliding_window": SLIDING_WINDOW,
             "layer_types": ALTERNATING,
             "rope_parameters": {"full_attention": DEFAULT_ROPE, "sliding_attention": DEFAULT_ROPE},
         },
@@ -51,15 +51,20 @@ FAMILIES: dict[str, SmallModel] = {
     ),
     "gemma2": SmallModel(
         "gemma2",
-        {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
+        {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": SLIDING_WINDOW, "attn_logit_softcapping": 5.0},
         tied=True,
     ),
     "qwen2": SmallModel("qwen2"),
-    "mistral": SmallModel("mistral", {"sliding_window": WINDOW}),
+    "mistral": SmallModel("mistral", {"sliding_window": SLIDING_WINDOW}),
     "olmo2": SmallModel("olmo2"),
     "gpt_oss": SmallModel(
         "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": ALTERNATING},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ALTERNATING,
+        },
         experts=True,
     ),
 }

@@ -79,10 +79,10 @@ def count_places(engine: Engine, rounds: int, params: dict[str, Any], verifier: 
     while counted < rounds:
         if not engine.has_work:
             _submit(engine, params, verifier)
-        with _told_waits(engine.target.device) as told:
+        with _counted_waits(engine.target.device) as waits:
             stats = engine.step().stats
         if stats.parts and not stats.prefill_tokens:
-            places.update(told)
+            places.update(waits)
             counted += 1
     engine.cancel_all()
     engine.step()
@@ -96,7 +96,7 @@ def _submit(engine: Engine, params: dict[str, Any], verifier: Verifier) -> None:
 
 
 @contextmanager
-def _told_waits(device: torch.device) -> Iterator[list[str]]:
+def _counted_waits(device: torch.device) -> Iterator[list[str]]:
     """The lines at which torch finds that the host waits for the device; filled at the end. None on a CPU."""
     places: list[str] = []
     if device.type != "cuda":

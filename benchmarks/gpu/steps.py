@@ -125,14 +125,14 @@ def _receive(receiver: "Connection[Any, Any]", ends: float, result: Result, say:
     """Take in what the step tells. Whether its process came to its end in time."""
     while receiver.poll(max(0.0, ends - time.monotonic())):
         try:
-            told = receiver.recv()
+            message = receiver.recv()
         except EOFError:
             return True
-        if isinstance(told, Row):
-            result.rows.append(told)
-            say(f"  {told.what}: {_cell(told.value)} {told.aim}".rstrip())
+        if isinstance(message, Row):
+            result.rows.append(message)
+            say(f"  {message.what}: {_cell(message.value)} {message.aim}".rstrip())
         else:
-            result.status, result.reason = told
+            result.status, result.reason = message
     return False
 
 

@@ -6,13 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.lab.simulator import Job, Machine, make_job, timing_of
-from policies.observation import Floats, RoundCost, Timing
+from policies.observation import Floats, Ints, RoundCost, Timing
 from policies.trees import RANKS
 
-Tokens = NDArray[np.int64]
 GRAPHS = np.array([1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)])  # tokens of passes that were captured
 US = 1e-6
 
@@ -36,13 +34,13 @@ def gpu(depth: int, batch: int, prefill: int) -> RoundCost:
     )
 
 
-def _gpu_pass(tokens: Tokens) -> Floats:
+def _gpu_pass(tokens: Ints) -> Floats:
     computed = _captured(tokens)
     eager_s = np.where(tokens > GRAPHS[-1], 2500 * US, 0.0)
     return np.maximum(5200, 26 * computed) * US + (200 + 3 * computed) * US + eager_s
 
 
-def _captured(tokens: Tokens) -> Tokens:
+def _captured(tokens: Ints) -> Ints:
     """Tokens that a pass computes: those of its graph, or whole tiles of 64 without a graph."""
     places = np.minimum(np.searchsorted(GRAPHS, tokens), len(GRAPHS) - 1)
     return np.where(tokens > GRAPHS[-1], -(-tokens // 64) * 64, GRAPHS[places])
@@ -173,7 +171,7 @@ def mixed(seed: int, tokens: int = 128, each: int = 4, ramp: Iterable[int] = RAM
     ]
 
 
-WINDOW = 10  # rounds over which a level is a mean
+MEAN_ROUNDS = 10  # rounds over which a level is a mean
 
 
 def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | None]:
@@ -185,5 +183,5 @@ def recovery(mean_ks: list[float], broken: range) -> tuple[int | None, int | Non
     before = float(np.mean(mean_ks[: broken.start]))
     left = next((i for i, k in enumerate(mean_ks[broken.start : broken.stop]) if k < before / 10), None)
     after = mean_ks[broken.stop :]
-    means = [float(np.mean(after[i : i + WINDOW])) for i in range(len(after) - WINDOW + 1)]
+    means = [float(np.mean(after[i : i + MEAN_ROUNDS])) for i in range(len(after) - MEAN_ROUNDS + 1)]
     return left, next((i for i, mean in enumerate(means) if mean >= before / 2), None)

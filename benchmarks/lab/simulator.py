@@ -106,13 +106,13 @@ class Running:
         deepest = k if tree is None else measure(tree)[0]
         if self.job.source == MODEL:  # it has read all of its draft but the last token
             self.gap = 1 + (accepted == deepest)
-        told = Drafted(self.handle, self.job.source or "", k, accepted)
+        drafted = Drafted(self.handle, self.job.source or "", k, accepted)
         if tree is not None:
             seen = fates(tree, path)
             tried = [[fate[rank] for fate in seen if rank < len(fate)] for rank in range(1, max(map(len, seen)))]
             siblings = tuple((len(of_rank), sum(of_rank)) for of_rank in tried)
-            told = told._replace(overlaps=tuple(float(fate[0]) for fate in seen), siblings=siblings)
-        return accepted, emitted, told
+            drafted = drafted._replace(overlaps=tuple(float(fate[0]) for fate in seen), siblings=siblings)
+        return accepted, emitted, drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class World:
         columns = zip(decoding, decision.ks, trees, strict=True)
         came = [running.advance(k, tree, broken) for running, k, tree in columns]
         accepted, emitted = [a for a, _, _ in came], [e for _, e, _ in came]
-        drafted = [told for _, _, told in came if told]
+        drafted = [one for _, _, one in came if one]
         idle = [running.handle for running, k in zip(decoding, decision.ks, strict=True) if not k]
         control.observe(self._measured(true), drafted, [*idle, *(running.handle for running in joining)])
         took = true.draft_s + true.score_s + true.rest_s

@@ -25,7 +25,6 @@ from benchmarks.peers import report as peers_report
 from benchmarks.peers.installed import Unavailable, WorkerPool, llama_systems, vllm_systems
 from benchmarks.peers.systems import (
     BatchSize,
-    Prompts,
     System,
     our_systems,
     run_group,
@@ -34,9 +33,10 @@ from benchmarks.peers.systems import (
     whole_groups,
 )
 from benchmarks.peers.worker import WorkerError
+from benchmarks.prompts import Prompts
+from benchmarks.stats import Rows
 from engine.config import WeightForm
 
-Rows = list[dict[str, object]]
 ByBatch = dict[int, list[System]]
 StartPeer = Callable[[argparse.Namespace, WorkerPool], ByBatch]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers.systems import Prompts, System, TimedOutputs, fixed_drafts
+from benchmarks.peers.systems import System, TimedOutputs, fixed_drafts
 from benchmarks.peers.worker import Worker
+from benchmarks.prompts import Prompts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = Path(os.environ.get("FORETOKEN_PEERS", ROOT / ".cache" / "peers"))

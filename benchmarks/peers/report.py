@@ -6,10 +6,9 @@ from statistics import median
 from transformers import PreTrainedModel
 
 from benchmarks import common, reference
-from benchmarks.peers.systems import BatchSize, Prompts, System
-from benchmarks.stats import median_ratio
-
-Rows = list[dict[str, object]]
+from benchmarks.peers.systems import BatchSize, System
+from benchmarks.prompts import Prompts
+from benchmarks.stats import Rows, median_ratio
 
 
 def rate(size: BatchSize, system: System, max_tokens: int) -> float:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from benchmarks import common, reference
 from benchmarks.common import Chooser, Spec
+from benchmarks.prompts import Prompts
 from engine.config import WeightForm
 from engine.llm import LLM
 from engine.types import SamplingParams
-
-Prompts = Sequence[Sequence[int]]
 
 
 class TimedOutputs(NamedTuple):

@@ -16,7 +16,7 @@ from deployments.settings import ROOT
 
 URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="of the server")]
-Key = Annotated[str | None, typer.Option(help="an API key, where the server needs one")]
+ApiKey = Annotated[str | None, typer.Option(help="an API key, where the server needs one")]
 
 app = typer.Typer(
     help="Serves language models with speculative decoding, and talks to such a server.",
@@ -31,7 +31,7 @@ app.command("serve", context_settings={"token_normalize_func": lambda name: name
 @app.command()
 def chat(
     url: Url = URL,
-    key: Key = None,
+    key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="of one answer; none: as many as fit")] = None,
     temperature: Annotated[float | None, typer.Option(help="none: the server's default")] = None,
@@ -49,7 +49,7 @@ def chat(
 def trace(
     request: Annotated[str, typer.Argument(metavar="ID", help="of a reply")] = "last",
     url: Url = URL,
-    key: Key = None,
+    key: ApiKey = None,
 ) -> None:
     """Show the rounds of a recent request: what was drafted and accepted, and why k was as it was."""
     _become("scripts.trace", request, "--rounds", "--url", url, *(() if key is None else ("--key", key)))

@@ -94,7 +94,7 @@ def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tu
     return filled, [max(ks)] * len(filled)
 
 
-def is_surprising(batch: DraftBatch, ks: Seq[int]) -> bool:
+def has_unplanned_form(batch: DraftBatch, ks: Seq[int]) -> bool:
     """Whether the drafts' form is known only once they are drafted: a drafter may choose the shapes of its trees, may
     want what the target draws, or may have laws that are merged with another drafter's."""
     drafters = {s.drafter for s, k in zip(batch.sequences, ks, strict=True) if k}

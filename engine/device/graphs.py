@@ -34,7 +34,7 @@ def graph_room(round_bytes: int) -> int:
 _capturing = threading.Lock()  # torch allows one capture at a time in a process
 
 
-Key = tuple[int, Hashable]  # the number of the runner whose model does the work, the layout of the work's numbers
+GraphKey = tuple[int, Hashable]  # the number of the runner whose model does the work, the layout of the work's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Graphs:
         self._memory = GraphMemory(device)
         self._room = room
         self._most = most
-        self._graphs = OrderedDict[Key, Captured]()
-        self._needs = OrderedDict[Key, int | None]()  # keys without a graph → bytes of their work; None: it failed
+        self._graphs = OrderedDict[GraphKey, Captured]()
+        self._needs = OrderedDict[GraphKey, int | None]()  # keys without a graph → bytes of their work; None: it failed
         self._widest = 0  # bytes of the widest work that was captured: the graphs share them
         self._taken = 0  # bytes that the device has lost to captures
         self._failures = 0
@@ -159,7 +159,7 @@ class Graphs:
         graphs = min(1 + self.count, self._most)
         return self._room is None or max(self._widest, need) + graphs * GRAPH_BYTES <= self._room
 
-    def _measure(self, key: Key, region: Callable[[], T]) -> T:
+    def _measure(self, key: GraphKey, region: Callable[[], T]) -> T:
         """Run the region as it is. If anybody else takes memory meanwhile, the work looks too wide. So work that seems
         not to fit is measured again."""
         result, need = self._memory.run(region)
@@ -169,7 +169,7 @@ class Graphs:
             self._needs.popitem(last=False)
         return result
 
-    def _capture(self, key: Key, region: Callable[[], Any]) -> Captured | None:
+    def _capture(self, key: GraphKey, region: Callable[[], Any]) -> Captured | None:
         need, free = self._needs[key], self._memory.free()
         try:
             graph = self._memory.capture(region, fresh=not self._graphs)
@@ -186,7 +186,7 @@ class Graphs:
             self._stop(f"they take {self._taken:,} bytes, and {self._room:,} were set aside")
         return graph
 
-    def _fail(self, key: Key) -> None:
+    def _fail(self, key: GraphKey) -> None:
         self._failures += 1
         self._needs[key] = None
         log.warning("a part of a round cannot be captured; it runs operation by operation", exc_info=True)
@@ -197,7 +197,7 @@ class Graphs:
         self._stopped = True
         log.warning("no more graphs are captured: %s", why)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: GraphKey) -> None:
         free = self._memory.free()
         del self._graphs[key]
         self._taken -= max(0, self._memory.free() - free)

@@ -42,7 +42,7 @@ class RoundLimits:
         return 1 + self.drafts
 
 
-UNKNOWN = RoundLimits(0, 0)  # nobody has to know them: nothing is captured
+NO_LIMITS = RoundLimits(0, 0)  # nobody has to know them: nothing is captured
 
 
 def fixed_bytes(config: EngineConfig, block_size: int, max_len: int, vocab: int, law_bytes: int) -> int:

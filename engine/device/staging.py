@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.transfer import index_tensor
 from engine.device.graphs import Graphs
-from engine.device.round_limits import UNKNOWN, RoundLimits
+from engine.device.round_limits import NO_LIMITS, RoundLimits
 
 T = TypeVar("T")
 
@@ -46,9 +46,9 @@ class Staging:
     such rounds of equal layout have equal addresses.
     """
 
-    def __init__(self, device: torch.device, graphs: Graphs | None = None, limits: RoundLimits = UNKNOWN) -> None:
+    def __init__(self, device: torch.device, graphs: Graphs | None = None, limits: RoundLimits = NO_LIMITS) -> None:
         """graphs: captured work that reads these numbers; None: nothing is captured. limits: the rounds' limits, or
-        UNKNOWN if nobody needs them."""
+        NO_LIMITS if nobody needs them."""
         self.device = device
         self.graphs = graphs
         self.limits = limits

@@ -26,7 +26,7 @@ from engine.trees import ROOT, Growth, Parents, chain, trunk
 WIDTH = 6  # children that a node may have
 DROPPED = ROOT - 1  # in place of a node that was read, and is not in the tree
 
-Node = tuple[int, int]  # (index of a sequence in the batch, place of a node among those that were read, or ROOT)
+ReadNode = tuple[int, int]  # (index of a sequence in the batch, place of a node among those that were read, or ROOT)
 
 
 class Found(NamedTuple):
@@ -101,7 +101,7 @@ class GrowthReader(Protocol):
     steps: int  # so far
     read: int  # nodes so far
 
-    def __call__(self, level: Seq[Node], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor: ...
+    def __call__(self, level: Seq[ReadNode], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor: ...
 
 
 class FedNodes:
@@ -114,7 +114,7 @@ class FedNodes:
         self.steps = 0
         self.read = 0
 
-    def __call__(self, level: Seq[Node], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor:
+    def __call__(self, level: Seq[ReadNode], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor:
         by_sequence: dict[int, list[int]] = {}
         for i, place in level:
             by_sequence.setdefault(i, []).append(place)
@@ -150,7 +150,7 @@ class GrownDraft:
 
     def draw(self, logits: Tensor, read: GrowthReader) -> Draft:
         """Draw all trees. logits [len(growths), vocab'] behind the committed tokens, in the order of growths."""
-        level: list[Node] = [(i, ROOT) for i in self.trees]
+        level: list[ReadNode] = [(i, ROOT) for i in self.trees]
         while True:
             self._draw_children(level, logits[:, : self._vocab])
             level, sources = [], list[int]()
@@ -164,7 +164,7 @@ class GrownDraft:
             self._put([i * self._size + place for i, place in level], tokens)
             logits = read(level, self.trees, tokens)
 
-    def _draw_children(self, level: Seq[Node], logits: Tensor) -> None:
+    def _draw_children(self, level: Seq[ReadNode], logits: Tensor) -> None:
         sampler = self._noise
         if len(self._drawn):
             sampler = self._batch.sampler.on_trees({i: tree.parents for i, tree in self.trees.items()}, self._noise)

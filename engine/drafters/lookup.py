@@ -12,7 +12,7 @@ MAX_MATCH = 32  # tokens; matches as long as this count as equally long
 CANDIDATES = 64  # earlier occurrences that are compared
 MAX_SOURCES = 16  # occurrences whose continuations make a tree
 
-Node = tuple[list[int], tuple[int, ...]]  # indices behind the occurrences that go on with the path, the path
+LookupPath = tuple[list[int], tuple[int, ...]]  # indices behind the occurrences that go on with the path, the path
 
 
 def lookup_drafter() -> GuessDrafter["Lookup"]:
@@ -55,10 +55,10 @@ class Lookup(Guesser):
     def guess_tree(self, nodes: int, shape: Parents | None = None) -> tuple[list[int], Parents]:
         """The continuations of several occurrences. The better the occurrence, as in `guess`, the larger is the share
         of its continuation: twice that of the next distinct one."""
-        root: Node = (sorted(self._candidates(), key=self._match_length, reverse=True)[:MAX_SOURCES], ())
+        root: LookupPath = (sorted(self._candidates(), key=self._match_length, reverse=True)[:MAX_SOURCES], ())
         return draw_tree(root, self._following, nodes, shape)
 
-    def _following(self, node: Node) -> list[tuple[int, float, Node]]:
+    def _following(self, node: LookupPath) -> list[tuple[int, float, LookupPath]]:
         sources, path = node
         depth, length = len(path), len(self._tokens)
         groups: dict[int, list[int]] = {}

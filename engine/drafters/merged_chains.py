@@ -13,7 +13,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.merging import merge_drafts, with_costs_of
 from engine.trees import ROOT, Parents, is_chain
 
-Place = tuple[int, int]  # (model, column of its draft)
+DraftColumn = tuple[int, int]  # (model, column of its draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class MergedTree:
         paths = [list(range(start, start + length)) for start, length in zip(starts, lengths, strict=False)]
         return cls(tuple(node - 1 if at else ROOT for nodes in paths for at, node in enumerate(nodes)), paths)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[DraftColumn]:
         """The place of each node's token: in the first chain that has the node."""
-        found: dict[int, Place] = {}
+        found: dict[int, DraftColumn] = {}
         for model, nodes in enumerate(self.paths):
             for column, node in enumerate(nodes):
                 found.setdefault(node, (model, column))
@@ -132,7 +132,7 @@ def _starts(drafts: Seq[Draft]) -> list[int]:
 
 
 def _assemble(drafts: Seq[Draft], trees: Mapping[int, MergedTree]) -> Draft:
-    places: list[list[Place]] = []
+    places: list[list[DraftColumn]] = []
     shapes = {i: tree.parents for i, tree in trees.items() if not is_chain(tree.parents)}
     for i in range(len(drafts[0].ks)):
         if i in trees:
@@ -147,7 +147,7 @@ def _assemble(drafts: Seq[Draft], trees: Mapping[int, MergedTree]) -> Draft:
     return with_costs_of(draft, drafts)
 
 
-def _tokens(drafts: Seq[Draft], places: Seq[Seq[Place]]) -> Tensor:
+def _tokens(drafts: Seq[Draft], places: Seq[Seq[DraftColumn]]) -> Tensor:
     """[B, most nodes] the token at each place."""
     table = torch.cat([draft.tokens for draft in drafts if draft.tokens is not None], 1)
     starts, width = _starts(drafts), max(map(len, places))
@@ -155,7 +155,7 @@ def _tokens(drafts: Seq[Draft], places: Seq[Seq[Place]]) -> Tensor:
     return table.gather(1, index_tensor([x for row in columns for x in row], table.device).view(-1, width))
 
 
-def _laws(drafts: Seq[Draft], places: Seq[Seq[Place]]) -> tuple[Tensor | None, dict[int, int]]:
+def _laws(drafts: Seq[Draft], places: Seq[Seq[DraftColumn]]) -> tuple[Tensor | None, dict[int, int]]:
     """(logq [n, most nodes, vocab] of the tokens at these places, index in the batch → row of logq)."""
     with_law = [i for i in range(len(places)) if any(i in draft.logq_rows for draft in drafts)]
     rows = {i: row for row, i in enumerate(with_law)}

@@ -18,7 +18,7 @@ from engine.trees import ROOT, Parents
 
 NO_NODE = ROOT - 1  # fills up a level
 
-Node = tuple[int, int]  # (index of a sequence in the batch, node of its tree, ROOT or NO_NODE)
+BatchNode = tuple[int, int]  # (index of a sequence in the batch, node of its tree, ROOT or NO_NODE)
 # (number of one of TreeDraft's levels, the drafts so far [B, nodes]) → logits [N, vocab] behind the level's nodes
 ReadLevel = Callable[[int, Tensor], Tensor]
 
@@ -75,7 +75,7 @@ class TreeReader:
             return self._runner.run(level.feeds, ids)
         return self._runner.compute(level.planned, ids)
 
-    def _plan(self, level: Seq[Node]) -> _LevelPass:
+    def _plan(self, level: Seq[BatchNode]) -> _LevelPass:
         by_sequence: dict[int, list[int]] = {}
         for i, node in level:
             by_sequence.setdefault(i, []).append(node)
@@ -159,22 +159,22 @@ class TreeDraft:
             self._draw_children(level, logits[:, : self._vocab])
         return Draft(self._ks, self._tokens, self._laws, self._law_rows, trees=dict(self.shapes))
 
-    def _find_levels(self) -> list[list[Node]]:
-        levels: list[list[Node]] = []
-        level: list[Node] = [(i, ROOT) for i in self.shapes]
+    def _find_levels(self) -> list[list[BatchNode]]:
+        levels: list[list[BatchNode]] = []
+        level: list[BatchNode] = [(i, ROOT) for i in self.shapes]
         while level:
             levels.append(level)
             level = [(i, node) for i, parent in level for node in self._children[i][parent] if self._children[i][node]]
         return [self._fill(level) for level in levels] if self._padded else levels
 
-    def _fill(self, level: Seq[Node]) -> list[Node]:
-        own: dict[int, list[Node]] = {i: [] for i in self.shapes}
+    def _fill(self, level: Seq[BatchNode]) -> list[BatchNode]:
+        own: dict[int, list[BatchNode]] = {i: [] for i in self.shapes}
         for i, node in level:
             own[i].append((i, node))
         width = max(map(len, own.values()))
         return [node for i, nodes in own.items() for node in (*nodes, *[(i, NO_NODE)] * (width - len(nodes)))]
 
-    def _plan(self, level: Seq[Node]) -> _LevelDraw:
+    def _plan(self, level: Seq[BatchNode]) -> _LevelDraw:
         with_law = [n for n, (i, _) in enumerate(level) if i in self._law_rows]
         coupled = [n for n, (i, _) in enumerate(level) if i not in self._law_rows]
         rows = [self._sampler.offsets[i] + 1 + max(ROOT, node) for i, node in level]
@@ -188,7 +188,7 @@ class TreeDraft:
             self._plan_children(level, with_law, rows, with_law=True) if with_law else None,
         )
 
-    def _plan_children(self, level: Seq[Node], parents: list[int], rows: Seq[int], *, with_law: bool) -> _Children:
+    def _plan_children(self, level: Seq[BatchNode], parents: list[int], rows: Seq[int], *, with_law: bool) -> _Children:
         found = [(i, self._children[i].get(node, [])) for i, node in (level[n] for n in parents)]
         picked, width = [rows[n] for n in parents], max(len(nodes) for _, nodes in found)
         put = self._sampler.numbers.staging.ints

@@ -8,15 +8,15 @@ from engine.drafters.guess import GuessDrafter, Guesser
 from engine.trees import Parents
 
 ORDERS = (4, 3, 2)  # order n: n − 1 tokens of context; the longest context with a continuation decides
-WINDOW = 512  # latest tokens that are counted
+COUNTED_TOKENS = 512  # latest tokens that are counted
 MAX_DRAFT = 4  # tokens; guesses that build on guesses are soon wrong
 
 
-Node = tuple[tuple[int, ...], int]  # the last tokens, depth
+NgramPath = tuple[tuple[int, ...], int]  # the last tokens, depth
 
 
 def ngram_drafter() -> GuessDrafter["NGrams"]:
-    return GuessDrafter(lambda _: NGrams(), lookback=WINDOW)
+    return GuessDrafter(lambda _: NGrams(), lookback=COUNTED_TOKENS)
 
 
 class NGrams(Guesser):
@@ -25,7 +25,7 @@ class NGrams(Guesser):
     Raises ValueError for a window that is shorter than the longest n-gram.
     """
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, window: int = COUNTED_TOKENS) -> None:
         if window < max(ORDERS):
             raise ValueError(f"the window must hold at least {max(ORDERS)} tokens, the longest n-gram, not {window}")
         self._size = window
@@ -64,7 +64,7 @@ class NGrams(Guesser):
         """The same with the less frequent continuations, at most MAX_DRAFT deep. Shares are relative counts."""
         return draw_tree((self._context, 0), self._following, nodes, shape)
 
-    def _following(self, node: Node) -> list[tuple[int, float, Node]]:
+    def _following(self, node: NgramPath) -> list[tuple[int, float, NgramPath]]:
         context, depth = node
         counts = self._continuations(context)
         if depth == MAX_DRAFT or counts is None:

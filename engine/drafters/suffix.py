@@ -17,8 +17,8 @@ from engine.trees import Parents
 MAX_MATCH = 32  # tokens; matches as long as this count as equally long
 DEPTH_FACTOR = 4  # a draft is at most this many times as deep as the match is long: the paper's α
 
-Place = tuple[list[int], int]  # tokens, index in them: what follows the occurrence
-Node = tuple[list[Place], tuple[int, ...]]  # the occurrences that go on with the path, the path
+Occurrence = tuple[list[int], int]  # tokens, index in them: what follows the occurrence
+SuffixPath = tuple[list[Occurrence], tuple[int, ...]]  # the occurrences that go on with the path, the path
 
 
 class Suffix(Guesser):
@@ -55,10 +55,10 @@ class Suffix(Guesser):
         self._guessed_from = length
         return follow(root, partial(self._following, DEPTH_FACTOR * length), k)
 
-    def _match(self) -> tuple[Node, int]:
+    def _match(self) -> tuple[SuffixPath, int]:
         """The places behind the occurrences of the longest match, and its length in tokens."""
         own, best = self._text.tokens, 0
-        places: list[Place] = []
+        places: list[Occurrence] = []
         for text in (self._text, self._find_shared()):
             if text is None:
                 continue
@@ -75,12 +75,12 @@ class Suffix(Guesser):
                     places.append((tokens, index))
         return (places, ()), best
 
-    def _following(self, max_depth: int, node: Node) -> list[tuple[int, float, Node]]:
+    def _following(self, max_depth: int, node: SuffixPath) -> list[tuple[int, float, SuffixPath]]:
         places, path = node
         depth, own = len(path), self._text.tokens
         if depth == max_depth:
             return []
-        groups: dict[int, list[Place]] = {}  # by next token
+        groups: dict[int, list[Occurrence]] = {}  # by next token
         for place in places:
             tokens, index = place[0], place[1] + depth
             # Only the request's own text does not end in END.
@@ -97,7 +97,7 @@ class Suffix(Guesser):
         return children
 
 
-def _share(child: tuple[int, float, Node]) -> float:
+def _share(child: tuple[int, float, SuffixPath]) -> float:
     return child[1]
 
 

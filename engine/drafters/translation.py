@@ -18,16 +18,16 @@ from engine.models.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What the tokens of a vocabulary stand for."""
+class Spellings:
+    """How the tokens of a vocabulary are spelled."""
 
     data: Mapping[int, bytes]  # token → its bytes, without special tokens; equal bytes: the last counts
     special: Mapping[int, str]  # special token → its name
     start: tuple[int, ...] = ()  # special tokens with which a text begins
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, size: int) -> "Words":
-        """The words of the ids below `size`, the rows of the model's embedding."""
+    def of(cls, tokenizer: Tokenizer, size: int) -> "Spellings":
+        """The spellings of the ids below `size`, the rows of the model's embedding."""
         names = {i: name for name, i in tokenizer.vocab.items() if i < size}
         # sentencepiece may have a character both as a byte and as a token. It encodes texts with the token.
         ids = sorted(names, key=lambda i: (BYTE_TOKEN.fullmatch(names[i]) is None, i))
@@ -39,7 +39,7 @@ class Words:
 class Translation:
     """Maps the target's tokens to the draft's. `shared`: target token → the draft token of the same bytes."""
 
-    def __init__(self, target: Words, draft: Words) -> None:
+    def __init__(self, target: Spellings, draft: Spellings) -> None:
         """Raises ValueError if no token is shared."""
         theirs = {data: i for i, data in draft.data.items()}
         ours = {data: i for i, data in target.data.items()}

@@ -15,8 +15,8 @@ from engine.heads.eagle import EagleHead, HeadTarget
 from engine.heads.files import EagleKind
 from engine.models.config_file import MODEL_TYPES, converted_config
 from engine.models.decoder import Decoder, DecoderConfig, Layer, Norm, no_norm
-from engine.models.families import read_config
 from engine.models.loader import Checkpoint, LayerReader
+from engine.models.model_families import read_config
 from engine.models.norm import RMSNorm
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.rope import RopeSize, rotation_table

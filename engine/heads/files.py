@@ -38,7 +38,7 @@ def head_kind(directory: Path) -> HeadKind | None:
     except ConfigError:
         return None
     _refuse_others(directory, config)
-    return _told(config) or _kind_by_names(directory, config)
+    return _kind_by_config(config) or _kind_by_names(directory, config)
 
 
 def refuse_heads(heads: Sequence[Path], target: Path, drafts: int) -> None:
@@ -49,7 +49,7 @@ def refuse_heads(heads: Sequence[Path], target: Path, drafts: int) -> None:
         raise ConfigError(f"draft {heads[0]} is a head, which cannot be one of several drafts: name it alone as draft")
 
 
-def _told(config: dict[str, Any]) -> HeadKind | None:
+def _kind_by_config(config: dict[str, Any]) -> HeadKind | None:
     """The kind that config.json names."""
     names = [name.lower() for name in _architectures(config)]
     if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name for name in names):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.heads.eagle import OUTSIDE
-from engine.heads.state_heads import HeadFiles, IndependentRun, Output, StateTarget, check_hidden, check_vocab
+from engine.heads.state_heads import HeadFiles, IndependentRun, LogitsOf, StateTarget, check_hidden, check_vocab
 from engine.models.linear import Product, num_bytes_of
 from engine.models.products import AS_IS, Weights
 
@@ -34,7 +34,7 @@ class MedusaHeads:
     most: int  # heads
     first: Product  # hidden → heads · hidden: the first block of all heads
     later: tuple[tuple[Product, ...], ...]  # by head: its further blocks
-    outputs: tuple[Output, ...]  # by head; one for all: they share it
+    outputs: tuple[LogitsOf, ...]  # by head; one for all: they share it
     vocabulary: Tensor | None  # [n] int64: the target's id of each token that is drafted; None: all, in order
     vocab_size: int  # of the logits
     scale: float  # of the logits
@@ -134,7 +134,7 @@ def load_medusa(
 class _Chosen:
     """The target's logits of some tokens."""
 
-    logits: Output
+    logits: LogitsOf
     vocabulary: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.drafters.base import NO_OFFER, Offer
 from engine.heads.state_drafter import StateDrafter
-from engine.heads.state_heads import HeadFiles, IndependentRun, Output, StateTarget, check_hidden
+from engine.heads.state_heads import HeadFiles, IndependentRun, LogitsOf, StateTarget, check_hidden
 from engine.heads.states import TargetStates
 from engine.models.look_ahead import LookAhead
 from engine.models.products import AS_IS
@@ -39,7 +39,7 @@ class PassHeads:
     """Gives laws from the states of look-ahead tokens. Head i reads the state of look-ahead token i."""
 
     embeddings: Tensor  # [L, hidden]
-    output: Output  # the target's logits of states before its final norm
+    output: LogitsOf  # the target's logits of states before its final norm
 
     @property
     def most(self) -> int:
@@ -56,7 +56,7 @@ class PassHeads:
 
 
 def load_pass(
-    directory: Path, target: StateTarget, output: Output, *, dtype: torch.dtype, device: torch.device
+    directory: Path, target: StateTarget, output: LogitsOf, *, dtype: torch.dtype, device: torch.device
 ) -> PassHeads:
     """Read look-ahead embeddings. output: the target's logits of states before its final norm.
 

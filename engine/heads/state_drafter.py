@@ -12,7 +12,7 @@ from engine.device.round_clock import Forward, mark
 from engine.device.staging import RoundNumbers, Staged
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.draft_columns import DraftColumns
-from engine.drafters.growing_trees import GrowingTree, GrownDraft, Node
+from engine.drafters.growing_trees import GrowingTree, GrownDraft, ReadNode
 from engine.drafters.merging import merge_drafts
 from engine.drafters.model_trees import TreeDraft
 from engine.heads.captured_heads import CapturedHeads
@@ -222,7 +222,7 @@ class _GrownLevels:
         self._rows = {(i, ROOT): row for row, i in enumerate(indices)}  # of the latest step
         self.steps, self.read = 1, len(indices)
 
-    def __call__(self, level: Seq[Node], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor:
+    def __call__(self, level: Seq[ReadNode], trees: Mapping[int, GrowingTree], tokens: Tensor) -> Tensor:
         parents = self._numbers.index([self._rows[i, trees[i].parents[place]] for i, place in level])
         self._rows = {node: row for row, node in enumerate(level)}
         self.steps, self.read = self.steps + 1, self.read + len(level)

@@ -17,7 +17,7 @@ from engine.models.shards import Part, Shards, TensorSource
 from engine.models.tokenizer_files import read_object
 from engine.models.weight_files import INDEX, WEIGHTS
 
-Output = Callable[[Tensor], Tensor]  # [R, hidden] → [R, vocab]
+LogitsOf = Callable[[Tensor], Tensor]  # [R, hidden] → [R, vocab]
 
 
 class HeadRun(Protocol):
@@ -70,7 +70,7 @@ class StateTarget:
 
     name: str
     config: DecoderConfig
-    logits: Output  # states behind the final norm [R, hidden] → [R, vocab]
+    logits: LogitsOf  # states behind the final norm [R, hidden] → [R, vocab]
 
 
 class HeadFiles:

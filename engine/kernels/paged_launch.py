@@ -28,7 +28,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LaunchShare:
     """The sequences that a launch computes, by their number of rows, and into how many parts their keys are split."""
 
     fewest: int
@@ -82,12 +82,12 @@ def attend(
         slots = rows.lengths.shape[0] * few
         sums = queries.new_empty(slots, heads, parts, head_dim, dtype=torch.float32)
         tops, totals = queries.new_empty(2, slots, heads, parts, dtype=torch.float32).unbind(0)
-        _attend(queries, pool, rows, Share(0, few, parts), rule, (sums, tops, totals), None)
+        _attend(queries, pool, rows, LaunchShare(0, few, parts), rule, (sums, tops, totals), None)
         _join(sums, tops, totals, rows, pool.shape[1], sinks, out)
     elif few:
-        _attend(queries, pool, rows, Share(0, few, 1), rule, (out, None, None), sinks)
+        _attend(queries, pool, rows, LaunchShare(0, few, 1), rule, (out, None, None), sinks)
     if many:
-        _attend(queries, pool, rows, Share(few + 1, rows.max_rows, 1), rule, (out, None, None), sinks)
+        _attend(queries, pool, rows, LaunchShare(few + 1, rows.max_rows, 1), rule, (out, None, None), sinks)
     return out.flatten(1)
 
 
@@ -95,7 +95,7 @@ def _attend(
     queries: Tensor,
     pool: Tensor,
     rows: PagedRows,
-    share: Share,
+    share: LaunchShare,
     rule: tuple[float, int, float],
     results: tuple[Tensor, Tensor | None, Tensor | None],
     sinks: Tensor | None,

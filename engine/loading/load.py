@@ -391,6 +391,6 @@ def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
         raise ConfigError(f"{checkpoint.path}: eos_token_id must be a token id or a list of them, not {eos!r}")
     vocab = checkpoint.shape.vocab_size
     if outside := [i for i in ids if not 0 <= i < vocab]:
-        told = ", ".join(map(str, outside))
-        log.warning("%s: end tokens %s are outside of the vocabulary of %d", checkpoint.path, told, vocab)
+        ignored_ids = ", ".join(map(str, outside))
+        log.warning("%s: end tokens %s are outside of the vocabulary of %d", checkpoint.path, ignored_ids, vocab)
     return frozenset(ids) - set(outside)

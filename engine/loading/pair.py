@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.config import ConfigError
-from engine.drafters.translation import Translation, Words
+from engine.drafters.translation import Spellings, Translation
 from engine.models.tokenizer import Tokenizer
 
 LEAST_SHARED = 0.01  # share of the target's tokens; below it hardly a draft could be right
@@ -32,7 +32,7 @@ def check_pair(target: Side, draft: Side) -> Translation | None:
     if _same_ids(target.tokenizer, draft.tokenizer):
         _warn_of_differences(target, draft)
         return None
-    ours, theirs = (Words.of(side.tokenizer, side.vocab_size) for side in (target, draft))
+    ours, theirs = (Spellings.of(side.tokenizer, side.vocab_size) for side in (target, draft))
     shared = len(set(ours.data.values()) & set(theirs.data.values()))
     if shared < LEAST_SHARED * len(ours.data) or not shared:
         raise ConfigError(
@@ -83,8 +83,8 @@ def _warn_of_differences(target: Side, draft: Side) -> None:
         "end tokens": (sorted(target.eos_ids), sorted(draft.eos_ids)),
         "special tokens": (_special_ids(target), _special_ids(draft)),
     }
-    told = [f"{name} {ours} and {theirs}" for name, (ours, theirs) in differences.items() if ours != theirs]
+    texts = [f"{name} {ours} and {theirs}" for name, (ours, theirs) in differences.items() if ours != theirs]
     if target.tokenizer.chat_template != draft.tokenizer.chat_template:
-        told.append("chat templates")
-    if told:
-        log.warning("target %s and draft %s differ in %s; the target's hold", target.name, draft.name, "; ".join(told))
+        texts.append("chat templates")
+    if texts:
+        log.warning("target %s and draft %s differ in %s; the target's hold", target.name, draft.name, "; ".join(texts))

@@ -20,7 +20,7 @@ from engine.types import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]  # role, content and what else the template may read
+TemplateMessage = Mapping[str, Any]  # role, content and what else the template may read
 
 # For checkpoints without a template: a transcript. The checkpoint's tokenizer puts BOS in front of it.
 TRANSCRIPT = (
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[TemplateMessage],
         limit: RenderLimit,
         *,
         add_generation_prompt: bool = True,
@@ -97,7 +97,7 @@ class ChatTemplate:
         text = self._run({**given, "messages": shown, "add_generation_prompt": add_generation_prompt}, limit)
         return _until_mark(text) if continue_final_message else text
 
-    def _shown(self, message: Message) -> dict[str, Any]:
+    def _shown(self, message: TemplateMessage) -> dict[str, Any]:
         """The message as the template reads it: "developer" is OpenAI's newer name of "system", and most templates
         take only texts as content."""
         shown = dict(message)

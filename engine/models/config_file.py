@@ -13,7 +13,7 @@ from engine.profiling.kept_files import UNUSABLE, cache_folder, replace_file
 
 log = logging.getLogger(__name__)
 
-# Families that engine/models/families.py describes; that module needs torch.
+# Families that engine/models/model_families.py describes; that module needs torch.
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3", "phi3", "olmo2", "smollm3", "granite"),
     *("mixtral", "qwen3_moe", "gpt_oss"),

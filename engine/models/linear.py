@@ -15,7 +15,7 @@ from engine.models.int8_products import Int8Form, Int8Weight, int8_forms, int8_p
 from engine.models.quantize import CodedWeight
 from engine.models.shards import StoredWeight, UnroundedWeight
 
-Form = Literal[
+ProductForm = Literal[
     "packed",  # reordered into oneDNN's blocked layout, [out, in]
     "transposed",  # [in, out], contiguous
     "plain",  # [out, in], as it is stored
@@ -24,9 +24,9 @@ Form = Literal[
 ]
 Given = Tensor | StoredWeight | CodedWeight | UnroundedWeight
 Laid = Tensor | Int8Weight
-FORMS: tuple[Form, ...] = get_args(Form)
+FORMS: tuple[ProductForm, ...] = get_args(ProductForm)
 BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # largest number of rows of each bucket; the last one holds all larger numbers too
-Choice = Sequence[Form]  # a form for each bucket
+FormChoice = Sequence[ProductForm]  # a form for each bucket
 
 
 class Product(Protocol):
@@ -42,16 +42,16 @@ class Product(Protocol):
 class Linear:
     """y = x Wᵀ + b for x [rows, in] → [rows, out]. The number of rows decides which form of W is used."""
 
-    def __init__(self, weight: Given, bias: Tensor | None = None, choice: Choice | None = None) -> None:
+    def __init__(self, weight: Given, bias: Tensor | None = None, choice: FormChoice | None = None) -> None:
         """weight [out, in]; codes have 8 bits and one step per output channel. choice None: one form for all rows,
         packed where oneDNN can. Empty: `use` chooses later."""
         self.given: Given | None = weight  # until it is laid out
         self.bias = bias
-        self.forms: dict[Form, Laid] = {}
+        self.forms: dict[ProductForm, Laid] = {}
         if choice is None or choice:
             self.use(choice or [usable_forms(weight)[0]])
 
-    def use(self, choice: Choice) -> None:
+    def use(self, choice: FormChoice) -> None:
         """Lay W out in the forms of `choice`, once. Raises ConfigError if it cannot be read."""
         assert self.given is not None
         self.choice = tuple(choice)
@@ -82,7 +82,7 @@ def bucket_of(rows: int, largest: Sequence[int] = BUCKETS[:-1]) -> int:
     return sum(rows > limit for limit in largest)
 
 
-def usable_forms(weight: Given) -> tuple[Form, ...]:
+def usable_forms(weight: Given) -> tuple[ProductForm, ...]:
     """The forms that this weight can have. The first one is used where no measurement says otherwise."""
     if isinstance(weight, CodedWeight | UnroundedWeight):
         return int8_forms()
@@ -100,7 +100,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype is torch.float32
 
 
-def laid_out(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
+def laid_out(weight: Given, forms: Sequence[ProductForm]) -> dict[ProductForm, Laid]:
     """The weight [out, in] in these forms. A stored one is read into memory of its own only if it stays plain."""
     if isinstance(weight, UnroundedWeight):
         weight = weight.rounded()
@@ -111,14 +111,14 @@ def laid_out(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
     return {form: lay_out(weight, form) for form in FORMS if form in forms}
 
 
-def lay_out(weight: Tensor, form: Form) -> Tensor:
+def lay_out(weight: Tensor, form: ProductForm) -> Tensor:
     """A plain weight [out, in] in a form. Other forms than plain have memory of their own."""
     if form == "packed":
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight
 
 
-def product_of(form: Form, weight: Laid, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def product_of(form: ProductForm, weight: Laid, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product by a weight in this form."""
     if isinstance(weight, Int8Weight):
         return int8_product(weight, cast(Int8Form, form), bias)

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
-from engine.models.families import read_config
 from engine.models.mlp import Experts, GatedMLP, gating
+from engine.models.model_families import read_config
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import Scoring
 from engine.models.products import AS_IS, ProductMaker, Weight, Weights

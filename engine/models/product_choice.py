@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.host import give_back_freed_memory
-from engine.models.linear import BUCKETS, Choice, Form, Given, Linear, laid_out, product_of, usable_forms
+from engine.models.linear import BUCKETS, FormChoice, Given, Linear, ProductForm, laid_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
 from engine.models.quantize import CodedWeight
 
@@ -32,7 +32,7 @@ MIN_SWEEPS, MAX_SWEEPS = 2, 8
 SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a Xeon, twice as slow at first
 STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
-MARGIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
+SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9
 
 
@@ -47,17 +47,18 @@ class ProductShape(NamedTuple):
         return f"{self.out} × {self.inner}{' + bias' if self.bias else ''}"
 
 
-Times = Mapping[Form, Sequence[float]]  # seconds of one product, for each of BUCKETS
-TimedCall = Callable[[ProductShape, Form, int, Callable[[], object]], float]  # (shape, form, rows, call) → its seconds
+TimesByForm = Mapping[ProductForm, Sequence[float]]  # seconds of one product, for each of BUCKETS
+# (shape, form, rows, call) → seconds of the call
+TimedCall = Callable[[ProductShape, ProductForm, int, Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    times: dict[ProductShape, Times]
+    times: dict[ProductShape, TimesByForm]
     steady: bool  # whether the sweeps agree; if not, something else kept the machine busy
 
 
-def clocked(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
+def clocked(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
     # One thread's processor time leaves out what other processes take. Several threads wait for each other.
     clock = thread_time_ns if torch.get_num_threads() == 1 else perf_counter_ns
     started = clock()
@@ -105,10 +106,10 @@ def choose_forms(
     return copied
 
 
-def best_choice(times: Times, most_forms: int = 2) -> Choice:
+def best_choice(times: TimesByForm, most_forms: int = 2) -> FormChoice:
     """The form for each bucket. At most `most_forms` different forms are used."""
 
-    def cost(forms: tuple[Form, ...]) -> float:
+    def cost(forms: tuple[ProductForm, ...]) -> float:
         """The weighted sum over all buckets of: time with these forms over time with the fastest form."""
         return sum(
             weight * min(times[form][i] for form in forms) / min(spent[i] for spent in times.values())
@@ -118,11 +119,11 @@ def best_choice(times: Times, most_forms: int = 2) -> Choice:
     kept = min(combinations(times, 1), key=cost)
     for number in range(2, most_forms + 1):
         more = min(combinations(times, number), key=cost, default=kept)
-        kept = more if cost(more) * MARGIN < cost(kept) else kept
+        kept = more if cost(more) * SECOND_FORM_GAIN < cost(kept) else kept
     return tuple(min(kept, key=lambda form: times[form][i]) for i in range(len(BUCKETS)))
 
 
-def describe(choice: Choice) -> str:
+def describe(choice: FormChoice) -> str:
     """The text "transposed to 1 row, packed beyond"."""
     ends = [i for i in range(len(choice) - 1) if choice[i] != choice[i + 1]]
     parts = [f"{choice[i]} to {BUCKETS[i]} row{'s' if BUCKETS[i] > 1 else ''}, " for i in ends]
@@ -146,13 +147,13 @@ def _given(product: Linear) -> Given:
     return product.given
 
 
-def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapping[ProductShape, Choice]) -> int:
+def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapping[ProductShape, FormChoice]) -> int:
     return sum((len(set(choices[s])) - 1) * _given(p).nbytes for s, members in groups.items() for p in members)
 
 
 def _known_or_measured(
     groups: Mapping[ProductShape, Sequence[Linear]], cache: Path | None, timed: TimedCall
-) -> tuple[dict[ProductShape, Times], str]:
+) -> tuple[dict[ProductShape, TimesByForm], str]:
     """(times of each shape, where they come from)."""
     model_bytes = sum(_given(product).nbytes for members in groups.values() for product in members)
     dtype = _given(next(iter(groups.values()))[0]).dtype
@@ -177,7 +178,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
     """
     sample = _Sample(groups, model_bytes)
     sample.warm_up()
-    seconds: dict[tuple[ProductShape, Form, int], list[float]] = {}
+    seconds: dict[tuple[ProductShape, ProductForm, int], list[float]] = {}
     sweeps: list[float] = []
     deadline = perf_counter() + BUDGET_S
     while len(sweeps) < MIN_SWEEPS or (perf_counter() < deadline and len(sweeps) < MAX_SWEEPS):
@@ -191,7 +192,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                 seconds.setdefault((shape, form, i), []).append(each)
                 spent += each
         sweeps.append(spent)
-    times: dict[ProductShape, Times] = {
+    times: dict[ProductShape, TimesByForm] = {
         shape: {form: [_lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
         for shape in groups
     }
@@ -245,7 +246,7 @@ class _Sample:
         widths = {shape.inner for shape in groups}
         self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in BUCKETS}
 
-    def turns(self) -> Iterator[tuple[Form, int, int]]:
+    def turns(self) -> Iterator[tuple[ProductForm, int, int]]:
         """(form, bucket, passes before the one that counts), in an order that leaves weights where service has them.
 
         If the sample is the whole model, one form goes through all buckets, behind passes that let the caches settle.
@@ -256,7 +257,7 @@ class _Sample:
         else:
             yield from ((form, i, 0) for i in range(len(BUCKETS)) for form in self.forms)
 
-    def calls(self, form: Form, rows: int) -> list[tuple[ProductShape, Callable[[], Tensor]]]:
+    def calls(self, form: ProductForm, rows: int) -> list[tuple[ProductShape, Callable[[], Tensor]]]:
         def call(product: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
             return lambda: product(x)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.models.linear import BUCKETS, FORMS, Form
+from engine.models.linear import BUCKETS, FORMS, ProductForm
 from engine.profiling.kept_files import UNUSABLE, replace_file
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class TimesFile:
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
         self.path = folder / f"products-{name}.json"
 
-    def read(self) -> dict[str, dict[Form, list[float]]]:
+    def read(self) -> dict[str, dict[ProductForm, list[float]]]:
         """Shape → form → seconds. Empty if there is no file, or if it is broken or of another machine."""
         try:
             content = json.loads(self.path.read_text("utf-8"))
@@ -52,7 +52,7 @@ class TimesFile:
             log.warning("%s cannot be used, so products are measured again: %s", self.path, error)
             return {}
 
-    def write(self, seconds: Mapping[str, Mapping[Form, Sequence[float]]]) -> None:
+    def write(self, seconds: Mapping[str, Mapping[ProductForm, Sequence[float]]]) -> None:
         """Replace the file. A folder that cannot be written is no fault."""
         try:
             replace_file(self.path, json.dumps({"about": self._about, "seconds": seconds}, indent=1))
@@ -60,9 +60,9 @@ class TimesFile:
             log.debug("the times of products are not kept: %s", error)
 
 
-def _checked(times: Mapping[str, Any]) -> dict[Form, list[float]]:
+def _checked(times: Mapping[str, Any]) -> dict[ProductForm, list[float]]:
     """Raises ValueError or TypeError for what is no time of each bucket."""
-    checked: dict[Form, list[float]] = {form: [float(s) for s in times[form]] for form in FORMS if form in times}
+    checked: dict[ProductForm, list[float]] = {form: [float(s) for s in times[form]] for form in FORMS if form in times}
     for seconds in checked.values():
         if len(seconds) != len(BUCKETS) or not all(isfinite(s) and s > 0 for s in seconds):
             raise ValueError(f"{seconds} are not {len(BUCKETS)} times in seconds")

@@ -42,7 +42,7 @@ class Stored(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-Weight = Tensor | CodedWeight
+CheckpointWeight = Tensor | CodedWeight
 
 
 class StoredFiles:
@@ -74,11 +74,11 @@ class Quantisation:
 
     path: Path
     name: str  # for the log
-    weight: Callable[[Stored, str], Weight | None]  # (tensors, module) → [out, in]; None: not quantised
+    weight: Callable[[Stored, str], CheckpointWeight | None]  # (tensors, module) → [out, in]; None: not quantised
     kind: WeightForm | None = None  # the form of codes that a product can use as they are; None: it gets numbers
     per_row: bool = False  # whether each channel has one step and no offset
 
-    def read(self, stored: Stored, module: str) -> Weight | None:
+    def read(self, stored: Stored, module: str) -> CheckpointWeight | None:
         """The module's weight. Raises ConfigError, naming the module, for tensors that do not fit the format."""
         try:
             return self.weight(stored, module)
@@ -104,7 +104,7 @@ class QuantisedSource(TensorSource):
                 f"{quantised.path}: config.json says that weights are {quantised.name}, and none is stored so"
             )
 
-    def weight(self, parts: Sequence[Part]) -> Weight:
+    def weight(self, parts: Sequence[Part]) -> CheckpointWeight:
         """Codes, in CPU memory, if all parts are stored as codes with equal groups."""
         coded = []
         for part in parts if self._quantised.kind else ():
@@ -127,7 +127,7 @@ class QuantisedSource(TensorSource):
         rows = weight.numbers(self.dtype) if isinstance(weight, CodedWeight) else weight
         place.copy_(rows if part.order is None else rows[part.order])
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight | None:
+    def _weight(self, name: str, shape: tuple[int, ...]) -> CheckpointWeight | None:
         files, path = self._files, self._quantised.path
         module = name.removesuffix(".weight")
         weight = self._quantised.read(files, module)
@@ -237,7 +237,7 @@ def _mxfp4(path: Path, config: dict[str, Any]) -> Quantisation:
     return Quantisation(path, "MXFP4", _mxfp4_weight)
 
 
-def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -> Weight | None:
+def _scaled_weight(stored: Stored, module: str, block: tuple[int, int] | None) -> CheckpointWeight | None:
     """int8 or FP8 numbers [out, in] with scales: one, [out], [out, 1], or one per block."""
     names = [f"{module}.{part}" for part in ("weight_scale", "weight_scale_inv") if stored.holds(f"{module}.{part}")]
     if not names:
@@ -288,7 +288,7 @@ def _spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | Non
     return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
 
 
-def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Weight | None:
+def _packed_weight(stored: Stored, module: str, bits: list[int]) -> CheckpointWeight | None:
     """compressed-tensors' weight_packed: numbers + 2^(bits − 1), along a row, from the lowest bits."""
     if not stored.holds(f"{module}.weight_packed"):
         return None
@@ -311,7 +311,7 @@ def _packed_weight(stored: Stored, module: str, bits: list[int]) -> Weight | Non
     return _grouped(stored, f"{module}.weight_g_idx", numbers, zero, scale, fitting[0])
 
 
-def _gptq_weight(stored: Stored, module: str, bits: int, raised: int, reordered: bool) -> Weight | None:
+def _gptq_weight(stored: Stored, module: str, bits: int, raised: int, reordered: bool) -> CheckpointWeight | None:
     """qweight [in / (32 / bits), out], qzeros [groups, out / (32 / bits)], scales [groups, out], g_idx [in]."""
     if not stored.holds(f"{module}.qweight"):
         return None
@@ -325,7 +325,7 @@ def _gptq_weight(stored: Stored, module: str, bits: int, raised: int, reordered:
     return _grouped(stored, f"{module}.g_idx", numbers, zero.t().float(), scale.t(), bits)
 
 
-def _awq_weight(stored: Stored, module: str) -> Weight | None:
+def _awq_weight(stored: Stored, module: str) -> CheckpointWeight | None:
     """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]."""
     if not stored.holds(f"{module}.qweight"):
         return None
@@ -336,7 +336,7 @@ def _awq_weight(stored: Stored, module: str) -> Weight | None:
     return _grouped(stored, f"{module}.g_idx", numbers.t(), zero.t().float(), scale.t(), 4)
 
 
-def _grouped(stored: Stored, name: str, numbers: Tensor, zero: Tensor, scale: Tensor, bits: int) -> Weight:
+def _grouped(stored: Stored, name: str, numbers: Tensor, zero: Tensor, scale: Tensor, bits: int) -> CheckpointWeight:
     """(numbers [out, in] − zero [out, groups]) · scale [out, groups]. name: of stored groups of columns.
 
     The integers of equal runs of columns stay integers, less half of their range.

@@ -30,8 +30,8 @@ def choose_threads(shape: DecoderConfig, most: int, timed: TimedPass | None = No
         timed = timed or SamplePass(shape)
         seconds = {threads: _passes(timed, threads) for threads in _candidates(most)}
         chosen = fewest_that_pay(seconds)
-        told = ", ".join(f"{n}: {1e3 * sum(s):.2f} ms" for n, s in seconds.items())
-        log.info("%d of %d CPUs compute: passes of 1 and 5 rows take, by threads, %s", chosen, most, told)
+        measured_text = ", ".join(f"{n}: {1e3 * sum(s):.2f} ms" for n, s in seconds.items())
+        log.info("%d of %d CPUs compute: passes of 1 and 5 rows take, by threads, %s", chosen, most, measured_text)
     else:
         chosen = 1
         log.info("1 CPU computes: num_cpus allows no more")

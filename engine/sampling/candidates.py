@@ -17,8 +17,9 @@ from engine.sampling.long_row import (
     EXP_ERROR,
     FP32_ROUNDING,
     LARGEST_EXPONENT,
-    MARGIN,
+    MASS_MARGIN,
     ROUNDING_PER_TOKEN,
+    Doubles,
     Ids,
     LongRow,
     Numbers,
@@ -29,18 +30,17 @@ SUMMED = 16  # masses that are summed in fp32
 LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 TOGETHER = 163_840  # logits that share a pass: this many stay in a processor's cache
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """How to cut F rows. Every array is [F]."""
 
-    temperature: Floats
-    top_p: Floats
-    floor: Floats  # the lowest score that min-p keeps
-    wanted: Bools  # whether to cut the row: its top_p is below 1, and no other filter than min_p is on
+    temperature: Doubles
+    top_p: Doubles
+    floor: Doubles  # the lowest score that min-p keeps
+    wanted: Mask  # whether to cut the row: its top_p is below 1, and no other filter than min_p is on
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
     every = np.arange(len(wanted))
     with np.errstate(all="ignore"):  # rows that are not wanted may hold anything
         law = _Masses.of(logits, best, cuts.temperature, scratch)
-        smallest = (1 - MARGIN) * (1 - cuts.top_p) * law.total / logits.shape[1]
+        smallest = (1 - MASS_MARGIN) * (1 - cuts.top_p) * law.total / logits.shape[1]
         held = scratch.numpy() >= smallest.astype(scratch.numpy().dtype)[:, None]
         if not wanted.all():
             held[~wanted] = False
@@ -137,7 +137,7 @@ def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
         without = np.where(first > 0, shares[every, first - 1], 0.0)
         rounding = law.rounding(cuts.top_p, logits.shape[1], logits.dtype)
         clear = (without + rounding < cuts.top_p) & (cuts.top_p < shares[every, end - 1] - rounding)
-        clear &= masses[every, last] > (1 + 2 * MARGIN) * smallest  # a NaN is not
+        clear &= masses[every, last] > (1 + 2 * MASS_MARGIN) * smallest  # a NaN is not
         # Logits that differ may have equal scores, which stay together.
         beside = table[every, [np.maximum(first - 1, 0), last, np.minimum(end, table.shape[1] - 1)]]
         above, own, below = (beside - best.double().numpy()) / cuts.temperature
@@ -149,7 +149,7 @@ def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
     return np.where(wanted & clear, last_removed, np.array(nan, table.dtype))
 
 
-def _descending(logits: Numbers, held: Bools) -> Numbers:
+def _descending(logits: Numbers, held: Mask) -> Numbers:
     """[F, most of a row] the logits of each row that a mask holds, the largest first, then −inf."""
     count, vocab = logits.shape
     places = np.flatnonzero(held)
@@ -165,14 +165,14 @@ def _descending(logits: Numbers, held: Bools) -> Numbers:
 class _Masses:
     """The masses of rows: each is e^(logit / temperature), or e^score, which differs from it by a factor of its row."""
 
-    total: Floats  # [F]
+    total: Doubles  # [F]
     inverse: Tensor | None  # [F, 1] of the temperatures; None: all are 1
     shift: Tensor | None  # [F, 1] what is subtracted from logits first; None: nothing
     operations: int  # on the way to an exponent
     size: float  # bound on the exponents of the best logits
 
     @classmethod
-    def of(cls, logits: Tensor, best: Tensor, temperature: Floats, scratch: Tensor) -> "_Masses":
+    def of(cls, logits: Tensor, best: Tensor, temperature: Doubles, scratch: Tensor) -> "_Masses":
         """`scratch` [F, vocab] is overwritten with the masses."""
         count, vocab = logits.shape
         exponents = np.abs(best.double().numpy() / temperature)
@@ -187,7 +187,7 @@ class _Masses:
         total = sums.double().sum(-1) + scratch[:, whole:].double().sum(-1)
         return cls(total.numpy(), None if plain else inverse, shift, operations, size)
 
-    def rounding(self, share: Floats, vocab: int, dtype: torch.dtype) -> Floats:
+    def rounding(self, share: Doubles, vocab: int, dtype: torch.dtype) -> Doubles:
         """Bound on the error of a share [F] of the total that some tokens have.
 
         An operation on the way to an exponent x gives its mass a relative error of |x| · FP32_ROUNDING. For scores s

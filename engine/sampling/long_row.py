@@ -19,13 +19,14 @@ SAMPLED_SHARE = 0.7  # the candidates lack this share of the mass that top-p may
 FEWEST_SAMPLED = 16  # candidates in the sample: a peaked law's best tokens are seldom in it
 MOST_CANDIDATES = 4096  # where top-p keeps more, only the tokens near the cut are sorted
 LARGEST_EXPONENT = 60  # e⁶⁰ times a vocabulary is within the range of fp32
-MARGIN = 1e-3  # relative margin of a mass, for rounding in fp32
+MASS_MARGIN = 1e-3  # relative margin of a mass, for rounding in fp32
 ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, in whatever order, per token
 FP32_ROUNDING = 2.0**-24  # relative error of an operation in fp32
 SUM_BLOCK = 64  # masses that are summed in fp32
 EXP_ERROR = 8  # bound on the relative error of an exponential in fp32, in units of FP32_ROUNDING
 
 Numbers = NDArray[np.floating]
+Doubles = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 
@@ -95,7 +96,7 @@ class LongRow:
         values = logits[ids]
         error = self._mass_error(total, top_p) / total + SUM_BLOCK * top_p * FP32_ROUNDING
         found = self._lowest(values, 0.0, total / self._scale, top_p, self._rounding(error))
-        if found is None or exp(found[0]) * self._scale <= smallest * (1 + MARGIN):
+        if found is None or exp(found[0]) * self._scale <= smallest * (1 + MASS_MARGIN):
             return None
         lowest, descending, scores = found
         kept = values >= descending[np.searchsorted(-scores, -max(lowest, floor), "right") - 1]
@@ -119,14 +120,14 @@ class LongRow:
         if found is None or found[0] < floor:
             return None
         lowest, descending, scores = found
-        if not low * (1 + MARGIN) < exp(lowest) * self._scale < high * (1 - MARGIN):
+        if not low * (1 + MASS_MARGIN) < exp(lowest) * self._scale < high * (1 - MASS_MARGIN):
             return None
         lowest_kept = descending[np.searchsorted(-scores, -lowest, "right") - 1]
         return float(np.nextafter(lowest_kept, np.array(-inf, values.dtype)))
 
     def _lowest(
         self, values: Numbers, above: float, total: float, top_p: float, rounding: float
-    ) -> tuple[float, Numbers, NDArray[np.float64]] | None:
+    ) -> tuple[float, Numbers, Doubles] | None:
         """(the score at which the masses, summed from the largest on, reach top_p of `total`, the values in descending
         order, their scores); None if it is not clearly one of these.
 

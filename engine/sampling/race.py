@@ -16,16 +16,14 @@ from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
-from engine.sampling.long_row import Numbers
+from engine.sampling.long_row import Doubles, Ids, Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
-FEW = 64  # where at most one token in this many is left, tokens race without the earliest clocks of all blocks
+RACE_ONE_IN = 64  # where at most one token in this many is left, tokens race without the earliest clocks of all blocks
 SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
-Floats = NDArray[np.float64]
 Bits = NDArray[np.uint64]
-Ids = NDArray[np.int64]
 _OFFSETS = np.arange(BLOCK)  # within a block
 
 
@@ -33,8 +31,8 @@ _OFFSETS = np.arange(BLOCK)  # within a block
 class BlockClocks:
     """The two earliest clocks of blocks, and the ids of the tokens that have them; arrays of one shape."""
 
-    first: Floats
-    second: Floats
+    first: Doubles
+    second: Doubles
     first_id: Ids
     second_id: Ids
 
@@ -56,8 +54,8 @@ class Leaders:
     """What the two earliest clocks of all blocks give in a race, each [R, blocks]."""
 
     ids: Ids  # of the tokens with the first clocks
-    noise: Floats  # of these tokens
-    bounds: Floats  # no less than the noise of any other token of the block
+    noise: Doubles  # of these tokens
+    bounds: Doubles  # no less than the noise of any other token of the block
 
 
 class BlockNoise:
@@ -80,7 +78,7 @@ class BlockNoise:
         """As TokenNoise.race."""
         if above is not None:
             scores = scores.masked_fill(scores <= torch.from_numpy(above)[:, None], -torch.inf)
-        if (held := few_held(scores, FEW)) is not None:
+        if (held := few_held(scores, RACE_ONE_IN)) is not None:
             return self.race_few(rows[held.rows], held, len(rows))
         maxima, values = _block_maxima(scores), scores.numpy()
         best, ids = self._lead(values, rows, maxima.shape[1])
@@ -98,11 +96,11 @@ class BlockNoise:
         """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
         return row_winners(kept, kept.values + self.noise(noise_rows, kept.tokens), rows)
 
-    def noise(self, rows: Ids, tokens: Ids) -> Floats:
+    def noise(self, rows: Ids, tokens: Ids) -> Doubles:
         """Temperature times noise [m] of tokens [m] in `rows` [m] of the noise."""
         return self._temperatures[rows, 0] * self._noise(rows, tokens // BLOCK, tokens[:, None])[:, 0]
 
-    def _lead(self, scores: NDArray[np.floating], rows: Ids, blocks: int) -> tuple[Floats, Ids]:
+    def _lead(self, scores: NDArray[np.floating], rows: Ids, blocks: int) -> tuple[Doubles, Ids]:
         """(best score, its token) [n] among the tokens with the first clocks; id 0 if all of these are excluded."""
         every, first_ids = np.arange(len(rows)), self._leaders.ids[rows, :blocks]
         leaders = self._leaders.noise[rows, :blocks] + _scores(scores, every[:, None], first_ids)
@@ -110,14 +108,14 @@ class BlockNoise:
         best = leaders[every, best_block]
         return best, np.where(best == -np.inf, 0, first_ids[every, best_block])
 
-    def _run(self, scores: NDArray[np.floating], rows: Ids, i: Ids, block: Ids) -> tuple[Floats, Ids]:
+    def _run(self, scores: NDArray[np.floating], rows: Ids, i: Ids, block: Ids) -> tuple[Doubles, Ids]:
         """(winning score, its token) of each block [n]: in row i [n] of the scores and row `rows` [n] of the noise."""
         ids = block[:, None] * BLOCK + _OFFSETS
         noisy = _scores(scores, i[:, None], ids) + self._temperatures[rows] * self._noise(rows, block, ids)
         every, winners = np.arange(len(i)), noisy.argmax(1)
         return noisy[every, winners], ids[every, winners]
 
-    def _noise(self, rows: Ids, block: Ids, ids: Ids) -> Floats:
+    def _noise(self, rows: Ids, block: Ids, ids: Ids) -> Doubles:
         """The values of gumbel_noise for tokens `ids` [n, m] of each block [n]."""
         clocks = BlockClocks.of(self._rows[rows, None], block[:, None])
         times = clocks_of(mix_array(self._rows[rows, None] + (ids + 1).view(np.uint64) * np.uint64(GOLDEN)))
@@ -140,7 +138,7 @@ def few_held(scores: Tensor, few: int) -> KeptTokens | None:
     return KeptTokens(rows, tokens, values[rows, tokens])
 
 
-def row_winners(kept: KeptTokens, noisy: Floats, rows: int) -> Ids:
+def row_winners(kept: KeptTokens, noisy: Doubles, rows: int) -> Ids:
     """The token [rows] with the best of noisy [m] in each row.
 
     Among equals the lowest token wins. A NaN wins against any number. A row without tokens gets id 0.
@@ -173,5 +171,5 @@ def _block_maxima(scores: Tensor) -> NDArray[np.floating]:
     return torch.cat([*parts, scores[:, whole:].amax(-1, keepdim=True)], 1).numpy()
 
 
-def clocks_of(bits: Bits) -> Floats:
+def clocks_of(bits: Bits) -> Doubles:
     return -np.log(((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)

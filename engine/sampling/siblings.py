@@ -7,7 +7,7 @@ from torch import Tensor
 
 SPREAD = 0.8  # spread of the difference between the two models' logits, measured on the embedded pair (docs/log.md)
 RIVALS = 64  # likeliest other tokens that a chance is compared with
-UNKNOWN = -1e4  # the log of a chance where the scores are not finite
+NON_FINITE_LOG_CHANCE = -1e4  # the log of a chance where the scores are not finite
 
 
 class Siblings:
@@ -55,4 +55,4 @@ def log_chances(siblings: Siblings, scores: Tensor, noise: Callable[[Tensor], Te
     values = torch.cat([scores.gather(1, tokens), left.gather(1, rivals)], 1).double()
     values += noise(torch.cat([tokens, rivals], 1))
     values[:, 1 : tokens.shape[1]].masked_fill_(tokens[:, 1:] == tokens[:, :1], -torch.inf)
-    return (values / SPREAD).log_softmax(1)[:, : tokens.shape[1]].nan_to_num(UNKNOWN, neginf=-torch.inf)
+    return (values / SPREAD).log_softmax(1)[:, : tokens.shape[1]].nan_to_num(NON_FINITE_LOG_CHANCE, neginf=-torch.inf)

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array
-from engine.sampling.long_row import Numbers
-from engine.sampling.race import Bits, Floats, Ids, clocks_of, few_held, row_winners
+from engine.sampling.long_row import Doubles, Ids, Numbers
+from engine.sampling.race import Bits, clocks_of, few_held, row_winners
 
 HASHED_TOGETHER = 32_768  # this many hashes stay in a processor's second cache, with what is needed to make them
-FEW = 8  # where at most one token in this many is left, only these are hashed
+HASH_ONE_IN = 8  # where at most one token in this many is left, only these are hashed
 EARLY_BITS = 6  # upper bits of a hash that are set where the clock is early
 EARLIEST = np.uint64((1 << 64) - (1 << 64 - EARLY_BITS))
 MOST_NOISE = EARLY_BITS * log(2)  # bound on the noise of all other tokens: their clocks are later than 2^−EARLY_BITS
 LEAST_NOISE = -log(53 * log(2))  # the least noise of any token: a clock is at most −log 2⁻⁵³
-MARGIN = 1e-3  # margin of a bound, for rounding; in units of the noise
+NOISE_MARGIN = 1e-3  # margin of a bound, for rounding; in units of the noise
 LARGEST_SCORE = 1e9  # over the temperature; beyond it rounding may decide, and every token gets its noise
 LOWEST_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
 
@@ -34,7 +34,7 @@ class EarlyTokens(NamedTuple):
     tokens: token 0 with noise −inf."""
 
     ids: Ids
-    noise: Floats
+    noise: Doubles
 
 
 class TokenNoise:
@@ -51,7 +51,7 @@ class TokenNoise:
 
         above [n] in the scores' type: only tokens with higher scores run. None: all do.
         """
-        kept = few_held(scores, FEW) if above is None and "_early" not in self.__dict__ else None
+        kept = few_held(scores, HASH_ONE_IN) if above is None and "_early" not in self.__dict__ else None
         kept = kept or self._rivals(scores.numpy(), rows, above)
         return self.race_few(rows[kept.rows], kept, len(rows))
 
@@ -59,7 +59,7 @@ class TokenNoise:
         """Winners [rows] among the kept tokens [m]; noise_rows [m]: each one's row of the noise. Id 0 if none."""
         return row_winners(kept, kept.values + self.noise(noise_rows, kept.tokens), rows)
 
-    def noise(self, rows: Ids, tokens: Ids) -> Floats:
+    def noise(self, rows: Ids, tokens: Ids) -> Doubles:
         """Temperature times noise [m] of tokens [m] in `rows` [m] of the noise."""
         return self._temperatures[rows] * -np.log(clocks_of(self._bits(rows, tokens)))
 
@@ -78,7 +78,7 @@ class TokenNoise:
                 early[early_scores <= above[:, None]] = -np.inf
             first = early.argmax(1)
             ahead = np.maximum(early[every, first], best + temperatures * LEAST_NOISE)
-            lowest = (ahead - temperatures * (MOST_NOISE + MARGIN)).astype(scores.dtype)
+            lowest = (ahead - temperatures * (MOST_NOISE + NOISE_MARGIN)).astype(scores.dtype)
             lowest = np.nextafter(lowest, np.array(-np.inf, lowest.dtype))
             held = scores > (lowest if above is None else np.maximum(lowest, above))[:, None]
             held[every, ids[every, first]] |= early[every, first] > -np.inf

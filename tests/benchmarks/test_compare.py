@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.compare import Estimate, Interval
+from policies.observation import Floats
 
 FOLDS = [0, 1] * 20
 
@@ -110,7 +111,7 @@ def test_geometric_mean() -> None:
     assert mean.draws == pytest.approx([1.0, 2.0])
 
 
-def seconds(speed: float, seed: int, repeats: int = 10) -> compare.Floats:
+def seconds(speed: float, seed: int, repeats: int = 10) -> Floats:
     """[repeats, stages] of stages that differ by a factor of nine."""
     noise = np.exp(np.random.default_rng(seed).normal(0, 0.05, (repeats, 9)))
     return np.arange(1, 10) / speed * noise

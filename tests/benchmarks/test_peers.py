@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import installed, report
 from benchmarks.peers.installed import Unavailable, WorkerPool
-from benchmarks.peers.systems import BatchSize, Prompts, System, TimedOutputs, run_group, run_repeat, whole_groups
+from benchmarks.peers.systems import BatchSize, System, TimedOutputs, run_group, run_repeat, whole_groups
 from benchmarks.peers.worker import Worker, WorkerError
 from benchmarks.peers.workers import write_gguf
+from benchmarks.prompts import Prompts
 
 PAIR = ["--target=models/demo/target", "--draft=models/demo/draft", "--dtype=float64", "--threads=1", "--json"]
 ECHO = """

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cache.paged import HIDDEN, PagedCache
-from cache.prefix import Node
+from cache.prefix import PrefixNode
 from cache.protocol import CacheFull, KVCache
 from cache.slotted import SlottedCache
 
@@ -76,7 +76,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Return the indexed blocks by salt and by the text that ends with them."""
         found: dict[tuple[str, Text], int] = {}
         if self.paged is not None:
-            paths: list[tuple[str, Text, Node]] = [(salt, (), root) for salt, root in self.paged._index._roots.items()]
+            roots = self.paged._index._roots
+            paths: list[tuple[str, Text, PrefixNode]] = [(salt, (), root) for salt, root in roots.items()]
             for salt, text, node in paths:  # grows while it is read
                 paths += [(salt, text + key, child) for key, child in node.children.items()]
                 if text:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.prefix import Node, PrefixIndex
+from cache.prefix import PrefixIndex, PrefixNode
 from tests.examples import examples
 
 TEXTS = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from(["", "other"])), max_size=8)
@@ -14,7 +14,7 @@ TEXTS = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_f
 
 def put(index: PrefixIndex, tokens: list[int], salt: str, first: int) -> None:
     """Index the full blocks of a text as blocks first, first + 1, …"""
-    node: Node | None = None
+    node: PrefixNode | None = None
     for n in range(len(tokens) // index.block_size):
         key = tuple(tokens[n * index.block_size : (n + 1) * index.block_size])
         node = index.insert(node, salt, key, first + n)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from app.telemetry.tracer import Level, TraceConfig
+from app.telemetry.tracer import TraceConfig, TraceLevel
 from deployments.checks import read_settings
 from deployments.settings import ROOT, ChatConfig, EdgeConfig, PolicySettings, Settings
 from engine.config import ConfigError, EngineConfig
@@ -207,7 +207,7 @@ def test_off_needs_no_quotes_in_yaml() -> None:
 def test_traces_are_packed_unless_said_otherwise() -> None:
     assert Settings().edge() == EdgeConfig("demo", TraceConfig("packed", 0.0), None, 10)
     assert Settings.model_validate(yaml.safe_load("trace_level: off")).edge().traces.level == "off"
-    for level in get_args(Level):
+    for level in get_args(TraceLevel):
         assert Settings.model_validate({"trace_level": level}).edge().traces.level == level
     assert Settings.model_validate({"api_key_file": "keys.txt"}).edge().api_key_file == str(ROOT / "keys.txt")
 

@@ -11,7 +11,7 @@ from cache.gathered import GatheredStorage
 from cache.layout import Layout
 from cache.mapped import MappedStorage
 from cache.paged import HIDDEN, PagedCache
-from cache.prefix import Node
+from cache.prefix import PrefixNode
 from cache.storage import Blocks, SlottedStorage
 from engine.engine import Engine
 from engine.models.feeds import Feed
@@ -132,7 +132,7 @@ def _paths(cache: PagedCache) -> Iterator[tuple[str, list[int], list[int]]]:
             continue
         tokens: list[int] = []
         blocks: list[int] = []
-        node: Node = leaf
+        node: PrefixNode = leaf
         while node.parent is not None:
             tokens[:0], blocks[:0] = node.key, [node.block]
             node = node.parent

@@ -14,7 +14,7 @@ import pytest
 from engine.config import ConfigError, EngineConfig
 from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.shared_tokens import SharedTokens
-from engine.drafters.translation import Translation, Words
+from engine.drafters.translation import Spellings, Translation
 from engine.engine import Engine
 from engine.loading.load import load_models
 from engine.models.tokenizer import Tokenizer
@@ -131,9 +131,9 @@ def test_a_draft_that_is_the_target_under_other_ids_is_always_right(renamed: Pai
 def test_a_wrong_map_costs_drafts_and_no_text(renamed: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     right = run_greedy(renamed)
 
-    def shifted(target: Words, draft: Words) -> Translation:
+    def shifted(target: Spellings, draft: Spellings) -> Translation:
         ids, values = list(draft.data), list(draft.data.values())
-        return Translation(target, Words(dict(zip(ids, [*values[1:], values[0]], strict=True)), draft.special))
+        return Translation(target, Spellings(dict(zip(ids, [*values[1:], values[0]], strict=True)), draft.special))
 
     monkeypatch.setattr("engine.loading.pair.Translation", shifted)
     wrong = run_greedy(renamed)

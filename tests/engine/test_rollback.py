@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache.paged import PagedCache
-from cache.prefix import Node, PrefixIndex
+from cache.prefix import PrefixIndex, PrefixNode
 from cache.storage import Blocks
 from engine import round as round_module
 from engine.drafters.base import Draft, DraftBatch
@@ -232,7 +232,7 @@ def frees_the_partial_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def hits_blocks_of_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     match = PrefixIndex.match
 
-    def careless(self: PrefixIndex, tokens: Seq[int], salt: str, limit: int) -> list[Node]:
+    def careless(self: PrefixIndex, tokens: Seq[int], salt: str, limit: int) -> list[PrefixNode]:
         path = match(self, tokens, salt, limit)
         if path and len(path) < limit:
             path += list(path[-1].children.values())[:1]

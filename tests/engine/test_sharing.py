@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cache.paged import PagedCache
-from cache.prefix import Node, PrefixIndex
+from cache.prefix import PrefixIndex, PrefixNode
 from cache.storage import Blocks
 from engine import scheduler as scheduler_module
 from engine.engine import Engine
@@ -173,7 +173,7 @@ def test_negative_control_hits_of_whole_prompts(
     caplog.set_level(logging.CRITICAL, "engine")
     match = PrefixIndex.match
 
-    def greedy(self: PrefixIndex, tokens: Seq[int], salt: str, limit: int) -> list[Node]:
+    def greedy(self: PrefixIndex, tokens: Seq[int], salt: str, limit: int) -> list[PrefixNode]:
         return match(self, tokens, salt, len(tokens) // self.block_size)
 
     monkeypatch.setattr(PrefixIndex, "match", greedy)

@@ -21,7 +21,7 @@ TESTS = [
     "tests/engine/kernels/test_coded_compiled.py",
     "tests/engine/kernels/test_sampling_compiled.py",
     "tests/engine/models/test_adapter.py",
-    "tests/engine/models/test_families.py",
+    "tests/engine/models/test_model_families.py",
     "tests/engine/models/test_tokenizer_families.py",
     "tests/engine/sampling/test_processors.py",
 ]

@@ -93,7 +93,7 @@ class Liar(FakeEngineClient):
     """Its text depends on the drafts."""
 
     def submit(self, requests: Any) -> Any:
-        self.script = scripted(b"abcdX" if requests[0].k == 0 else b"abcdY")
+        self.outputs_of = scripted(b"abcdX" if requests[0].k == 0 else b"abcdY")
         return super().submit(requests)
 
 

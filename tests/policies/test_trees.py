@@ -16,7 +16,8 @@ from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.observation import STALE, Candidate, Drafted, Floats, Ints, Observation, Timing
 from policies.planner import Allocation, evaluate, lone_ks, plan
-from policies.trees import RANKS, ROOT, Parents, depths_of
+from policies.shapes import ROOT, Parents
+from policies.trees import RANKS, depths_of
 from tests.policies.observing import DEPTH, machine, observe
 from tests.policies.test_planner import costs
 

@@ -17,7 +17,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from scripts import heads_data
 from scripts.eagle_head import EagleModule, HeadShape
 from scripts.eval_eagle import load_head
-from scripts.heads_data import Rows, hidden_states, load_target, read_tokens, texts
+from scripts.heads_data import TrainingRows, hidden_states, load_target, read_tokens, texts
 from scripts.heads_loss import distil
 from scripts.make_pair import make_pair
 from scripts.pair_data import held_out
@@ -115,7 +115,7 @@ def test_the_checkpoint_has_the_names_the_shapes_and_the_types_of_the_format(tra
 def test_the_checkpoint_is_the_trained_head_rounded_on_features_as_they_are(trained: Path, target_path: Path) -> None:
     """In training the features are divided by their scale; the checkpoint's fc has it inside."""
     written, _ = load_head(trained, load_target(target_path))
-    kept, scale = load_file(trained / "work" / "head.safetensors"), Rows(trained / "work", (2, 3, 4)).scale()
+    kept, scale = load_file(trained / "work" / "head.safetensors"), TrainingRows(trained / "work", (2, 3, 4)).scale()
     assert scale != pytest.approx(1.0, abs=0.01)
     for name, weight in written.state_dict().items():
         expected = kept[name] / scale if name == "fc.weight" else kept[name]
@@ -267,7 +267,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(draft: int, monkeyp
 
 def test_training_learns_what_the_target_does(trained: Path, target_path: Path) -> None:
     """On one batch of its own text the head comes nearer to the target at every step of the draft."""
-    target, rows = load_target(target_path), Rows(trained / "work", (2, 3, 4))
+    target, rows = load_target(target_path), TrainingRows(trained / "work", (2, 3, 4))
     torch.manual_seed(0)
     head = new_head(target, shape_of(target, 3, None, None), np.ones(VOCAB))
     objective, batch = Objective(head, target, 3, rows.scale()), next(rows.batches(8, seed=0))
@@ -321,7 +321,7 @@ def test_the_target_continues_the_prefixes_and_no_row_has_held_out_text(
 
 
 def test_every_row_comes_once_before_any_comes_again(trained: Path) -> None:
-    rows = Rows(trained / "work", (2, 3, 4))
+    rows = TrainingRows(trained / "work", (2, 3, 4))
     batches = rows.batches(2, seed=5)
     epoch = [next(batches) for _ in range(4)]
     got = sorted(row for tokens, _ in epoch for row in tokens.tolist())

@@ -12,13 +12,14 @@ import app.metrics.meter as meter_module
 from app.fake_engine import FakeEngineClient, spell
 from app.keys import ApiKeys
 from app.main import create_app
-from app.metrics.instruments import Count, Spread
 from app.metrics.meter import Meter
+from app.metrics.metric_instruments import CounterMetric, GaugeMetric, HistogramMetric
 from app.telemetry.names import VERSION
 from engine.types import DRAFTERS, REASONS, RoundRecord, StepStats
 from tests.app.harness import PROMPT, call
 
 MODEL, LOAD = DRAFTERS.index("model"), REASONS.index("load")
+KINDS = {CounterMetric: "counter", HistogramMetric: "histogram", GaugeMetric: "gauge"}
 
 
 def step(*fates: tuple[int, int], **fields: Any) -> StepStats:
@@ -67,9 +68,7 @@ def test_every_instrument_is_there_with_its_kind(served: tuple[Any, Meter]) -> N
     found = families(scrape(app))
     for instrument in meter.instruments:
         family = found[instrument.name.removesuffix("_total")]
-        kind = (
-            "counter" if isinstance(instrument, Count) else "histogram" if isinstance(instrument, Spread) else "gauge"
-        )
+        kind = KINDS[type(instrument)]
         assert (family.type, family.documentation) == (kind, instrument.about)
         for sample in family.samples:
             assert sample.labels.keys() - {"le"} == {*instrument.labels}

@@ -86,7 +86,7 @@ def test_no_choice_waits_for_another() -> None:
             said[mine] += 1
             yield output
 
-    client.script = in_turns
+    client.outputs_of = in_turns
     *chunks, _ = events(post(client, n=2, stream=True, max_tokens=9))
     order = [chunk["choices"][0]["index"] for chunk in chunks]
     assert sorted(order) == [0, 0, 0, 1, 1, 1]

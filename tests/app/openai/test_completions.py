@@ -313,7 +313,7 @@ def test_requests_run_side_by_side() -> None:
             yield Output(request.id, (), "")
         yield Output(request.id, (1,), "x", "stop", record=record(request))
 
-    client.script = both_open
+    client.outputs_of = both_open
     app = create_app(client)
 
     async def go() -> list[Exchange]:

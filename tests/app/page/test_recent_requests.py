@@ -285,7 +285,7 @@ def test_latencies_are_those_of_the_kept_exchanges() -> None:
     now = server.told
     assert now["ttft_ms"] == {"p50": 10.0, "p95": 10.0}
     assert now["tpot_ms"] == {"p50": 10.0, "p95": 10.0}
-    server.client.script = spell
+    server.client.outputs_of = spell
     call(server.app, PROMPT | {"max_tokens": 1})
     assert server.told["ttft_ms"]["p50"] < server.told["ttft_ms"]["p95"] == 10.0
     assert server.told["tpot_ms"] == {"p50": 10.0, "p95": 10.0}, "one token has no time per further token"

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from app.telemetry.exchange import Exchange
 from app.telemetry.request_span import request_attributes
-from app.telemetry.spans import MAX_COLUMN, MAX_ROUND_SPANS, columns, kept, spoken_for, strip
+from app.telemetry.spans import MAX_COLUMN, MAX_ROUND_SPANS, columns, kept, rounds_with_spans, strip
 from engine.types import Output, Request, RoundRecord
 from tests.app.harness import PROMPT, call
 from tests.app.telemetry.test_spans import COLUMNS
@@ -85,13 +85,13 @@ def test_the_strip_has_a_character_per_round() -> None:
 
 def test_which_rounds_have_spans() -> None:
     """The first, the last and the slowest rounds are always picked; then rounds in which something happened."""
-    assert spoken_for(record_of(Request("r", (1,)))) == [0, 1, 2, 3, 4]
+    assert rounds_with_spans(record_of(Request("r", (1,)))) == [0, 1, 2, 3, 4]
     dull = [(4, "policy", 500, 4, 2, 3, "model", 1, i * 4000, 300, 400, 1000) for i in range(200)]
     slow = {40, 41, 42, 43, 44, 45, 46, 47}
     rounds = [(*row[:11], 2000) if i in slow else row for i, row in enumerate(dull)]
     rounds[100] = (3, *rounds[100][1:])  # k changed there and back
     rounds[150] = (*rounds[150][:4], 0, *rounds[150][5:])  # every draft rejected
-    chosen = spoken_for(record_of(Request("r", (1,)), rounds))
+    chosen = rounds_with_spans(record_of(Request("r", (1,)), rounds))
     assert len(chosen) == MAX_ROUND_SPANS
     assert chosen == sorted(set(chosen))
     assert {*range(16), *range(184, 200), *slow, 100, 101, 150} <= set(chosen)

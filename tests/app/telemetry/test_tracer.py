@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from app.fake_engine import FakeEngineClient, Script
 from app.main import create_app
 from app.telemetry import names
-from app.telemetry.tracer import Level, Tracer
+from app.telemetry.tracer import TraceLevel, Tracer
 from engine.types import InvalidRequest, Output, Overloaded, Request
 from tests.app.harness import PROMPT, Exchange, call
 from tests.app.telemetry.test_spans import ANY, ASKED
@@ -35,7 +35,7 @@ MARK = "Zebrafinch"  # in what the client and the model say
         ),
     ],
 )
-def test_levels(level: Level, names: set[str]) -> None:
+def test_levels(level: TraceLevel, names: set[str]) -> None:
     traced = Traced(level=level)
     call(traced.app, PROMPT)
     traced.client.stepped([step(requests=(traced.client.submitted[0].id,))])

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from app.fake_engine import FakeEngineClient, Script
 from app.main import create_app
 from app.telemetry.exchange import Exchange
-from app.telemetry.tracer import Level, TraceConfig, Tracer
+from app.telemetry.tracer import TraceConfig, TraceLevel, Tracer
 from engine.types import DRAFTERS, REASONS, Output, Request, RequestRecord, RoundRecord, StepStats
 
 # (k, reason, α ‰, drafted, accepted, emitted, drafter, batch, began, draft, verify, step µs): the prompt's end, a full
@@ -94,7 +94,7 @@ class Traced:
         self,
         script: Script = recorded,
         *,
-        level: Level = "packed",
+        level: TraceLevel = "packed",
         steps: float = 1.0,
         text: bool = False,
         sampler: Sampler | None = None,

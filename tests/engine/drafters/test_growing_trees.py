@@ -9,7 +9,7 @@ import torch
 from engine import trees
 from engine.drafters.growing_trees import DROPPED, GrowingTree
 from engine.sampling.noise import GumbelRace, gumbel_noise
-from engine.sampling.siblings import SPREAD, UNKNOWN, Siblings, log_chances
+from engine.sampling.siblings import NON_FINITE_LOG_CHANCE, SPREAD, Siblings, log_chances
 from engine.trees import ROOT, Growth, Parents
 
 WIDTH = 3
@@ -127,4 +127,4 @@ def test_a_repeated_sibling_has_no_chance_and_unknown_scores_have_a_little() -> 
     scores[1] = torch.nan
     found = log_chances(siblings_of(scores, 3, None), scores, lambda tokens: torch.zeros(tokens.shape))
     assert found[0].tolist() == [0.0, -inf, -inf]
-    assert found[1, 0] == UNKNOWN
+    assert found[1, 0] == NON_FINITE_LOG_CHANCE

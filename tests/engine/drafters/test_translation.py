@@ -9,7 +9,7 @@ import torch
 
 from engine.drafters.base import DraftBatch
 from engine.drafters.shared_tokens import SharedTokens
-from engine.drafters.translation import DraftText, Translation, Words
+from engine.drafters.translation import DraftText, Spellings, Translation
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.sampler import Sampler
 from engine.types import SamplingParams, Verifier
@@ -38,8 +38,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     return loaded
 
 
-def words(tokenizer: Tokenizer, size: int = 10_000) -> Words:
-    return Words.of(tokenizer, size)
+def words(tokenizer: Tokenizer, size: int = 10_000) -> Spellings:
+    return Spellings.of(tokenizer, size)
 
 
 DIRECTIONS = pytest.mark.parametrize(
@@ -71,7 +71,8 @@ def test_other_tokens_are_spelled(target: str, draft: str, tokenizers: dict[str,
 
 
 def test_a_token_is_read_in_the_fewest_longest_pieces() -> None:
-    translation = Translation(Words({0: b"abcd", 1: b"a"}, {}), Words({3: b"a", 4: b"b", 5: b"abc", 6: b"d"}, {}))
+    pieces = Spellings({3: b"a", 4: b"b", 5: b"abc", 6: b"d"}, {})
+    translation = Translation(Spellings({0: b"abcd", 1: b"a"}, {}), pieces)
     assert translation.read_as(0) == (5, 6)
     assert translation.read_as(1) == (3,)
 
@@ -100,17 +101,17 @@ def test_the_beginning_of_a_text(tokenizers: dict[str, Tokenizer]) -> None:
     shared = next(iter(Translation(without, with_start).shared))
     ids = DraftText(Translation(without, with_start)).sync([shared])
     assert (ids[0], len(ids)) == (bos, 2)
-    other = Words(without.data, {900: "<|begin|>"}, (900,))
+    other = Spellings(without.data, {900: "<|begin|>"}, (900,))
     assert DraftText(Translation(other, with_start)).sync([900]) == [bos]
     assert DraftText(Translation(with_start, without)).sync([bos]) == [tokenizers["byte-level"].vocab["<s>"]]
 
 
 def test_what_cannot_be_said_is_read_as_one_token() -> None:
     """A row of the embedding without a token, and bytes that the draft has no token for."""
-    translation = Translation(Words({0: b"a", 1: "λ".encode()}, {}), Words({7: b"a", 5: b" "}, {}))
+    translation = Translation(Spellings({0: b"a", 1: "λ".encode()}, {}), Spellings({7: b"a", 5: b" "}, {}))
     assert translation.read_as(1) == translation.read_as(99) == (5,)
     with pytest.raises(ValueError, match="share no token"):
-        Translation(Words({0: b"a"}, {}), Words({0: b"b"}, {}))
+        Translation(Spellings({0: b"a"}, {}), Spellings({0: b"b"}, {}))
 
 
 def test_rows_that_an_embedding_does_not_have_are_not_used(tokenizers: dict[str, Tokenizer]) -> None:
@@ -132,7 +133,7 @@ def test_a_character_and_its_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             tokenizer.vocab |= {"a": byte, "<0x61>": a}
             names = {i: name for name, i in tokenizer.vocab.items()}
             monkeypatch.setattr(tokenizer, "name", names.get)
-        shared = Translation(words(tokenizer), Words({3: b"a"}, {})).shared
+        shared = Translation(words(tokenizer), Spellings({3: b"a"}, {})).shared
         assert shared == {tokenizer.vocab["a"]: 3}
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.shared_tokens import SharedTokens
-from engine.drafters.translation import Translation, Words
+from engine.drafters.translation import Spellings, Translation
 from engine.types import VERIFIERS, Verifier
 from tests.engine.law.checking import Sample, check_speculation, draw, law_of, prompt_of, refuses
 from tests.engine.law.configurations import Configuration
@@ -58,7 +58,7 @@ def test_the_law_holds_with_many_more_draws() -> None:
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_a_wrong_map_costs_drafts_and_nothing_else(verifier: Verifier) -> None:
     """Two ids swapped: the model means the one and the other is drafted."""
-    wrong = Translation(TABLE_WORDS, Words({0: b"A", 1: b"?", 2: b"B"}, OTHER_WORDS.special))
+    wrong = Translation(TABLE_WORDS, Spellings({0: b"A", 1: b"?", 2: b"B"}, OTHER_WORDS.special))
     configuration = ask("plain", verifier)
     assert p_value(configuration, sample(configuration, 400, wrong)) > LEVEL
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
-from engine.models.linear import BUCKETS, Choice, Form, Linear, bucket_of, usable_forms
+from engine.models.linear import BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
 from engine.models.products import ProductMaker, Weights
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
 from engine.profiling.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
@@ -58,7 +58,7 @@ needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())
 
 
 def make(
-    dtype: torch.dtype, bias: bool, choice: Choice | None = None
+    dtype: torch.dtype, bias: bool, choice: FormChoice | None = None
 ) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(400, 300, generator=generator).to(dtype)
@@ -90,7 +90,7 @@ def test_a_torch_without_onednn_has_the_other_forms(monkeypatch: pytest.MonkeyPa
 @needs_onednn
 def test_the_number_of_rows_decides_the_form() -> None:
     """Each form gets other values here, which show what computed a row."""
-    choice: Choice = ["plain", "packed", "transposed", "packed", "plain", "transposed", "packed"]
+    choice: FormChoice = ["plain", "packed", "transposed", "packed", "plain", "transposed", "packed"]
     linear, weight, _ = make(torch.float32, False, choice)
     x = torch.randn(40, 300, generator=torch.Generator().manual_seed(3))
     y = x @ weight.t()
@@ -265,8 +265,8 @@ def test_an_int8_weight_has_one_form_for_few_rows_and_one_for_more() -> None:
     if len(int8_forms()) < 2:
         pytest.skip("this machine has one form of int8 products")
     weight = quantise_weight(torch.randn(64, 32))
-    few: list[Form] = ["fbgemm_int8"] * 2
-    more: list[Form] = ["onednn_int8"] * 5
+    few: list[ProductForm] = ["fbgemm_int8"] * 2
+    more: list[ProductForm] = ["onednn_int8"] * 5
     linear = Linear(weight, None, few + more)
     assert set(linear.forms) == set(INT8_FORMS)
     assert linear.num_bytes == 2 * weight.nbytes

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import ConfigError, EngineConfig
 from engine.loading.load import load_models
-from engine.models.families import FAMILIES
 from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.model_families import FAMILIES
 from engine.models.tokenizer import Tokenizer
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, model_drafter

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from engine.models import product_choice
 from engine.models.int8_products import int8_forms
-from engine.models.linear import BUCKETS, Form, Given, Laid, Linear, laid_out, product_of, usable_forms
+from engine.models.linear import BUCKETS, Given, Laid, Linear, ProductForm, laid_out, product_of, usable_forms
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
 from engine.models.quantize import quantise_weight
 from engine.profiling.kept_files import cache_folder
 from tests.engine.models.test_linear import needs_onednn
 
-Script = Mapping[Form, Sequence[float]]  # a form's seconds by bucket
+Script = Mapping[ProductForm, Sequence[float]]  # a form's seconds by bucket
 
 FLAT = [9.0] * len(BUCKETS)
 # As on a Xeon: few rows are faster transposed, five and more packed.
@@ -35,9 +35,9 @@ class Machine:
     def __init__(self, scripts: Mapping[int, Script], *, busy: Callable[[int], float] = lambda call: 1.0) -> None:
         """scripts: by the width of the output. busy(number of the call): the factor by which others slow it down."""
         self._scripts, self._busy = scripts, busy
-        self.calls: list[tuple[ProductShape, Form, int]] = []
+        self.calls: list[tuple[ProductShape, ProductForm, int]] = []
 
-    def __call__(self, shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
+    def __call__(self, shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         self.calls.append((shape, form, rows))
         assert tuple(torch.as_tensor(call()).shape) == (rows, shape.out)
         return self._scripts[shape.out][form][BUCKETS.index(rows)] * self._busy(len(self.calls)) * 1e-6
@@ -78,9 +78,9 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
 def test_a_weight_is_timed_where_service_finds_it(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model's weights come to lie in a cache after some passes, where one form is the faster one. A larger
     model's weights never do, although its sample would."""
-    run: list[Form] = []
+    run: list[ProductForm] = []
 
-    def followed(form: Form, weight: Laid, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def followed(form: ProductForm, weight: Laid, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         product = product_of(form, weight, bias)
 
         def call(x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def test_a_weight_is_timed_where_service_finds_it(kept: bool, monkeypatch: pytes
 
         return call
 
-    def timed(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
+    def timed(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         call()
         cached = len(run) > 8 and set(run[-9:]) == {form}
         return {"transposed": 1.0 if cached else 9.0, "packed": 5.0, "plain": 20.0}[form] * 1e-6
@@ -105,11 +105,11 @@ def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(product_choice, "SAMPLE_BYTES", 200 * 16 * 4)
     sizes: list[int] = []
 
-    def counted(weight: Given, forms: Sequence[Form]) -> dict[Form, Laid]:
+    def counted(weight: Given, forms: Sequence[ProductForm]) -> dict[ProductForm, Laid]:
         sizes.append(weight.shape[0])
         return laid_out(weight, forms)
 
-    def timed(shape: ProductShape, form: Form, rows: int, call: Callable[[], object]) -> float:
+    def timed(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         assert torch.equal(torch.as_tensor(call()), torch.full((rows, min(shape.out, 192)), 17.0))
         return LARGE_LAYERS[form][BUCKETS.index(rows)]
 

@@ -15,7 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
 from engine.models.int8_products import Int8Weight
-from engine.models.linear import Form, Linear, Product
+from engine.models.linear import Linear, Product, ProductForm
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.quantize import CodedWeight, quantise_weight
@@ -175,7 +175,7 @@ def test_weights_become_integers_when_their_forms_are_chosen(checkpoint: str, mo
 @pytest.mark.parametrize("form", ["packed", "transposed"])
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
 def test_weights_that_are_laid_out_as_they_are_read_are_the_stored_ones(
-    source: str, form: Form, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, form: ProductForm, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit. They pass through memory that is used again for the next weight."""
     path = copy_of(checkpoint, tmp_path / "stored")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.sampling import candidates, elementwise, filters, token_race
+from engine.sampling.long_row import Doubles
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
-from engine.sampling.race import Bits, Floats, clocks_of
+from engine.sampling.race import Bits, clocks_of
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams
@@ -115,14 +116,14 @@ def test_a_race_over_rivals_alone_is_an_argmax(spread: float) -> None:
 
 
 def test_a_race_with_too_low_a_limit_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_race, "MARGIN", -3.0)
+    monkeypatch.setattr(token_race, "NOISE_MARGIN", -3.0)
     assert raced_apart(3.0) > 3
 
 
 def test_most_tokens_get_no_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def watched(bits: Bits) -> Floats:
+    def watched(bits: Bits) -> Doubles:
         made.append(bits.size)
         return clocks_of(bits)
 

@@ -4,7 +4,7 @@ never names a request.
 Ray's exporter (deployments/ray_metrics.py) and GET /metrics (exposition.py) tell the same families.
 """
 
-from app.metrics.instruments import Maker
+from app.metrics.metric_instruments import Maker
 
 # The first buckets are below a millisecond because a small target on a GPU takes no longer for a token.
 ROUND_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from app.cross_origin import check_origins
 from app.fake_engine import FakeEngineClient
 from app.keys import ApiKeys
 from app.main import create_app
-from app.origins import check_origins
 from app.page.live import LivePage
 from deployments.settings import Settings
 from tests.app.harness import PROMPT, call

@@ -40,7 +40,7 @@ class Instrument:
         self._tell(value, tags)
 
 
-class Count(Instrument):
+class CounterMetric(Instrument):
     """A counter that grows here, often and cheaply. `tell` adds the growth to the totals and exports it."""
 
     def __init__(self, name: str, about: str, labels: Sequence[str], tell: Tell | None) -> None:
@@ -68,7 +68,7 @@ class Histogram:
         self.sum = 0.0
 
 
-class Spread(Instrument):
+class HistogramMetric(Instrument):
     """A histogram."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Spread(Instrument):
         self._export(value, labels)
 
 
-class Level(Instrument):
+class GaugeMetric(Instrument):
     """A gauge."""
 
     def __init__(self, name: str, about: str, labels: Sequence[str], tell: Tell | None) -> None:
@@ -104,28 +104,28 @@ class Maker:
 
     def __init__(self, exporter: Exporter | None) -> None:
         self._exporter = exporter
-        self.made: list[Count | Spread | Level] = []
+        self.made: list[CounterMetric | HistogramMetric | GaugeMetric] = []
 
-    def count(self, name: str, about: str, *labels: str) -> Count:
+    def count(self, name: str, about: str, *labels: str) -> CounterMetric:
         tell = None if self._exporter is None else self._exporter.counter(name, about, labels)
-        made = Count(name, about, labels, tell)
+        made = CounterMetric(name, about, labels, tell)
         self.made.append(made)
         return made
 
-    def histogram(self, name: str, about: str, bounds: Sequence[float], *labels: str) -> Spread:
+    def histogram(self, name: str, about: str, bounds: Sequence[float], *labels: str) -> HistogramMetric:
         tell = None if self._exporter is None else self._exporter.histogram(name, about, bounds, labels)
-        made = Spread(name, about, bounds, labels, tell)
+        made = HistogramMetric(name, about, bounds, labels, tell)
         self.made.append(made)
         return made
 
-    def gauge(self, name: str, about: str, *labels: str) -> Level:
+    def gauge(self, name: str, about: str, *labels: str) -> GaugeMetric:
         tell = None if self._exporter is None else self._exporter.gauge(name, about, labels)
-        made = Level(name, about, labels, tell)
+        made = GaugeMetric(name, about, labels, tell)
         self.made.append(made)
         return made
 
     def tell(self) -> None:
         """Add the growth of the counters to their totals, and export it."""
         for instrument in self.made:
-            if isinstance(instrument, Count):
+            if isinstance(instrument, CounterMetric):
                 instrument.tell()
