@@ -246,7 +246,7 @@ def test_a_pair_that_writes_another_text_is_noticed(tmp_path: Path, monkeypatch:
 def test_each_wait_that_torch_tells_of_is_counted_at_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = list[str]()
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with rounds._told_waits(torch.device("cuda")) as told:
+    with rounds._counted_waits(torch.device("cuda")) as told:
         for _ in range(3):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("another matter", stacklevel=1)
