@@ -76,12 +76,8 @@ class PagedCache:
         return self._pool.withheld
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks that no sequence refers to, cached ones included."""
-        return self._pool.available
-
-    @property
     def used_blocks(self) -> int:
+        """Blocks that a sequence refers to, and withheld ones."""
         return self.num_blocks - self._pool.available
 
     @property

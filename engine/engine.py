@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.device.computing import computing
 from engine.drafters.base import Drafter, try_forget
 from engine.drafters.chain import ChainedDrafter
-from engine.intake import Intake
+from engine.intake import Intake, refuse_used_ids
 from engine.ledger import Ledger
 from engine.loading.draft_swap import NewDraft, OldDraft, load, num_bytes
 from engine.loading.load import load_models, with_threads
@@ -32,7 +32,6 @@ from engine.types import (
     DrafterName,
     ErrorCode,
     FinishReason,
-    InvalidRequest,
     Output,
     Request,
     StepStats,
@@ -258,8 +257,7 @@ class Engine:
 
         Raises InvalidRequest if its id is in use.
         """
-        if request.id in self._sequences:
-            raise InvalidRequest(f"request id {request.id!r} is in use: choose another", "id")
+        refuse_used_ids([request.id], self._sequences)
         sequence = self.intake.sequence(request, next(self._handles), time.monotonic() if arrived is None else arrived)
         sequence.record.waiting_ahead = len(self.scheduler.waiting)
         self._sequences[request.id] = sequence

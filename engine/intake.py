@@ -1,6 +1,7 @@
 """Checks requests against the model and turns them into sequences. Refusals that depend on the model are made here."""
 
 import secrets
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,15 @@ from engine.types import (
     RequestRecord,
     SamplingParams,
 )
+
+
+def refuse_used_ids(ids: Iterable[str], used: Container[str]) -> None:
+    """Raise InvalidRequest for an id that is in `used` or comes twice."""
+    seen: set[str] = set()
+    for request_id in ids:
+        if request_id in used or request_id in seen:
+            raise InvalidRequest(f"request id {request_id!r} is in use: choose another", "id")
+        seen.add(request_id)
 
 
 class Intake:

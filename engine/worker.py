@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from engine.engine import Engine, StepResult
+from engine.intake import refuse_used_ids
 from engine.loading.draft_swap import DraftLoader, NewDraft, OldDraft
 from engine.types import (
     EngineStats,
@@ -112,10 +113,7 @@ class EngineWorker:
             refusal = self._admission.refusal(len(self._open), self._open_kv_tokens, len(requests), kv_tokens)
             if refusal is not None:
                 raise Overloaded(refusal, self._retry_after())
-            ids = [request.id for request in requests]
-            for request_id in ids:
-                if request_id in self._open or ids.count(request_id) > 1:
-                    raise InvalidRequest(f"request id {request_id!r} is in use: choose another", "id")
+            refuse_used_ids((request.id for request in requests), self._open)
             self._open |= {request.id: self._measure(request) for request in requests}
             self._open_kv_tokens += kv_tokens
         for request in requests:

@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,17 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from scripts.pair_data import STDLIB, held_out_tokens, training_tokens
-from scripts.train_demo_pair import TrainingBudget, learning_rate_scale, make_optimisers, spend, step_once
+from scripts.train_demo_pair import (
+    CHECKPOINT_STEPS,
+    LOG_STEPS,
+    TrainingBudget,
+    learning_rate_scale,
+    make_optimisers,
+    spend,
+    step_once,
+)
 
 DECAY = 0.8  # weight of a head relative to the one before
-CHECKPOINT_STEPS = 200
-LOG_STEPS = 20
 EVAL_ROWS = 32
 
 TokenArray = NDArray[Any]  # integers: [tokens] of a text, or [rows, tokens]
@@ -182,21 +188,42 @@ def train(args: argparse.Namespace) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     if args.resume:
         heads.load(load_file(kept), kept)
-    text, held = read_text(args.target, args.text)
-    rows = [np.load(path) for path in args.rows]
-    source = batches([*rows, *([text] if args.text_too or not rows else [])], args.batch, args.context, args.seed)
+    source, held = read_sources(args)
     optimisers = make_optimisers(heads, args.lr)
-    budget = TrainingBudget(args.minutes, args.steps, time.monotonic())
-    for step, used in spend(budget):
+
+    def learn(rate: float) -> tuple[float, list[float]]:
         loss, accepted = heads_loss(heads, target.matrix, target.states(next(source)))
-        step_once(optimisers, heads, loss, args.lr * learning_rate_scale(step, used))
-        if step % LOG_STEPS == LOG_STEPS - 1:
-            tell(step + 1, budget, args, loss.item(), accepted)
-        if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
-            save_file(heads.tensors(), kept)
-    save_file(heads.tensors(), kept)
+        step_once(optimisers, heads, loss, rate)
+        return loss.item(), accepted
+
+    spend_budget(args, learn, heads.tensors, kept)
     export(heads, args)
     print(json.dumps({"held_out": rounded(evaluate(heads, target, held, args.context))}), flush=True)
+
+
+def read_sources(args: argparse.Namespace) -> tuple[Iterator[torch.Tensor], TokenArray]:
+    """Return (batches of token ids without end, held-out tokens)."""
+    text, held = read_text(args.target, args.text)
+    rows = [np.load(path) for path in args.rows]
+    sources = [*rows, *([text] if args.text_too or not rows else [])]
+    return batches(sources, args.batch, args.context, args.seed), held
+
+
+def spend_budget(
+    args: argparse.Namespace,
+    learn: Callable[[float], tuple[float, list[float]]],
+    weights: Callable[[], dict[str, torch.Tensor]],
+    kept: Path,
+) -> None:
+    """Call learn (learning rate → loss, acceptance by token) until the budget is spent, and keep the weights."""
+    budget = TrainingBudget(args.minutes, args.steps, time.monotonic())
+    for step, used in spend(budget):
+        loss, accepted = learn(args.lr * learning_rate_scale(step, used))
+        if step % LOG_STEPS == LOG_STEPS - 1:
+            tell(step + 1, budget, args, loss, accepted)
+        if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
+            save_file(weights(), kept)
+    save_file(weights(), kept)
 
 
 def tell(step: int, budget: TrainingBudget, args: argparse.Namespace, loss: float, accepted: list[float]) -> None:
@@ -223,23 +250,29 @@ def export(heads: Heads, args: argparse.Namespace) -> None:
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def training_arguments(about: str | None, *, context: int, lr: float) -> argparse.ArgumentParser:
+    """Return a parser of what every training of heads takes. context, lr: the defaults."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="a checkpoint of transformers")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="a folder for fp32 weights; default: OUT/work")
+    parser.add_argument("--work", type=Path, help="a folder for what --resume begins with; default: OUT/work")
     parser.add_argument("--text", type=Path, default=STDLIB, help="a text file, or a folder of Python files")
     parser.add_argument("--rows", type=Path, nargs="*", default=[], help=".npy files of token ids, instead of the text")
     parser.add_argument("--text-too", action="store_true", help="with --rows: train on the text as well")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--steps", type=int, help="end after this many steps even if minutes are left")
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=2e-2)
+    parser.add_argument("--context", type=int, default=context)
+    parser.add_argument("--lr", type=float, default=lr)
     parser.add_argument("--resume", action="store_true", help="start from the weights in the work folder")
     parser.add_argument("--seed", type=int, default=1, help="of the windows")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = training_arguments(__doc__, context=512, lr=2e-2)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=1)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     train(args)

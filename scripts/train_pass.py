@@ -18,7 +18,6 @@ of the work folder WORK, which is DIR/work if it is not given. The last line has
 import argparse
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from scripts.pair_data import STDLIB
-from scripts.train_demo_pair import TrainingBudget, learning_rate_scale, spend
 from scripts.train_heads import (
-    CHECKPOINT_STEPS,
     DECAY,
     EVAL_ROWS,
-    LOG_STEPS,
     TokenArray,
     batches,
-    read_text,
+    read_sources,
     rounded,
-    tell,
+    spend_budget,
+    training_arguments,
 )
 
 NAME = "embeddings"
@@ -170,25 +166,21 @@ def train(args: argparse.Namespace) -> None:
     kept = (args.work or args.out / "work") / "embeddings.safetensors"
     kept.parent.mkdir(parents=True, exist_ok=True)
     tokens = nn.Parameter(begin(target, args, kept))
-    text, held = read_text(args.target, args.text)
-    rows = [np.load(path) for path in args.rows]
-    source = batches([*rows, *([text] if args.text_too or not rows else [])], args.batch, args.context, args.seed)
+    source, held = read_sources(args)
     rng = np.random.default_rng(args.seed)
     optimiser = torch.optim.AdamW([tokens], betas=(0.9, 0.99), weight_decay=0.0)
-    budget = TrainingBudget(args.minutes, args.steps, time.monotonic())
-    for step, used in spend(budget):
+
+    def learn(rate: float) -> tuple[float, list[float]]:
         anchors = draw_anchors(rng, args.anchors, args.context, args.tokens)
         loss, accepted = loss_of(laws(target, tokens, next(source), anchors))
         optimiser.zero_grad(set_to_none=True)
-        optimiser.param_groups[0]["lr"] = args.lr * learning_rate_scale(step, used)
+        optimiser.param_groups[0]["lr"] = rate
         loss.backward()
         nn.utils.clip_grad_norm_([tokens], 1.0)
         optimiser.step()
-        if step % LOG_STEPS == LOG_STEPS - 1:
-            tell(step + 1, budget, args, loss.item(), accepted)
-        if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
-            save_file({NAME: tokens.detach()}, kept)
-    save_file({NAME: tokens.detach()}, kept)
+        return loss.item(), accepted
+
+    spend_budget(args, learn, lambda: {NAME: tokens.detach()}, kept)
     export(tokens.detach(), target, args)
     print(json.dumps({"held_out": rounded(evaluate(target, tokens.detach(), held, args))}), flush=True)
 
@@ -208,22 +200,9 @@ def export(tokens: Tensor, target: AnchoredTarget, args: argparse.Namespace) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="a checkpoint of transformers")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="a folder for what --resume begins with; default: OUT/work")
-    parser.add_argument("--text", type=Path, default=STDLIB, help="a text file, or a folder of Python files")
-    parser.add_argument("--rows", type=Path, nargs="*", default=[], help=".npy files of token ids, instead of the text")
-    parser.add_argument("--text-too", action="store_true", help="with --rows: train on the text as well")
+    parser = training_arguments(__doc__, context=256, lr=1e-2)
     parser.add_argument("--tokens", type=int, default=4, help="look-ahead tokens")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, help="end after this many steps even if minutes are left")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--anchors", type=int, default=48, help="places of each text that are looked ahead from")
-    parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--resume", action="store_true", help="start from the embeddings in the work folder")
-    parser.add_argument("--seed", type=int, default=1, help="of the windows")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     train(args)

@@ -26,7 +26,7 @@ def engine_requests(
     All of them share one seed, which the reply names. Their indices give each choice its own noise.
     """
     several = len(prompts) * body.candidates > 1
-    params = body.params
+    params, speculation = body.params, body.drafting.fields
     if body.candidates > body.n and params.logprobs is None:
         params = replace(params, logprobs=0)  # they tell which candidates are best
     if several and params.seed is None:
@@ -36,16 +36,16 @@ def engine_requests(
             id=f"{request_id}-{prompt_index * body.candidates + choice_index}" if several else request_id,
             prompt_ids=ids,
             params=params,
-            k=body.drafting.k,
-            max_k=body.drafting.max_k,
+            k=speculation.k,
+            max_k=speculation.max_k,
             prompt_index=prompt_index,
             choice_index=choice_index,
-            verifier=body.drafting.verifier,
-            drafter=body.drafting.drafter,
+            verifier=speculation.verifier,
+            drafter=speculation.drafter,
             prediction_ids=prediction,
-            lenience=body.drafting.lenience,
-            typical=body.drafting.typical,
-            tree=body.drafting.tree,
+            lenience=speculation.lenience,
+            typical=speculation.typical,
+            tree=speculation.tree,
             cache_salt=salt,
             deadline_s=body.deadline_s,
             group=request_id,

@@ -74,16 +74,10 @@ class Lossy(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a request says about its drafts, checked. A field is None if the request does not say."""
+    """What a request says about its drafts, checked."""
 
-    k: int | None = None  # None: the policy chooses
-    max_k: int | None = None
-    drafter: DrafterName | None = None
-    verifier: Verifier | None = None
-    prediction: str | None = None
-    lenience: float | None = None
-    typical: Typical | None = None
-    tree: tuple[int, ...] | Growth | None = None  # children of each draft, by depth, or a tree that grows; None: chains
+    fields: SpeculationFields
+    prediction: str | None  # the text that the output is expected to repeat; None: the request expects none
 
 
 def settle(
@@ -95,30 +89,20 @@ def settle(
 ) -> Drafting:
     """Check the fields against this server. Raises InvalidRequest, with its name, for a field that cannot act."""
     options = speculation or SpeculationOptions()
-    drafting = Drafting(
-        _k(options),
-        options.max_k,
-        options.drafter,
-        options.verifier,
-        None if prediction is None else prediction.content,
-        None if lossy is None else lossy.lenience,
-        _typical(lossy),
-        _tree(options.tree),
-    )
     fields = SpeculationFields(
-        k=drafting.k,
-        max_k=drafting.max_k,
-        drafter=drafting.drafter,
-        verifier=drafting.verifier,
+        k=_k(options),
+        max_k=options.max_k,
+        drafter=options.drafter,
+        verifier=options.verifier,
         predicted=prediction is not None,
-        lenience=drafting.lenience,
-        typical=drafting.typical,
+        lenience=None if lossy is None else lossy.lenience,
+        typical=_typical(lossy),
         temperature=temperature,
         auto=options.mode == "auto",
-        tree=drafting.tree,
+        tree=_tree(options.tree),
     )
     resolve(fields, card.capabilities, strict=True)
-    return drafting
+    return Drafting(fields, None if prediction is None else prediction.content)
 
 
 def _tree(tree: list[int] | GrowthOptions | None) -> tuple[int, ...] | Growth | None:

@@ -69,21 +69,9 @@ class BoundedSpanProcessor(BatchSpanProcessor):
     500 rounds hold 600 MB.
     """
 
-    def __init__(
-        self,
-        exporter: SpanExporter,
-        dropped: DroppedSpans = DROPPED_SPANS,
-        *,
-        queue: int | None = None,
-        queue_bytes: int = QUEUE_BYTES,
-        schedule_ms: float | None = None,
-    ) -> None:
-        """queue and schedule_ms None: the value of the OTEL_BSP_* variable, else our default.
-
-        Raises ValueError for a variable that is not a whole number above 0.
-        """
-        self._max_spans = queue or _positive("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_SPANS)
-        self._max_bytes = queue_bytes
+    def __init__(self, exporter: SpanExporter, dropped: DroppedSpans = DROPPED_SPANS) -> None:
+        """Raises ValueError for an OTEL_BSP_* variable that is not a whole number above 0."""
+        self._max_spans = _positive("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_SPANS)
         self._waiting: deque[int] = deque()  # bytes of each span in the SDK's queue, oldest first
         self._held = 0  # bytes of the waiting spans and of the batch that is being exported
         self._closed = False
@@ -92,7 +80,7 @@ class BoundedSpanProcessor(BatchSpanProcessor):
         super().__init__(
             _CountingExporter(exporter, dropped, self._exporting),
             max_queue_size=self._max_spans,
-            schedule_delay_millis=schedule_ms or _positive("OTEL_BSP_SCHEDULE_DELAY", SCHEDULE_MS),
+            schedule_delay_millis=_positive("OTEL_BSP_SCHEDULE_DELAY", SCHEDULE_MS),
             max_export_batch_size=min(self._max_spans, _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)),
         )
 
@@ -102,7 +90,7 @@ class BoundedSpanProcessor(BatchSpanProcessor):
             return
         size = held_bytes(span)
         with self._lock:
-            full = len(self._waiting) >= self._max_spans or self._held + size > self._max_bytes
+            full = len(self._waiting) >= self._max_spans or self._held + size > QUEUE_BYTES
             accepted = not full and not self._closed
             if accepted:
                 self._waiting.append(size)

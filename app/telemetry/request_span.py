@@ -158,7 +158,7 @@ def _speculated(exchange: Exchange, records: Sequence[RequestRecord]) -> Attribu
 
 def _disabled(exchange: Exchange, lead: RequestRecord, acceptance: Acceptance) -> str | None:
     """Return why no draft was possible; None: drafts were possible."""
-    if exchange.request_body is not None and exchange.request_body.drafting.k == 0:
+    if exchange.request_body is not None and exchange.request_body.drafting.fields.k == 0:
         return "user"
     if lead.k_max == 0:
         return "no_drafter"

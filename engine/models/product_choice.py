@@ -22,6 +22,7 @@ from engine.memory.host import give_back_freed_memory
 from engine.models.linear import BUCKETS, FormChoice, Given, Linear, ProductForm, laid_out, product_of, usable_forms
 from engine.models.product_times import TimesFile
 from engine.models.quantize import CodedWeight
+from engine.profiling.quartile import lower_quartile
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                 spent += each
         sweeps.append(spent)
     times: dict[ProductShape, TimesByForm] = {
-        shape: {form: [_lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
+        shape: {form: [lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
         for shape in groups
     }
     fastest, second = sorted(sweeps)[:2]
@@ -204,10 +205,6 @@ def _channels(shape: ProductShape, dtype: torch.dtype) -> int:
     """The products of at most SAMPLE_BYTES. A head in every form would take seconds, and more memory than the model."""
     fitting = SAMPLE_BYTES // (shape.inner * dtype.itemsize)
     return min(shape.out, max(CHANNELS, fitting - fitting % CHANNELS))
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]
 
 
 def _ones(out: int, inner: int, dtype: torch.dtype, coded: bool) -> Tensor | CodedWeight:

@@ -316,14 +316,18 @@ class Runner:
             in_place = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
             if in_place == len(nodes):
                 continue
-            if not self.cache.writable(sequence.handle, base + in_place):
-                raise ValueError(f"others can read the drafts of request {sequence.request_id}: they must not move")
+            self.require_writable(sequence, base + in_place)
             slot = self.cache.slot(sequence.handle)
             rows = list(self.storage.row_numbers(slot, base, base + nodes[-1] + 1))
             sources += [rows[node] for node in nodes[in_place:]]
             targets += rows[in_place : len(nodes)]
         if sources:
             self.storage.move(sources, targets)
+
+    def require_writable(self, sequence: Sequence, start: int) -> None:
+        """Raise ValueError if another sequence could read a place from `start` on."""
+        if not self.cache.writable(sequence.handle, start):
+            raise ValueError(f"others can read the drafts of request {sequence.request_id}: they must not move")
 
     def prompt_logits(self, rows: Tensor) -> Tensor:
         """Logits [n, vocab] of rows [n] among the prompt rows of the latest pass."""

@@ -40,8 +40,7 @@ def rows_and_targets(
     """The rows and targets of path_rows() for a tree of up to `size` nodes in the runner's memory. Raises ValueError if
     another sequence could read a place that may be written."""
     handle = tree.sequence.handle
-    if not runner.cache.writable(handle, tree.base):
-        raise ValueError(f"others can read the drafts of request {tree.sequence.request_id}: they must not move")
+    runner.require_writable(tree.sequence, tree.base)
     held = storage.row_numbers(runner.cache.slot(handle), tree.base, tree.base + len(tree.nodes))
     row_of = dict(zip(tree.nodes, held, strict=True))
     rows = [row_of.get(node, NO_ROW) for node in range(size)]

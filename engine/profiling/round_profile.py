@@ -34,6 +34,7 @@ from engine.heads.state_drafter import StateDrafter
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
 from engine.profiling.profile_cache import ProfileFile
+from engine.profiling.quartile import lower_quartile
 from engine.profiling.round_shapes import RoundShape, missing_shapes, round_shapes
 from engine.round import Outcome, run_round
 from engine.sampling.acceptance import Verdict
@@ -188,8 +189,8 @@ class Samples:
             prefill=0,
             forwards=self.forwards,
             read=self.read,
-            draft_s=_lower_quartile(self.draft_s),
-            score_s=_lower_quartile(self.score_s),
+            draft_s=lower_quartile(self.draft_s),
+            score_s=lower_quartile(self.score_s),
             rest_s=0.0,
         )
 
@@ -335,11 +336,6 @@ def _checked_shapes(bench: ProfileBench) -> list[RoundShape]:
     batches = [batch for batch in CHECKED_BATCHES if batch <= len(bench.sequences)]
     ks = sorted({min(k, bench.depth) for k in CHECKED_KS})
     return [RoundShape((k,) * batch) for batch in batches for k in ks]
-
-
-def _lower_quartile(values: Seq[float]) -> float:
-    """Disturbances only make a round longer, so the fast runs are the typical ones."""
-    return sorted(values)[len(values) // 4]
 
 
 def _models(drafter: Drafter) -> list[ModelDrafter | StateDrafter]:

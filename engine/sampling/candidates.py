@@ -27,7 +27,7 @@ from engine.sampling.long_row import (
 
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
 SUMMED = 16  # masses that are summed in fp32
-LOWEST_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
+LOWEST_FP32_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
 TOGETHER = 163_840  # logits that share a pass: this many stay in a processor's cache
 
 Mask = NDArray[np.bool_]
@@ -99,7 +99,7 @@ def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     masses = torch.empty(logits.shape[1], dtype=logits.dtype)
     kept: list[tuple[int, Ids, Numbers]] = []
     found = CutRows(NO_TOKENS, {}, [])
-    columns = (cuts.temperature, cuts.top_p, cuts.floor, cuts.wanted & (cuts.temperature >= LOWEST_TEMPERATURE))
+    columns = (cuts.temperature, cuts.top_p, cuts.floor, cuts.wanted & (cuts.temperature >= LOWEST_FP32_TEMPERATURE))
     for i, (temperature, top_p, floor, wanted) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
         row = LongRow(logits[i], temperature, masses)
         cut = row.cut(top_p, floor) if wanted else None
@@ -119,7 +119,7 @@ def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
 def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
     """The largest logit [F] that the cuts remove from rows that share every pass; NaN where that is not clear."""
     best = logits.amax(-1)
-    wanted = cuts.wanted & np.isfinite(best.numpy()) & (cuts.temperature >= LOWEST_TEMPERATURE)
+    wanted = cuts.wanted & np.isfinite(best.numpy()) & (cuts.temperature >= LOWEST_FP32_TEMPERATURE)
     every = np.arange(len(wanted))
     with np.errstate(all="ignore"):  # rows that are not wanted may hold anything
         law = _Masses.of(logits, best, cuts.temperature, scratch)

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SAMPLE_STRIDE = 37  # every 37th logit is in the sample; odd, since vocabularies are padded to even sizes
+from engine.sampling.long_row import ROUNDING_PER_TOKEN, SAMPLE_STRIDE
+
 SORT_LIMIT = 4096  # rows of at most this many logits are sorted without a sample
 SERIAL_LIMIT = 16_384  # numbers; torch shares a pass over more than twice as many among threads
-ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, in whatever order, per token
 
 Logits = NDArray[np.floating]
 Scores = NDArray[np.float64]

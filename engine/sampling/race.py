@@ -16,11 +16,10 @@ from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
-from engine.sampling.long_row import Doubles, Ids, Numbers
+from engine.sampling.long_row import SAMPLE_STRIDE, Doubles, Ids, Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
 RACE_ONE_IN = 64  # where at most one token in this many is left, tokens race without the earliest clocks of all blocks
-SAMPLE_STRIDE = 37  # every 37th score tells whether few tokens are left
 LOWEST_FINITE = np.finfo(np.float64).min  # the bound of a block with excluded tokens only, −inf, lies below it
 
 Bits = NDArray[np.uint64]

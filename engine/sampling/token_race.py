@@ -26,7 +26,7 @@ MOST_NOISE = EARLY_BITS * log(2)  # bound on the noise of all other tokens: thei
 LEAST_NOISE = -log(53 * log(2))  # the least noise of any token: a clock is at most −log 2⁻⁵³
 NOISE_MARGIN = 1e-3  # margin of a bound, for rounding; in units of the noise
 LARGEST_SCORE = 1e9  # over the temperature; beyond it rounding may decide, and every token gets its noise
-LOWEST_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
+LOWEST_RACE_TEMPERATURE = 1e-30  # below it products of temperature and noise lose digits
 
 
 class EarlyTokens(NamedTuple):
@@ -82,7 +82,7 @@ class TokenNoise:
             lowest = np.nextafter(lowest, np.array(-np.inf, lowest.dtype))
             held = scores > (lowest if above is None else np.maximum(lowest, above))[:, None]
             held[every, ids[every, first]] |= early[every, first] > -np.inf
-            unclear = ~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_TEMPERATURE)
+            unclear = ~(np.abs(best) <= LARGEST_SCORE * temperatures) | (temperatures < LOWEST_RACE_TEMPERATURE)
         if unclear.any():
             held[unclear] = True if above is None else scores[unclear] > above[unclear, None]
         owners, tokens = np.divmod(np.flatnonzero(held), scores.shape[1])

@@ -42,7 +42,7 @@ def test_blocks_come_as_positions_are_reserved() -> None:
     assert cache.table(7) == [0, 1]
     cache.reserve(7, 4)
     assert cache.table(7) == [0, 1, 2]
-    assert (cache.used_blocks, cache.free_blocks) == (3, 13)
+    assert cache.used_blocks == 3
     with pytest.raises(ValueError, match="cannot extend sequence 7 to 10: 9 positions are reserved"):
         cache.extend(7, 5)
     cache.release(7)
@@ -259,10 +259,10 @@ def test_of_two_who_computed_the_same_the_second_gives_its_blocks_back() -> None
     grow(cache, 0, 9)
     grow(cache, 1, 9)
     cache.publish(0, TEXT[:9])
-    free = cache.free_blocks
+    used = cache.used_blocks
     cache.publish(1, TEXT[:9])
     assert (cache.table(0), cache.table(1)) == ([0, 1, 2], [0, 1, 5])
-    assert cache.free_blocks == free + 2
+    assert cache.used_blocks == used - 2
     grow(cache, 1, 3)
     cache.publish(1, TEXT[:12])  # and indexes what it computes below them
     cache.release(0)
@@ -301,7 +301,7 @@ def test_who_was_not_found_for_longest_is_evicted_first_and_children_before_pare
     def hits() -> tuple[int, ...]:
         return tuple(4 * len(cache._index.match(tokens, "", 2)) for tokens in (a, b))
 
-    assert (cache.free_blocks, hits()) == (6, (8, 8))
+    assert (cache._pool.available, hits()) == (6, (8, 8))
     cache.allocate(3)
     seen = []
     for _ in range(6):
@@ -320,7 +320,7 @@ def test_what_cannot_be_reserved_changes_nothing() -> None:
     assert cache.room(1) == 7
     with pytest.raises(CacheFull, match="needs 2 blocks, but 1 are available"):
         cache.reserve(1, 8)
-    assert (cache.table(1), cache.room(1), cache.free_blocks) == ([1, 2], 7, 1)
+    assert (cache.table(1), cache.room(1), cache._pool.available) == ([1, 2], 7, 1)
     assert len(cache._index.match(TEXT, "", 9)) == 1  # nothing was evicted for it
     cache.reserve(1, 7)
     assert cache.room(1) == 7
@@ -382,12 +382,12 @@ def test_unreferenced_blocks_below_what_was_discarded_are_withheld() -> None:
     cache = paged(4)
     serve(cache, 0, TEXT[:13])
     cache.truncate_to(0, 4)
-    assert (cache.free_blocks, cache._pool.free) == (3, 1)
+    assert (cache._pool.available, cache._pool.free) == (3, 1)
     cache.discard(0)
-    assert (cache.free_blocks, cache.withheld) == (1, {1, 2})
+    assert (cache._pool.available, cache.withheld) == (1, {1, 2})
     cache.audit({0})
     cache.restore()
-    assert (cache.free_blocks, cache._pool.free) == (3, 3)
+    assert (cache._pool.available, cache._pool.free) == (3, 3)
     cache.audit({0})
 
 
@@ -435,7 +435,7 @@ def test_evicting_a_block_takes_what_is_below_it_out_of_the_index() -> None:
     cache.allocate(1)
     cache.reserve(1, 15)  # the last of its four blocks was the text's first one
     cache.audit({0, 1})
-    assert (cache.used_blocks, cache.free_blocks) == (5, 1)
+    assert cache.used_blocks == 5
     assert cache.allocate(2, TEXT) == 0
     read_on(cache, 0, TEXT[:16])  # indexes nothing below what is gone
     cache.release(2)
@@ -454,7 +454,7 @@ def test_nobody_indexes_below_an_evicted_block_that_it_has_left() -> None:
     cache.audit({0, 1})
     cache.release(0)
     cache.audit({1})
-    assert cache.free_blocks == 1
+    assert cache._pool.available == 1
 
 
 def test_a_finished_text_loses_its_end_first() -> None:

@@ -67,17 +67,18 @@ def wishes() -> Iterator[tuple[SpeculationOptions, Prediction | None, Lossy | No
 
 
 def request(drafting: Drafting, temperature: float) -> Request:
+    fields = drafting.fields
     return Request(
         "r",
         (5, 6),
         SamplingParams(temperature=temperature, max_tokens=4),
-        k=drafting.k,
-        max_k=drafting.max_k,
-        drafter=drafting.drafter,
-        verifier=drafting.verifier,
+        k=fields.k,
+        max_k=fields.max_k,
+        drafter=fields.drafter,
+        verifier=fields.verifier,
         prediction_ids=(5,) if drafting.prediction is not None else (),
-        lenience=drafting.lenience,
-        tree=drafting.tree,
+        lenience=fields.lenience,
+        tree=fields.tree,
     )
 
 

@@ -11,6 +11,7 @@ from app.fake_engine import FakeEngineClient
 from app.main import create_app
 from app.openai.request import parse
 from app.openai.speculation import Drafting
+from engine.speculation import SpeculationFields
 from engine.trees import Growth
 from engine.types import REASONS, InvalidRequest
 from tests.app.harness import PROMPT, call, events
@@ -29,12 +30,12 @@ def settled(fields: dict[str, Any], **card: Any) -> Drafting:
 
 
 def test_a_tree_of_drafts_is_taken_as_it_is() -> None:
-    assert settled({"speculation": {"tree": [3, 1, 1]}}, max_spec_length=9).tree == (3, 1, 1)
-    assert settled({"speculation": {"tree": [2], "mode": "fixed", "verifier": "rejection"}}).tree == (2,)
+    assert settled({"speculation": {"tree": [3, 1, 1]}}, max_spec_length=9).fields.tree == (3, 1, 1)
+    assert settled({"speculation": {"tree": [2], "mode": "fixed", "verifier": "rejection"}}).fields.tree == (2,)
 
 
 def test_a_tree_that_grows_is_taken_as_it_is() -> None:
-    assert settled({"speculation": {"tree": {"nodes": 7, "depth": 4}}}).tree == Growth(7, 4)
+    assert settled({"speculation": {"tree": {"nodes": 7, "depth": 4}}}).fields.tree == Growth(7, 4)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,8 @@ def test_only_true_and_false_ask_for_it(field: str, value: Any) -> None:
 
 
 def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:
-    assert settled({"speculation": {"k": 0}}, **NO_DRAFTER) == Drafting(k=0)
-    assert settled({"speculation": {"mode": "auto"}}, **NO_DRAFTER) == Drafting()
+    assert settled({"speculation": {"k": 0}}, **NO_DRAFTER) == Drafting(SpeculationFields(k=0), None)
+    assert settled({"speculation": {"mode": "auto"}}, **NO_DRAFTER) == Drafting(SpeculationFields(auto=True), None)
     for speculation, param in (
         ({"k": 1}, "speculation.k"),
         ({"max_k": 1}, "speculation.max_k"),
@@ -143,7 +144,7 @@ def test_without_a_drafter_only_k_0_can_be_asked_for() -> None:
 
 def test_a_drafter_that_this_server_lacks_is_refused_with_those_it_has() -> None:
     asked = {"speculation": {"drafter": "cascade"}}
-    assert settled(asked).drafter == "cascade"
+    assert settled(asked).fields.drafter == "cascade"
     error = refused(asked, drafters=("ngram", "lookup"))
     assert error.param == "speculation.drafter"
     assert "it has: ngram, lookup" in str(error)
@@ -193,21 +194,22 @@ def test_where_nobody_drafts_by_default_drafts_can_be_asked_for(card: dict[str, 
 def test_mode_auto_is_the_policys_word_and_not_a_wish_for_drafts(fields: dict[str, Any], param: str) -> None:
     """With policy off, mode auto gets no drafts, and fields that need drafts are refused."""
     assert refused(fields, policy="off").param == param
-    assert settled({"speculation": {"mode": "auto", "max_k": 3}}, policy="off") == Drafting(max_k=3)
+    bounded = settled({"speculation": {"mode": "auto", "max_k": 3}}, policy="off")
+    assert bounded == Drafting(SpeculationFields(max_k=3, auto=True), None)
     settled(fields)
     settled(fields, drafter=None)  # the policy is at work, and the request says who drafts
 
 
 def test_lossy_may_rest_on_the_servers_own_verifier() -> None:
     lossy = {"lossy": {"lenience": 0.5}}
-    assert settled(lossy, verifier="rejection").lenience == 0.5
+    assert settled(lossy, verifier="rejection").fields.lenience == 0.5
     error = refused(lossy | {"speculation": {"verifier": "match"}}, verifier="rejection")
     assert "'rejection'" in str(error)
 
 
 def test_typical_acceptance_is_asked_for_and_told() -> None:
     typical = {"lossy": {"typical": {"epsilon": 0.09, "delta": 0.3}}}
-    assert settled(typical, verifier="rejection").typical == (0.09, 0.3)
+    assert settled(typical, verifier="rejection").fields.typical == (0.09, 0.3)
     client = FakeEngineClient()
     done = call(create_app(client), PROMPT | typical | {"speculation": {"verifier": "rejection"}})
     assert json.loads(done.reply)["lossy"] == typical["lossy"]

@@ -51,8 +51,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]:
     monkeypatch.setattr(export, "SHUTDOWN_MS", 200)
     made: list[TracerProvider] = []
 
-    def open_(collector: SpanExporter, dropped: DroppedSpans, **options: float) -> Opened:
-        outbox = BoundedSpanProcessor(collector, dropped, **options)  # type: ignore[arg-type]
+    def open_(
+        collector: SpanExporter, dropped: DroppedSpans, *, queue_bytes: int | None = None, **variables: int
+    ) -> Opened:
+        """variables: of the environment, behind OTEL_BSP_."""
+        for name, number in variables.items():
+            monkeypatch.setenv(f"OTEL_BSP_{name}", str(number))
+        if queue_bytes is not None:
+            monkeypatch.setattr(export, "QUEUE_BYTES", queue_bytes)
+        outbox = BoundedSpanProcessor(collector, dropped)
         made.append(TracerProvider(shutdown_on_exit=False))
         made[-1].add_span_processor(outbox)
         return made[-1], outbox
@@ -80,7 +87,7 @@ def test_what_is_exported_is_not_dropped(opened: Callable[..., Opened]) -> None:
 def test_a_full_queue_drops_what_comes_and_counts_it(opened: Callable[..., Opened]) -> None:
     """While the collector holds one batch, three spans wait. Ending a span never waits."""
     collector, dropped = Collector(), DroppedSpans()
-    provider, _ = opened(collector, dropped, queue=3, schedule_ms=1)
+    provider, _ = opened(collector, dropped, MAX_QUEUE_SIZE=3, SCHEDULE_DELAY=1)
     write(provider, "held")
     assert collector.busy.wait(30)
     write(provider, *"abcdef")
@@ -104,7 +111,7 @@ def test_the_queue_is_bounded_by_bytes_too(opened: Callable[..., Opened]) -> Non
     """Long spans fill it though there is room for their number. The batch that the collector holds counts until it is
     let go: its spans are as large in memory as before."""
     collector, dropped = Collector(), DroppedSpans()
-    provider, _ = opened(collector, dropped, queue_bytes=1_000_000, schedule_ms=1)
+    provider, _ = opened(collector, dropped, queue_bytes=1_000_000, SCHEDULE_DELAY=1)
     long_span(provider, "held", 1000)
     assert collector.busy.wait(30)
     for name in "abcdef":
@@ -180,7 +187,7 @@ def test_a_failed_export_is_counted(
 def test_the_end_does_not_wait_for_a_collector_that_hangs(opened: Callable[..., Opened]) -> None:
     """The collector still hangs when `shutdown` returns. Spans that waited or end later are counted as lost."""
     collector, dropped = Collector(patience_s=10), DroppedSpans()  # less than the SDK would wait for
-    provider, outbox = opened(collector, dropped, schedule_ms=1)
+    provider, outbox = opened(collector, dropped, SCHEDULE_DELAY=1)
     write(provider, "held")
     assert collector.busy.wait(30)
     write(provider, *"abc")
@@ -196,7 +203,7 @@ def test_the_end_does_not_wait_for_a_collector_that_hangs(opened: Callable[..., 
 def test_the_end_exports_what_is_left(opened: Callable[..., Opened]) -> None:
     collector, dropped = Collector(), DroppedSpans()
     collector.let.set()
-    provider, outbox = opened(collector, dropped, schedule_ms=60_000)
+    provider, outbox = opened(collector, dropped, SCHEDULE_DELAY=60_000)
     write(provider, *"abc")
     outbox.shutdown()
     assert collector.taken == ["a", "b", "c"]

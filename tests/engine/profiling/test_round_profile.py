@@ -235,13 +235,6 @@ def test_a_drafter_that_fails_costs_the_rounds_with_drafts(pair: Pair, monkeypat
     check_nothing_is_left(engine)
 
 
-def test_what_is_told_is_the_lower_quartile() -> None:
-    """Whatever disturbs a round makes it longer: six runs of which two were disturbed, or four, and one."""
-    assert round_profile._lower_quartile([9.0, 2.0, 1.0, 3.0, 8.0, 2.5]) == 2.0
-    assert round_profile._lower_quartile([9.0, 8.0, 1.0, 2.0, 7.0, 6.0]) == 2.0
-    assert round_profile._lower_quartile([4.0]) == 4.0
-
-
 def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds come kind after kind, a few of each in a row, and then again."""
     engine = small(pair)
