@@ -139,6 +139,10 @@ def shadow_cuda() -> Iterator[ShadowDevice]:
     device = ShadowDevice()
     with ExitStack() as stack:
         stack.enter_context(cuda_guard())
+        if find_spec("triton"):
+            from tests.engine.shadow.launches import fake_driver
+
+            stack.enter_context(fake_driver())
         for name, replacement in _FUNCTIONS.items():
             stack.enter_context(patch.object(torch.cuda, name, replacement))
         for name in ("tensor", "as_tensor"):

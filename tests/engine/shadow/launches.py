@@ -16,6 +16,8 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 from triton.runtime import driver, jit  # type: ignore[import-untyped]
 
+from engine.kernels.triton_modules import triton_reason
+
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # of a grid on CUDA
 GPU = GPUTarget("cuda", 90, 32)
 
@@ -60,10 +62,12 @@ def name_of(kernel: Any) -> str:
 
 
 @contextmanager
-def fake_driver() -> Iterator[None]:
-    """Triton finds a GPU."""
-    with patch.object(driver, "_active", FakeDriver()):
+def fake_driver(found: object = None) -> Iterator[None]:
+    """Triton finds a GPU, or what this driver tells it. What the engine knows of Triton is forgotten before and after."""
+    with patch.object(driver, "_active", found or FakeDriver()):
+        triton_reason.cache_clear()
         yield
+    triton_reason.cache_clear()
 
 
 @contextmanager
