@@ -93,6 +93,7 @@ print(len(names))
 print(*sorted({f"{kernel} {name}" for (_, kernel, name), seen in found.items() if len(seen) > 1}), sep="\\n", end="")
 """
 
+
 def test_no_kernel_is_compiled_again_for_another_round() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
