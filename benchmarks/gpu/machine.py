@@ -1,6 +1,9 @@
 """The machine and its versions, and how fast it copies: what byte floors are made of."""
 
+import gc
+import os
 import platform
+import shutil
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -10,6 +13,7 @@ import torch
 
 from benchmarks.common import describe_machine
 from benchmarks.gpu.steps import Recorder
+from engine.kernels.triton_modules import triton_reason
 
 COPIED_BYTES = 2**32
 RUNS = 10
@@ -27,6 +31,8 @@ def describe(recorder: Recorder) -> None:
         recorder.note("CUDA", str(torch.version.cuda))
         recorder.note("compute capability", f"{properties.major}.{properties.minor}")
         recorder.note("device memory, GB", properties.total_memory / 1e9)
+        recorder.note("C compiler", _compiler() or "none: triton needs one for the GPU's driver")
+        recorder.note("kernels", triton_reason() or "triton can run them")
     recorder.note("copy bandwidth, GB/s", bandwidth(recorder.device) / 1e9)
 
 
@@ -35,6 +41,11 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _compiler() -> str | None:
+    """The one that triton takes."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def bandwidth(device: str) -> float:
@@ -57,6 +68,13 @@ def _time_one(run: Callable[[], object], device: str) -> float:
     run()
     wait(device)
     return perf_counter() - began
+
+
+def give_back() -> None:
+    """Give the memory of objects that nobody uses back to the device. An engine refers to itself."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def wait(device: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from typing import cast
+from unittest.mock import patch
 
 import torch
 
@@ -55,8 +56,8 @@ QWEN_HALF_B = ModelShape("qwen2", 24, 896, 4864, 14, 2, 64, 151936)
 QWEN_7B = ModelShape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064)
 PAIRS = {
     "0.5B → 7B": PairShapes(QWEN_7B, QWEN_HALF_B, ("goodput",)),
-    "1B → 8B": PairShapes(LLAMA_8B, LLAMA_1B, ("floor",)),
     "1B → 3B": PairShapes(LLAMA_3B, LLAMA_1B, ("floor",)),
+    "1B → 8B": PairShapes(LLAMA_8B, LLAMA_1B, ("floor",)),
 }
 DRY_PAIR = PairShapes(
     ModelShape("qwen2", 2, 128, 256, 4, 2, 64, 4352), ModelShape("llama", 1, 128, 128, 2, 1, 64, 4096), ()
@@ -121,6 +122,7 @@ def _config(target: str, draft: str, recorder: Recorder, dtype: torch.dtype, max
         device=recorder.device,
         dtype=str(dtype).removeprefix("torch."),
         products="plain" if recorder.device == "cpu" else "auto",  # the weights are drawn in the memory that is used
+        graphs=recorder.device != "cpu",
         policy=PolicyConfig("off"),
         max_spec_length=drafts,
         max_running=max_running,
@@ -141,6 +143,7 @@ def measure_pair(shapes: PairShapes, recorder: Recorder) -> None:
     measures: list[Callable[[Bench, PairShapes, Recorder], None]] = [_measure_floor, _measure_rows, _measure_goodput]
     for measure in measures:
         measure(bench, shapes, recorder)
+    _measure_without_graphs(bench, shapes, recorder)
 
 
 def _largest_bench(shapes: PairShapes, recorder: Recorder, folder: Path) -> Bench:
@@ -174,8 +177,7 @@ def _in_memory() -> str | None:
 
 def _measure_floor(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
     recorder.check_time(5)
-    bench.run(1, 0)
-    steps = decode_steps(bench.run(1, 0).steps)
+    steps = _plain_steps(bench)
     decoder = cast(Decoder, bench.engine.target.decoder)
     read = decoder.weight_bytes - decoder.embedding.nbytes + _kv_bytes(bench)
     floor_us = 1e6 * read / bandwidth(recorder.device)
@@ -188,6 +190,11 @@ def _measure_floor(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None
         recorder.at_most(what, step_us / floor_us, FLOOR_AIM)
     else:
         recorder.note(what, step_us / floor_us)
+
+
+def _plain_steps(bench: Bench) -> list[StepStats]:
+    bench.run(1, 0)
+    return decode_steps(bench.run(1, 0).steps)
 
 
 def _kv_bytes(bench: Bench) -> int:
@@ -223,12 +230,8 @@ def _is_whole(step: StepStats, batch: int) -> bool:
 def _measure_goodput(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
     for batch in bench.batches:
         recorder.check_time(5)
-        bench.run(batch, "goodput")  # it learns the acceptance
-        plain, fast = list[Run](), list[Run]()
-        for _ in range(REPEATS):
-            plain.append(bench.run(batch, 0))
-            fast.append(bench.run(batch, "goodput"))
-        rates = [median(run.decode_tokens_per_s for run in runs) for runs in (fast, plain)]
+        fast, plain = _repeat(bench, batch)
+        rates = _rate(fast), _rate(plain)
         what = f"goodput over plain at acceptance {ACCEPTANCE:g}, batch {batch}"
         if "goodput" in shapes.has_aims:
             recorder.at_least(what, rates[0] / rates[1], GOODPUT_AIMS[batch])
@@ -237,3 +240,36 @@ def _measure_goodput(bench: Bench, shapes: PairShapes, recorder: Recorder) -> No
         recorder.note(f"plain tokens per second, batch {batch}", rates[1])
         recorder.note(f"drafts per round and sequence, batch {batch}", median(run.mean_k or 0.0 for run in fast))
         recorder.note(f"step over its forwards, goodput, batch {batch}", median(run.overhead for run in fast))
+
+
+def _repeat(bench: Bench, batch: int) -> tuple[list[Run], list[Run]]:
+    """Runs with the drafts that pay, and plain ones; they take turns."""
+    bench.run(batch, "goodput")  # it learns the acceptance
+    plain, fast = list[Run](), list[Run]()
+    for _ in range(REPEATS):
+        plain.append(bench.run(batch, 0))
+        fast.append(bench.run(batch, "goodput"))
+    return fast, plain
+
+
+def _rate(runs: list[Run]) -> float:
+    return median(run.decode_tokens_per_s for run in runs)
+
+
+def _measure_without_graphs(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
+    """The account of the graphs, and what batch 1 takes on the same engine without them."""
+    staging = bench.engine.target.staging
+    if staging.graphs is None:
+        return
+    for what, number in staging.graphs.stats.items():
+        recorder.note(f"graphs: {what}", number)
+    recorder.check_time(10)
+    with patch.object(staging, "graphs", None):
+        recorder.note("plain step at batch 1 without graphs, ms", _median_ms(_plain_steps(bench)))
+        fast, plain = _repeat(bench, 1)
+    recorder.note("goodput over plain without graphs, batch 1", _rate(fast) / _rate(plain))
+    recorder.note("plain tokens per second without graphs, batch 1", _rate(plain))
+
+
+def _median_ms(steps: list[StepStats]) -> float:
+    return median(step.step_us for step in steps) / 1000

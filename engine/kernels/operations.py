@@ -24,7 +24,7 @@ def operation(
 ) -> Callable[[F], F]:
     """Makes a function an operation: foretoken::NAME on the CPU and on CUDA. Its arguments' types give the schema.
 
-    kernel: "module.function" in engine.kernels that CUDA runs where Triton is installed; None: CUDA runs the function.
+    kernel: "module.function" in engine.kernels that CUDA runs where Triton can; None: CUDA runs the function.
     shapes: gives results without contents for arguments without contents. mutates: arguments that are changed in place.
     """
 
@@ -42,7 +42,7 @@ def operation(
 
 
 def on_cuda(function: Callable[P, T], kernel: str) -> Callable[P, T]:
-    """Runs the kernel, or the function where Triton is not installed."""
+    """Runs the kernel, or the function where Triton cannot run it."""
     module, _, name = kernel.partition(".")
 
     @wraps(function)

@@ -2,7 +2,7 @@
 
 It has two implementations that agree within rounding. `reference` gathers the blocks, masks, and computes in fp32, or
 in fp64 for fp64 inputs. It runs on every device. On CUDA the Triton kernels of paged_launch.py run instead, where
-triton is installed and has a kernel for the case. Both have static shapes: sizes depend on the shapes of the inputs and
+triton can run them and has a kernel for the case. Both have static shapes: sizes depend on the shapes of the inputs and
 on the host's numbers, never on what the tensors hold, so that a captured graph may contain them and nothing waits for
 the device.
 

@@ -81,7 +81,8 @@ def attend(
     if split:
         slots = rows.lengths.shape[0] * few
         sums = queries.new_empty(slots, heads, parts, head_dim, dtype=torch.float32)
-        tops, totals = queries.new_empty(2, slots, heads, parts, dtype=torch.float32).unbind(0)
+        # Each has memory of its own, whose address is a multiple of 16: half of one would be compiled for anew.
+        tops, totals = (queries.new_empty(slots, heads, parts, dtype=torch.float32) for _ in range(2))
         _attend(queries, pool, rows, LaunchShare(0, few, parts), rule, (sums, tops, totals), None)
         _join(sums, tops, totals, rows, pool.shape[1], sinks, out)
     elif few:

@@ -32,17 +32,17 @@ def record_reference(uses: Tensor, tokens: Tensor) -> None:
     flat.index_add_(0, places, (output * OUTPUT).int())
 
 
-def _penalise_shapes(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
+def _penalise_shapes(logits: Tensor, uses: Tensor, index: Tensor, strengths: Tensor, drafts: Tensor | None) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 @operation("penalise_kernel.penalise", shapes=_penalise_shapes)
-def penalise(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
+def penalise(logits: Tensor, uses: Tensor, index: Tensor, strengths: Tensor, drafts: Tensor | None) -> Tensor:
     """Logits with the repetition, frequency and presence penalties of each row's text.
 
     logits [A, vocab'] in fp32 or fp64; vocab' ≤ vocab may be a draft model's smaller vocabulary. uses [S, vocab] int32:
     see record_texts(). index [A, 2 + W] int64: per row its row of `uses` or NO_ROW, its row of `drafts`, and the
-    columns of the drafts that it sees, filled up with NO_COLUMN. params [3, A] fp64: repetition, frequency and presence
+    columns of the drafts that it sees, filled up with NO_COLUMN. strengths [3, A] fp64: repetition, frequency and presence
     penalties. drafts [B, K] int64; None if no row sees any. An id outside of the vocabulary counts as the nearest one:
     such a draft is rejected, so the rows behind it do not matter.
 
@@ -50,10 +50,10 @@ def penalise(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts
     (frequency · count + presence · (count > 0)), in the logits' type. count: how often it is in the output and in the
     drafts that the row sees.
     """
-    return penalise_reference(logits, uses, index, params, drafts)
+    return penalise_reference(logits, uses, index, strengths, drafts)
 
 
-def penalise_reference(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
+def penalise_reference(logits: Tensor, uses: Tensor, index: Tensor, strengths: Tensor, drafts: Tensor | None) -> Tensor:
     """The definition of penalise()."""
     rows, owners, columns = index[:, 0], index[:, 1:2], index[:, 2:]
     known = uses[rows.clamp(min=0)].masked_fill((rows == NO_ROW)[:, None], 0)
@@ -63,7 +63,7 @@ def penalise_reference(logits: Tensor, uses: Tensor, index: Tensor, params: Tens
         drafted = torch.zeros_like(counts).scatter_add_(1, tokens, (columns != NO_COLUMN).int())
         seen, counts = seen | (drafted > 0), counts + drafted
     seen, counts = seen[:, : logits.shape[1]], counts[:, : logits.shape[1]].to(logits.dtype)
-    repetition, frequency, presence = params.to(logits.dtype)[..., None].unbind(0)
+    repetition, frequency, presence = strengths.to(logits.dtype)[..., None].unbind(0)
     new = torch.where(logits > 0, logits / repetition, logits * repetition)
     new = new - (frequency * counts + presence * (counts > 0))
     return torch.where(seen, new, logits)

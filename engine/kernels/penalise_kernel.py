@@ -19,7 +19,7 @@ def record(uses: Tensor, tokens: Tensor) -> None:
         record_kernel[(triton.cdiv(count, TILE),)](uses, tokens, count, uses.shape[1], TILE, num_warps=WARPS)
 
 
-def penalise(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts: Tensor | None) -> Tensor:
+def penalise(logits: Tensor, uses: Tensor, index: Tensor, strengths: Tensor, drafts: Tensor | None) -> Tensor:
     """As engine.kernels.penalise.penalise()."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (rows, vocab), columns = logits.shape, index.shape[1] - 2
@@ -28,7 +28,7 @@ def penalise(logits: Tensor, uses: Tensor, index: Tensor, params: Tensor, drafts
         return out
     table = index if drafts is None else drafts  # without drafts no column is read
     penalise_kernel[(rows, triton.cdiv(vocab, TILE))](
-        logits, uses, index, params, table, out, vocab, uses.shape[1], logits.stride(0), *table.stride(),
+        logits, uses, index, strengths, table, out, vocab, uses.shape[1], logits.stride(0), *table.stride(),
         0 if drafts is None else columns, index.stride(0), TILE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -49,13 +49,13 @@ def record_kernel(uses: tl.tensor, tokens: tl.tensor, count: tl.tensor, vocab: t
 
 @triton.jit(
     do_not_specialize=["draft_stride", "column_stride", "columns", "index_stride"],
-    do_not_specialize_on_alignment=["index", "params", "drafts"],
+    do_not_specialize_on_alignment=["index", "strengths", "drafts"],
 )
 def penalise_kernel(
     logits: tl.tensor,
     uses: tl.tensor,
     index: tl.tensor,
-    params: tl.tensor,
+    strengths: tl.tensor,
     drafts: tl.tensor,
     out: tl.tensor,
     vocab: tl.tensor,
@@ -81,9 +81,9 @@ def penalise_kernel(
         token = tl.minimum(tl.maximum(token, 0), all_tokens - 1)
         hit = (ids == token) & used
         seen, count = seen | hit, count + hit.to(tl.int32)
-    repetition = tl.load(params + row).to(old.dtype)
-    frequency = tl.load(params + rows + row).to(old.dtype)
-    presence = tl.load(params + 2 * rows + row).to(old.dtype)
+    repetition = tl.load(strengths + row).to(old.dtype)
+    frequency = tl.load(strengths + rows + row).to(old.dtype)
+    presence = tl.load(strengths + 2 * rows + row).to(old.dtype)
     new = tl.where(old > 0, divided(old, repetition), old * repetition)
     new = new - (frequency * count.to(old.dtype) + presence * (count > 0).to(old.dtype))
     tl.store(out + row * vocab + ids, tl.where(seen, new, old), mask=inside)

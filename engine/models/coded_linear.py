@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.coded_product import PAIRED, coded_product, pack_int4
-from engine.kernels.triton_modules import triton_module
+from engine.kernels.triton_modules import triton_reason
 from engine.models.linear import num_bytes_of
 from engine.models.quantize import INT4_RANGE, CodedWeight
 
@@ -45,7 +45,7 @@ def coded_products_reason(device: torch.device) -> str | None:
     if found < LEAST_CAPABILITY:
         needed = ".".join(map(str, LEAST_CAPABILITY))
         return f"{device} has compute capability {'.'.join(map(str, found))}, and they need {needed}"
-    return None if triton_module("triton") else "triton is not installed"
+    return triton_reason()
 
 
 def _fits_pairs(weight: CodedWeight) -> bool:

@@ -1,12 +1,15 @@
 """The dry run of benchmarks.gpu, and what becomes of it when a step fails."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +18,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import parity, rounds, speed
+from benchmarks.gpu import parity, rounds, speed, texts
 from benchmarks.gpu.checkpoints import FAMILIES
 from benchmarks.gpu.generated import ModelShape, Texts, write_sparse
 from benchmarks.gpu.steps import Recorder, Result, Row, Skipped, Step, markdown, run_steps
+from benchmarks.gpu.watch import watching
 from engine.config import ConfigError, EngineConfig
 from engine.device import graphs
 from engine.device.graphs import Graphs
 from engine.engine import Engine
+from engine.llm import LLM
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
+from engine.types import SamplingParams
 from tests.engine.fake_graphs import FakeMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,27 +285,127 @@ def test_another_model_is_no_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("captures", [True, False])
 def test_graphs_must_be_captured(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be captured gives the same texts too."""
+    told = graph_rows(monkeypatch, captures=captures)
+    assert {row.what: row.met for row in told if row.met is not None} == {
+        f"{dtype}: {what}": captures if what == "graphs that were captured" else True
+        for dtype in rounds.DTYPES
+        for what in ("graphs that were captured", "captures that failed", "texts of 16 that are the same with graphs")
+        if dtype == "float64" or not what.startswith("texts")
+    }
+    notes = {row.what: row.value for row in told if row.met is None}
+    assert notes["float64: graphs: replays"] == captures
+    assert notes.get("float64: graphs: not captured: the first of its kind", 0) == captures
+
+
+def test_other_texts_with_graphs_fail_in_fp64_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [row for row in graph_rows(monkeypatch, differs=True) if "the same with graphs" in row.what]
+    assert [(row.value, row.met) for row in told] == [(14, False), (14, None), (14, None)]
+
+
+def test_a_capture_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = graph_rows(monkeypatch, error=RuntimeError("it cannot be captured"))
+    assert [row.met for row in told if "failed" in row.what and row.met is not None] == [False] * len(rounds.DTYPES)
+
+
+def graph_rows(
+    monkeypatch: pytest.MonkeyPatch, *, captures: bool = True, differs: bool = False, error: Exception | None = None
+) -> list[Row]:
+    """What compare_graphs tells of engines whose graphs capture nothing real. differs: one text of each generation."""
 
     class FakeLLM:
         def __init__(self, *names: str, graphs: bool, **settings: Any) -> None:
-            kept = Graphs(torch.device("cpu"))
+            self.graphs, kept = graphs, Graphs(torch.device("cpu"))
             if graphs and captures:
                 kept.run(0, "a", list)
                 kept.run(0, "a", list)
             self.engine = SimpleNamespace(target=SimpleNamespace(staging=SimpleNamespace(graphs=kept)))
 
         def generate(self, prompts: list[list[int]], params: object, k: int) -> list[Any]:
-            return [SimpleNamespace(token_ids=(1, 2))] * len(prompts)
+            other = SimpleNamespace(token_ids=(1, 3 if differs and self.graphs else 2))
+            return [other, *[SimpleNamespace(token_ids=(1, 2))] * (len(prompts) - 1)]
 
-    monkeypatch.setattr(graphs, "GraphMemory", lambda device: FakeMemory())
+    memory = FakeMemory()
+    memory.error = error
+    monkeypatch.setattr(graphs, "GraphMemory", lambda device: memory)
     monkeypatch.setattr(rounds, "LLM", FakeLLM)
     monkeypatch.setattr(rounds, "make_pair", lambda folder: (folder, folder))
     told = list[Row]()
     rounds.compare_graphs(Recorder("cuda", True, time.monotonic() + 60, told.append))
-    assert {row.what: row.met for row in told if row.met is not None} == {
-        "graphs that were captured": captures,
-        "share of texts that are the same with graphs": True,
-    }
-    notes = {row.what: row.value for row in told if row.met is None}
-    assert notes["graphs: replays"] == captures
-    assert notes.get("graphs: not captured: the first of its kind", 0) == captures
+    return told
+
+
+def test_the_first_engine_is_gone_before_the_second_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes memory of the device, and an engine refers to itself."""
+    alive = list[weakref.ref[Any]]()
+
+    class Self:
+        def __init__(self, *names: str, **settings: Any) -> None:
+            assert not any(other() for other in alive)
+            alive.append(weakref.ref(self))
+            self.engine = SimpleNamespace(target=SimpleNamespace(staging=SimpleNamespace(graphs=Graphs(CPU))))
+            self.engine.owner = self
+
+        def generate(self, prompts: list[list[int]], params: object, k: int) -> list[Any]:
+            return [SimpleNamespace(token_ids=(1, 2))] * len(prompts)
+
+    monkeypatch.setattr(rounds, "LLM", Self)
+    monkeypatch.setattr(rounds, "make_pair", lambda folder: (folder, folder))
+    gc.disable()
+    try:
+        rounds.compare_graphs(Recorder("cuda", True, time.monotonic() + 60, lambda row: None))
+    finally:
+        gc.enable()
+    assert len(alive) == 2 * len(rounds.DTYPES)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cuda:0", True), ("cpu", False)])
+def test_the_speed_of_a_gpu_is_that_of_captured_rounds(device: str, expected: bool) -> None:
+    recorder = Recorder(device, True, time.monotonic() + 60, lambda row: None)
+    assert speed._config("target", "draft", recorder, torch.bfloat16, 8).graphs == expected
+
+
+# Faults after which an engine goes on
+
+
+def test_a_step_fails_if_a_drafter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine repeats the round without drafts, so its texts are right."""
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    def serve(recorder: Recorder) -> None:
+        llm = LLM(*map(str, parity.make_pair(tmp_path)), **parity.small_engine())
+        if broken:
+            monkeypatch.setattr(llm.engine.drafter, "propose", fail)
+        llm.generate(parity.prompts(1), SamplingParams(**parity.GREEDY, max_tokens=4), k=2)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = list[Row]()
+    recorder = Recorder("cpu", True, time.monotonic() + 60, told.append)
+    broken = False
+    watching(serve, recorder)
+    assert [row.met for row in told] == [True]
+    broken = True
+    with pytest.raises(RuntimeError, match=r"faults: (.|\n)*no kernel"):
+        watching(serve, recorder)
+    assert told[1].met is False
+    assert any(row.value == "a drafter failed" for row in told[2:])
+
+
+def test_texts_that_are_not_the_cpu_s_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the engine that stands for the device's draws at another temperature."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(parity, "NEW_TOKENS", 6)
+    write, asked = texts.write, [0]
+
+    def disturbed(engine: Engine, name: str, kind: texts.TextKind, k: int | None, count: int) -> texts.Written:
+        asked[0] += 1
+        if asked[0] > len(texts.KINDS):
+            kind = replace(kind, params={**kind.params, "temperature": 1.0})
+        return write(engine, name, kind, k, count)
+
+    monkeypatch.setattr(texts, "write", disturbed)
+    told = list[Row]()
+    texts.compare_texts(Recorder("cpu", True, time.monotonic() + 60, told.append))
+    missed = [row.what for row in told if row.met is False and "CPU" in row.what]
+    assert {f"{name}, fp64: share of texts that are those of the CPU" for name in texts.KINDS} == set(missed)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from engine.kernels import operations
 from engine.kernels.operations import on_cuda
+from engine.kernels.triton_modules import triton_module, triton_reason
+from engine.models.coded_linear import coded_products_reason
 
 # What a round on CUDA calls, without a GPU: each operation of one module.
 FIRST_CALLS = """
@@ -50,3 +53,42 @@ def test_cuda_runs_the_kernel_where_triton_is_installed(
     monkeypatch.setattr(operations, "triton_module", module)
     assert on_cuda(double, "some_kernel.tenfold")(torch.ones(1)).tolist() == [expected]
     assert asked == ["engine.kernels.some_kernel"]
+
+
+class BrokenDriver:
+    """Triton's driver where there is no C compiler."""
+
+    asked = 0
+
+    def get_current_target(self) -> None:
+        self.asked += 1
+        raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_references_run_where_triton_finds_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the first round on CUDA fails, and with it the start."""
+    from tests.engine.shadow.launches import fake_driver
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    broken = BrokenDriver()
+    with fake_driver(broken):
+        for _ in range(2):
+            assert on_cuda(double, "race_kernel.race")(torch.ones(1)).tolist() == [2]
+        assert coded_products_reason(torch.device("cuda")) == triton_reason()
+    assert broken.asked == 1
+    assert [record.message for record in caplog.records] == [
+        "kernels are replaced by torch's operations, which are slower: triton cannot use the GPU: "
+        "RuntimeError: Failed to find C compiler"
+    ]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_run_where_triton_finds_a_gpu() -> None:
+    from tests.engine.shadow.launches import fake_driver
+
+    with fake_driver():
+        assert triton_reason() is None
+        assert triton_module("engine.kernels.race_kernel") is not None

@@ -220,7 +220,7 @@ def test_rounded_weights_need_a_gpu_with_kernels_for_them(form: WeightForm, monk
     with pytest.raises(ConfigError, match=f"^{form} weights .* cuda:0 has compute capability 7.5, and they need 8.0"):
         ProductMaker(Weights(form), torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(coded_linear, "triton_module", lambda name: None)
+    monkeypatch.setattr(coded_linear, "triton_reason", lambda: "triton is not installed")
     with pytest.raises(ConfigError, match=f"^{form} weights .* triton is not installed: choose as_is"):
         ProductMaker(Weights(form), torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.undo()
@@ -240,7 +240,7 @@ def test_stored_codes_are_those_of_their_checkpoint(
 
     made: list[CodedWeight] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(coded_linear, "triton_module", lambda name: coded_linear)
+    monkeypatch.setattr(coded_linear, "triton_reason", lambda: None)
     monkeypatch.setattr(products, "CodedLinear", coded)
     monkeypatch.setattr(Tensor, "to", lambda tensor, *_: tensor)
     small = CodedWeight(torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1))

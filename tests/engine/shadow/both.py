@@ -82,11 +82,11 @@ def run_both(
 ) -> Both:
     """make: an engine on the device of this name. act is called after each step with its number, from 0 on."""
     cpu = _listen(make("cpu"), arrivals, act)
-    with shadow_cuda() as device, _logged() as logged:
+    with shadow_cuda() as device, logged() as said:
         engine = make("cuda")
         before = device.counts.copy()
         shadow = _listen(engine, arrivals, act)
-        shadow.warnings = logged
+        shadow.warnings = said
         return Both(cpu, shadow, device.counts.since(before))
 
 
@@ -121,13 +121,13 @@ def _listen(engine: Engine, arrivals: Arrivals, act: Callable[[Engine, int], Non
         steps[0] += 1
 
     listeners = patch.object(engine, "step", listening), patch.object(engine.drafter, "observe", observing)
-    with _logged() as told.warnings, listeners[0], listeners[1]:
+    with logged() as told.warnings, listeners[0], listeners[1]:
         told.run = drive(engine, arrivals, after_step=after_step)
     return told
 
 
 @contextmanager
-def _logged() -> Iterator[list[str]]:
+def logged() -> Iterator[list[str]]:
     """Fills with what is logged as a warning or worse."""
     found: list[str] = []
 

@@ -1,7 +1,7 @@
 """Counts what an engine asks of the shadow device: crossings between host and device, and operations on the device.
 
 Both are counted by the line of the project that asked, with the lines that called it. The shadow's own lines are left
-out.
+out. Where launches are watched, what the project's operations launch is counted too.
 """
 
 import sys
@@ -41,6 +41,11 @@ class Operation:
     in_model: bool  # inside of a model's forward pass or its logits
     where: str
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the project's: what it launches is counted beside it."""
+        return self.name.startswith("foretoken.")
+
 
 class Counts:
     """How often each crossing and each operation happened."""
@@ -48,6 +53,7 @@ class Counts:
     def __init__(self) -> None:
         self.crossings = Counter[Crossing]()
         self.operations = Counter[Operation]()
+        self.launches = Counter[tuple[str, bool]]()  # by name, and whether it was inside of a model
         self._models_entered = 0
 
     def cross(self, kind: Kind, operation: str, *, blocks: bool = True) -> None:
@@ -64,9 +70,14 @@ class Counts:
         finally:
             self._models_entered -= 1
 
+    def launch(self, name: str) -> None:
+        """Count what one of the project's operations launches: a kernel, or an operation of torch."""
+        self.launches[name, self._models_entered > 0] += 1
+
     def copy(self) -> "Counts":
         counts = Counts()
         counts.crossings, counts.operations = self.crossings.copy(), self.operations.copy()
+        counts.launches = self.launches.copy()
         return counts
 
     def since(self, earlier: "Counts") -> "Counts":
@@ -74,6 +85,7 @@ class Counts:
         counts = Counts()
         counts.crossings = self.crossings - earlier.crossings
         counts.operations = self.operations - earlier.operations
+        counts.launches = self.launches - earlier.launches
         return counts
 
     @property
@@ -98,8 +110,22 @@ class Counts:
     def inside(self) -> int:
         return sum(self.operations.values()) - self.outside
 
+    @property
+    def launched_outside(self) -> int:
+        """Launches outside of the models: torch's operations as one each, and all that the project's launch."""
+        return self._launched(in_model=False)
+
+    @property
+    def launched_inside(self) -> int:
+        return self._launched(in_model=True)
+
+    def _launched(self, *, in_model: bool) -> int:
+        known = [n for op, n in self.operations.items() if op.in_model == in_model and not op.is_own]
+        return sum(known) + sum(n for (_, inside), n in self.launches.items() if inside == in_model)
+
     def lines(self) -> list[str]:
-        """Crossings, then operations outside of the models, by line; the most frequent first."""
+        """Crossings, operations outside of the models by line, and what the project's operations launch; of each the
+        most frequent first."""
         crossings = [
             f"{n:5} {c.kind:9} {'blocks' if c.blocks else '      '} {c.operation:32} {c.where}"
             for c, n in self.crossings.most_common()
@@ -108,7 +134,12 @@ class Counts:
         for operation, n in self.operations.items():
             if not operation.in_model:
                 outside[operation.where] += n
-        return crossings + [f"{n:5} operations  {where}" for where, n in outside.most_common()]
+        operations = [f"{n:5} operations  {where}" for where, n in outside.most_common()]
+        launches = [
+            f"{n:5} launches    {name}{' in a model' if inside else ''}"
+            for (name, inside), n in self.launches.most_common()
+        ]
+        return crossings + operations + launches
 
 
 def project_lines() -> str:

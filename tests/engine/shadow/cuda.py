@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
+from importlib.util import find_spec
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -23,6 +24,9 @@ from engine.models.decoder import Decoder
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.device import CUDA, ShadowDevice, ShadowMode, ShadowTensor, activate, active, deactivate
 from tests.engine.shadow.guard import cuda_guard
+
+if TYPE_CHECKING:
+    from tests.engine.shadow.launches import Variant
 
 MEMORY = 8 << 30  # bytes that the device claims to have
 # What runs inside of a model: (class, methods).
@@ -135,6 +139,10 @@ def shadow_cuda() -> Iterator[ShadowDevice]:
     device = ShadowDevice()
     with ExitStack() as stack:
         stack.enter_context(cuda_guard())
+        if find_spec("triton"):
+            from tests.engine.shadow.launches import fake_driver
+
+            stack.enter_context(fake_driver())
         for name, replacement in _FUNCTIONS.items():
             stack.enter_context(patch.object(torch.cuda, name, replacement))
         for name in ("tensor", "as_tensor"):
@@ -150,6 +158,20 @@ def shadow_cuda() -> Iterator[ShadowDevice]:
         stack.enter_context(patch.object(ThreadPoolExecutor, "submit", _with_device(ThreadPoolExecutor.submit, device)))
         stack.enter_context(ShadowMode(device))
         yield device
+
+
+@contextmanager
+def launching(device: ShadowDevice) -> "Iterator[list[Variant]]":
+    """Launch and count the kernels of the project's operations, none of which runs. Yields what Triton would compile.
+    Without Triton they run their references, whose operations are counted."""
+    with patch.object(device, "launches", True):
+        if find_spec("triton") is None:
+            yield []
+            return
+        from tests.engine.shadow.launches import launched
+
+        with launched(lambda name: device.counts.launch(name)) as variants:
+            yield variants
 
 
 def _with_device(submit: Callable[..., Future[Any]], device: ShadowDevice) -> Callable[..., Future[Any]]:

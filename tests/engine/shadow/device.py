@@ -91,6 +91,10 @@ class ShadowTensor(Tensor):
     ) -> Any:
         return active().run(func, args, kwargs or {})
 
+    def data_ptr(self) -> int:
+        """What a launch of a kernel asks for."""
+        return self.elem.data_ptr()
+
     def tolist(self) -> Any:
         active().cross("D2H copy", "tolist")
         return self.elem.tolist()
@@ -159,6 +163,8 @@ class ShadowDevice:
     def __init__(self) -> None:
         self.counts = Counts()
         self.recorder: Recorder | None = None  # while a graph is captured
+        self.launches = False  # whether CUDA's implementations of the project's operations are called too
+        self._launching = False  # while one of them runs
         self.recorded = 0  # events and copies without blocking so far
         self.completed = 0  # of these, so many are known to have ended
         self._copies: list[tuple[int, Callable[[], None]]] = []  # their numbers, and what happens when they end
@@ -244,7 +250,9 @@ class ShadowDevice:
         if func in SYNCS:
             self.cross("D2H sync", str(func))
         if _launches(func):
-            self.counts.operate(str(func))
+            (self.counts.launch if self._launching else self.counts.operate)(str(func))
+        if self.launches and func.namespace == "foretoken":
+            self._launch(func, args, kwargs, found.shadows)
         result = func(*host_args, **host_kwargs)
         if self.recorder is not None:
             self.recorder.add(func, host_args, host_kwargs, result)
@@ -275,7 +283,7 @@ class ShadowDevice:
             target = self.pin(torch.zeros_like(copied))  # torch pins the memory of such a copy
             self._download(target, copied, name, non_blocking=True)
             return target
-        self.counts.operate(name)
+        (self.counts.launch if self._launching else self.counts.operate)(name)
         copied = aten._to_copy.default(source.elem, **on_host)
         if self.recorder is not None:
             self.recorder.add(aten._to_copy.default, [source.elem], on_host, copied)
@@ -291,6 +299,20 @@ class ShadowDevice:
         else:
             self._download(target, source.elem, name, non_blocking)
         return target
+
+    def _launch(
+        self, func: Operation, args: Sequence[Any], kwargs: dict[str, Any], shadows: "Sequence[ShadowTensor]"
+    ) -> None:
+        """Call what CUDA would call, for what it launches. Its results, and what it changes in place, are dropped."""
+        recorder, self.recorder, self._launching = self.recorder, None, True
+        kept = [(shadow.elem, shadow.elem.clone()) for shadow in shadows] if func._schema.is_mutable else []
+        try:
+            with ShadowMode(self):
+                func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
+        finally:
+            self.recorder, self._launching = recorder, False
+            for elem, value in kept:
+                elem.copy_(value)
 
     def _check(self, func: Operation, args: Sequence[Any], plain: Sequence[Tensor]) -> None:
         """Raises ShadowError for a CPU tensor among CUDA tensors. CUDA takes numbers, and indices at the cost of an

@@ -1,19 +1,21 @@
 """What a steady decode round of eight sequences with four drafts each asks of the device.
 
-By hand: `python -m tests.engine.shadow.report [KIND …]` prints the table, and for each kind the crossings and the
-operations outside of the models by line.
+By hand: `python -m tests.engine.shadow.report [KIND …]` prints the table, and for each kind the crossings, the
+operations outside of the models by line, and what the project's operations launch. An operation may launch several
+kernels; the table has both numbers.
 """
 
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers.utils import logging
 
 from engine.config import WeightForm
+from engine.engine import Engine
 from engine.types import DrafterName, Request, SamplingParams, Verifier
 from policies.config import PolicyConfig
 from tests.engine.driving import drive, load
@@ -22,7 +24,7 @@ from tests.engine.heads.fitted import random_medusa, save_heads
 from tests.engine.pairs import Pair, save_pair
 from tests.engine.shadow.both import without_measurements
 from tests.engine.shadow.counting import Counts
-from tests.engine.shadow.cuda import shadow_cuda
+from tests.engine.shadow.cuda import launching, shadow_cuda
 
 BATCH, K = 8, 4
 TREE = (2, 1)  # children of each draft by depth: four drafts
@@ -75,24 +77,27 @@ def requests(kind: RoundKind) -> list[Request]:
     return found
 
 
+def start(pair: Pair, **config: Any) -> Engine:
+    """The engine of the rounds, on a CUDA device."""
+    settings = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "policy": PolicyConfig("fixed", k=K),
+        "max_running": BATCH,
+        "max_spec_length": K,
+        "cache": "paged",
+        "block_size": 16,
+        "kv_tokens": 1600,
+    }
+    return load(pair, **settings | config)
+
+
 def measure(pair: Pair, kind: RoundKind, weights: WeightForm = "as_is") -> Counts:
     """The counts of a round in which all requests decode, with as many drafts as any round had. Of several the one that
     crosses most often, and then the one with the most operations."""
     rounds: list[Counts] = []
-    with shadow_cuda() as device, without_measurements():
-        engine = load(
-            pair,
-            device="cuda",
-            dtype="bfloat16",
-            target_weights=weights,
-            draft_weights=weights,
-            policy=PolicyConfig("fixed", k=K),
-            max_running=BATCH,
-            max_spec_length=K,
-            cache="paged",
-            block_size=16,
-            kv_tokens=1600,
-        )
+    with shadow_cuda() as device, without_measurements(), launching(device):
+        engine = start(pair, target_weights=weights, draft_weights=weights)
         before = device.counts.copy()
 
         def after_step() -> None:
@@ -131,9 +136,10 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         kinds = {name: KINDS[name] for name in names or KINDS}
         found = {name: measure(pair_of(kind, Path(folder)), kind) for name, kind in kinds.items()}
-    print(row("round", "uploads", "downloads", "stalls", "outside", "in models"))
+    print(row("round", "uploads", "downloads", "stalls", "outside", "launches", "in models", "launches"))
     for name, counts in found.items():
-        print(row(name, counts.uploads, counts.downloads, counts.stalls, counts.outside, counts.inside))
+        operations = counts.outside, counts.launched_outside, counts.inside, counts.launched_inside
+        print(row(name, counts.uploads, counts.downloads, counts.stalls, *operations))
     for name, counts in found.items():
         print(f"\n{name}:", *counts.lines(), sep="\n")
 

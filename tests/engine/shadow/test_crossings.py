@@ -1,8 +1,9 @@
 """How often a steady decode round of eight sequences with four drafts each makes host and device meet, and how many
-operations it runs outside of the models. The budgets only fall: a count below its budget fails too, so that the table
-is tightened."""
+operations it runs and kernels it launches outside of the models. The budgets only fall: a count below its budget fails
+too, so that the table is tightened."""
 
 from dataclasses import astuple, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,28 +18,31 @@ class Budget:
     downloads: int
     stalls: int  # how often the host waits for the device
     outside: int  # operations outside of the models
+    launches: int  # what they launch: a kernel that one of them launches several times counts each time
 
 
 BUDGETS = {
-    "greedy": Budget(1, 1, 1, 17),
-    "match": Budget(1, 1, 1, 17),
-    "rejection": Budget(1, 1, 1, 34),
-    "block, top-p, penalties": Budget(1, 1, 1, 50),
-    "bias, bad words": Budget(1, 1, 1, 91),
-    "match, logprobs": Budget(2, 2, 2, 32),
-    "lookup": Budget(1, 1, 1, 5),
-    "tree": Budget(1, 1, 1, 27),
-    "tree, rejection": Budget(1, 1, 1, 45),
-    "eagle": Budget(1, 1, 1, 20),
-    "eagle, tree": Budget(1, 1, 1, 29),
-    "medusa": Budget(1, 1, 1, 18),
-    "medusa, tree": Budget(1, 1, 1, 24),
+    "greedy": Budget(1, 1, 1, 17, 22),
+    "match": Budget(1, 1, 1, 17, 22),
+    "rejection": Budget(1, 1, 1, 34, 61),
+    "block, top-p, penalties": Budget(1, 1, 1, 50, 164),
+    "bias, bad words": Budget(1, 1, 1, 91, 96),
+    "match, logprobs": Budget(2, 2, 2, 32, 37),
+    "lookup": Budget(1, 1, 1, 5, 6),
+    "tree": Budget(1, 1, 1, 27, 31),
+    "tree, rejection": Budget(1, 1, 1, 45, 64),
+    "eagle": Budget(1, 1, 1, 20, 25),
+    "eagle, tree": Budget(1, 1, 1, 29, 33),
+    "medusa": Budget(1, 1, 1, 18, 23),
+    "medusa, tree": Budget(1, 1, 1, 24, 28),
 }
 
 
 def check_budget(kind: str, counts: Counts) -> None:
     """Raise AssertionError unless the counts are exactly those of the table."""
-    found, budget = Budget(counts.uploads, counts.downloads, counts.stalls, counts.outside), BUDGETS[kind]
+    budget = BUDGETS[kind]
+    launches = counts.launched_outside if find_spec("triton") else budget.launches
+    found = Budget(counts.uploads, counts.downloads, counts.stalls, counts.outside, launches)
     if found == budget:
         return
     over = any(n > most for n, most in zip(astuple(found), astuple(budget), strict=True))
@@ -71,6 +75,6 @@ def test_the_report_prints_the_counts_and_their_lines(capsys: pytest.CaptureFixt
     main(["lookup"])
     header, cells, *lines = capsys.readouterr().out.splitlines()
     budget = BUDGETS["lookup"]
-    assert header.split()[:4] == ["round", "uploads", "downloads", "stalls"]
-    assert cells.split()[:5] == ["lookup", *(str(n) for n in astuple(budget))]
+    assert header.split()[:6] == ["round", "uploads", "downloads", "stalls", "outside", "launches"]
+    assert cells.split()[:6] == ["lookup", *(str(n) for n in astuple(budget))]
     assert sum("D2H copy" in line and "engine/verification.py" in line for line in lines) == budget.downloads

@@ -3,6 +3,7 @@ whose checkpoint holds the numbers that the codes stand for."""
 
 import logging
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.engine import Engine
-from engine.kernels.triton_modules import triton_module
 from engine.loading.load import plan_memory
 from engine.models.coded_linear import CodedLinear
 from engine.models.decoder import Decoder, LanguageModel
@@ -33,7 +33,7 @@ from tests.engine.shadow.test_crossings import check_budget
 from tests.engine.shadow.test_same_text import SETTINGS
 
 CUDA = torch.device("cuda", 0)
-pytestmark = pytest.mark.skipif(triton_module("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 QUANTISE: dict[WeightForm, Callable[[Tensor], CodedWeight]] = {
     "int8": quantise_weight,
