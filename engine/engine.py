@@ -323,7 +323,7 @@ class Engine:
         """Let another policy choose k from the next round on. Raises ConfigError if its k is too large."""
         self.config.check_policy(policy)
         self.speculator.control.configure(policy)
-        self.intake.policy = policy
+        self.intake.put_policy(policy, self._sequences.values())
 
     def load_draft(self, draft: str | None) -> NewDraft:
         """Load another draft, or none, for `put_draft`. One other thread may call it while the engine serves.

@@ -22,6 +22,7 @@ from engine.types import (
     RequestRecord,
     SamplingParams,
 )
+from policies.config import PolicyConfig
 
 
 def refuse_used_ids(ids: Iterable[str], used: Container[str]) -> None:
@@ -47,7 +48,7 @@ class Intake:
     ) -> None:
         self.drafters = drafters if config.max_spec_length else ()  # those that a request may name
         self.max_spec_length = config.max_spec_length if drafters else 0
-        self.policy = config.policy  # the policy in force; Engine.configure replaces it
+        self.policy = config.policy  # the policy in force
         self._config = config
         self._tokenizer = tokenizer
         self.eos_ids = eos_ids
@@ -59,6 +60,12 @@ class Intake:
         draft nothing."""
         if self._config.max_spec_length:
             self.drafters = drafters
+
+    def put_policy(self, policy: PolicyConfig, sequences: Iterable[Sequence]) -> None:
+        """Let this policy be in force, also for the engine's sequences."""
+        self.policy = policy
+        for sequence in sequences:
+            sequence.policy_drafts = policy.drafts
 
     def adopt(self, sequence: Sequence) -> None:
         """Let the server's own drafter serve a sequence that came while there was none, if its request left that to the
@@ -227,6 +234,7 @@ class Intake:
             verifier=plan.verifier,
             drafter=plan.drafter,
             max_k=request.max_k,
+            policy_drafts=self.policy.drafts,
             prediction=request.prediction_ids,
             lenience=request.lenience,
             typical=request.typical,

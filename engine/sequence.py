@@ -53,6 +53,7 @@ class Sequence:
     verifier: Verifier = "match"
     drafter: DrafterName | None = None  # None: nothing is drafted for it
     max_k: int | None = None  # the largest k that the policy may choose; None: the engine's limit
+    policy_drafts: bool = True  # whether the policy in force ever drafts
     prediction: tuple[int, ...] = ()  # the client's guess of the output
     lenience: float | None = None  # None: exact, unless it has a typical acceptance
     typical: Typical | None = None
@@ -70,6 +71,11 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # collected while the prompt is read
     state: State = field(default=State.WAITING)
     finish_reason: FinishReason | None = None
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether anything may be drafted for it, unless the policy is replaced."""
+        return self.policy_drafts if self.k is None else self.k > 0
 
     @property
     def num_output(self) -> int:

@@ -31,6 +31,8 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
     Raises ValueError for a tree of several branches under block verification. Here and below, `indices` [n] are the
     sequences of the batch that share a verifier.
     """
+    if _is_plain(batch, draft):
+        return _plain_verdict(batch, logits)
     if draft.trees:
         _check_verifiers(batch, draft.trees)
         batch = replace(batch, sampler=batch.sampler.on_trees(draft.trees))
@@ -84,6 +86,18 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
                 continue
             _put_lenience(batch, indices)
             put_law_rows(batch, expected_law_rows(batch, ks, trees, indices))
+
+
+def _is_plain(batch: DraftBatch, draft: Draft) -> bool:
+    """Whether the verdict is each sequence's own draw, on the host already."""
+    drafted = draft.tokens is not None or bool(draft.trees)
+    return not (drafted or _on_device(batch)) and list(_by_verifier(batch)) == ["match"]
+
+
+def _plain_verdict(batch: DraftBatch, logits: Tensor) -> Verdict:
+    """As the rest of verify(), without its operations on tensors of a few numbers."""
+    drawn, finite = batch.sampler.draw(logits, batch.sampler.offsets)
+    return Verdict.without_drafts(drawn.tolist(), finite.tolist())
 
 
 Way = Verifier | Literal["typical"]  # in which drafts are judged
@@ -340,10 +354,8 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
     """The verdict as Python lists, in one copy together with the drafts."""
     columns = [verdict.last_rows, verdict.tokens, verdict.finite]
     if draft.tokens is None:
-        accepted, tokens, finite = torch.stack(columns).tolist()
-        non_finite = [not row_finite for row_finite in finite]
-        paths: dict[int, list[int]] = {i: [] for i in draft.trees}
-        return Verdict(accepted, [[t] for t in tokens], non_finite, [()] * len(tokens), 0, [[]] * len(tokens), paths)
+        _, tokens, finite = torch.stack(columns).tolist()
+        return replace(Verdict.without_drafts(tokens, finite), paths={i: [] for i in draft.trees})
     depth = max(draft.ks)
     drawn, overlaps = ([] if part is None else [part] for part in (verdict.drawn, verdict.overlaps))
     decided = [torch.stack(columns, 1), draft.tokens[:, :depth]] if verdict.table is None else [verdict.table]

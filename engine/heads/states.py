@@ -201,7 +201,7 @@ class TargetStates:
         assert rows == list(range(self._max_rows)), "rows of the table are lost, or held twice"
 
     def _serves(self, sequence: Sequence) -> bool:
-        return sequence.drafter in self._drafters and sequence.k != 0
+        return sequence.drafter in self._drafters and sequence.may_draft
 
     def _name(self, feeds: Seq[Feed], starts: Seq[int]) -> tuple[tuple[int, int, int], ...]:
         """(handle, first position, positions) of each sequence whose states of the pass are kept."""

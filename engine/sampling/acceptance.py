@@ -44,6 +44,12 @@ class Verdict:
         None  # as DeviceVerdict's, still on the device, for what else a round with trees does there
     )
 
+    @classmethod
+    def without_drafts(cls, tokens: Seq[int], finite: Seq[bool]) -> "Verdict":
+        """Of a round without drafts: one token for each sequence, and whether its score is finite."""
+        n = len(tokens)
+        return cls([0] * n, [[token] for token in tokens], [not f for f in finite], [()] * n, 0, [[]] * n)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceVerdict:

@@ -1,5 +1,7 @@
 """splitmix64's finaliser (Steele, Lea, Flood 2014): the same bits for Python integers, tensors and numpy arrays."""
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -39,6 +41,15 @@ def mix_tensor(z: Tensor) -> Tensor:
 
 def mix_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The hashes of an array."""
-    for shift, factor in STEPS:
-        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
-    return z
+    bits = z.copy()
+    mix_in_place(bits, np.empty_like(bits), STEPS)
+    return bits
+
+
+def mix_in_place(bits: NDArray[np.uint64], shifted: NDArray[np.uint64], steps: Seq[tuple[int, int]]) -> None:
+    """Take these of the STEPS. shifted: scratch memory of the same shape."""
+    for shift, factor in steps:
+        np.right_shift(bits, np.uint64(shift), out=shifted)
+        np.bitwise_xor(bits, shifted, out=bits)
+        if factor != 1:
+            np.multiply(bits, np.uint64(factor), out=bits)

@@ -147,6 +147,11 @@ def argmax(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
+def are_finite(scores: Tensor, tokens: Tensor) -> Tensor:
+    """[R] bool: whether each row's score [R, vocab] of its token [R] is finite. On the CPU."""
+    return torch.from_numpy(np.isfinite(scores.numpy()[np.arange(len(tokens)), tokens.numpy()]))
+
+
 def _row_keys(keys: Tensor, positions: Tensor) -> Tensor:
     return mix_tensor(keys + signed(GOLDEN) * (positions + 1))
 

@@ -171,4 +171,9 @@ def _block_maxima(scores: Tensor) -> NDArray[np.floating]:
 
 
 def clocks_of(bits: Bits) -> Doubles:
-    return -np.log(((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
+    """Standard exponentials from the upper 52 bits. In place where that saves memory, which costs time."""
+    clocks = (bits >> np.uint64(12)).astype(np.float64)
+    clocks += 0.5
+    clocks *= 2.0**-52
+    np.log(clocks, out=clocks)
+    return np.negative(clocks, out=clocks)

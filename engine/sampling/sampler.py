@@ -46,6 +46,7 @@ from engine.sampling.noise import (
     TARGET_STREAM,
     GumbelRace,
     Race,
+    are_finite,
     argmax,
     sibling_stream,
     stream_key,
@@ -149,7 +150,7 @@ class Sampler:
             return self._draw_kept(logits.contiguous(), rows, drafting)
         scores = self._filtered(logits, rows)
         drawn = self.sample(scores, rows, drafting=drafting)
-        return drawn, scores.gather(1, drawn[:, None])[:, 0].abs() < torch.inf  # an argmax over NaN picks a NaN
+        return drawn, are_finite(scores, drawn)  # an argmax over NaN picks a NaN
 
     def _draw_kept(self, logits: Tensor, rows: Seq[int], drafting: bool) -> tuple[Tensor, Tensor]:
         """As draw(), for rows that all have filters and noise. Only rows that keep many tokens get scores."""
@@ -165,7 +166,7 @@ class Sampler:
             found = CutRows(NO_TOKENS, {}, list(range(len(cut.left))))
             scores = truncated_rows(logits[index], filters.pick(index), found)
             drawn[index] = race.run(scores, [numbers[n] for n in cut.left])
-            finite[index] = scores.gather(1, drawn[index, None])[:, 0].abs() < torch.inf
+            finite[index] = are_finite(scores, drawn[index])
         return drawn, finite
 
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
@@ -380,9 +381,8 @@ class Sampler:
         """The race of (sequence, number of drafts that are seen) pairs."""
         keys = self._keys(TARGET_STREAM, [i for i, _ in places]).tensor
         positions = [len(self._sequences[i].tokens) + ahead for i, ahead in places]
-        temperatures = [self._sequences[i].params.temperature for i, _ in places]
-        column = torch.tensor(temperatures, dtype=torch.float64, device=self.device)
-        return GumbelRace(keys, index_tensor(positions, self.device), column, self._vocab_size)
+        temperatures = torch.tensor([self._sequences[i].params.temperature for i, _ in places], dtype=torch.float64)
+        return GumbelRace(keys, torch.tensor(positions), temperatures, self._vocab_size)
 
     def _ends(self, indices: Seq[int]) -> Staged:
         return self.numbers.ints(("ends", tuple(indices)), lambda: [len(self._sequences[i].tokens) for i in indices])

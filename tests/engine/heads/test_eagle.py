@@ -16,6 +16,7 @@ from engine.heads.eagle_runner import HeadRunner
 from engine.heads.states import TargetStates
 from engine.models.feeds import Feed
 from engine.types import DrafterName, Request, SamplingParams
+from policies.config import PolicyConfig
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
 from tests.engine.heads.eagles import FORMATS, SlowHead, save_eagle_pair
 from tests.engine.pairs import VOCAB, Pair
@@ -293,6 +294,52 @@ def test_idle_heads_read_nothing(eagle: Pair, monkeypatch: pytest.MonkeyPatch) -
     assert passes == 0
     drive(engine, make_requests(2))
     assert passes > 0
+
+
+OFF, FIXED = PolicyConfig("off"), PolicyConfig("fixed", k=3)
+
+
+def test_a_policy_that_never_drafts_keeps_no_states(
+    eagle: Pair, greedy_texts: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding costs what it costs without a head. Requests that fix their own k are served beside it."""
+    engine, kept = start(eagle), 0
+    copy = TargetStates._copy
+
+    def count(self: TargetStates, *args: Any) -> None:
+        nonlocal kept
+        kept += 1
+        copy(self, *args)
+
+    monkeypatch.setattr(TargetStates, "_copy", count)
+    engine.configure(OFF)
+    assert drive(engine, make_requests(None)).tokens == greedy_texts
+    assert kept == 0
+    run = drive(engine, [replace(r, k=3 if i % 2 else None) for i, r in enumerate(make_requests(None))])
+    assert run.tokens == greedy_texts
+    assert run.accepted > 0
+    assert kept > 0
+
+
+@pytest.mark.parametrize("first", [OFF, FIXED], ids=lambda policy: policy.name)
+def test_a_policy_that_comes_later_drafts_behind_a_hole(
+    eagle: Pair, proposed: list[Proposed], first: PolicyConfig
+) -> None:
+    """The head lacks what was read while nothing was drafted. It begins anew behind that."""
+    engine = start(eagle)
+    policies = {1: first, 9: OFF, 15: FIXED, 21: OFF, 30: FIXED}
+
+    def switch() -> None:
+        if engine.steps in policies:
+            engine.configure(policies[engine.steps])
+
+    requests = [replace(r, params=replace(r.params, max_tokens=50)) for r in make_requests(None, count=3)]
+    engine.configure(first)
+    run = drive(engine, requests, after_step=switch)
+    assert run.tokens == drive(engine, [replace(r, k=0) for r in requests]).tokens
+    assert len({one.start for one in proposed}) > 3
+    assert run.accepted > 0
+    assert_as_reference(eagle, proposed, most=20)
 
 
 @pytest.mark.parametrize(("k", "drafter"), [(0, None), (3, "ngram")])

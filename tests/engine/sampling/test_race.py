@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import noise as noise_module
 from engine.sampling import race as race_module
+from engine.sampling import token_race
 from engine.sampling.hashing import BLOCK
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise, sequence_key, stream_key, uniforms
 from engine.sampling.sampler import Sampler
@@ -132,23 +133,28 @@ def draws_apart(kind: Kind, dtype: torch.dtype, draw: Draw = race) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("threshold", [0, DENSE_NOISE_LIMIT, 10**9], ids=["pruned", "as configured", "dense"])
+@pytest.fixture(params=["blocks", "rivals", "at once", "as configured"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways to race: over blocks, over the tokens that may win, over the noise of all tokens, and the one chosen."""
+    limits = {"blocks": (0, 0), "rivals": (10**9, 0), "at once": (10**9, 10**9)}
+    dense, at_once = limits.get(request.param, (DENSE_NOISE_LIMIT, token_race.MADE_AT_ONCE))
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", dense)
+    monkeypatch.setattr(token_race, "MADE_AT_ONCE", at_once)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Id for id, above and below the threshold, for every size of the last block."""
-    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
+def test_the_race_is_an_argmax(kind: Kind, dtype: torch.dtype) -> None:
+    """Id for id, for every size of the last block."""
     assert draws_apart(kind, dtype) == 0
 
 
-@pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("vocab", [40, 600, 4096])
 @pytest.mark.parametrize("kind", [normal, few_left], ids=lambda kind: kind.__name__)
-def test_a_score_that_is_not_a_number_wins(
-    kind: Kind, vocab: int, threshold: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_that_is_not_a_number_wins(kind: Kind, vocab: int) -> None:
     """Wherever it stands, so that it is seen: the verifier ends a sequence whose token has no finite score."""
-    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
     g = torch.Generator().manual_seed(vocab)
     scores, (temperatures, keys, positions) = kind((50, vocab), g), parameters(50, g)
     scores[torch.arange(50), torch.randint(vocab, (50,), generator=g)] = torch.nan
@@ -156,10 +162,9 @@ def test_a_score_that_is_not_a_number_wins(
     assert scores.gather(1, drawn[:, None]).isnan().all()
 
 
-@pytest.mark.parametrize("threshold", [0, 10**9], ids=["pruned", "dense"])
-def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("way")
+def test_noise_is_raced_over_again() -> None:
     """Any rows, in any order, several times, over smaller vocabularies too: the noise stays what it was."""
-    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", threshold)
     g = torch.Generator().manual_seed(0)
     scores, noise = peaks((20, 1000), g) + normal((20, 1000), g), parameters(20, g)
     dense, once = finals(scores, *noise), GumbelRace(noise[1], noise[2], noise[0], 1000)
@@ -167,6 +172,39 @@ def test_noise_is_raced_over_again(threshold: int, monkeypatch: pytest.MonkeyPat
         for vocab in (1000, 999, 961, 960, 31, 1):
             drawn = once.run(scores[at, :vocab], at)
             assert drawn.tolist() == dense[at, :vocab].argmax(1).tolist()
+
+
+@pytest.mark.parametrize("at_once", [0, 10**9], ids=["rivals", "at once"])
+def test_only_tokens_above_a_limit_run(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each row its own limit; token 0 where no token is above it."""
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", 10**9)
+    monkeypatch.setattr(token_race, "MADE_AT_ONCE", at_once)
+    g = torch.Generator().manual_seed(0)
+    scores, noise = ties((50, 700), g), parameters(50, g)
+    limits = scores.kthvalue(350, 1).values
+    limits[7] = inf
+    left = scores.masked_fill(scores <= limits[:, None], -inf)
+    drawn = GumbelRace(noise[1], noise[2], noise[0], 700).run(scores, range(50), limits.tolist())
+    assert drawn.tolist() == finals(left, *noise).argmax(1).tolist()
+    assert drawn[7] == 0
+
+
+def test_noise_of_few_rows_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first draft; other drafts and the target draw with it."""
+    made: list[int] = []
+
+    def watched(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+        made.append(bits.size)
+        return race_module.clocks_of(bits)
+
+    monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", 4096)
+    monkeypatch.setattr(token_race, "clocks_of", watched)
+    g = torch.Generator().manual_seed(0)
+    scores, (temperatures, keys, positions) = normal((5, 4096), g), parameters(5, g)
+    once = GumbelRace(keys, positions, temperatures, 4096)
+    for rows in ([0], [1], [2], [3], [*range(5)]):
+        once.run(scores[rows], rows)
+    assert made == [5 * 4096]
 
 
 def test_excluded_tokens_get_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
