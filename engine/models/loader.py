@@ -132,11 +132,11 @@ def load_decoder(
     shards = Shards(path)
     tensors = TensorNames(shards)
     quantised = quantisation(path, checkpoint.raw.get("quantization_config"))
-    make = ProductMaker(weights, dtype, device, None if quantised is None else quantised.kind)
+    make = ProductMaker(weights, dtype, device, quantised)
     if quantised is None:
         source = TensorSource(shards, dtype, device, tensors.discard)
     else:
-        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(per_row=quantised.per_row))
+        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised))
         source = QuantisedSource(quantised, shards, dtype, device, tensors.discard)
     prefix = tensors.prefix
     embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
