@@ -68,7 +68,7 @@ def _open_adapted(path: Path, kind: str) -> Checkpoint:
     if kind not in CONFIG_MAPPING:
         known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
         raise ConfigError(f"{path} is a {kind!r} model; supported are {known}")
-    from engine.models.adapter import read_adapted_config  # the modelling code, which takes seconds to import
+    from engine.models.adapter_config import read_adapted_config  # the modelling code, which takes seconds to import
 
     config = _transformers_config(path)
     return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
