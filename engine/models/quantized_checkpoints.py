@@ -6,6 +6,7 @@ scales per tensor, channel or block, GPTQ, AWQ and MXFP4. Which weights are quan
 stored beside them, so lists of exceptions need no reading.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +30,17 @@ from engine.models.weight_formats import (
     scaled_weight,
 )
 
+log = logging.getLogger(__name__)
+
 PACKED_FORMATS, PLAIN_FORMATS = ("pack-quantized",), ("int-quantized", "float-quantized", "naive-quantized")
 UNQUANTISED = ("F64", "F32", "F16", "BF16")
 # The tensors of a quantised weight. Static scales of activations are not used: activations are quantised by their rows.
 COMPANIONS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
-    *("qweight", "qzeros", "scales", "g_idx", "input_scale", "activation_scale"),
+    *("qweight", "qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "activation_scale"),
 )
+# Of K and V in a cache of 8 bits. The cache here has the model's dtype.
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", "_proj.output_scale")
 REORDERED = ("group", "dynamic", True)  # actorder: each column names its group, so that groups are no runs of columns
 MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", *MXFP4_PARTS)  # of a quantised weight
 
@@ -99,6 +104,13 @@ class QuantisedSource(TensorSource):
             raise ConfigError(
                 f"{quantised.path}: config.json says that weights are {quantised.name}, and none is stored so"
             )
+        if unused := sorted(name for name in self._files.names if name.endswith(CACHE_SCALES)):
+            log.warning(
+                "%s: %d scales of the cache, %r among them, are not used: K and V are kept in the model's dtype",
+                *(quantised.path, len(unused), unused[0]),
+            )
+        for name in unused:
+            discard(name)
 
     def weight(self, parts: Sequence[Part]) -> Weight:
         """Codes, in CPU memory, if all parts are stored as codes with equal groups."""
@@ -158,6 +170,8 @@ def quantisation(path: Path, config: dict[str, Any] | None) -> Quantisation | No
         raise ConfigError(f"{path} is quantised by {method!r}; supported are {', '.join(methods)}")
     try:
         return methods[method](path, config)
+    except ConfigError:  # a ValueError too
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: the quantization_config of config.json is malformed: {error!r}") from error
 

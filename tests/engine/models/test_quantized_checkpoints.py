@@ -518,6 +518,58 @@ def test_the_metadata_of_a_real_checkpoint_is_understood(plain: str, tmp_path: P
     decoder_of(path)
 
 
+@pytest.mark.parametrize("sparsity", [None, {}, {"format": "dense"}])
+def test_a_checkpoint_that_is_not_sparse_may_say_so(plain: str, tmp_path: Path, sparsity: object) -> None:
+    path, _ = save_quantised(plain, tmp_path, INT8 | {"sparsity_config": sparsity}, w8a8)
+    decoder_of(path)
+
+
+def test_a_refusal_is_not_wrapped_in_another(plain: str, tmp_path: Path) -> None:
+    path, _ = save_quantised(plain, tmp_path, INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, None)
+    with pytest.raises(ConfigError, match=r"^\S+: compressed-tensors int-quantized int8 with sparse weights is not "):
+        open_checkpoint(str(path))
+
+
+def test_scales_of_the_cache_are_not_used_and_the_log_names_them(
+    plain: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config, pack = FORMATS["fp8 per channel"]
+    path, reference = save_quantised(plain, tmp_path, config | {"kv_cache_scheme": scheme}, pack)
+    assert decoder_of(path)
+    assert "of the cache" not in caplog.text
+    tensors = load_file(path / "model.safetensors")
+    for layer, part in itertools.product(range(2), "kv"):
+        tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor(0.5)
+    save_file(tensors, path / "model.safetensors")
+    assert (logits_of(decoder_of(path)) - logits_of(decoder_of(reference))).abs().max() < 1e-3
+    name = "model.layers.0.self_attn.k_scale"
+    assert f"{path}: 4 scales of the cache, {name!r} among them, are not used" in caplog.text
+
+
+def test_static_scales_of_activations_are_not_used(plain: str, tmp_path: Path) -> None:
+    """Activations are quantised by their rows. An asymmetric scheme stores a zero point beside each scale."""
+    path, _ = save_quantised(plain, tmp_path, INT8, w8a8)
+    expected = logits_of(decoder_of(path))
+    tensors = load_file(path / "model.safetensors")
+    for module in [name.removesuffix("weight") for name in tensors if name.endswith("_proj.weight")]:
+        tensors[f"{module}input_scale"] = torch.tensor([0.1])
+        tensors[f"{module}input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    save_file(tensors, path / "model.safetensors")
+    assert torch.equal(logits_of(decoder_of(path)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_codes_without_any_metadata_are_not_taken_for_numbers(plain: str, tmp_path: Path, dtype: torch.dtype) -> None:
+    path = copy_of(plain, tmp_path / "codes")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{name} is stored as \w+, and no quantization_config of config.json says"):
+        decoder_of(path)
+
+
 def mxfp4_experts(tensors: Stored, generator: torch.Generator) -> dict[str, Tensor]:
     """Replace the experts of all layers with random MXFP4 blocks. Returns the numbers, by transformers' converter."""
     numbers = {}
