@@ -36,6 +36,7 @@ from engine.heads.eagle_runner import HeadRunner
 from engine.heads.files import head_kind, refuse_heads
 from engine.heads.state_drafter import StateDrafter
 from engine.heads.state_loading import StateHeadsFolder
+from engine.loading.end_tokens import end_tokens
 from engine.loading.generation_config import sampling_defaults
 from engine.loading.model_runners import Model, draft_runner, make_runners, states_bytes
 from engine.loading.pair import Side, check_drafts
@@ -61,7 +62,6 @@ from engine.models.loader import Checkpoint, load_model, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer
-from engine.models.tokenizer_files import read_object
 from engine.profiling.threads import choose_threads
 from engine.types import DrafterName
 
@@ -132,7 +132,8 @@ def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
     kinds = {path: kind for path in directories if (kind := head_kind(path)) is not None}
     refuse_heads(list(kinds), directories[0], len(directories) - 1)
     target = open_checkpoint(str(directories[0]))
-    tokenizer, eos_ids = Tokenizer(str(target.path)), _eos_ids(target)
+    tokenizer = Tokenizer(str(target.path))
+    eos_ids = end_tokens(target, tokenizer)
     defaults = sampling_defaults(target.path) if config.generation_config == "auto" else {}
     checkpoints, sides, heads = [target], list[Side](), None
     for name, directory in zip(config.draft_models, directories[1:], strict=True):
@@ -144,7 +145,8 @@ def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
             checkpoints.append(open_eagle(directory, kind, target.shape))
             continue
         draft = open_checkpoint(str(directory))
-        sides.append(Side(name, Tokenizer(str(draft.path)), _eos_ids(draft), draft.shape.vocab_size))
+        own = Tokenizer(str(draft.path))
+        sides.append(Side(name, own, end_tokens(draft, own), draft.shape.vocab_size))
         checkpoints.append(draft)
     translation = check_drafts(Side(config.target, tokenizer, eos_ids, target.shape.vocab_size), sides)
     if config.deterministic:
@@ -379,18 +381,3 @@ def _max_model_len(config: EngineConfig, target: Checkpoint) -> int:
             f"max_model_len must be at least 2, a prompt token and an output token, not {config.max_model_len}"
         )
     return config.max_model_len
-
-
-def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """End-of-sequence tokens. generation_config.json goes before config.json, as in transformers. One that the model
-    cannot draw is left out, with a warning. Raises ConfigError for what is no token id."""
-    generation = read_object(checkpoint.path / "generation_config.json")
-    eos = generation.get("eos_token_id", checkpoint.raw.get("eos_token_id"))
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ConfigError(f"{checkpoint.path}: eos_token_id must be a token id or a list of them, not {eos!r}")
-    vocab = checkpoint.shape.vocab_size
-    if outside := [i for i in ids if not 0 <= i < vocab]:
-        ignored_ids = ", ".join(map(str, outside))
-        log.warning("%s: end tokens %s are outside of the vocabulary of %d", checkpoint.path, ignored_ids, vocab)
-    return frozenset(ids) - set(outside)

@@ -9,9 +9,8 @@ import torch
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.memory.budget import device_memory
 from engine.memory.machine import DeviceMemory
-from engine.models.coded_linear import coded_products_reason
 from engine.models.loader import Checkpoint
-from engine.models.products import has_int8_products
+from engine.models.products import keeps_codes
 from engine.models.quantize import GROUP
 from engine.models.quantized_checkpoints import Quantisation, quantisation
 from engine.models.shards import Shards
@@ -58,11 +57,9 @@ def _kept_bytes(
     quantised: Quantisation, stored_as: Collection[str], form: WeightForm, device: torch.device
 ) -> float | None:
     """Bytes of a stored code that a product uses as it is; None: it is dequantised. stored_as: the files' dtypes."""
-    if device.type != "cpu":
-        usable = form in ("as_is", quantised.kind) and coded_products_reason(device) is None
-        return BYTES_OF_CODES.get(quantised.kind or "") if usable and "F8_E5M2" not in stored_as else None
-    integers = quantised.kind == "int8" and quantised.per_row
-    return 1.0 if integers and form != "int4" and has_int8_products() else None
+    if not keeps_codes(quantised, form, device) or (device.type != "cpu" and "F8_E5M2" in stored_as):
+        return None
+    return BYTES_OF_CODES.get(quantised.kind or "")
 
 
 def beside_weights(device: torch.device, weights: Seq[int]) -> DeviceMemory:

@@ -2,20 +2,19 @@
 
 transformers' own modules compute everything but attention. An attention function of ours is registered under NAME: it
 writes K and V into the cache's rows and attends as native decoders do, so inputs are packed, and rollback, prefixes and
-windows work alike. No code of a checkpoint is run. What cannot work is refused by name: without weights, by one pass on
-torch's meta device, and after the weights are loaded, by comparing a few logits with those of transformers' attention.
+windows work alike. No code of a checkpoint is run. What cannot work is refused by name: without weights
+(adapter_config.py), and after the weights are loaded, by comparing a few logits with those of transformers' attention.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,13 +27,11 @@ from engine.models.attention import Attention, Span, plan_attention
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.pass_attention import PassAttention, Scoring
 from engine.models.shards import Shards
-from engine.models.traits import Traits
 
 NAME = "packed_kv"  # of the attention function
 PROBE_TOKENS = 3
 CHECKED_TEXTS = ((16, 8), (5, 1))  # tokens of each text in the first and in the second pass of the check
 TOLERANCE = {8: 1e-3, 4: 1e-3, 2: 0.05}  # bytes of a number → relative difference of logits; norms compute in fp32
-CHANGING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest text of a pass
 # What modules pass to their attention and what changes nothing here: masks and caches are not used.
 NEUTRAL = frozenset(("position_ids", "position_embeddings", "use_cache", "cache_position", "dropout", "cache"))
 OTHER_OUTPUTS = frozenset(("output_attentions", "output_hidden_states", "output_router_logits"))  # which nobody reads
@@ -97,12 +94,12 @@ def attend(
     return attended.view(1, query.shape[2], query.shape[1], -1), None
 
 
-def _no_mask(**_: Any) -> None:
+def no_mask(**_: Any) -> None:
     """Our attention makes its own masks."""
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
 class States:
@@ -232,98 +229,6 @@ class AdaptedModel:
         finally:
             self._model.set_attn_implementation(NAME)
         return logits
-
-
-def read_adapted_config(path: Path, config: PreTrainedConfig) -> DecoderConfig:
-    """What the engine needs to know of an architecture that is not native. Raises ConfigError, naming what does not
-    work, for a model that cannot run over our KV memory."""
-    kind = f"{path} is a {config.model_type!r} model"
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise ConfigError(f"{kind} with an encoder: only decoders are supported")
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{kind} with quantised weights: they are supported for native architectures only")
-    if changing := sorted(_rope_types(config.to_dict()) & set(CHANGING_ROPES)):
-        raise ConfigError(
-            f"{kind} with {changing[0]} rotary positions, which transformers computes anew from the longest text of a "
-            "pass: a token would depend on the texts beside it. They are supported for native architectures only"
-        )
-    try:
-        with torch.device("meta"), _recorded_windows() as windows:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=NAME, trust_remote_code=False
-            )
-            calls = AdaptedModel(model, None).examine()  # type: ignore[arg-type]  # its sizes are what is asked for
-    except Exception as error:  # of any module
-        raise ConfigError(f"{kind}, which does not run through transformers' attention interface: {error}") from error
-    _check_calls(kind, calls, windows, _count(kind, config, "num_hidden_layers"))
-    call = calls[0]
-    return DecoderConfig(
-        architecture=str(config.model_type),
-        vocab_size=_count(kind, config, "vocab_size"),
-        hidden_size=_count(kind, config, "hidden_size"),
-        num_layers=len(calls),
-        num_heads=call.heads,
-        num_kv_heads=call.kv_heads,
-        head_dim=call.key_dim,
-        intermediate_size=0,
-        rms_norm_eps=0.0,
-        max_position_embeddings=_count(kind, config, "max_position_embeddings"),
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
-        traits=Traits(windows=tuple(c.window for c in calls)),
-    )
-
-
-def _rope_types(value: Any) -> set[str]:
-    if not isinstance(value, dict):
-        return set()
-    found = {str(value["rope_type"])} if "rope_type" in value else set()
-    return found.union(*map(_rope_types, value.values()))
-
-
-def _count(kind: str, config: PreTrainedConfig, name: str) -> int:
-    value = getattr(config, name, None)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{kind}, and its config.json says {name} {value!r}; an integer of at least 1 is needed")
-    return value
-
-
-@contextmanager
-def _recorded_windows() -> Iterator[set[int]]:
-    """The window sizes that masks are asked for. A model may tell them to its masks and not to its attention."""
-    windows: set[int] = set()
-
-    def record(*, local_size: int | None = None, **_: Any) -> None:
-        if local_size is not None:
-            windows.add(local_size)
-
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, record)
-    try:
-        yield windows
-    finally:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
-
-
-def _check_calls(kind: str, calls: list[AttentionCall], mask_windows: set[int], layers: int) -> None:
-    """Raise ConfigError unless every layer attends once, causally, in a way that our attention has."""
-    if [call.layer for call in calls] != list(range(layers)):
-        raise ConfigError(
-            f"{kind}: {len(calls)} of its {layers} layers attend through transformers' attention interface, and all "
-            "must, once each; a recurrent state or an attention of its own is not supported"
-        )
-    first = calls[0]
-    for call in calls:
-        if call.unknown:
-            raise ConfigError(f"{kind}, whose attention needs {', '.join(call.unknown)}: that is not supported")
-        if not call.causal:
-            raise ConfigError(f"{kind}, whose attention is not causal: only causal attention is supported")
-        if call.key_dim != call.value_dim:
-            raise ConfigError(
-                f"{kind}: keys of {call.key_dim} and values of {call.value_dim} numbers are not supported"
-            )
-        if (call.heads, call.kv_heads, call.key_dim) != (first.heads, first.kv_heads, first.key_dim):
-            raise ConfigError(f"{kind}: layers whose heads differ in number or size are not supported")
-    if hidden := mask_windows - {call.window for call in calls}:
-        raise ConfigError(f"{kind}, whose masks have windows of {sorted(hidden)} that its attention is not told")
 
 
 def load_adapted(path: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> AdaptedModel:

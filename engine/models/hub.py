@@ -23,6 +23,7 @@ from engine.loading.hub_id import HubId, parse_hub_id
 from engine.models.weight_files import INDEX, WEIGHTS, pickle_reason, weight_files
 
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")  # of the repository's root: configuration, tokenizer, templates
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 PROGRESS_S = 5.0  # seconds between two lines about a download
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,20 @@ def _from_hub(hub_id: HubId) -> Path:
         listing = _listing(hub_id)
     except _Unreachable as reason:
         return _from_cache(hub_id, str(reason))
-    small = [name for name in listing.sizes if "/" not in name and any(fnmatch(name, p) for p in SMALL_FILES)]
+    small = [name for name in listing.sizes if _is_small(name)]
     if "config.json" not in small:
         raise ConfigError(f"{hub_id} of {constants.ENDPOINT} holds no config.json: it is no transformers checkpoint")
     if not {WEIGHTS, INDEX} & listing.sizes.keys():
         raise ConfigError(f"{hub_id} of {constants.ENDPOINT} holds no {WEIGHTS}{pickle_reason(list(listing.sizes))}")
     directory = _download(hub_id, listing, hub_id.revision, small)  # the cache notes the commit of the revision
     return _download(hub_id, listing, listing.commit, _weights(directory))
+
+
+def _is_small(name: str) -> bool:
+    """Whether a file of the repository is needed beside the weights."""
+    if "/" in name:
+        return fnmatch(name, NAMED_TEMPLATES) and name.count("/") == 1
+    return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
 
 
 def _weights(directory: Path) -> list[str]:

@@ -68,7 +68,7 @@ def _open_adapted(path: Path, kind: str) -> Checkpoint:
     if kind not in CONFIG_MAPPING:
         known = f"{', '.join(MODEL_TYPES)}, and what transformers {version} can run"
         raise ConfigError(f"{path} is a {kind!r} model; supported are {known}: choose another")
-    from engine.models.adapter import read_adapted_config  # the modelling code, which takes seconds to import
+    from engine.models.adapter_config import read_adapted_config  # the modelling code, which takes seconds to import
 
     config = _transformers_config(path)
     return Checkpoint(path, read_adapted_config(path, config), config.to_dict(), native=False)
@@ -132,11 +132,11 @@ def load_decoder(
     shards = Shards(path)
     tensors = TensorNames(shards)
     quantised = quantisation(path, checkpoint.raw.get("quantization_config"))
-    make = ProductMaker(weights, dtype, device, None if quantised is None else quantised.kind)
+    make = ProductMaker(weights, dtype, device, quantised)
     if quantised is None:
         source = TensorSource(shards, dtype, device, tensors.discard)
     else:
-        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(per_row=quantised.per_row))
+        log.info("%s holds %s weights: %s", path, quantised.name, make.describe(quantised))
         source = QuantisedSource(quantised, shards, dtype, device, tensors.discard)
     prefix = tensors.prefix
     embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))

@@ -20,6 +20,7 @@ from engine.models.quantize import (
     quantise_in_groups,
     quantise_weight,
 )
+from engine.models.quantized_checkpoints import Quantisation
 from engine.models.shards import StoredWeight, UnroundedWeight
 from engine.models.steady_linear import SteadyLinear, steady_gating
 from engine.profiling.kept_files import cache_folder
@@ -47,9 +48,9 @@ class ProductMaker:
     """Makes a decoder's products from weights [out, in] and biases [out]."""
 
     def __init__(
-        self, weights: Weights, dtype: torch.dtype, device: torch.device, stored: WeightForm | None = None
+        self, weights: Weights, dtype: torch.dtype, device: torch.device, stored: Quantisation | None = None
     ) -> None:
-        """stored: the form of the codes that a checkpoint holds.
+        """stored: how the checkpoint's weights are quantised.
 
         Raises ConfigError for a form that this device does not have.
         """
@@ -61,11 +62,14 @@ class ProductMaker:
         self._no_codes = None if device.type == "cpu" else coded_products_reason(device)
         if weights.form != "as_is":
             self._check_form(weights.form, device)
-        self._form, self._dtype, self._device, self._stored = weights.form, dtype, device, stored
+        self._form, self._dtype, self._device = weights.form, dtype, device
         self._has_codes = device.type != "cpu" and self._no_codes is None
         self._coded: dict[tuple[object, ...], tuple[CodedLinear, int]] = {}  # by what is compiled: one, its columns
         self._head_form: WeightForm = weights.form if weights.head else "as_is"
-        self._has_int8 = device.type == "cpu" and has_int8_products()
+        self._kept: frozenset[WeightForm] = frozenset()  # of products that use the checkpoint's codes as they are
+        if stored is not None:
+            forms = (weights.form, self._head_form)
+            self._kept = frozenset(form for form in forms if keeps_codes(stored, form, device))
         self._deterministic = weights.deterministic
         self._products, self._copies_bytes = weights.products, weights.copies_bytes
         self._undecided: defaultdict[torch.dtype, list[Linear]] = defaultdict(list)  # by the weights' dtype
@@ -97,32 +101,34 @@ class ProductMaker:
             room = None if room is None else room - copied
         self._undecided.clear()
 
-    def describe(self, *, per_row: bool) -> str:
-        """What becomes of a quantised checkpoint's weights, for the log. per_row: whether each channel has one step and
-        no offset."""
-        kind = self._stored
+    def describe(self, stored: Quantisation) -> str:
+        """What becomes of a quantised checkpoint's weights, for the log."""
+        kind, form, on_cpu = stored.kind, self._form, self._device.type == "cpu"
         dtype = str(self._dtype).removeprefix("torch.")
-        if self._has_codes and kind is not None and self._form in ("as_is", kind):
+        if form in self._kept and not on_cpu:
             return f"{kind} products use them as they are, with activations in {dtype}"
-        integers = kind == "int8" and per_row and self._device.type == "cpu"
-        if integers and self._form != "int4" and self._has_int8:
+        if form in self._kept:
             return "int8 products use them as they are, with activations quantised by their rows"
-        if kind == "int4" and self._form == "int4":
+        if kind == "int4" and form == "int4":
             return "int4 products use them as they are where bfloat16 has their scales; elsewhere they are made anew"
-        if self._form == "int8":
+        if form == "int8":
             return "they are dequantised and then made int8, with a step per channel"
-        if self._form == "int4":
+        if form == "int4":
             return "they are dequantised and then made int4, with a step per group of channels"
-        if self._form == "fp8":
+        if form == "fp8":
             return "they are dequantised and then made FP8, with a step per channel"
-        why = "this machine has no int8 products" if integers else self._no_codes or "this format has no product here"
+        why = self._no_codes or "this format has no product here"
+        if on_cpu and kind == "int8" and stored.per_row:
+            why = "this machine has no int8 products"
+            if not stored.rounds_activations:
+                why = "config.json does not ask for rounded activations, as int8 products have them"
         return f"they are dequantised to {dtype}: {why}"
 
     def _make(self, weight: Weight, bias: Tensor | None, form: WeightForm) -> Product:
         if isinstance(weight, CodedWeight):
-            if self._has_codes and form in ("as_is", self._stored):
+            if form in self._kept and self._device.type != "cpu":
                 return self._make_coded(weight, bias, weight.codes.shape[1])
-            if self._device.type == "cpu" and weight.per_row and form != "int4" and self._has_int8:
+            if form in self._kept and weight.per_row:
                 return self._make_linear(weight, bias)
             if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
                 return Int4Linear(weight, bias)
@@ -168,7 +174,18 @@ class ProductMaker:
         return Linear(weight, bias, None if one_form else ["plain"])
 
 
-def has_int8_products() -> bool:
+def keeps_codes(stored: Quantisation, form: WeightForm, device: torch.device) -> bool:
+    """Whether products in this form use the codes of a checkpoint as they are.
+
+    On a CPU int8 products round activations too: the checkpoint or the operator must ask for it.
+    """
+    if device.type != "cpu":
+        return stored.kind is not None and form in ("as_is", stored.kind) and coded_products_reason(device) is None
+    asked = form == "int8" or (form == "as_is" and stored.rounds_activations)
+    return asked and stored.per_row and _has_int8_products()
+
+
+def _has_int8_products() -> bool:
     try:
         check_int8_products()
     except ConfigError:

@@ -37,6 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # which stand for themselves
 
 
 class Shards:
@@ -237,6 +238,12 @@ class TensorSource:
 
     def _fill(self, place: Tensor, part: Part) -> None:
         dtype = self._shards.dtype(part.name)
+        if dtype not in NUMBERS:
+            stored = self._shards.stored(part.name)
+            raise ConfigError(
+                f"{stored.file}: {part.name} is stored as {stored.dtype}, and no quantization_config of config.json "
+                "says for which numbers: take the checkpoint's own config.json, or another checkpoint"
+            )
         if place.device.type == "cpu" and place.dtype is dtype:
             self._shards.read_into(part.name, place, part.order)
             return

@@ -36,6 +36,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         flagged = {i for i, token in added.items() if token.special}
         ends = {self.vocab[string] for string in (settings.bos, settings.eos) if string in self.vocab}
+        self.eos_id = None if settings.eos is None else self.vocab.get(settings.eos)
         self.named_ids = frozenset(self.vocab[string] for string in settings.special if string in self.vocab)
         # Left out of texts. An ordinary word is not: some checkpoints name one for padding.
         self.special_ids = frozenset(flagged | ends | (self.named_ids & added.keys()))

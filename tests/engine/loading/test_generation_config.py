@@ -64,12 +64,12 @@ def test_a_malformed_file(tmp_path: Path) -> None:
 
 def test_the_operator_decides_whether_they_hold(pair: Pair, tmp_path: Path) -> None:
     path = copy_of(pair.target, tmp_path / "tuned")
-    edit_json(path / "generation_config.json", temperature=0.6, eos_token_id=[3, 4])
+    edit_json(path / "generation_config.json", temperature=0.6, eos_token_id=[1, 4])
     tuned = Pair(str(path), pair.draft)
     assert load(tuned).sampling_defaults == {"temperature": 0.6}
     untuned = load(tuned, generation_config="none")
     assert untuned.sampling_defaults == {}
-    assert untuned.intake.eos_ids == {3, 4}
+    assert untuned.intake.eos_ids == {1, 4}
     edit_json(path / "generation_config.json", temperature=3)
     load(tuned, generation_config="none")
     with pytest.raises(ConfigError, match="generation_config 'vllm' is not one of auto, none"):

@@ -1,5 +1,6 @@
 """Architectures that are not native: transformers' modules over our KV memory, exact, or refused by name."""
 
+import json
 import logging
 import random
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import ConfigError
 from engine.models import adapter
+from engine.models.adapter import AdaptedModel
 from engine.models.loader import load_model, open_checkpoint
 from engine.models.pass_attention import Scoring
 from engine.models.products import Weights
@@ -23,7 +25,7 @@ from tests.engine.fresh import memory
 from tests.engine.models.families import InFP64, reference
 from tests.engine.models.forest import Forest, Part
 from tests.engine.models.reader import LENGTH, SLOTS, Reader
-from tests.engine.pairs import VOCAB, Pair, edit_json, save_tokenizer
+from tests.engine.pairs import VOCAB, Pair, save_tokenizer
 
 CPU = torch.device("cpu")
 COMMON = {
@@ -50,9 +52,14 @@ KINDS: dict[str, dict[str, Any]] = {
 OLMOE = {"intermediate_size": 16, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
 
 
+# Windows that are switched off: its masks are told of windows of 0.
+QWEN2_MOE = {**OLMOE, "intermediate_size": 40, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS = {"olmoe": OLMOE, "qwen2_moe": QWEN2_MOE}
+
+
 def random_checkpoint(kind: str, directory: Path, like: str | None = None) -> str:
     """Random weights in fp32, or those of `like` with noise."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **{**KINDS, "olmoe": OLMOE}[kind]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **(KINDS | EXPERTS)[kind]))
     if like is not None:
         model.load_state_dict(type(model).from_pretrained(like, dtype=torch.float32).state_dict())
     generator = torch.Generator().manual_seed(7 if like is None else 8)
@@ -122,8 +129,9 @@ def test_trees_of_drafts_are_read_like_their_paths(made: tuple[str, Tensor], tex
     forest.accept(parts, [5, 2, -1])
 
 
-def test_experts_are_those_of_transformers(texts: list[list[int]], tmp_path: Path) -> None:
-    checkpoint = random_checkpoint("olmoe", tmp_path)
+@pytest.mark.parametrize("kind", sorted(EXPERTS))
+def test_experts_are_those_of_transformers(kind: str, texts: list[list[int]], tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(kind, tmp_path)
     with reference(checkpoint) as logits:
         expected = logits(texts)
     model = load_model(open_checkpoint(checkpoint), dtype=torch.float32, device=CPU, max_len=LENGTH)
@@ -159,6 +167,18 @@ def test_texts_do_not_depend_on_drafts_and_greedy_ones_are_transformers(kind: st
     assert theirs[len(prompts[0]) - 1 : -1].tolist() == alone["r0"]
     window = KINDS[kind].get("sliding_window")
     assert engine.target.cache.window == window
+
+
+def test_greedy_texts_of_qwen2_moe_are_those_of_transformers(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint("qwen2_moe", tmp_path)
+    engine = load(Pair(checkpoint, checkpoint), dtype="float32", max_spec_length=4)
+    prompt = tuple(range(5, 25))
+    params = SamplingParams(0, max_tokens=32, ignore_eos=True)
+    texts = [drive(engine, [Request("r", prompt, params, k=k)]).tokens["r"] for k in (0, 4)]
+    with reference(checkpoint) as logits:
+        theirs = logits([[*prompt, *texts[0]]])[0].argmax(-1)
+    assert texts == [theirs[len(prompt) - 1 : -1].tolist()] * 2
+    assert engine.target.cache.window is None
 
 
 def test_what_is_slower_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +218,15 @@ def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "falcon": ({}, "'falcon' model, which does not run through transformers' attention interface"),
+    "falcon": ({}, "'falcon' model, whose attention is its own and not that of transformers' attention interface"),
+    "qwen2_vl": ({}, "'qwen2_vl' model with a part for vision: only models of text alone are supported$"),
+    "mllama": ({}, "'mllama' model with a part for vision: only models of text alone are supported$"),
+    "gemma3n": ({}, "'gemma3n' model with a part for vision and audio: only models of text alone are supported$"),
+    "gemma4": ({}, "'gemma4' model with parts beside its text model: only models of text alone are supported$"),
+    "pixtral": ({}, "'pixtral' model, which is no causal language model in transformers: only those are supported$"),
+    "qwen3_next": ({}, r"'qwen3_next' model with a recurrent state \(linear_attention layers\): only attention is"),
+    "lfm2": ({}, "'lfm2' model with a recurrent state: only attention is supported$"),
+    "jamba": ({}, r"'jamba' model with a recurrent state \(linear_attention layers\): only attention is supported$"),
     "mamba": ({}, "'mamba' model: 0 of its 3 layers attend"),
     "bloom": ({}, "'bloom' model: 0 of its 3 layers attend"),
     "t5": ({}, "'t5' model with an encoder"),
@@ -214,7 +242,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_cannot_work_is_refused_by_name_before_any_weight_is_read(kind: str, tmp_path: Path) -> None:
     config, message = REFUSED[kind]
-    AutoConfig.for_model(kind, **COMMON).save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", **config)
-    with pytest.raises(ConfigError, match=message):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **COMMON, **config}), "utf-8")
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_checkpoint(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_of_an_error_of_a_module_only_the_first_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: AdaptedModel) -> None:
+        raise ImportError("\nno such package\nInstall it with:\npip install it")
+
+    random_checkpoint("opt", tmp_path)
+    monkeypatch.setattr(AdaptedModel, "examine", fail)
+    with pytest.raises(ConfigError, match=r"through transformers' attention interface: no such package$"):
         open_checkpoint(str(tmp_path))

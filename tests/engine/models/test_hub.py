@@ -25,6 +25,7 @@ WANTED: Files = {
     "tokenizer.json": b'{"tokenizer": 1}',
     "tokenizer.model": b"sentencepiece",
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     INDEX: json.dumps({"weight_map": SHARDS}).encode(),
     SHARDS["a"]: b"first" * 1000,
     SHARDS["b"]: b"second" * 1000,
@@ -35,6 +36,8 @@ NOT_WANTED: Files = {
     "pytorch_model.bin": b"\x80\x04.",
     "consolidated.safetensors": b"the same weights again",
     "original/params.json": b"{}",
+    "original/chat_template.jinja": b"older",
+    "additional_chat_templates/older/tool_use.jinja": b"older",
     "onnx/model.safetensors": b"others",
     "tokenizer.tiktoken": b"ranks",
 }

@@ -19,6 +19,7 @@ from engine.models.linear import Linear, Product, ProductForm
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
 from engine.models.quantize import CodedWeight, quantise_weight
+from engine.models.quantized_checkpoints import Quantisation
 from engine.models.runner import Runner
 from engine.models.shards import StoredWeight
 from engine.models.weight_files import WEIGHTS
@@ -244,7 +245,8 @@ def test_stored_codes_are_those_of_their_checkpoint(
     monkeypatch.setattr(products, "CodedLinear", coded)
     monkeypatch.setattr(Tensor, "to", lambda tensor, *_: tensor)
     small = CodedWeight(torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1))
-    ProductMaker(Weights(asked), torch.float32, torch.device("cuda", 0), stored="int8")(small)
+    stored = Quantisation(Path(), "int8", lambda *_: small, "int8")
+    ProductMaker(Weights(asked), torch.float32, torch.device("cuda", 0), stored)(small)
     assert (made[0] is small) == kept
 
 

@@ -94,6 +94,20 @@ def gptq(weight: Tensor, bits: int = 4, size: int = 32, shuffled: bool = False) 
     return tensors, meant(integers, scales, zeros, group)
 
 
+def symmetric_gptq(weight: Tensor) -> tuple[Stored, Tensor]:
+    """8 bits with a step per channel and the zero point 128, as the integers of W8A8 have it."""
+    scales = (weight.abs().amax(1) / 127).half().float()[:, None]
+    integers, zeros = (weight / scales).round().long() + 128, torch.full(scales.shape, 128)
+    group = torch.zeros(weight.shape[1], dtype=torch.int64)
+    tensors = {
+        "qweight": torch.tensor([packed(row, 8) for row in integers.tolist()], dtype=torch.int32).t().contiguous(),
+        "qzeros": torch.tensor([packed(row, 8) for row in (zeros - 1).t().tolist()], dtype=torch.int32),
+        "scales": scales.t().half().contiguous(),
+        "g_idx": group.int(),
+    }
+    return tensors, meant(integers, scales, zeros, group)
+
+
 def awq(weight: Tensor, size: int = 32) -> tuple[Stored, Tensor]:
     group = torch.arange(weight.shape[1]) // size
     integers, scales, zeros = grouped(weight, 4, group)
@@ -164,14 +178,19 @@ def fp8_per_tensor(weight: Tensor) -> tuple[Stored, Tensor]:
     return {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(1.0)}, stored.float() * scale
 
 
-def compressed(layout: str, **weights: Any) -> dict[str, Any]:
+def compressed(layout: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """inputs: how activations are quantised; None: they are not."""
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "type": "int", "num_bits": 8, **weights}}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+    groups = {"group_0": group | {"input_activations": inputs}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-INT8 = compressed("int-quantized", strategy="channel")
+INT8 = compressed("int-quantized", BY_TOKEN, strategy="channel")
 FP8 = {"quant_method": "fp8", "weight_block_size": [24, 40]}
 FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "gptq": (GPTQ, gptq),
@@ -184,8 +203,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
         lambda w: pack_quantized(w, asymmetric=True),
     ),
     "packed int8": (compressed("pack-quantized"), lambda w: pack_quantized(w, bits=8)),
+    "packed int8 per channel": (
+        compressed("pack-quantized", strategy="channel"),
+        lambda w: pack_quantized(w, bits=8, size=w.shape[1]),
+    ),
+    "gptq of 8 bits per channel": (GPTQ | {"bits": 8, "group_size": -1}, lambda w: symmetric_gptq(w)),
+    "weights of int8 alone": (compressed("int-quantized", strategy="channel"), w8a8),
     "int8": (INT8, w8a8),
-    "int8 of one scale": (compressed("int-quantized", strategy="tensor"), lambda w: w8a8(w, per_tensor=True)),
+    "int8 of one scale": (compressed("int-quantized", BY_TOKEN, strategy="tensor"), lambda w: w8a8(w, per_tensor=True)),
     "groups of integers in another order": (
         compressed("int-quantized", strategy="group", symmetric=False, group_size=32, actorder="group"),
         w8a8_in_groups,
@@ -194,6 +219,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "fp8 per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_per_tensor),
     "fp8 in blocks": (FP8, lambda w: fp8(w, "weight_scale_inv", (24, 40))),
 }
+
+W8A8 = ("int8", "int8 of one scale")
+WEIGHTS_ALONE = ("packed int8 per channel", "gptq of 8 bits per channel", "weights of int8 alone")
 
 
 def save_quantised(plain: str, path: Path, config: dict[str, Any], pack: Pack | None) -> tuple[Path, Path]:
@@ -230,7 +258,7 @@ def test_a_quantised_checkpoint_is_the_numbers_that_it_stands_for(stored: tuple[
     name, quantised, reference = stored
     exact = logits_of(decoder_of(reference, dtype=torch.float64))
     logits = logits_of(decoder_of(quantised, dtype=torch.float64))
-    if name.startswith("int8") and not int8_reason():  # the activations are rounded too
+    if name in W8A8 and not int8_reason():  # the activations are rounded too
         assert 1e-4 < (logits - exact).square().mean().sqrt() / exact.std() < 0.05
     else:
         assert (logits - exact).abs().max() < 1e-4
@@ -253,6 +281,31 @@ def test_integers_are_used_as_they_are_stored(plain: str, tmp_path: Path, name: 
     assert not is_int8(decoder.head)
     ones = torch.eye(weight.shape[1])
     assert torch.allclose(down(ones), weight.t(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("form", "names"), [("as_is", W8A8), ("int8", W8A8 + WEIGHTS_ALONE)])
+@pytest.mark.parametrize("name", W8A8 + WEIGHTS_ALONE)
+def test_activations_are_rounded_only_where_the_checkpoint_or_the_operator_says_so(
+    plain: str,
+    tmp_path: Path,
+    name: str,
+    form: WeightForm,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Product, log and plan agree. The layout of the products is asked, and none is computed: any CPU can do that."""
+    monkeypatch.setattr("engine.models.products.check_int8_products", lambda: None)
+    path, _ = save_quantised(plain, tmp_path, *FORMATS[name])
+    with caplog.at_level(logging.INFO):
+        decoder = decoder_of(path, Weights(form, products="packed"))
+    layer = decoder.layers[0]
+    rounded = {is_int8(product) for product in (layer.qkv, layer.out, *layer.mlp.products)}
+    assert rounded == {name in names}
+    assert ("int8 products use them as they are" in caplog.text) == (name in names)
+    config = EngineConfig(str(path), target_weights=form, max_model_len=LENGTH)
+    planned = plan_memory(config).models[0].weight_bytes
+    assert planned == pytest.approx(decoder.weight_bytes, rel=0.1)  # biases, steps and norms are not planned
 
 
 @needs_int8
@@ -324,6 +377,7 @@ def test_a_decoder_of_other_weights_differs(plain: str, tmp_path: Path) -> None:
         (GPTQ, gptq, "int4", "GPTQ int4 weights: int4 products use them as they are where bfloat16 has their scales"),
         (INT8, w8a8, "int4", "int-quantized int8 weights: they are dequantised and then made int4"),
         (INT8, w8a8, "as_is", "int-quantized int8 weights: int8 products use them as they are"),
+        (*FORMATS["weights of int8 alone"], "as_is", "to float32: config.json does not ask for rounded activations"),
     ],
 )
 def test_the_log_says_what_becomes_of_the_weights(
@@ -370,7 +424,7 @@ def test_the_plan_for_a_gpu_counts_the_fp8_numbers_that_its_products_read(
         return {"weight": numbers, "weight_scale": torch.ones(())}, numbers.float()
 
     path, _ = save_quantised(plain, tmp_path, FORMATS["fp8 per tensor"][0], pack)
-    monkeypatch.setattr("engine.loading.planned_weights.coded_products_reason", lambda device: None)
+    monkeypatch.setattr("engine.models.products.coded_products_reason", lambda device: None)
     checkpoint = open_checkpoint(str(path))
     (planned,) = planned_weights(EngineConfig(str(path)), [checkpoint], torch.bfloat16, torch.device("cuda"))
     tables = checkpoint.shape.vocab_size * checkpoint.shape.hidden_size * (2 if checkpoint.shape.tied else 4)
@@ -446,13 +500,12 @@ def test_tensors_that_do_not_fit_the_format(
 def test_the_metadata_of_a_real_checkpoint_is_understood(plain: str, tmp_path: Path) -> None:
     """compressed-tensors writes these fields, with nulls where a scheme does not use one."""
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     config = INT8 | {
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
                 "weights": {**weights, "block_structure": None, "actorder": None, "dynamic": False},
-                "input_activations": inputs,
+                "input_activations": BY_TOKEN,
                 "output_activations": None,
             }
         },
@@ -463,6 +516,58 @@ def test_the_metadata_of_a_real_checkpoint_is_understood(plain: str, tmp_path: P
     path, _ = save_quantised(plain, tmp_path, config, w8a8)
     assert json.loads((path / "config.json").read_text("utf-8"))["quantization_config"] == config
     decoder_of(path)
+
+
+@pytest.mark.parametrize("sparsity", [None, {}, {"format": "dense"}])
+def test_a_checkpoint_that_is_not_sparse_may_say_so(plain: str, tmp_path: Path, sparsity: object) -> None:
+    path, _ = save_quantised(plain, tmp_path, INT8 | {"sparsity_config": sparsity}, w8a8)
+    decoder_of(path)
+
+
+def test_a_refusal_is_not_wrapped_in_another(plain: str, tmp_path: Path) -> None:
+    path, _ = save_quantised(plain, tmp_path, INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, None)
+    with pytest.raises(ConfigError, match=r"^\S+: compressed-tensors int-quantized int8 with sparse weights is not "):
+        open_checkpoint(str(path))
+
+
+def test_scales_of_the_cache_are_not_used_and_the_log_names_them(
+    plain: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config, pack = FORMATS["fp8 per channel"]
+    path, reference = save_quantised(plain, tmp_path, config | {"kv_cache_scheme": scheme}, pack)
+    assert decoder_of(path)
+    assert "of the cache" not in caplog.text
+    tensors = load_file(path / "model.safetensors")
+    for layer, part in itertools.product(range(2), "kv"):
+        tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor(0.5)
+    save_file(tensors, path / "model.safetensors")
+    assert (logits_of(decoder_of(path)) - logits_of(decoder_of(reference))).abs().max() < 1e-3
+    name = "model.layers.0.self_attn.k_scale"
+    assert f"{path}: 4 scales of the cache, {name!r} among them, are not used" in caplog.text
+
+
+def test_static_scales_of_activations_are_not_used(plain: str, tmp_path: Path) -> None:
+    """Activations are quantised by their rows. An asymmetric scheme stores a zero point beside each scale."""
+    path, _ = save_quantised(plain, tmp_path, INT8, w8a8)
+    expected = logits_of(decoder_of(path))
+    tensors = load_file(path / "model.safetensors")
+    for module in [name.removesuffix("weight") for name in tensors if name.endswith("_proj.weight")]:
+        tensors[f"{module}input_scale"] = torch.tensor([0.1])
+        tensors[f"{module}input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    save_file(tensors, path / "model.safetensors")
+    assert torch.equal(logits_of(decoder_of(path)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_codes_without_any_metadata_are_not_taken_for_numbers(plain: str, tmp_path: Path, dtype: torch.dtype) -> None:
+    path = copy_of(plain, tmp_path / "codes")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{name} is stored as \w+, and no quantization_config of config.json says"):
+        decoder_of(path)
 
 
 def mxfp4_experts(tensors: Stored, generator: torch.Generator) -> dict[str, Tensor]:

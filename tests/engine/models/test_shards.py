@@ -166,11 +166,11 @@ def test_rows_are_read_to_their_places_whatever_a_call_of_the_system_reads(
         return preadv(descriptor, [place[:most] for place in places[:1]] if most < 10**9 else places, offset)
 
     preadv, counts = os.preadv, list[int]()
-    table, order = torch.arange(2 * MOST_PLACES + 6).reshape(-1, 2), torch.randperm(MOST_PLACES + 3)
+    table, order = torch.arange(2.0 * MOST_PLACES + 6).double().reshape(-1, 2), torch.randperm(MOST_PLACES + 3)
     save_file({"a": table, "b": table.flip(0).contiguous()}, tmp_path / WEIGHTS)
     monkeypatch.setattr(os, "preadv", reluctant)
     parts = [Part("b", tuple(table.shape), order), Part("a", tuple(table.shape))]
-    weight = TensorSource(Shards(tmp_path), torch.int64, CPU, lambda name: None).weight(parts)
+    weight = TensorSource(Shards(tmp_path), torch.float64, CPU, lambda name: None).weight(parts)
     assert isinstance(weight, StoredWeight)
     expected = torch.cat([table.flip(0)[order], table])
     assert (weight.shape, weight.nbytes) == (expected.shape, expected.nbytes)
