@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.models.blocks import block
 from engine.models.linear import num_bytes_of
 from engine.models.quantize import INT4_RANGE, CodedWeight, is_bfloat16
 
 KERNEL_ROWS = 16  # the kernel's output channels come in multiples of so many
 KERNEL_GROUPS = (256, 128, 64, 32)  # input channels that may share a step
-PACKED_ROWS = 1024  # channels that are packed at once, a multiple of the kernel's blocks
+PACKED_ROWS = 128  # channels that are packed at once, a multiple of the kernel's blocks
 INSTRUCTIONS = ("AVX2", "AVX512")  # elsewhere the kernel is scalar code
 
 
@@ -34,7 +35,10 @@ class Int4Linear:
         steps = torch.stack([weight.steps, offsets], 2).bfloat16().repeat_interleave(repeats, 1)
         self._group = group
         self.steps = F.pad(steps, (0, 0, 0, 0, 0, self._missing_rows)).transpose(0, 1).contiguous()  # [groups, out, 2]
-        self.weight = torch.cat([_packed(part) for part in weight.codes.split(PACKED_ROWS)])
+        # uint8 in the kernel's layout, [out rounded up to KERNEL_ROWS, in / 2]
+        self.weight = block((self.out_features + self._missing_rows, self.in_features // 2), torch.uint8)
+        for place, part in zip(self.weight.split(PACKED_ROWS), weight.codes.split(PACKED_ROWS), strict=True):
+            place.copy_(_packed(part))
         self.bias = bias
 
     @property

@@ -132,12 +132,16 @@ class ProductMaker:
                 return self._make_linear(weight, bias)
             if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
                 return Int4Linear(weight, bias)
-            weight = weight.numbers(self._dtype if form == "as_is" else torch.float32).to(self._device)
+            if form == "as_is":
+                weight = weight.numbers(self._dtype).to(self._device)
+            elif self._device.type != "cpu":
+                weight = weight.numbers(torch.float32).to(self._device)
         if form == "as_is":
             return self._make_linear(weight.to(self._dtype) if isinstance(weight, Tensor) else weight, bias)
         if form == "int8" and self._device.type == "cpu" and isinstance(weight, StoredWeight):
             return self._make_linear(UnroundedWeight(weight), bias)
-        weight = weight if isinstance(weight, Tensor) else weight.passing()
+        if isinstance(weight, StoredWeight) and self._device.type != "cpu":
+            weight = weight.passing()
         if self._has_codes:
             return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
         if form == "int8":

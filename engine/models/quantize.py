@@ -6,10 +6,13 @@ each group of GROUP input channels of an output channel.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.models.blocks import block
 
 LARGEST = 127  # −128 is not used, so that both signs have the same range
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
@@ -19,6 +22,16 @@ GROUP = 32  # input channels that share a step of 4-bit integers
 INT4_RANGE = (-8, 7)
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
+
+
+class Sliced(Protocol):
+    """A weight [out, in] that is not a tensor."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def device(self) -> torch.device: ...
+    def wide_slices(self) -> Iterator[tuple[slice, Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +68,19 @@ class CodedWeight:
         """Whether each output channel is integers times one step."""
         return self.codes.dtype is torch.int8 and self.steps.shape[1] == 1 and self.offsets is None
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, [out, in]."""
-        weight = torch.empty(self.codes.shape, dtype=dtype)
-        for first in range(0, len(weight), SLICE_ROWS):
-            part = slice(first, first + SLICE_ROWS)
+    def wide_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """See wide_slices below."""
+        for part in row_slices(self.codes):
             wide = self.codes[part].float().unflatten(1, (-1, self.group)).mul_(self.steps[part, :, None])
             if self.offsets is not None:
                 wide.add_(self.offsets[part, :, None])
-            weight[part] = wide.flatten(1)
+            yield part, wide.flatten(1)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`, [out, in]."""
+        weight = block(self.codes.shape, dtype)
+        for part, wide in self.wide_slices():
+            weight[part] = wide
         return weight
 
     def take_rows(self, order: Tensor) -> "CodedWeight":
@@ -79,7 +96,10 @@ def stacked(weights: Sequence[CodedWeight]) -> CodedWeight | None:
     kinds = {(weight.steps.shape[1], weight.codes.dtype) for weight in weights}
     if len(kinds) > 1 or len(offsets) not in (0, len(weights)):
         return None
-    codes = torch.cat([weight.codes.view(torch.int8) for weight in weights]).view(weights[0].codes.dtype)
+    if len(weights) == 1:
+        return weights[0]
+    codes = block((sum(len(weight.codes) for weight in weights), weights[0].codes.shape[1]), weights[0].codes.dtype)
+    torch.cat([weight.codes.view(torch.int8) for weight in weights], out=codes.view(torch.int8))
     steps = torch.cat([weight.steps for weight in weights])
     return CodedWeight(codes, steps, torch.cat(offsets) if offsets else None)
 
@@ -95,41 +115,40 @@ def scale_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return wide / steps, steps
 
 
-def quantise_weight(weight: Tensor) -> CodedWeight:
+def quantise_weight(weight: Tensor | Sliced) -> CodedWeight:
     """weight [out, in] → 8-bit integers with a step per output channel. The largest of a channel becomes ±LARGEST."""
-    integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    integers = _codes(weight.shape, torch.int8, weight.device)
     steps = torch.empty(weight.shape[0], 1, device=weight.device)
-    for part in _slices(weight):
-        wide = weight[part].float()
+    for part, wide in wide_slices(weight):
         steps[part] = _steps(wide, LARGEST)
         integers[part] = (wide / steps[part]).round_()
     return CodedWeight(integers, steps)
 
 
-def quantise_as_fp8(weight: Tensor) -> CodedWeight:
+def quantise_as_fp8(weight: Tensor | Sliced) -> CodedWeight:
     """weight [out, in] → FP8 numbers with a step per output channel. The largest of a channel becomes ±LARGEST_FP8."""
-    codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    codes = _codes(weight.shape, FP8, weight.device)
     steps = torch.empty(weight.shape[0], 1, device=weight.device)
-    for part in _slices(weight):
-        wide = weight[part].float()
+    for part, wide in wide_slices(weight):
         steps[part] = _steps(wide, LARGEST_FP8)
         codes[part] = (wide / steps[part]).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)  # beyond it there is only NaN
     return CodedWeight(codes, steps)
 
 
-def quantise_in_groups(weight: Tensor) -> CodedWeight:
+def quantise_in_groups(weight: Tensor | Sliced) -> CodedWeight:
     """weight [out, in] → 4-bit integers; in is rounded up to whole groups of GROUP with zeros.
 
     The smallest and the largest number of a group become −8 and 7. Steps and offsets are bfloat16 numbers, as the
     product needs them.
     """
-    weight = F.pad(weight, (0, -weight.shape[1] % GROUP))
-    integers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    steps = torch.empty(weight.shape[0], weight.shape[1] // GROUP, device=weight.device)
+    rows, columns = weight.shape
+    missing = -columns % GROUP
+    integers = _codes((rows, columns + missing), torch.int8, weight.device)
+    steps = torch.empty(rows, (columns + missing) // GROUP, device=weight.device)
     offsets = torch.empty_like(steps)
     least, most = INT4_RANGE
-    for part in _slices(weight):
-        wide = weight[part].float().unflatten(1, (-1, GROUP))
+    for part, rows_of_part in wide_slices(weight):
+        wide = F.pad(rows_of_part, (0, missing)).unflatten(1, (-1, GROUP))
         low, high = wide.aminmax(dim=2)
         steps[part] = _as_bfloat16((high - low) / (most - least) + _LEAST_STEP)
         offsets[part] = _as_bfloat16(low - least * steps[part])
@@ -138,13 +157,27 @@ def quantise_in_groups(weight: Tensor) -> CodedWeight:
     return CodedWeight(integers, steps, offsets)
 
 
+def row_slices(weight: Tensor) -> Iterator[slice]:
+    """The rows of a weight in parts."""
+    rows, count = SLICE_ROWS if weight.device.type == "cpu" else DEVICE_SLICE_ROWS, weight.shape[0]
+    return (slice(first, min(first + rows, count)) for first in range(0, count, rows))
+
+
+def wide_slices(weight: Tensor | Sliced) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their numbers in fp32 [rows, in]), part by part, so that no whole weight is ever in fp32."""
+    if not isinstance(weight, Tensor):
+        yield from weight.wide_slices()
+        return
+    for part in row_slices(weight):
+        yield part, weight[part].float()
+
+
+def _codes(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return block(shape, dtype) if device.type == "cpu" else torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
 def _as_bfloat16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
-
-
-def _slices(weight: Tensor) -> Iterator[slice]:
-    rows = SLICE_ROWS if weight.device.type == "cpu" else DEVICE_SLICE_ROWS
-    return (slice(first, first + rows) for first in range(0, weight.shape[0], rows))
 
 
 def _steps(wide: Tensor, largest: float) -> Tensor:

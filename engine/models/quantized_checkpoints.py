@@ -201,7 +201,7 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
     if layout in PLAIN_FORMATS and kinds <= {("int", 8), ("float", 8)}:
         blocks = [group["block_structure"] for group in groups if group.get("block_structure")]
         kind = "fp8" if kinds == {("float", 8)} else "int8"
-        read = partial(scaled_weight, block=_block_size(blocks[0]) if blocks else None)
+        read = partial(scaled_weight, block_size=_block_size(blocks[0]) if blocks else None)
         return Quantisation(
             path, name, read, kind if symmetric and not reordered else None, per_row, rounds_activations
         )
@@ -219,7 +219,7 @@ def _rounds_activations(scheme: dict[str, Any]) -> bool:
 def _fp8(path: Path, config: dict[str, Any]) -> Quantisation:
     size = config.get("weight_block_size")
     blocks = None if size is None else _block_size(size)
-    return Quantisation(path, "FP8", partial(scaled_weight, block=blocks), "fp8")
+    return Quantisation(path, "FP8", partial(scaled_weight, block_size=blocks), "fp8")
 
 
 def _block_size(size: Sequence[int]) -> tuple[int, int]:

@@ -4,9 +4,8 @@ Files are read and not mapped into memory. The pages of a mapping count as this 
 them back, and a mapped file that somebody truncates kills the process.
 """
 
-import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from threading import Lock, local
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.models.blocks import block
 from engine.models.headers import StoredTensor, stored_tensors
 from engine.models.progress import Progress
-from engine.models.quantize import CodedWeight, quantise_weight
+from engine.models.quantize import CodedWeight, quantise_weight, wide_slices
 
-MAPPED_BYTES = 2**21  # a huge page
 MOST_PLACES = 1024  # that one call of the system may fill (IOV_MAX)
+READ_ROWS = 512  # of a weight that becomes codes are read at once
 KEPT_SHARE = 16  # a thread keeps no block of memory that is larger than the checkpoint over this
 DTYPES = {
     "F64": torch.float64,
@@ -69,33 +69,44 @@ class Shards:
 
     def read(self, name: str) -> Tensor:
         """The tensor in its own dtype, in CPU memory. Raises ConfigError if it cannot be read."""
-        tensor = _buffer(self.stored(name).num_bytes).view(self.dtype(name)).view(self.stored(name).shape)
+        tensor = block(self.stored(name).shape, self.dtype(name))
         self.read_into(name, tensor)
         return tensor
 
     def read_into(self, name: str, place: Tensor, order: Tensor | None = None) -> None:
         """Write the tensor to `place`, contiguous CPU memory of its dtype and shape. order: which of its rows comes at
         each place, int64; None: the order in which they are stored. Raises ConfigError if it cannot be read."""
-        stored, done = self.stored(name), 0
+        stored = self.stored(name)
         if order is None:
             places = [place.view(-1).view(torch.uint8).numpy().data]
         else:
             rows = place.view(len(place), -1).view(torch.uint8).numpy()
             places = [rows[at].data for at in order.argsort().tolist()]
+        self._read(name, places, stored.start, stored.num_bytes)
+
+    def read_rows(self, name: str, place: Tensor, first: int) -> None:
+        """Write the tensor's rows from `first` on to `place`, as read_into does."""
+        stored, size = self.stored(name), place.nbytes
+        start = stored.start + first * (stored.num_bytes // stored.shape[0])
+        self._read(name, [place.view(-1).view(torch.uint8).numpy().data], start, size)
+
+    def _read(self, name: str, places: list[memoryview], start: int, size: int) -> None:
+        """Fill the places, which have `size` bytes in all."""
+        stored, done = self.stored(name), 0
         with self._reading:
             if self._progress is None:
                 self._progress = Progress(str(self.directory), sum(t.num_bytes for t in self.tensors.values()))
             try:
                 self._open(stored.file)
-                while done < stored.num_bytes:
-                    count = os.preadv(self._descriptor, places[:MOST_PLACES], stored.start + done)
+                while done < size:
+                    count = os.preadv(self._descriptor, places[:MOST_PLACES], start + done)
                     if not count:
                         raise ConfigError(f"{stored.file} became shorter while it was read: {name} is not complete")
                     done += count
                     places = _behind(places, count)
             except OSError as error:
                 raise ConfigError(f"{stored.file} cannot be read: {error}") from error
-            self._progress.add(stored.num_bytes)
+            self._progress.add(size)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -126,19 +137,6 @@ def _behind(places: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def _buffer(size: int) -> Tensor:
-    """`size` bytes of CPU memory, of which a large block goes back to the system as soon as it is freed.
-
-    Otherwise the holes that the tensors leave in the heap when they are freed add a tenth to the memory of the process.
-    """
-    if size < MAPPED_BYTES:
-        return torch.empty(size, dtype=torch.uint8)
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: a fault per 2 MiB
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8)
-
-
 class Part(NamedTuple):
     """A stored tensor as rows of a larger one."""
 
@@ -159,10 +157,10 @@ class _Passing(local):
     def take(self, size: int) -> Tensor:
         """`size` bytes, which hold until the thread takes some again."""
         if size > self._most:
-            return _buffer(size)
+            return block([size], torch.uint8)
         if size > len(self._block):
             self._block = self._block.new_empty(0)  # the old one goes before the new one comes
-            self._block = _buffer(size)
+            self._block = block([size], torch.uint8)
         return self._block[:size]
 
 
@@ -183,6 +181,13 @@ class StoredWeight:
         """As `read`, in memory that the thread's next call overwrites."""
         return self._source.stack(self._parts, passing=True)
 
+    def wide_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """See quantize.wide_slices. Raises ConfigError if it cannot be read."""
+        for first in range(0, self.shape[0], READ_ROWS):
+            rows = self._source.rows(self._parts, first, min(READ_ROWS, self.shape[0] - first))
+            for part, wide in wide_slices(rows):
+                yield slice(first + part.start, first + part.stop), wide
+
 
 class UnroundedWeight:
     """A weight that is still in its files and becomes 8-bit integers when it is laid out. So the integers of a model
@@ -196,7 +201,7 @@ class UnroundedWeight:
 
     def rounded(self) -> CodedWeight:
         """Raises ConfigError if it cannot be read."""
-        return quantise_weight(self._stored.passing())
+        return quantise_weight(self._stored)
 
 
 class TensorSource:
@@ -236,14 +241,38 @@ class TensorSource:
             self._fill(place, part)
         return stack
 
-    def _fill(self, place: Tensor, part: Part) -> None:
-        dtype = self._shards.dtype(part.name)
+    def rows(self, parts: Sequence[Part], first: int, count: int) -> Tensor:
+        """Rows of the parts on top of each other, [count, …] in CPU memory."""
+        rows, top = torch.empty(count, *parts[0].shape[1:], dtype=self.dtype), 0
+        for part in parts:
+            begin, end = max(first, top), min(first + count, top + part.shape[0])
+            if begin < end:
+                self._fill_rows(rows[begin - first : end - first], part, begin - top)
+            top += part.shape[0]
+        return rows
+
+    def _fill_rows(self, place: Tensor, part: Part, first: int) -> None:
+        stored = torch.empty(place.shape, dtype=self._dtype_of_numbers(part.name))
+        if part.order is None:
+            self._shards.read_rows(part.name, stored, first)
+        else:
+            for row, at in zip(stored, part.order[first : first + len(place)].tolist(), strict=True):
+                self._shards.read_rows(part.name, row, at)
+        place.copy_(stored)
+
+    def _dtype_of_numbers(self, name: str) -> torch.dtype:
+        """Raises ConfigError for codes."""
+        dtype = self._shards.dtype(name)
         if dtype not in NUMBERS:
-            stored = self._shards.stored(part.name)
+            stored = self._shards.stored(name)
             raise ConfigError(
-                f"{stored.file}: {part.name} is stored as {stored.dtype}, and no quantization_config of config.json "
-                "says for which numbers: take the checkpoint's own config.json, or another checkpoint"
+                f"{stored.file}: {name} is stored as {stored.dtype}, and no quantization_config of config.json says "
+                "for which numbers: take the checkpoint's own config.json, or another checkpoint"
             )
+        return dtype
+
+    def _fill(self, place: Tensor, part: Part) -> None:
+        dtype = self._dtype_of_numbers(part.name)
         if place.device.type == "cpu" and place.dtype is dtype:
             self._shards.read_into(part.name, place, part.order)
             return
@@ -260,5 +289,6 @@ class TensorSource:
     def _empty(self, shape: tuple[int, ...], *, passing: bool = False) -> Tensor:
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        size = prod(shape) * self.dtype.itemsize
-        return (self._stacks.take(size) if passing else _buffer(size)).view(self.dtype).view(shape)
+        if not passing:
+            return block(shape, self.dtype)
+        return self._stacks.take(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)

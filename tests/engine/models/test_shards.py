@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models import shards
+from engine.models.products import QUANTISE
+from engine.models.quantize import CodedWeight
 from engine.models.shards import MOST_PLACES, Part, Shards, StoredWeight, TensorSource
 from engine.models.weight_files import INDEX, WEIGHTS
 
@@ -200,16 +202,39 @@ def test_a_weight_passes_through_memory_that_its_thread_uses_again(tmp_path: Pat
         assert pool.submit(read, "small").result().data_ptr() != medium.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
+def test_a_weight_that_is_rounded_as_it_is_read_has_the_bits_of_the_whole(
+    quantise: Callable[[Tensor | StoredWeight], CodedWeight], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Also where its rows come in another order, and where a part ends within what is read at once."""
+    generator = torch.Generator().manual_seed(1)
+    tables = {name: torch.randn(rows, 72, generator=generator) for name, rows in {"a": 700, "b": 90, "c": 1100}.items()}
+    save_file(tables, tmp_path / WEIGHTS)
+    orders = {"a": torch.randperm(700, generator=generator), "b": None, "c": None}
+    parts = [Part(name, tuple(table.shape), orders[name]) for name, table in tables.items()]
+    weight = TensorSource(Shards(tmp_path), dtype, CPU, lambda name: None).weight(parts)
+    assert isinstance(weight, StoredWeight)
+    whole, sliced = quantise(weight.read()), quantise(weight)
+    assert sliced.codes.shape[0] == 1890
+    for got, expected in ((sliced.codes, whole.codes), (sliced.steps, whole.steps), (sliced.offsets, whole.offsets)):
+        assert (got is None and expected is None) or torch.equal(got.float(), expected.float())
+    again = quantise(whole)  # codes that are rounded anew, as a checkpoint of other codes is
+    from_numbers = quantise(whole.numbers(torch.float32))
+    assert torch.equal(again.codes.float(), from_numbers.codes.float())
+    assert torch.equal(again.steps, from_numbers.steps)
+
+
 def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(size: int) -> Tensor:
-        raise MemoryError(f"{size} bytes")
+    def refused(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        raise MemoryError(f"{shape} of {dtype}")
 
     passing = shards._Passing(100)
     passing.take(10)
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "_buffer", refused)
+        patch.setattr(shards, "block", refused)
         for _ in range(2):
-            with pytest.raises(MemoryError, match="20 bytes"):
+            with pytest.raises(MemoryError, match=r"\[20\] of torch.uint8"):
                 passing.take(20)
     assert len(passing.take(20)) == 20
 
