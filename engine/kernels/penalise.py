@@ -42,9 +42,9 @@ def penalise(logits: Tensor, uses: Tensor, index: Tensor, strengths: Tensor, dra
 
     logits [A, vocab'] in fp32 or fp64; vocab' ≤ vocab may be a draft model's smaller vocabulary. uses [S, vocab] int32:
     see record_texts(). index [A, 2 + W] int64: per row its row of `uses` or NO_ROW, its row of `drafts`, and the
-    columns of the drafts that it sees, filled up with NO_COLUMN. strengths [3, A] fp64: repetition, frequency and presence
-    penalties. drafts [B, K] int64; None if no row sees any. An id outside of the vocabulary counts as the nearest one:
-    such a draft is rejected, so the rows behind it do not matter.
+    columns of the drafts that it sees, filled up with NO_COLUMN. strengths [3, A] fp64: repetition, frequency and
+    presence penalties. drafts [B, K] int64; None if no row sees any. An id outside of the vocabulary counts as the
+    nearest one: such a draft is rejected, so the rows behind it do not matter.
 
     A token of the text or of a seen draft gets old / repetition if positive, else old · repetition, minus
     (frequency · count + presence · (count > 0)), in the logits' type. count: how often it is in the output and in the
