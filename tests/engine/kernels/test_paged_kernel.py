@@ -77,6 +77,17 @@ def test_lengths_from_none_to_a_thousand(kernels: ModuleType, block_size: int) -
 
 
 @pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("window", [None, *in_proofs(2000)])
+@pytest.mark.parametrize("block_size", [32, *in_proofs(16)])
+def test_a_length_of_three_thousand(kernels: ModuleType, block_size: int, window: int | None) -> None:
+    """A row, the drafts of a round, and a tree: twelve segments of keys in as many parts."""
+    spans = [Span.at(0, 2999, 1), Span.at(1, 2995, 5), Span.at(2, 2990, 3, (ROOT, 0, ROOT)), Span.at(3, 0, 0)]
+    case = make_case(spans, Heads(block_size=block_size), window=window)
+    assert kernels.count_parts(case.rows) == 12
+    assert error(kernels, case, Scoring(window=window)) < 1
+
+
+@pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("group", [1, *in_proofs(2, 3, 4), 5, *in_proofs(6, 7, 8)])
 def test_any_number_of_heads_shares_a_kv_head(kernels: ModuleType, group: int) -> None:
     spans = [Span.at(0, 300, 1), Span.at(1, 17, 4)]  # four rows of five heads are more than a tile of 16

@@ -63,7 +63,7 @@ def name_of(kernel: Any) -> str:
 
 @contextmanager
 def fake_driver(found: object = None) -> Iterator[None]:
-    """Triton finds a GPU, or what this driver tells it. The engine forgets what it knows of Triton before and after."""
+    """Triton finds a GPU, or what this driver tells it. The engine asks Triton anew, here and afterwards."""
     with patch.object(driver, "_active", found or FakeDriver()):
         triton_reason.cache_clear()
         yield
