@@ -29,8 +29,11 @@ BUDGETS = {
     "lookup": Budget(1, 1, 1, 5),
     "tree": Budget(1, 1, 1, 27),
     "tree, rejection": Budget(1, 1, 1, 45),
+    "tree, chains": Budget(1, 1, 1, 41),
+    "tree, chains, rejection": Budget(1, 1, 1, 64),
     "eagle": Budget(1, 1, 1, 20),
     "eagle, tree": Budget(1, 1, 1, 29),
+    "eagle, tree, chains": Budget(1, 1, 1, 47),
     "medusa": Budget(1, 1, 1, 18),
     "medusa, tree": Budget(1, 1, 1, 24),
 }
