@@ -220,7 +220,7 @@ def test_caches_hold_the_committed_tokens_after_rounds_with_trees(
         err_now_and_then(monkeypatch, seed)
     fuzz = Fuzz(engine, seed, trees=True)
     assert min(fuzz.checker.compared.values()) > 2000
-    assert fuzz.moved > 2
+    assert fuzz.moved
     assert any(told.reason == "cancelled" for told in fuzz.run.received.values())
     if kind != "slotted":
         assert min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
