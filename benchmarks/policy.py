@@ -16,8 +16,9 @@ clairvoyant plans know the true prices, and each request's mean rate or the fate
 compares goodput with a plan that knows prices and chances, and with the best fixed k of this run, which no server knows
 beforehand. It also reports milliseconds per round in the policy's code; a load that ramps 1 → 16 → 1, half of whose
 requests copy, on prices like the demo pair's; the rounds until a broken drafter is left alone, and until it is used
-again after its repair; and goodput where the machine is slow in phases, over goodput on a steady one. The rates leave
-out the first tenth of the rounds, in which all prompts come at once.
+again after its repair; goodput where the machine is slow in phases, over goodput on a steady one; and goodput that may
+choose trees over the same with chains only, where further guesses are often right. The rates leave out the first tenth
+of the rounds, in which all prompts come at once.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from typing import Any
 from benchmarks import common, trace
 from benchmarks.common import Spec
 from benchmarks.lab.clairvoyant import Clairvoyant
-from benchmarks.lab.scenarios import cpu, drifting, gpu, mixed, profile, recovery
+from benchmarks.lab.scenarios import branching, cpu, drifting, gpu, mixed, profile, recovery
 from benchmarks.lab.simulator import Controller, Report, World, simulate
 from benchmarks.stats import Rows
 from engine.llm import LLM
@@ -55,6 +56,7 @@ PRICES = {"cpu": cpu, "gpu": gpu}
 DAMAGED = (("cpu", 1), ("cpu", 8), ("gpu", 16))
 PHASED = (("cpu", 1, 1.3), ("cpu", 1, 1.6), ("cpu", 4, 1.3), ("cpu", 4, 1.6), ("gpu", 1, 1.6), ("gpu", 4, 1.6))
 PHASED_SEEDS = 6
+BRANCHED = (("gpu", 1), ("gpu", 8), ("gpu", 32), ("cpu", 1), ("cpu", 8))
 
 
 class Timed:
@@ -198,6 +200,29 @@ def phased(prices: str, batch: int, slow: float, rounds: int, seed: int) -> dict
     return {"prices": prices, "batch": batch, "slow": slow, "over steady": rates[1] / rates[0]}
 
 
+def branched(prices: str, batch: int, rounds: int, seed: int) -> dict[str, object]:
+    """goodput with trees and with chains only, on the same requests."""
+    machine = partial(PRICES[prices], DEPTH)
+    chains, trees = (
+        simulate(
+            World(branching(batch, seed), machine, NOISE, seed),
+            SpecControl(PolicyConfig(trees=may), DEPTH, profile(machine, DEPTH, batch)),
+            rounds,
+            skip=rounds // 10,
+        )
+        for may in (False, True)
+    )
+    return {
+        "prices": prices,
+        "batch": batch,
+        "chains tok/s": chains.tokens_per_s,
+        "trees tok/s": trees.tokens_per_s,
+        "over chains": trees.tokens_per_s / chains.tokens_per_s,
+        "chains' mean k": chains.mean_k,
+        "trees' mean k": trees.mean_k,
+    }
+
+
 def record(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Run the prompts and write the trace. Returns its head."""
     workload = common.prepare(args)
@@ -303,7 +328,8 @@ def main_simulate(args: argparse.Namespace) -> None:
     report["ramp"] = ramp(args.seed)
     report["damage"] = [damage(prices, batch, args.seed) for prices, batch in DAMAGED]
     report["phased"] = [phased(*load, args.rounds, args.seed) for load in PHASED]
-    tables = [report[name] for name in ("simulated", "policy_time", "ramp", "damage", "phased")]
+    report["trees"] = [branched(*load, args.rounds, args.seed) for load in BRANCHED]
+    tables = [report[name] for name in ("simulated", "policy_time", "ramp", "damage", "phased", "trees")]
     common.print_report(report, tables, args.json)
 
 

@@ -50,8 +50,10 @@ def put_law_rows(batch: DraftBatch, rows: Seq[int]) -> Staged:
 
 
 def expected_law_rows(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents], indices: Seq[int]) -> list[int]:
-    """The rows that a draft model's laws of these sequences will have. Chains come first, then trees. The rows of
-    another drafter's laws differ, and take a copy of their own."""
-    with_law = sorted((i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled), key=trees.__contains__)
+    """The rows that a draft model's laws of these sequences will have. Beside trees those of chains with a confidence
+    come first (joining_chains). The rows of another drafter's laws differ, and take a copy of their own."""
+    with_law = [i for i, k in enumerate(ks) if k and not batch.sequences[i].coupled]
+    if trees and batch.confidences:
+        with_law.sort(key=lambda i: i in trees or not batch.confidences[i])
     rows = {i: row for row, i in enumerate(with_law)}
     return [rows.get(i, law_kernels.NO_LAW) for i in indices]

@@ -251,14 +251,23 @@ def every(rounds: Sequence[RoundRow], trees: Sequence[Any] | None) -> Iterator[s
         names.append("tree")
     yield from table(names, rows)
     if trees:
-        yield "tree: + accepted, x rejected or not reached, / next branch"
+        yield "tree: + accepted, 2 to 9 accepted as that sibling, x rejected, . not reached, / next branch"
 
 
 def drawing(tree: dict[str, list[int]]) -> str:
     """One sign per draft. A draft that does not follow the one before it begins a branch."""
-    signs = ("+" if node in tree["accepted"] else "x" for node in range(len(tree["parents"])))
-    branches = ("/" if 0 < node != parent + 1 else "" for node, parent in enumerate(tree["parents"]))
-    return "".join(branch + sign for branch, sign in zip(branches, signs, strict=True))
+    accepted, children, signs = tree["accepted"], dict[int, int](), ""
+    decided = set[int]()  # drafts whose accepted child has come
+    for node, parent in enumerate(tree["parents"]):
+        rank = children[parent] = children.get(parent, 0) + 1
+        tried = (parent < 0 or parent in accepted) and parent not in decided
+        signs += "/" if 0 < node != parent + 1 else ""
+        if node in accepted:
+            decided.add(parent)
+            signs += "+" if rank == 1 else str(min(rank, 9))
+        else:
+            signs += "x" if tried else "."
+    return signs
 
 
 def totals(rounds: Sequence[RoundRow]) -> Iterator[str]:

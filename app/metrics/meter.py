@@ -12,7 +12,7 @@ from app.metrics.metric_families import ReplicaMetrics, Requests, Rounds, StepMe
 from app.metrics.metric_instruments import CounterMetric, Exporter, GaugeMetric, HistogramMetric, Maker
 from app.telemetry.exchange import CLIENT_DISCONNECT, Exchange
 from app.telemetry.export import DROPPED_SPANS, DroppedSpans, Loss
-from engine.trees import ranks
+from engine.trees import depths, ranks, tried
 from engine.types import DRAFTERS, REASONS, FinishReason, RequestRecord, RoundRecord, StepStats, acceptance_of
 
 OUTCOMES = ("completed", "refused", "overloaded", "deadline", "failed", "disconnected")
@@ -166,9 +166,11 @@ class Meter:
         _add_at(rounds.accepted_at, [part.accepted for part in parts])
         for part in parts:
             if part.tree:
-                tree_ranks = ranks(part.tree)
-                for position, node in enumerate(part.path, start=1):
-                    rounds.accepted_rank.add(1, str(position), str(tree_ranks[node] + 1))
+                tree_depths, tree_ranks = depths(part.tree), ranks(part.tree)
+                for node in tried(part.tree, part.path):
+                    place = str(tree_depths[node]), str(tree_ranks[node] + 1)
+                    rounds.tried_rank.add(1, *place)
+                    rounds.accepted_rank.add(node in part.path, *place)
         policy = self._client.stats().policy
         for code, count in Counter(part.reason for part in parts).items():
             if code >= 0:

@@ -39,6 +39,9 @@ class Rounds:
         self.accepted_at = make.count(
             "specdec_accepted_tokens_per_pos_total", "Rounds in which at least so many were accepted", "position"
         )
+        self.tried_rank = make.count(
+            "specdec_tree_tried_tokens_total", "Drafts of trees that were verified, by rank", "position", "rank"
+        )
         self.accepted_rank = make.count(
             "specdec_tree_accepted_tokens_total", "Accepted drafts of trees by rank among siblings", "position", "rank"
         )

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from engine.trees import ranks, tried
 from engine.types import DRAFTERS, REASONS, RoundRecord
 
 MAX_LENGTH = 2_048  # characters; Tempo cuts longer attributes
-MAX_ROWS = 26  # rounds with a row; the last LAST_ROWS rounds always have one
+MAX_ROWS = 25  # rounds with a row; the last LAST_ROWS rounds always have one
 LAST_ROWS = 8
 MAX_DRAWN = 16  # drafts that a row draws
-HEADING = "round   k accepted tokens     ms drafter    reason     drafts: + accepted, x rejected, / next branch"
+SIGNS = "+ accepted, 2 to 9 as that sibling, x rejected, . not reached, / next branch"
+HEADING = f"round   k accepted tokens     ms drafter    reason     drafts: {SIGNS}"
 
 
 def rounds_table(rounds: Sequence[RoundRecord]) -> str:
@@ -36,7 +38,11 @@ def _drawing(part: RoundRecord) -> str:
     """One sign per draft. A draft of a tree whose parent is not the draft before it begins a branch."""
     if not part.tree:
         return "+" * part.accepted + "x" * (part.drafted - part.accepted)
-    signs = ("+" if node in part.path else "x" for node in range(part.drafted))
+    signs, siblings_before = ["."] * part.drafted, ranks(part.tree)
+    for node in tried(part.tree, part.path):
+        signs[node] = "x"
+    for node in part.path:
+        signs[node] = str(min(9, 1 + siblings_before[node])) if siblings_before[node] else "+"
     branches = ("/" if 0 < node != parent + 1 else "" for node, parent in enumerate(part.tree))
     return "".join(branch + sign for branch, sign in zip(branches, signs, strict=True))
 

@@ -1,7 +1,7 @@
 """The draft model as a drafter: a smaller decoder proposes k tokens one after the other, for all sequences at once."""
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from engine.drafters.captured_tree_draft import CapturedTreeDraft
 from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import grow_trees, wanted_trees
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader
+from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader, joining_chains
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
 from engine.models.feeds import Feed
@@ -40,8 +40,8 @@ class ModelDrafter:
     A model with another tokenizer has a `translation`. It drafts shared tokens only. Its gap, memory and context are
     counted in its own tokens.
 
-    Trees: the model draws the shape that the batch wants of a sequence, level by level (model_trees.py). A model with
-    another tokenizer draws the chain of its first children.
+    Trees: the model draws the shape that the batch wants of a sequence, level by level (model_trees.py). Chains beside
+    them are drawn in the same passes. A model with another tokenizer draws the chain of its first children.
 
     A draft ends at the end of the model's own context, which may be shorter than the target's. A sequence that has
     passed it gets no more drafts, and its memory is freed.
@@ -98,6 +98,9 @@ class ModelDrafter:
         if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
             return self._propose_captured(batch, ks)
         shapes, growths = wanted_trees(batch, ks, may_branch=self._shared is None)
+        others = {i: k for i, k in enumerate(ks) if k and i not in shapes and i not in growths}
+        joining = joining_chains(batch, others) if shapes else {}
+        shapes |= joining
         active = self._by_slot(batch.sequences, [i for i, k in enumerate(ks) if k])
         active.sort(key=lambda i: (i in growths, i in shapes))
         feeds = [Feed(s, self.runner.uncached(s)) for s in (batch.sequences[i] for i in active)] + pieces
@@ -106,7 +109,7 @@ class ModelDrafter:
         limits = [k if i in chains else 0 for i, k in enumerate(ks)]
         columns = DraftColumns(batch, limits, chains, self.runner.device, self._rank) if chains else None
         steps = self._prepare_steps(batch, columns) if columns is not None else []
-        trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}) if shapes else None
+        trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}, joining) if shapes else None
         first = self.runner.run(feeds) if planned is None and feeds else None
         if planned is not None:
             first = self.runner.compute(planned)
@@ -165,8 +168,10 @@ class ModelDrafter:
             logits = self.runner.step(sequences, fed, *planned[steps : steps + 1])
             steps, read = steps + 1, read + len(columns.active)
 
-    def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeReader]:
-        draft = TreeDraft(batch, shapes, self._vocab, self.runner.device)
+    def _plan_trees(
+        self, batch: DraftBatch, shapes: dict[int, Parents], chains: Collection[int]
+    ) -> tuple[TreeDraft, TreeReader]:
+        draft = TreeDraft(batch, shapes, self._vocab, self.runner.device, chains=chains)
         reader = TreeReader(self.runner, batch, draft)
         self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, reader.fed))
         return draft, reader
@@ -179,7 +184,7 @@ class ModelDrafter:
     def _draw_trees(self, batch: DraftBatch, trees: tuple[TreeDraft, TreeReader], logits: Tensor) -> Draft:
         planned, reader = trees
         draft = planned.draw(logits, reader)
-        self._fed_trees |= {batch.sequences[i].handle: fed for i, fed in reader.fed.items()}
+        self._fed_trees |= {batch.sequences[i].handle: reader.fed[i] for i in draft.trees}
         return replace(draft, steps=reader.steps, read=reader.read)
 
     def _grow_trees(self, batch: DraftBatch, growths: dict[int, Growth], logits: Tensor) -> Draft:

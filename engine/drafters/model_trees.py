@@ -1,6 +1,6 @@
 """Draws trees: one step for each depth, for all sequences and branches at once. A draft model's step is a pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from engine.models.feeds import Feed
 from engine.models.runner import PlannedPass, Runner
 from engine.sampling.adjustments import take
 from engine.sequence import Sequence
-from engine.trees import ROOT, Parents
+from engine.trees import ROOT, Parents, chain
 
 NO_NODE = ROOT - 1  # fills up a level
 
@@ -128,17 +128,20 @@ class TreeDraft:
         vocab: int,
         device: torch.device,
         *,
+        chains: Collection[int] = (),
         padded: bool = False,
     ) -> None:
         """shapes: index of a sequence in the batch → the shape of its draft. Puts what the draws of all levels need on
-        its way to the device. padded: in each level all sequences have as many nodes as the one with the most, and all
-        nodes as many siblings. What is drawn beyond their own is written to one more column of the table of drafts."""
+        its way to the device. chains: the sequences whose drafts are chains for all others (joining_chains). padded: in
+        each level all sequences have as many nodes as the one with the most, and all nodes as many siblings. What is
+        drawn beyond their own is written to one more column of the table of drafts."""
         self.shapes = shapes
+        self.trees = {i: parents for i, parents in shapes.items() if i not in chains}  # of the draft
         self.size = max(map(len, shapes.values())) + padded
         self._padded = padded
         self._ks = tuple(len(shapes.get(i, ())) for i in range(len(batch.sequences)))
         self._vocab = vocab
-        self._sampler = batch.sampler.on_trees(shapes)
+        self._sampler = batch.sampler.on_trees(self.trees)
         self._table = len(batch.sequences), self.size
         self._device = device
         self._tokens = torch.empty(0)  # made when the draws begin, which may be in the region of a graph
@@ -157,7 +160,7 @@ class TreeDraft:
             if number:
                 logits = read(number, self._tokens)
             self._draw_children(level, logits[:, : self._vocab])
-        return Draft(self._ks, self._tokens, self._laws, self._law_rows, trees=dict(self.shapes))
+        return Draft(self._ks, self._tokens, self._laws, self._law_rows, trees=self.trees)
 
     def _find_levels(self) -> list[list[BatchNode]]:
         levels: list[list[BatchNode]] = []
@@ -234,6 +237,12 @@ class TreeDraft:
         assert children.law_targets is not None, "these draws have laws"
         rows = _pick(given.flatten(0, 1), children.sources)
         self._laws.flatten(0, 1).index_copy_(0, children.law_targets.tensor, rows)
+
+
+def joining_chains(batch: DraftBatch, lengths: Mapping[int, int]) -> dict[int, Parents]:
+    """Those of the chains of these lengths that are drawn beside trees in the same steps: as trees of one branch. A
+    chain with a confidence has steps of its own, because each of its steps decides whether another one follows."""
+    return {i: chain(k) for i, k in lengths.items() if k and not (batch.confidences and batch.confidences[i])}
 
 
 def _pick(values: Tensor, rows: Staged | None) -> Tensor:

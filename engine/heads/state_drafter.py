@@ -1,7 +1,7 @@
 """Heads without memory as a drafter: they draft from one state of the target per sequence."""
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import GrowingTree, GrownDraft, ReadNode
 from engine.drafters.merging import merge_drafts
-from engine.drafters.model_trees import TreeDraft
+from engine.drafters.model_trees import TreeDraft, joining_chains
 from engine.heads.captured_heads import CapturedHeads
 from engine.heads.state_heads import HeadRun, StateHeads
 from engine.heads.states import TargetStates
@@ -93,8 +93,10 @@ class StateDrafter:
         self, batch: DraftBatch, chains: Seq[int], shapes: dict[int, Parents], growths: dict[int, Growth]
     ) -> list[Draft]:
         """The chains, the trees of given shapes and the trees that grow, operation by operation."""
+        joining = joining_chains(batch, dict(enumerate(chains))) if shapes else {}
+        chains = [0 if i in joining else k for i, k in enumerate(chains)]
         columns = self._plan_chains(batch, chains) if any(chains) else None
-        trees = self._plan_trees(batch, shapes) if shapes else None
+        trees = self._plan_trees(batch, shapes | joining, joining) if shapes else None
         drafts = []
         if columns is not None:
             drafts.append(self._draw_chains(batch, columns, max(chains)))
@@ -155,9 +157,11 @@ class StateDrafter:
             columns.prepare()
         return columns
 
-    def _plan_trees(self, batch: DraftBatch, shapes: dict[int, Parents]) -> tuple[TreeDraft, TreeLevels]:
+    def _plan_trees(
+        self, batch: DraftBatch, shapes: dict[int, Parents], chains: Collection[int]
+    ) -> tuple[TreeDraft, TreeLevels]:
         self._put_start(batch, list(shapes))
-        draft = TreeDraft(batch, shapes, self._vocab, self._device)
+        draft = TreeDraft(batch, shapes, self._vocab, self._device, chains=chains)
         return draft, TreeLevels(draft, batch.sampler.numbers.staging)
 
     def _put_start(self, batch: DraftBatch, indices: Seq[int]) -> tuple[Staged, Staged]:

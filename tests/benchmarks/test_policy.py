@@ -234,6 +234,7 @@ def test_simulations_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(policy, "DAMAGED", (("cpu", 1),))
     monkeypatch.setattr(policy, "PHASED", (("cpu", 1, 1.5),))
     monkeypatch.setattr(policy, "PHASED_SEEDS", 1)
+    monkeypatch.setattr(policy, "BRANCHED", (("gpu", 2),))
     monkeypatch.setattr(policy, "mixed", partial(mixed, tokens=8, each=1))
     policy.main(["--simulate", "--rounds=20", "--json"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -243,6 +244,8 @@ def test_simulations_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert report["damage"][0]["left alone after"] >= 0
     assert [row["slow"] for row in report["phased"]] == [1.5]
     assert 0.5 < report["phased"][0]["over steady"] < 2
+    assert [(row["prices"], row["batch"]) for row in report["trees"]] == [("gpu", 2)]
+    assert 0.5 < report["trees"][0]["over chains"] < 2
 
 
 def test_a_real_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

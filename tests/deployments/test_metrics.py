@@ -34,6 +34,7 @@ COUNTERS = {
     "specdec_drafted_tokens_per_pos_total": ("position",),
     "specdec_accepted_tokens_per_pos_total": ("position",),
     "specdec_tree_accepted_tokens_total": ("position", "rank"),
+    "specdec_tree_tried_tokens_total": ("position", "rank"),
     "specdec_policy_decisions_total": ("policy", "reason"),
     "specdec_steps_total": (),
     "specdec_step_seconds_total": (),
@@ -153,6 +154,9 @@ def test_a_tree_counts_at_its_depths_and_by_rank(told: Told) -> None:
     assert told["specdec_drafted_tokens_per_pos_total"] == {"1": 1, "2": 1}
     assert told["specdec_accepted_tokens_per_pos_total"] == {"1": 1, "2": 1}
     assert told["specdec_tree_accepted_tokens_total"] == {"1 2": 1, "2 1": 1}
+    assert told["specdec_tree_tried_tokens_total"] == {"1 1": 1, "1 2": 1, "2 1": 1}
+    series = [Instrument.made[f"specdec_tree_{name}_tokens_total"].told.keys() for name in ("accepted", "tried")]
+    assert series[0] == series[1], "a rank of which nothing is accepted has the rate 0, not none"
 
 
 def test_what_rounds_add(told: Told) -> None:
@@ -286,7 +290,7 @@ def test_series_that_can_be_foreseen_begin_at_nothing_and_leave_no_trace(told: T
     """Ray's counters refuse 0. Without a first sample, Prometheus' `increase` misses the first growth."""
     meter = Meter(FakeEngineClient(), RayMetrics("demo"), dropped=DroppedSpans())
     empty = {name for name in COUNTERS if not Instrument.made[name].told}
-    unforeseen = ("decode_seconds", "decode_tokens", "plain_seconds", "tree_accepted_tokens")
+    unforeseen = ("decode_seconds", "decode_tokens", "plain_seconds", "tree_accepted_tokens", "tree_tried_tokens")
     assert empty == {f"specdec_{name}_total" for name in unforeseen}
     assert all(told.total(name) == 0 for name in COUNTERS)
     assert len(Instrument.made["specdec_requests_total"].told) == len(OUTCOMES)

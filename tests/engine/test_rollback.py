@@ -5,9 +5,10 @@ This holds whatever was accepted, shared, copied or taken back. All blocks that 
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from cache.storage import Blocks
 from engine import round as round_module
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.draft_columns import DraftLaws
+from engine.drafters.model_trees import TreeDraft
 from engine.engine import Engine
 from engine.models.feeds import Feed
+from engine.models.runner import Runner
 from engine.sampling.acceptance import Verdict
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.trees import Growth
 from engine.types import Request, SamplingParams
 from engine.verification import verify
 from tests.engine.driving import Drive, drive, load, model_drafter
@@ -45,6 +49,8 @@ USUAL = {  # seeds of short runs that meet everything
 }
 # The others run in proofs.
 DEFAULT = (("mapped", "twins", 2), ("gathered", "pair", 1), ("slotted", "twins", 2))
+DEFAULT_OF_TREES = (("mapped", "pair", 2), ("gathered", "twins", 2), ("slotted", "pair", 1))
+SHAPES: tuple[tuple[int, ...] | Growth | None, ...] = ((2, 1), (1, 1, 2), (4,), (1, 3), Growth(K, 3), None)
 
 
 def load_small(pair: Pair, kind: str = "mapped") -> Engine:
@@ -56,8 +62,8 @@ def load_small(pair: Pair, kind: str = "mapped") -> Engine:
     return engine
 
 
-def make_requests(rng: random.Random, count: int = 24) -> list[list[Request]]:
-    """Groups of 1 to 3 choices of one prompt, which begins like others of its salt."""
+def make_requests(rng: random.Random, count: int = 24, *, trees: bool = False) -> list[list[Request]]:
+    """Groups of 1 to 3 choices of one prompt, which begins like others of its salt. trees: most drafts are trees."""
     beginnings = [[rng.randrange(2, VOCAB) for _ in range(44)] for _ in range(2)]
     groups = []
     for i in range(count):
@@ -74,15 +80,25 @@ def make_requests(rng: random.Random, count: int = 24) -> list[list[Request]]:
             verifier=rng.choice(("match", "match", "rejection", "block")),
             cache_salt=rng.choice(("", "", "other")),
         )
+        if trees:
+            base = with_tree(base, rng)
         choices = rng.choice((1, 1, 2, 3))
         groups.append([replace(base, id=f"r{i}.{c}", choice_index=c) for c in range(choices)])
     return groups
 
 
+def with_tree(request: Request, rng: random.Random) -> Request:
+    """The request with a tree of up to K drafts in place of its chain, if its verifier decides about such a tree."""
+    tree = rng.choice(SHAPES)
+    if request.verifier == "block" or tree is None or (request.verifier == "rejection" and isinstance(tree, Growth)):
+        return request
+    return replace(request, k=None, tree=tree)
+
+
 class Fuzz:
     """One run with everything checked after every step; counts what it met."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, seed: int, *, trees: bool = False) -> None:
         self.engine = engine
         self.checker = Checker(engine, logits=False)
         self.forks = 0
@@ -91,7 +107,7 @@ class Fuzz:
         rng = random.Random(seed)
         arrivals: dict[int, list[Request]] = {}
         cancels: dict[int, list[str]] = {}
-        for group in make_requests(rng):
+        for group in make_requests(rng, trees=trees):
             step = rng.randint(0, 30)
             arrivals.setdefault(step, []).extend(group)
             if rng.random() < 0.3:
@@ -130,19 +146,33 @@ class Fuzz:
         records = [told.record for told in self.run.received.values() if told.record is not None]
         return {a for r in records for d, a in zip(r.column("drafted"), r.column("accepted"), strict=True) if d == K}
 
+    @property
+    def moved(self) -> int:
+        """Rounds whose accepted path is not the beginning of its tree's nodes."""
+        rounds = [part for told in self.run.received.values() if told.record for part in told.record.rounds]
+        return sum(part.path != tuple(range(len(part.path))) for part in rounds)
+
 
 def err_now_and_then(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Drafts become other tokens at random before the draft model is fed them: it holds what it proposes.
 
     For engines that are loaded: profiling would draw from the same generator."""
-    draw, rng = DraftLaws.draw, random.Random(seed)
+    draw, put, rng = DraftLaws.draw, TreeDraft._put, random.Random(seed)
 
-    def erring(self: DraftLaws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
-        drawn = draw(self, batch, active, logits, drafts)
-        wrong = torch.tensor([rng.randrange(1, VOCAB) * (rng.random() < WRONG) for _ in active])
+    def err(drawn: Tensor) -> Tensor:
+        wrong = torch.tensor([rng.randrange(1, VOCAB) * (rng.random() < WRONG) for _ in drawn])
         return (drawn + wrong) % VOCAB
 
-    monkeypatch.setattr(DraftLaws, "draw", erring)
+    def draw_wrongly(self: DraftLaws, batch: DraftBatch, active: Seq[int], logits: Tensor, drafts: Tensor) -> Tensor:
+        return err(draw(self, batch, active, logits, drafts))
+
+    def put_wrongly(self: TreeDraft, children: Any, drawn: Tensor, logits: Tensor) -> None:
+        later = torch.cat([err(drawn[:, 0])[:, None], drawn[:, :-1]], 1)  # the right token has a sibling before it
+        moved = torch.tensor([rng.random() < WRONG for _ in drawn])
+        put(self, children, torch.where(moved[:, None], later, drawn), logits)
+
+    monkeypatch.setattr(DraftLaws, "draw", draw_wrongly)
+    monkeypatch.setattr(TreeDraft, "_put", put_wrongly)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +199,30 @@ def test_caches_hold_the_committed_tokens_after_every_round(
     if kind == "slotted":
         assert (fuzz.preempted, fuzz.hits, fuzz.forks) == (0, 0, 0)
     else:
+        assert min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
+        assert min(fuzz.checker.indexed.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "seed"),
+    [
+        pytest.param(kind, which, seed, marks=() if (kind, which, seed) in DEFAULT_OF_TREES else pytest.mark.proofs)
+        for kind, which in USUAL
+        for seed in SEEDS
+    ],
+)
+def test_caches_hold_the_committed_tokens_after_rounds_with_trees(
+    kind: str, which: str, seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains, trees of given shapes and trees that grow share rounds. Accepted nodes move in both caches."""
+    engine = load_small(request.getfixturevalue(which), kind)
+    if which == "twins":
+        err_now_and_then(monkeypatch, seed)
+    fuzz = Fuzz(engine, seed, trees=True)
+    assert min(fuzz.checker.compared.values()) > 2000
+    assert fuzz.moved
+    assert any(told.reason == "cancelled" for told in fuzz.run.received.values())
+    if kind != "slotted":
         assert min(fuzz.preempted, fuzz.hits, fuzz.forks) > 0
         assert min(fuzz.checker.indexed.values()) > 0
 
@@ -292,6 +346,28 @@ FAULTS: list[tuple[Fault, str]] = [
     (forgets_to_fill_the_copy, "(keys|values) of layer"),
     (keeps_the_old_length, "target: keys of layer"),
 ]
+
+
+def leaves_accepted_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "keep_paths", lambda self, paths: list(paths))
+
+
+def moves_one_node_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = Runner.keep_paths
+
+    def short(self: Runner, paths: Iterable[tuple[Sequence, int, Seq[int]]]) -> None:
+        keep(self, [(sequence, base, nodes[:-1]) for sequence, base, nodes in paths])
+
+    monkeypatch.setattr(Runner, "keep_paths", short)
+
+
+@usual_kind
+@pytest.mark.parametrize("fault", [leaves_accepted_nodes, moves_one_node_too_few], ids=lambda fault: fault.__name__)
+def test_negative_controls_with_trees(pair: Pair, monkeypatch: pytest.MonkeyPatch, fault: Fault, kind: str) -> None:
+    engine = load_small(pair, kind)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=r"(keys|values) of layer"):
+        Fuzz(engine, 2, trees=True)
 
 
 def several(engines: list[Engine]) -> None:

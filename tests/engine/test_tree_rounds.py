@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from engine.drafters.growing_trees import Found, GrowingTree
 from engine.drafters.model_trees import FedTree
 from engine.engine import Engine
 from engine.trees import Growth, Parents
-from engine.types import InvalidRequest, Request, SamplingParams, Verifier
+from engine.types import DrafterName, InvalidRequest, Request, SamplingParams, Verifier
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
@@ -50,6 +51,27 @@ def test_the_text_is_what_it_is_without_a_tree(pair: Pair, changes: dict[str, ob
     run = drive(engine, asked)
     assert run.tokens == {f"{name} {shape}": tokens for shape in SHAPES for name, tokens in plain.items()}
     assert run.accepted
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "ngram", "suffix"])
+def test_trees_of_guesses_change_no_text(pair: Pair, drafter: DrafterName) -> None:
+    """Texts of three tokens repeat themselves in several ways, so the guesses branch."""
+    params = SamplingParams(
+        temperature=0.8, max_tokens=40, ignore_eos=True, logit_bias=((5, 12.0), (60, 12.0), (200, 12.0))
+    )
+    changes: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"repetition_penalty": 1.3}, {"temperature": 0.0})
+    asked = [
+        Request(f"r{n} {shape}", PROMPTS[n % 3], replace(params, seed=n, **how), drafter=drafter, tree=shape)
+        for n, how in enumerate(changes)
+        for shape in ((2, 2), (3, 1), (1, 2, 1), (6,))
+    ]
+    engine = load(pair, max_running=16)
+    run = drive(engine, asked)
+    plain = drive(engine, [replace(request, k=0, tree=None, drafter=None) for request in asked])
+    assert run.tokens == plain.tokens
+    rounds = [part for told in run.received.values() if told.record for part in told.record.rounds if part.tree]
+    assert sum(not trees.is_chain(part.tree) for part in rounds) > 20
+    assert sum(part.path != tuple(range(len(part.path))) for part in rounds) > 2, "siblings were accepted"
 
 
 def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 12) -> Drive:

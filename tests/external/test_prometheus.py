@@ -200,7 +200,9 @@ def test_the_identities_hold_in_prometheus(run: Scraped) -> None:
     assert 0 < accepted < drafted
     assert run.value("sum(ray_specdec_accepted_tokens_per_pos_total)") == accepted
     assert accepted < run.value("sum(ray_specdec_drafted_tokens_per_pos_total)") < drafted  # siblings share a position
-    assert 0 < run.value("sum(ray_specdec_tree_accepted_tokens_total)") < accepted
+    of_trees = run.value("sum(ray_specdec_tree_accepted_tokens_total)")
+    assert 0 < of_trees < accepted
+    assert of_trees <= run.value("sum(ray_specdec_tree_tried_tokens_total)") < drafted
     assert run.value("sum(ray_specdec_rolled_back_tokens_total)") == drafted - accepted
     rounds = run.value("sum(ray_specdec_rounds_total)")
     assert 0 < run.value("sum(ray_specdec_round_accepted_tokens_count)") < rounds

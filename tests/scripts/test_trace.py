@@ -16,7 +16,7 @@ from app.page.live import LivePage
 from app.round_columns import COLUMNS
 from app.telemetry.rounds_table import rounds_table
 from engine.types import REASONS, RoundRecord
-from scripts.trace import WHY, Look, RoundRow, main, report, rounds_of, strip
+from scripts.trace import WHY, Look, RoundRow, drawing, main, report, rounds_of, strip
 from tests.app.harness import PROMPT, call
 
 Answer = tuple[int, Any]
@@ -379,5 +379,17 @@ def test_trees_are_drawn_in_the_table_of_all_rounds(serve: Serve, capsys: pytest
     assert main(["cmpl-4b2a", "--url", server.url, "--rounds"]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("round "))
-    assert [line.split()[-1] for line in lines[first : first + 4]] == ["tree", "-", "++/x", "-"]
-    assert rounds_table([record]).split()[-1] == "++/x", "the traces draw the same"
+    assert [line.split()[-1] for line in lines[first : first + 4]] == ["tree", "-", "++/.", "-"]
+    assert rounds_table([record]).split()[-1] == "++/.", "the traces draw the same"
+
+
+@pytest.mark.parametrize("path", [(), (0,), (0, 1), (0, 2), (3,), (3, 4), (3, 5)])
+def test_a_tree_is_drawn_as_in_the_traces(path: tuple[int, ...]) -> None:
+    """Accepted drafts with their rank, rejected ones, those that nobody tried."""
+    shape = (-1, 0, 0, -1, 3, 3)
+    record = RoundRecord(6, 0, 800, 6, len(path), 1 + len(path), 0, tree=shape, path=path)
+    assert drawing({"parents": list(shape), "accepted": list(path)}) == rounds_table([record]).split()[-1]
+
+
+def test_ranks_above_nine_are_one_sign() -> None:
+    assert drawing({"parents": [-1] * 12, "accepted": [10]}) == "/".join([*"xxxxxxxxxx", "9", "."])

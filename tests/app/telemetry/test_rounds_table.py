@@ -85,5 +85,16 @@ def test_viewers_show_every_choices_rounds_as_the_output_of_its_decoding() -> No
 
 
 def test_the_branches_of_a_tree_are_told_apart() -> None:
-    part = RoundRecord(6, 0, 500, 6, 1, 2, 0, tree=(-1, 0, 0, -1, 3, 3), path=(3,))
-    assert rounds_table([part]).splitlines()[1].endswith(" xx/x/+x/x")
+    """Also the rank of an accepted draft, and what was rejected from what nobody tried."""
+    shape = (-1, 0, 0, -1, 3, 3)
+    drawn = {
+        (): "x././x./.",
+        (3,): "x././2x/x",
+        (3, 4): "x././2+/.",
+        (0, 2): "+x/2/../.",
+    }
+    for path, drawing in drawn.items():
+        part = RoundRecord(6, 0, 500, 6, len(path), 1 + len(path), 0, tree=shape, path=path)
+        assert rounds_table([part]).splitlines()[1].split()[-1] == drawing
+    wide = RoundRecord(12, 0, 500, 12, 1, 2, 0, tree=(-1,) * 12, path=(10,))
+    assert rounds_table([wide]).splitlines()[1].split()[-1] == "x/x/x/x/x/x/x/x/"  # the row draws no more

@@ -23,7 +23,7 @@ from benchmarks.lab.scenarios import (
     recovery,
 )
 from benchmarks.lab.simulator import Controller, Job, Report, SimRound, World, make_job, simulate
-from engine.trees import ROOT
+from engine.trees import ROOT, chain
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision
@@ -117,6 +117,26 @@ def test_what_the_draft_model_has_not_read_grows_until_it_drafts() -> None:
     assert [c.gap for (c,) in script.candidates] == [21, 22, 23, 1, 2, 2]
     assert [t.read for t in script.timings] == [0, 0, 0, 23 + 1, 1 + 1, 2, 0]
     assert [t.forwards for t in script.timings] == [0, 0, 0, 2, 2, 1, 0]
+
+
+class Mixed(Script):
+    """Chains of k drafts, and for the last sequence a tree of two such chains."""
+
+    def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision:
+        decision = super().plan(candidates, prefill)
+        k = decision.ks[-1]
+        decision.ks[-1], decision.shapes[-1] = 2 * k, (*chain(k), ROOT, *range(k, 2 * k - 1))
+        return decision
+
+
+def test_chains_and_trees_share_forwards() -> None:
+    """As the engine draws them: as many as the deepest path has, and each one reads the nodes of one depth."""
+    script = Mixed([3])
+    world = World([text("0" * 20, beside=2), text("0" * 20, beside=2)], GPU)
+    for _ in range(2):
+        world.step(script)
+    timing, gaps = script.timings[-1], [candidate.gap for candidate in script.candidates[-1]]
+    assert (timing.drafts, timing.forwards, timing.read) == (3 + 6, 3, sum(gaps) + 2 + 4)  # the last ones are not read
 
 
 def test_a_source_without_a_model_runs_no_forward() -> None:

@@ -378,7 +378,7 @@ def test_no_states_wait_for_a_sequence_that_was_given_up(
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.proofs)])
 def test_chains_and_trees_in_one_batch(eagle: Pair, proposed: list[Proposed], temperature: float) -> None:
-    """A round draws its chains before its trees."""
+    """They are drawn in the same passes."""
     engine = start(eagle)
     plain = make_requests(None, temperature)
     shapes = ((2, 1, 1), None, (3,), None)

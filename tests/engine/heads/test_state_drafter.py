@@ -24,7 +24,7 @@ from engine.heads.states import TargetStates
 from engine.models.feeds import Feed
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
-from engine.trees import branching
+from engine.trees import branching, chain, depths
 from engine.types import Request, SamplingParams, Verifier
 from engine.verification import verify
 from tests.engine.driving import Drive, drive, load, make_sequence
@@ -168,7 +168,17 @@ def test_chains_and_trees_share_rounds(fitted: Fitted, plain: Plain) -> None:
     recorder = Recorder(engine)
     requests = make_requests(0.0)
     mixed = [r if n % 2 else replace(r, k=None, tree=SHAPES[n // 2 % 4]) for n, r in enumerate(requests)]
+    propose = engine.drafter.propose
+
+    def counting(batch: DraftBatch, ks: Seq[int]) -> Draft:
+        draft = propose(batch, ks)
+        deepest = [max(depths(draft.trees.get(i, chain(k)))) for i, k in enumerate(draft.ks) if k]
+        assert draft.steps == max(deepest, default=0), "a round takes as many steps as its deepest path"
+        return draft
+
+    engine.drafter.propose = counting  # type: ignore[method-assign]
     run = drive(engine, mixed)
+    assert not any(step.draft_faults for step in run.steps)
     assert recorder.check(fitted) > 75
     assert run.tokens == plain(0.0)
 

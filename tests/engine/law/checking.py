@@ -35,6 +35,7 @@ COMPANIONS = (  # every fifth request of a mixed batch
     Request("", (1, 1), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), k=1, drafter="model"),
     Request("", (2, 0, 1), replace(SETTINGS["top_p"], logprobs=2, prompt_logprobs=1), k=3, drafter="model"),
     Request("", (0, 2), SETTINGS["min_tokens"], k=0, verifier="block"),
+    Request("", (1, 0, 1), SETTINGS["frequency"], tree=(1, 2), drafter="model", verifier="rejection"),
     Request("", PROMPT, SETTINGS["top_k"], k=2, drafter="cascade", verifier="rejection", prediction_ids=PREDICTION),
 )
 

@@ -97,13 +97,16 @@ def test_a_node_comes_after_its_younger_cousins() -> None:
 # Two rounds
 
 
-def two_rounds(kind: str, children: str) -> float:
+FIRST = ((ROOT, 0, ROOT, 0), (ROOT, ROOT, 1, 1), (ROOT, 0, 0, ROOT), (ROOT, ROOT, ROOT))  # trees of a first round
+
+
+def two_rounds(kind: str, children: str, first_shape: Parents) -> float:
     """The largest error of any text's probability after two rounds, whose second tree depends on what was emitted."""
     ((p, q),) = pairs(kind, 1, depth=6)
     generator = torch.Generator().manual_seed(7)
     length, masses = 6, [torch.zeros(VOCAB**n, dtype=torch.float64) for n in range(7)]
     places, starts = [], []
-    first = TreeStart(p, (ROOT, 0, ROOT, 0), CHILD_LAWS[children](q, generator))
+    first = TreeStart(p, first_shape, CHILD_LAWS[children](q, generator))
     for n, part in enumerate(tree_emissions([first]), 1):
         for text in part[0].nonzero()[:, 0].tolist():
             shape = ((ROOT, ROOT), (ROOT,), (), (ROOT, 0, 0), (ROOT, ROOT, 1))[(n + text) % 5]
@@ -116,9 +119,24 @@ def two_rounds(kind: str, children: str) -> float:
     return (completed(masses, p, length) - target_law(p, length)).abs().max().item()
 
 
+@pytest.mark.parametrize("first", FIRST, ids=str)
 @every_law
-def test_two_rounds_emit_p(children: str) -> None:
-    assert two_rounds("zeros in both", children) < EXACT
+def test_two_rounds_emit_p(children: str, first: Parents) -> None:
+    assert two_rounds("zeros in both", children, first) < EXACT
+
+
+@pytest.mark.proofs
+@every_law
+@every_kind
+def test_two_rounds_emit_p_whatever_the_first_tree(kind: str, children: str) -> None:
+    """All trees of one to four nodes and at most two levels."""
+    for shape in (shape for size in range(1, 5) for shape in all_shapes(size, height=2)):
+        assert two_rounds(kind, children, shape) < EXACT, shape
+
+
+def test_a_fault_in_one_of_two_rounds_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_the_residual_between_siblings(monkeypatch)
+    assert min(two_rounds("random", "with replacement", first) for first in FIRST) > 1e-3
 
 
 # A chain is a tree

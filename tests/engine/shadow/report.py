@@ -39,6 +39,7 @@ class RoundKind:
     drafter: DrafterName = "model"
     tree: tuple[int, ...] | None = None
     head: Literal["eagle", "medusa"] | None = None  # in place of the draft model
+    beside: bool = False  # whether every second request asks for a chain of as many drafts
 
 
 _DRAWN = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
@@ -57,8 +58,11 @@ KINDS: dict[str, RoundKind] = {
     "lookup": RoundKind(replace(_GREEDY, max_tokens=40), drafter="lookup"),
     "tree": RoundKind(_DRAWN, tree=TREE),
     "tree, rejection": RoundKind(_DRAWN, "rejection", tree=TREE),
+    "tree, chains": RoundKind(_DRAWN, tree=TREE, beside=True),
+    "tree, chains, rejection": RoundKind(_DRAWN, "rejection", tree=TREE, beside=True),
     "eagle": RoundKind(_DRAWN, head="eagle"),
     "eagle, tree": RoundKind(_DRAWN, tree=TREE, head="eagle"),
+    "eagle, tree, chains": RoundKind(_DRAWN, tree=TREE, head="eagle", beside=True),
     "medusa": RoundKind(_DRAWN, head="medusa"),
     "medusa, tree": RoundKind(_DRAWN, tree=TREE, head="medusa"),
 }
@@ -70,10 +74,8 @@ def requests(kind: RoundKind) -> list[Request]:
         prompt = tuple(range(10 + i, 22 + i))
         if kind.drafter == "lookup":
             prompt = prompt[:6] * 2
-        params = replace(kind.params, seed=100 + i)
-        found.append(
-            Request(f"request-{i}", prompt, params, verifier=kind.verifier, drafter=kind.drafter, tree=kind.tree)
-        )
+        params, tree = replace(kind.params, seed=100 + i), None if kind.beside and i % 2 else kind.tree
+        found.append(Request(f"request-{i}", prompt, params, verifier=kind.verifier, drafter=kind.drafter, tree=tree))
     return found
 
 

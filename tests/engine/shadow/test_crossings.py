@@ -35,6 +35,9 @@ BUDGETS = {
     "eagle, tree": Budget(1, 1, 1, 29, 33),
     "medusa": Budget(1, 1, 1, 18, 23),
     "medusa, tree": Budget(1, 1, 1, 24, 28),
+    "tree, chains": Budget(1, 1, 1, 41, 47),
+    "tree, chains, rejection": Budget(1, 1, 1, 64, 91),
+    "eagle, tree, chains": Budget(1, 1, 1, 47, 53),
 }
 
 
