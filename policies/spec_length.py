@@ -11,10 +11,9 @@ from sys import maxsize
 
 import numpy as np
 
-from policies.config import PolicyConfig, PolicyName
+from policies.config import PolicyConfig, PolicyName, Reason
 from policies.observation import FEW, STALE, Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
-from policies.planner import Allocation, evaluate, lone_ks, plan, required, seconds
-from policies.reasons import Reason
+from policies.planner import Allocation, evaluate, fixed_drafts_only, lone_ks, plan, seconds
 from policies.trees import depths_of
 
 Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
@@ -121,7 +120,7 @@ class Goodput:
         return Choice(ks, reasons, best.shapes, holds=holds, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Allocation:
-        last = required(observation)
+        last = fixed_drafts_only(observation)
         best = plan(observation, last)
         if observation.held is not None:
             last = max(last, evaluate(observation, *observation.held), key=lambda plan: plan.goodput)
@@ -129,14 +128,14 @@ class Goodput:
 
     def _may_compare(self, observation: Observation, best: Allocation) -> bool:
         """Whether a few rounds without drafts cost at most a quarter of the share, until they are due again."""
-        gain = best.goodput / required(observation).goodput
+        gain = best.goodput / fixed_drafts_only(observation).goodput
         cost = (FEW + 1) * (1 - 1 / gain)  # in rounds without drafts
         return not (observation.fixed > 0).any() and cost <= self.probe_share * STALE / 4
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
-        siblings = np.zeros_like(observation.siblings)
-        certain = replace(observation, survival=np.ones_like(observation.survival), siblings=siblings, held=None)
+        chances = np.zeros_like(observation.sibling_chances)
+        certain = replace(observation, survival=np.ones_like(observation.survival), sibling_chances=chances, held=None)
         return bool(self._plan(certain).ks[observation.free].any())
 
     def _saved(self, observation: Observation, budget: ProbeBudget, best: Allocation, drafting: bool) -> ProbeBudget:

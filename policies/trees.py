@@ -21,6 +21,7 @@ Parents = tuple[int, ...]
 Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class Nodes(NamedTuple):
@@ -60,8 +61,8 @@ def best_nodes(depth: int) -> Nodes:
     return Nodes(parents, depths, ranks, branched, places, levels)
 
 
-def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
-    """[B, U] from Observation.survival [B, K] and Observation.siblings [B, RANKS − 1].
+def node_values(survival: Floats, sibling_chances: Floats, nodes: Nodes) -> Floats:
+    """[B, U] from Observation.survival [B, K] and Observation.sibling_chances [B, RANKS − 1].
 
     Where a drafter fails, all of its siblings do: with a chance a of the first child, that of a sibling is proportional
     to a · (1 − a). Survivals are means over what a may be, and so are their differences.
@@ -69,7 +70,7 @@ def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
     before = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
     first = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
     rejected = first * (1 - np.hstack([first[:, 1:], first[:, -1:]]))
-    chances = np.concatenate([first[:, :, None], rejected[:, :, None] * siblings[:, None]], 2)
+    chances = np.concatenate([first[:, :, None], rejected[:, :, None] * sibling_chances[:, None]], 2)
     chances = np.minimum.accumulate(chances, axis=2)
     values = chances[:, nodes.depths, nodes.ranks]
     values[:, : survival.shape[1]] = survival

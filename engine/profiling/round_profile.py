@@ -190,7 +190,7 @@ class Samples:
             read=self.read,
             draft_s=_lower_quartile(self.draft_s),
             score_s=_lower_quartile(self.score_s),
-            rest_s=0.0,
+            host_s=0.0,
         )
 
 

@@ -119,7 +119,7 @@ def test_a_rest_counts_as_rounds_without_drafts() -> None:
             for _ in range(20):
                 policy.rested(1e-3)
         else:
-            policy.estimator.observe([], [0] * 20)
+            policy.estimator.observe([], {0: 20})
         policy.configure(policy.config)
         beliefs.append(policy.plan([candidate(0)]).alphas[0])
     assert beliefs[0] == pytest.approx(beliefs[1])

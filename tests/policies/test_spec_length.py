@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lab import analysis
-from policies.config import PolicyConfig, PolicyName
+from policies.config import REASONS, PolicyConfig, PolicyName
 from policies.observation import Choice, Observation, ProbeBudget
-from policies.planner import plan, required, seconds
-from policies.reasons import REASONS
+from policies.planner import fixed_drafts_only, plan, seconds
 from policies.spec_length import HOLDS, PROBE_EVERY, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
@@ -161,7 +160,7 @@ def test_drafts_that_hardly_pay_are_left_alone() -> None:
     for alpha in np.arange(0.05, 0.6, 0.01).tolist():
         observation = observe([alpha], cost)
         if plan(observation).ks.any():
-            gains[alpha] = plan(observation).goodput / required(observation).goodput
+            gains[alpha] = plan(observation).goodput / fixed_drafts_only(observation).goodput
     assert min(gains.values()) < 1.02
     for alpha, gain in gains.items():
         assert choose("goodput", observe([alpha], cost), hysteresis=0.02).ks.any() == (gain >= 1.02)
