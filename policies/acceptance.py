@@ -29,7 +29,8 @@ BASE_TAIL = 0.2  # share of requests that may have any hazard
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW beside what rounds have shown
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population. So the evidence
 # for the population's law is forgotten at this rate, too: rounds in which a text stays the same show one sample
-SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them
+SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them, and half of this
+# tries trees again too seldom
 SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
 
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE

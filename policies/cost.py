@@ -79,10 +79,7 @@ class CostModel:
         nothing about the target's pass."""
         if timing.batch < 1:
             return
-        if timing.branched_drafts:
-            self._observe_tree(timing)
-        else:
-            self._observe_chains(timing)
+        (self._observe_tree if timing.branched_drafts else self._observe_chains)(timing)
         self._rounds += 1
         if self._rounds >= self._due:  # twice as many as at the last one, or half of a median's rounds are new
             self._due += min(self._due, WINDOW // 2)
@@ -187,16 +184,12 @@ class PassCost:
     def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:
         """Seconds of even passes, in the shape of `drafts`."""
         above = int(np.searchsorted(self._batches, batch))
-        if above in (0, len(self._curves)) and batch not in self._batches:
-            return self._curves[min(above, len(self._curves) - 1)].at(drafts + (batch + prefill))
-        high = self._curves[above]
-        depth = 1 + drafts / batch
-        at_high = high.at(high.batch * depth + prefill)
-        if high.batch == batch:
-            return at_high
-        low = self._curves[above - 1]
+        high = self._curves[min(above, len(self._curves) - 1)]
+        if above == 0 or batch >= high.batch:
+            return high.at(drafts + (batch + prefill))
+        low, depth = self._curves[above - 1], 1 + drafts / batch
         share = (batch - low.batch) / (high.batch - low.batch)
-        return (1 - share) * low.at(low.batch * depth + prefill) + share * at_high
+        return (1 - share) * low.at(low.batch * depth + prefill) + share * high.at(high.batch * depth + prefill)
 
     def _round_seconds(self, batch: int, drafts: int, depth: int) -> float:
         """Seconds of the pass of a round that reads no prompts. depth: its largest k."""

@@ -81,12 +81,12 @@ def node_values(survival: Floats, sibling_chances: Floats, nodes: Nodes) -> Floa
 
 @lru_cache(maxsize=1024)
 def measure(parents: Parents) -> tuple[int, int]:
-    """(forwards of the draft model that a tree takes, tokens that it reads behind the text: its nodes with children and
-    the root, as many as there are first children)."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    return max(depths, default=0), len(set(parents))
+    """(forwards of the draft model that a tree takes, tokens that it reads behind the text: one for each node with
+    children, the root included)."""
+    depths = {ROOT: 0}
+    for node, parent in enumerate(parents):
+        depths[node] = depths[parent] + 1
+    return max(depths.values()), len(set(parents))
 
 
 def is_chain(parents: Parents) -> bool:
@@ -96,10 +96,9 @@ def is_chain(parents: Parents) -> bool:
 @lru_cache(maxsize=1024)
 def places_of(parents: Parents, depth: int) -> list[int]:
     """The nodes of a tree among best_nodes(depth). Those that are not there are left out."""
-    known, placed, children = best_nodes(depth).places, {ROOT: ROOT}, dict[int, int]()
+    known, placed = best_nodes(depth).places, {ROOT: ROOT}
     for node, parent in enumerate(parents):
-        rank = children.get(parent, 0)
-        children[parent] = rank + 1
+        rank = parents[:node].count(parent)
         if parent in placed and (placed[parent], rank) in known:
             placed[node] = known[placed[parent], rank]
     return [place for node, place in placed.items() if node != ROOT]
