@@ -10,9 +10,9 @@ from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, ProbeBudget, RoundCost, Timing
+from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
-from policies.spec_length import make_policy
+from policies.spec_length import ProbeBudget, make_policy
 from policies.trees import cut
 
 
@@ -136,7 +136,7 @@ class SpecControl:
         self._idle.update(idle)
         if self._held is not None:
             self._held.observe(sum(outcome.accepted for outcome in drafted))
-        if len(self._timings) >= WINDOW // 2:  # where nothing is chosen, rounds must not pile up
+        if len(self._timings) >= WINDOW:  # where nothing is chosen, rounds must not pile up
             self._learn()
 
     def spent(self, policy_s: float) -> None:

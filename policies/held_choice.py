@@ -13,7 +13,6 @@ from policies.config import Reason
 from policies.observation import Candidate, Ints
 from policies.trees import Parents, Shapes, cut
 
-PER_NEWCOMER = 4  # sequences per newcomer, from which on newcomers do not make a new choice due
 SURPRISE = 2.0  # accepted drafts over expected ones, or the reverse, from which on a choice is not used again
 
 _Drafts = tuple[int, Parents | None, Reason, float]  # k, its shape, its reason, chance of the first draft
@@ -46,17 +45,18 @@ class HeldChoice:
     rounds_left: int  # rounds that it may still be used for
     rest_left: int = 0  # rounds before them that are not observed, if nobody fixed a k
     same_sequences: bool = True  # whether the round runs the sequences that it was made for
-    accepted: int = 0  # drafts in the rounds that it was used for, while `same_sequences`
-    expected: float = 0.0  # the same, as predicted
+    accepted: int = 0  # drafts, in the rounds of these sequences
+    expected: float = 0.0  # drafts that these rounds were predicted to accept
 
     def suits(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
-        """Whether it may be used for these sequences: it was made for most of them, and none of their drafters has
-        guesses, because the length of a guess changes in every round. drafters: None for those without a drafter."""
+        """Whether it may be used for these sequences: it was made for most of them, half of its own are left, and none
+        of the drafters has guesses, because the length of a guess changes in every round. drafters: None for those
+        without a drafter."""
         if self.drafters is None:
             return True
-        newcomers = sum(handle not in self.places for handle in handles)
-        other = newcomers * PER_NEWCOMER > len(handles) or len(handles) * 2 < len(self.places)
-        return not other and self.drafters.issuperset(filter(None, drafters))
+        known = 2 * sum(handle in self.places for handle in handles)
+        most = len(handles) < known >= len(self.places)
+        return most and self.drafters.issuperset(filter(None, drafters))
 
     def rest(self, fixed: Mapping[int, int | None], drafters: Iterable[str | None]) -> Decision | None:
         """The decision without drafts if the next round belongs to a rest; this takes the round from it.

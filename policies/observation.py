@@ -17,8 +17,8 @@ from policies.trees import Ints as Ints
 from policies.trees import Nodes, Parents, Shapes, best_nodes, node_values
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
-FEW = 4  # rounds from which on their median is used; drafts of a probe
-STALE = 1024  # rounds of other kinds after which a kind is forgotten, and after which a few rounds go without drafts
+FEW = 4  # rounds from which on a median is used: one of them may have been interrupted
+STALE = 1024  # rounds for which a measurement is believed: then it is forgotten, or made again
 UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
 
 
@@ -139,16 +139,6 @@ class Observation:
     def behind(self) -> Floats:
         """[B] tokens of a gap beyond what every round reads, per round over which reading it pays off."""
         return np.maximum(self.gaps - UNREAD, 0) / self.horizon
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeBudget:
-    """What a policy remembers. Probes are drafts that are not expected to pay, made to learn whether they would."""
-
-    saved_s: float = 0.0  # time saved up for probes
-    drafts: int = 0  # of the last plan
-    rounds: int = 0  # since the last drafts
-    unmeasured: int = STALE - WINDOW  # since rounds without drafts were last measured: at first the profile holds
 
 
 @dataclass(frozen=True, slots=True)

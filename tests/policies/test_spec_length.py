@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.lab import analysis
 from policies.config import REASONS, PolicyConfig, PolicyName
-from policies.observation import Choice, Observation, ProbeBudget
+from policies.observation import Choice, Observation
 from policies.planner import fixed_drafts_only, plan, seconds
-from policies.spec_length import HOLDS, PROBE_EVERY, make_policy
+from policies.spec_length import HOLDS, PROBE_EVERY, ProbeBudget, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
