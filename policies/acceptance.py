@@ -111,13 +111,10 @@ class Estimator:
     def survival(self, candidates: Sequence[Candidate]) -> Floats:
         """[B, max_k] chance that the first j + 1 drafts are all accepted; 0 where nothing would draft."""
         result = np.zeros((len(candidates), self.max_k))
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for place, candidate in enumerate(candidates):
-            if candidate.source is not None:
-                places[candidate.source].append(place)
-        for source, of_source in places.items():
-            beliefs = self._populations[source].believed(candidates[place].handle for place in of_source)
-            result[of_source] = beliefs @ self._survival
+        for source in {c.source for c in candidates if c.source is not None}:
+            places = [place for place, candidate in enumerate(candidates) if candidate.source == source]
+            beliefs = self._populations[source].believed(candidates[place].handle for place in places)
+            result[places] = beliefs @ self._survival
         return result
 
     def sibling_chances(self, candidates: Sequence[Candidate], free: bool) -> Floats:
@@ -130,14 +127,11 @@ class Estimator:
 
     def observe(self, outcomes: Sequence[Drafted], idle: Mapping[int, int] | None = None) -> None:
         """Learn from one or more rounds at once. idle: handle → rounds in which it decoded without drafts."""
-        by_source: defaultdict[str, list[Drafted]] = defaultdict(list)
-        for outcome in outcomes:
-            if outcome.drafted > 0:
-                by_source[outcome.source].append(outcome)
+        drafted = [outcome for outcome in outcomes if outcome.drafted > 0]
         took_part = Counter(outcome.handle for outcome in outcomes)
         took_part.update(idle or {})
-        for source in by_source.keys() | self._populations.keys():
-            self._populations[source].learn(by_source[source], self.max_k)
+        for source in {outcome.source for outcome in drafted} | self._populations.keys():
+            self._populations[source].learn((outcome for outcome in drafted if outcome.source == source), self.max_k)
             self._populations[source].settle(took_part)
 
     def forget_drafter(self, drafter: str) -> None:

@@ -188,8 +188,7 @@ class SpecControl:
         since, counted = self._since_choice, max(1, self._since_choice.rounds)
         batch, prefill = len(candidates), round(since.prefill / counted)
         cost = self._with_policy(self.cost.round_cost(batch, prefill))
-        if prefill:
-            cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
+        cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
         return Observation(
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
@@ -198,7 +197,7 @@ class SpecControl:
             survival=self.estimator.survival(candidates),
             sibling_chances=self.estimator.sibling_chances(candidates, self.config.trees),
             gaps=np.array([c.gap for c in candidates]),
-            horizon=np.array([max(c.left // 2, 1) for c in candidates]),  # a round emits some two tokens
+            horizon=np.array([max(c.left, 1) for c in candidates]),
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             trees=tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True)),
@@ -210,8 +209,6 @@ class SpecControl:
 
     def _prompts_s(self, batch: int, prefill: int) -> float:
         """Seconds by which `prefill` tokens of prompts lengthen a round."""
-        if not prefill:
-            return 0.0
         with_prompts, without = (float(self.cost.round_cost(batch, n).verify_s[0]) for n in (prefill, 0))
         return max(0.0, with_prompts - without)
 

@@ -19,6 +19,7 @@ PASS_S = 0.01  # seconds of the target's pass over one token
 STEP_SHARE = 0.1  # seconds of a forward of the draft model, over those of the target's pass
 TOKEN_SHARE = 0.01  # seconds of a further token of a pass or forward, over those of the first one
 
+PER_OCTAVE = 2  # kinds of rounds for each doubling of sequences or tokens: each kind needs rounds of its own
 FAR = 0.1  # weight of a draft's round of twice or half the batch in a fit: it shows less than the batch's own rounds
 CLOSE = 0.03  # relative error of a fit: a smaller one is no better, because measurements vary as much
 FIT_STEPS = 8  # steps of a fit, which settles within them
@@ -72,7 +73,8 @@ class CostModel:
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""
-        return self._known(batch, round(2 ** (bucket(prefill, 4) / 4)) if prefill else 0)
+        fine = 2 * PER_OCTAVE  # a price is told apart more finely than a kind, because it needs no rounds of its own
+        return self._known(batch, round(2 ** (bucket(prefill, fine) / fine)) if prefill else 0)
 
     def observe(self, timing: Timing) -> None:
         """Learn from a round of the engine. Prompts' tokens cost less than drafts, so a round with prompts teaches
@@ -148,7 +150,7 @@ class CostModel:
             return profiled * self._score.factor(keys[0])
         # Between the visited numbers of tokens the factor is interpolated, so that the profile keeps its shape, steps
         # included. The factors must not make a longer pass shorter.
-        places = [2.0 ** (n / 2) for _, n in visited]
+        places = [2.0 ** (n / PER_OCTAVE) for _, n in visited]
         factors = np.interp(tokens, places, [self._score.factor(key) for key in visited])
         return np.maximum.accumulate(profiled * factors)
 
@@ -220,7 +222,7 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
     """
     points = np.array([(t.batch, t.batch + t.drafts, t.score_s) for t in even]).reshape(-1, 3)
     batches, tokens, seconds = points.T
-    curves = []
+    curves: list[tuple[int, Floats, Floats]] = []
     for batch in np.unique(batches):
         own = np.unique(tokens[batches == batch])
         least = [seconds[(batches >= batch) & (tokens >= n)].min() for n in own]
@@ -231,14 +233,14 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
     if len(longest) > 1:
         slope = np.diff(takes)[-1] / np.diff(longest)[-1]
     continued = []
-    for batch, own, least in curves:
-        beyond = longest > own[-1]
-        more = least[-1] + takes[beyond] - np.interp(own[-1], longest, takes)
-        continued.append(Curve(batch, np.append(own, longest[beyond]), np.append(least, more), float(slope)))
+    for of, places, curve in curves:
+        beyond = longest > places[-1]
+        more = curve[-1] + takes[beyond] - np.interp(places[-1], longest, takes)
+        continued.append(Curve(of, np.append(places, longest[beyond]), np.append(curve, more), float(slope)))
     return continued
 
 
-def bucket(count: float, per_octave: int = 2) -> int:
+def bucket(count: float, per_octave: int = PER_OCTAVE) -> int:
     return round(log2(count) * per_octave)
 
 

@@ -86,7 +86,7 @@ class RoundCost:
         once = self.base_s + (forwards > 0) * self.model_s + forwards * self.step_s
         total = once + (drafts > 0) * self.drafting_s + read * self.token_s
         total = total + self.verify_s[drafts] + self.padding_s[longest]
-        return total * np.where(branched, self.tree, 1.0)
+        return np.asarray(total * np.where(branched, self.tree, 1.0), np.float64)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Observation:
     # 0: the drafts may not branch
     sibling_chances: Floats
     gaps: Ints  # [B] as Candidate.gap
-    horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
+    horizon: Ints  # [B] most rounds that are left, over which reading a gap pays off; at least 1
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     trees: Shapes  # [B] that requests fixed, within their limits
@@ -186,7 +186,7 @@ class Timing:
     read: int  # tokens that the draft model read in them
     draft_s: float  # the drafters' time
     score_s: float  # the target's pass: input, forward, sampling, acceptance
-    host_s: float  # the rest of the step: scheduling, committing, publishing; 0: unknown
+    host_s: float  # the work around both: scheduling, committing, publishing; 0: unknown
     branched_drafts: int = (
         0  # drafts in trees that were asked for that are not first children; 0: only chains were asked for
     )

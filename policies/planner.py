@@ -95,8 +95,8 @@ def lone_ks(observation: Observation) -> Ints:
     goodput[:, 0] = 1 / cost.seconds(0, 0, 0, 0)
     for table in _tables(observation):
         order = table[:, : drafts.size]
-        forwards = by_model * np.maximum.accumulate(nodes.depths[order] + 1, 1)
-        read = by_model * ((nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None])
+        forwards = np.where(by_model, np.maximum.accumulate(nodes.depths[order] + 1, 1), 0)
+        read = np.where(by_model, (nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None], 0.0)
         branched = np.maximum.accumulate(nodes.branched[order], 1) > 0
         round_s = cost.seconds(drafts, drafts, forwards, read, branched=branched)
         tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)

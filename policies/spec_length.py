@@ -148,8 +148,8 @@ class Goodput:
         """The budget after the rounds since the last choice."""
         rounds = observation.rounds
         saved_s = budget.saved_s + self.probe_share * observation.round_s * rounds
-        if observation.round_s:  # a probe that takes longer than this has too much to read
-            saved_s = min(saved_s, 2 * PROBE_EVERY * observation.round_s)
+        if observation.round_s:  # a probe that takes longer than the rounds up to it has too much to read
+            saved_s = min(saved_s, PROBE_EVERY * observation.round_s)
         measured = rounds > FEW and not budget.drafts
         unmeasured = 0 if measured else budget.unmeasured + rounds
         return ProbeBudget(saved_s, int(best.ks.sum()), 0 if drafting else budget.rounds + rounds, unmeasured)

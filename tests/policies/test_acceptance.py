@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ Pairs = tuple[Floats, Floats]  # predicted chance that a reached position is acc
 
 class Predictor(Protocol):
     def survival(self, candidates: Sequence[Candidate]) -> Floats: ...
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = ()) -> None: ...
+    def observe(self, outcomes: Sequence[Drafted], idle: Mapping[int, int] | None = None) -> None: ...
     def forget(self, handle: int) -> None: ...
 
 
@@ -128,7 +128,7 @@ class OwnCounts:
         shares = [(1 + accepted) / (2 + accepted + rejected) for accepted, rejected in counts]
         return np.array(shares)[:, None] ** np.arange(1, DEPTH + 1)
 
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+    def observe(self, outcomes: Sequence[Drafted], idle: Mapping[int, int] | None = None) -> None:
         for o in outcomes:
             accepted, rejected = self.counts.get(o.handle, (0.0, 0.0))
             self.counts[o.handle] = (
