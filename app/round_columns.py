@@ -39,7 +39,7 @@ def public_columns(columns: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]
     rows too.
 
     step        the engine's number of the step; one step runs the rounds of all sequences at once
-    k, reason   drafts asked for, and why k was no larger (policies/reasons.py); null: k was not chosen
+    k, reason   drafts asked for, and why k was no larger (policies/config.py); null: k was not chosen
     alpha       estimated chance that the first draft is accepted, before the round, per mille
     drafted     drafts that the drafter offered
     accepted    of these, those that the verifier kept, before a stop cut the text

@@ -19,7 +19,7 @@ Second table: geometric means over the batch sizes, the lowest ratio, and the lo
 Third table: α of reached drafts; tokens per sequence and round; milliseconds per draft step and per target forward;
 overhead, the wall time of a step over that of its forwards; the decode speedup predicted from α and the two times;
 achieved over predicted.
-Fourth table, for policies: mean k; the share of rounds by the reason for k (see policies/reasons.py); predicted over
+Fourth table, for policies: mean k; the share of rounds by the reason for k (see policies/config.py); predicted over
 realised seconds and tokens, as sums over steps without prompts; the median error of a step's predicted seconds;
 microseconds per step in the policy's code.
 

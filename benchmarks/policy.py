@@ -132,7 +132,7 @@ def simulated(batch: int, rounds: int, seed: int) -> dict[str, object]:
     """goodput and its rivals, on prices like a GPU's."""
     machine = partial(gpu, DEPTH)
     timings = profile(machine, DEPTH, batch)
-    control = partial(SpecControl, depth=DEPTH, timings=timings)
+    control = partial(SpecControl, max_k=DEPTH, timings=timings)
 
     def world() -> World:
         return World(drifting(batch, seed), machine, NOISE, seed)

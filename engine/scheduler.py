@@ -11,8 +11,8 @@ from cache.protocol import CacheFull
 from engine.models.runner import Runner
 from engine.sequence import Sequence, State
 from engine.trees import Parents
+from policies.config import Reason
 from policies.held_choice import Decision
-from policies.reasons import Reason
 
 MIN_SHARED = 16  # tokens that two sequences must have in common for one to wait for, or share, the other's memory
 HEADROOM = 16  # positions per running sequence that an admission must leave free, or a preemption would soon undo it

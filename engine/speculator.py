@@ -62,8 +62,8 @@ class Speculator:
             read=drafts.read,
             draft_s=outcome.draft_us / 1e6,
             score_s=outcome.score_us / 1e6,
-            rest_s=0.0 if drafts.failed else max(0, rest_us) / 1e6,  # after a failure it holds the pass that was lost
-            siblings=outcome.siblings,
+            host_s=0.0 if drafts.failed else max(0, rest_us) / 1e6,  # after a failure it holds the pass that was lost
+            branched_drafts=outcome.siblings,
         )
         drafted, idle = list[Drafted](), list[int]()
         for i, part in enumerate(outcome.slices):
@@ -138,5 +138,5 @@ def _with_tree(drafted: Drafted, parents: Parents, path: Seq[int]) -> Drafted:
     of_ranks = ([fate[rank] for fate in fates if rank < len(fate)] for rank in range(1, max(map(len, fates))))
     return drafted._replace(
         overlaps=tuple(float(fate[0]) for fate in fates),
-        siblings=tuple((len(accepted), sum(accepted)) for accepted in of_ranks),
+        sibling_counts=tuple((len(accepted), sum(accepted)) for accepted in of_ranks),
     )

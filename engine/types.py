@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
 from engine.trees import Growth, depths
-from policies.reasons import REASONS as REASONS
+from policies.config import REASONS as REASONS
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal["engine_error", "deadline_exceeded"]

@@ -300,7 +300,7 @@ class EngineWorker:
                 request.output_left_s -= self._work.seconds(0, len(output.token_ids))
             if stats.waiting and stats.sequences:
                 work_s = self._work.seconds(stats.prefill_tokens, stats.emitted)
-                self._admission.worked(work_s, stats.step_us / 1e6)
+                self._admission.slowness.add(stats.step_us / 1e6, work_s)
 
     def _idle(self) -> None:
         """While no command waits: audit the caches once after work, and measure rounds again where that is due.
@@ -338,7 +338,7 @@ class EngineWorker:
                 if output.finish_reason in ("stop", "length") and output.record is not None:
                     record = output.record
                     fed = record.prompt_tokens - record.cached_tokens
-                    self._admission.finished(self._work.seconds(fed, record.output_tokens), request.work_s)
+                    self._admission.usage.add(self._work.seconds(fed, record.output_tokens), request.work_s)
 
 
 def _nothing() -> None:

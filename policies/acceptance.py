@@ -1,22 +1,17 @@
 """How likely drafts are to be accepted, per sequence, learned from rounds that show only part of it.
 
-With k drafts and n of them accepted, a round shows n successes, and one failure if n < k. The positions behind the
-failure were not reached: unobserved is not failed (a discrete-time hazard, as in Kaplan and Meier 1958). Where the
-overlap β = Σ min(p, q) of a reached position is known, β and 1 − β replace the outcome: the same mean, less variance.
+With k drafts and n of them accepted, a round shows n successes, and one failure if n < k. The positions behind it are
+unobserved, not failed (a discrete-time hazard, as in Kaplan and Meier 1958). Where the overlap β = Σ min(p, q) of a
+reached position is known, β and 1 − β replace the outcome: the same mean, less variance.
 
-A sequence has a hazard h: a draft that is reached is accepted with chance exp(−h). What is known of h is a belief, a
-distribution over LEVELS. Each round multiplies it by the likelihood of what was seen and moves it a little towards the
-population's distribution, because text changes: the filter of a hidden Markov model. The population of a drafter's
-sequences is learned from their beliefs (empirical Bayes). A sequence starts with its distribution, and returns to it
-without drafts.
+A sequence with hazard h accepts a reached draft with chance exp(−h). What is known of h is a belief, a distribution
+over LEVELS. A round multiplies it by the likelihood of what was seen, and moves it towards the law of the drafter's
+population, because text changes: the filter of a hidden Markov model. The law is learned from the beliefs (empirical
+Bayes). So a small surprise counts as noise, a large one is believed at once, and the chance of a further draft rises
+with those accepted before it. Counts of successes and failures do neither.
 
-Discounted counts of successes and failures are simpler, but acceptance has a heavy tail (most requests are alike, some
-repeat themselves for long): a small surprise is noise, and a large one must be believed at once. The chance of a
-further draft also rises with those accepted before it: the survival Σ_h belief(h)·exp(−h·j) contains this.
-
-The constants were chosen by the log-likelihood of recorded rounds of the demo pair on other prompts than those of
-tests/policies/data; the optima are flat. The weights were chosen by how soon a drafter that fails and is repaired is
-dropped and found again.
+The constants have the best likelihood of recorded rounds of the demo pair, and the weights drop and find again a
+drafter that fails and is repaired the soonest. The optima are flat.
 """
 
 from collections import Counter, defaultdict
@@ -32,22 +27,16 @@ BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
 BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
 BASE_TAIL = 0.2  # share of requests that may have any hazard
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW beside what rounds have shown
-MOST_WEIGHT = 50.0  # rounds of one sequence: the weight that what rounds have shown tends to
-SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
-SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them
+SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population. So the evidence
+# for the population's law is forgotten at this rate, too: rounds in which a text stays the same show one sample
+SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them, and half of this
+# tries trees again too seldom
 SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
 
 OCTAVES: Floats = np.arange(-7.0, 3.51, 0.5)  # between a hazard and that of BASE_RATE
 LEVELS: Floats = -np.log(BASE_RATE) * 2.0**OCTAVES  # hazards: acceptance from 0.997 to 0.008
-REJECTED: Floats = np.log(-np.expm1(-LEVELS))  # [levels] logarithm of the chance of a rejection
-
-
-def _base_law() -> Floats:
-    near = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)
-    return (1 - BASE_TAIL) * near / near.sum() + BASE_TAIL / len(LEVELS)
-
-
-BASE_LAW = _base_law()  # [levels] what is expected of a sequence of an unknown drafter
+BASE_LAW: Floats = np.exp(-0.5 * (OCTAVES / BASE_SPREAD) ** 2)  # [levels] of a sequence of an unknown drafter
+BASE_LAW = (1 - BASE_TAIL) * BASE_LAW / BASE_LAW.sum() + BASE_TAIL / len(LEVELS)
 
 
 class Population:
@@ -57,39 +46,39 @@ class Population:
         self.law = BASE_LAW  # [levels]
         self.beliefs: dict[int, Floats] = {}  # handle → [levels]
         self._evidence: Floats = np.zeros(len(LEVELS))  # sums to its weight in rounds
-        self._siblings: Floats = np.zeros((2, RANKS - 1))  # tried and accepted ones, by rank from 1 on
-        self.siblings = _shares(self._siblings, self.law)  # [RANKS − 1] as Observation.siblings
+        self._sibling_counts: Floats = np.zeros((2, RANKS - 1))  # tried and accepted ones, by rank from 1 on
+        self.sibling_chances = _shares(self._sibling_counts, self.law)  # [RANKS − 1] as Observation.sibling_chances
 
     def believed(self, handles: Iterable[int]) -> Floats:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
         return np.array([self.beliefs.get(handle, self.law) for handle in handles])
 
-    def learn(self, outcomes: Iterable[Drafted], depth: int) -> None:
-        """Only the first `depth` positions of each outcome count."""
+    def learn(self, outcomes: Iterable[Drafted], max_k: int) -> None:
+        """Only the first `max_k` positions of each outcome count."""
         seen: dict[int, tuple[float, float, int]] = {}  # handle → accepted and rejected drafts, rounds that showed them
         for outcome in outcomes:
-            before, (accepted, rejected) = seen.get(outcome.handle, (0.0, 0.0, 0)), _evidence(outcome, depth)
+            before, (accepted, rejected) = seen.get(outcome.handle, (0.0, 0.0, 0)), _evidence(outcome, max_k)
             seen[outcome.handle] = before[0] + accepted, before[1] + rejected, before[2] + 1
-            for rank, counts in enumerate(outcome.siblings[: RANKS - 1]):
-                self._siblings[:, rank] += counts
+            for rank, counts in enumerate(outcome.sibling_counts[: RANKS - 1]):
+                self._sibling_counts[:, rank] += counts
         if not seen:
             return
         accepted, rejected, rounds = np.array(list(seen.values())).T
-        likelihood = np.outer(rejected, REJECTED) - np.outer(accepted, LEVELS)
+        likelihood = np.outer(rejected, np.log(-np.expm1(-LEVELS))) - np.outer(accepted, LEVELS)
         beliefs = self.believed(seen) * np.exp(likelihood - likelihood.max(1, keepdims=True))
         beliefs /= beliefs.sum(1, keepdims=True)
         self.beliefs.update(zip(seen, beliefs, strict=True))
         evidence = rounds @ beliefs
-        self._evidence = self._evidence * exp(-evidence.sum() / MOST_WEIGHT) + evidence
+        self._evidence = self._evidence * exp(-SWITCH * evidence.sum()) + evidence
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, move beliefs towards it, and forget of siblings: trees that are no longer chosen must be
         tried again. rounds: handle → rounds that the sequence took part in."""
         law = self._evidence + BASE_WEIGHT * BASE_LAW
         self.law = law / law.sum()
-        if self._siblings.any():
-            self._siblings *= (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
-            self.siblings = _shares(self._siblings, self.law)
+        if self._sibling_counts.any():
+            self._sibling_counts *= (1 - SIBLING_SWITCH) ** max(rounds.values(), default=0)
+            self.sibling_chances = _shares(self._sibling_counts, self.law)
         known = [handle for handle in rounds if handle in self.beliefs]
         if known:
             shares = 1 - (1 - SWITCH) ** np.array([rounds[handle] for handle in known])
@@ -99,7 +88,7 @@ class Population:
 
 
 def _shares(counts: Floats, law: Floats) -> Floats:
-    """[RANKS − 1] as Observation.siblings. counts [2, RANKS − 1]: siblings that were tried and accepted, by rank.
+    """[RANKS − 1] as Observation.sibling_chances. counts [2, RANKS − 1]: siblings tried and accepted, by rank.
 
     A sibling is tried where a first child was rejected, which tells that the chance of first children was low there.
     """
@@ -112,47 +101,37 @@ def _shares(counts: Floats, law: Floats) -> Floats:
 
 
 class Estimator:
-    """Predicts acceptance for sequences, known by their handles, up to `depth` ≥ 1 drafts ahead."""
+    """Predicts acceptance for sequences, known by their handles, up to `max_k` ≥ 1 drafts ahead."""
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, max_k: int) -> None:
+        self.max_k = max_k
         self._populations: defaultdict[str, Population] = defaultdict(Population)  # by drafter
-        self._survival: Floats = np.exp(-np.outer(LEVELS, np.arange(1, depth + 1)))  # [levels, depth]
+        self._survival: Floats = np.exp(-np.outer(LEVELS, np.arange(1, max_k + 1)))  # [levels, max_k]
 
     def survival(self, candidates: Sequence[Candidate]) -> Floats:
-        """[B, depth] chance that the first j + 1 drafts are all accepted; 0 where nothing would draft."""
-        result = np.zeros((len(candidates), self.depth))
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for place, candidate in enumerate(candidates):
-            if candidate.source is not None:
-                places[candidate.source].append(place)
-        for source, of_source in places.items():
-            beliefs = self._populations[source].believed(candidates[place].handle for place in of_source)
-            result[of_source] = beliefs @ self._survival
+        """[B, max_k] chance that the first j + 1 drafts are all accepted; 0 where nothing would draft."""
+        result = np.zeros((len(candidates), self.max_k))
+        for source in {c.source for c in candidates if c.source is not None}:
+            places = [place for place, candidate in enumerate(candidates) if candidate.source == source]
+            beliefs = self._populations[source].believed(candidates[place].handle for place in places)
+            result[places] = beliefs @ self._survival
         return result
 
-    def siblings(self, candidates: Sequence[Candidate], free: bool) -> Floats:
-        """[B, RANKS − 1] as Observation.siblings. free: whether the policy may choose trees."""
+    def sibling_chances(self, candidates: Sequence[Candidate], free: bool) -> Floats:
+        """[B, RANKS − 1] as Observation.sibling_chances. free: whether the policy may choose trees."""
         result = np.zeros((len(candidates), RANKS - 1))
         for place, candidate in enumerate(candidates):
             if candidate.source is not None and (candidate.tree or (free and candidate.branches)):
-                result[place] = self._populations[candidate.source].siblings
+                result[place] = self._populations[candidate.source].sibling_chances
         return result
 
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] | Mapping[int, int] = ()) -> None:
-        """Learn from one or more rounds at once.
-
-        idle: handles of sequences that decoded without drafts, one entry per round, or handle → its number of such
-        rounds.
-        """
-        by_source: defaultdict[str, list[Drafted]] = defaultdict(list)
-        for outcome in outcomes:
-            if outcome.drafted > 0:
-                by_source[outcome.source].append(outcome)
+    def observe(self, outcomes: Sequence[Drafted], idle: Mapping[int, int] | None = None) -> None:
+        """Learn from one or more rounds at once. idle: handle → rounds in which it decoded without drafts."""
+        drafted = [outcome for outcome in outcomes if outcome.drafted > 0]
         took_part = Counter(outcome.handle for outcome in outcomes)
-        took_part.update(idle)
-        for source in by_source.keys() | self._populations.keys():
-            self._populations[source].learn(by_source[source], self.depth)
+        took_part.update(idle or {})
+        for source in {outcome.source for outcome in drafted} | self._populations.keys():
+            self._populations[source].learn((outcome for outcome in drafted if outcome.source == source), self.max_k)
             self._populations[source].settle(took_part)
 
     def forget_drafter(self, drafter: str) -> None:
@@ -165,9 +144,9 @@ class Estimator:
             population.beliefs.pop(handle, None)
 
 
-def _evidence(outcome: Drafted, depth: int) -> tuple[float, float]:
-    """(accepted, rejected) drafts among the positions up to `depth` that the round reached."""
+def _evidence(outcome: Drafted, max_k: int) -> tuple[float, float]:
+    """(accepted, rejected) drafts among the first `max_k` positions that the round reached."""
     if outcome.overlaps:
-        overlaps = np.clip(np.nan_to_num(outcome.overlaps[:depth]), 0.0, 1.0)
+        overlaps = np.clip(np.nan_to_num(outcome.overlaps[:max_k]), 0.0, 1.0)
         return float(overlaps.sum()), float((1 - overlaps).sum())
-    return float(min(outcome.accepted, depth)), float(outcome.accepted < min(outcome.drafted, depth))
+    return float(min(outcome.accepted, max_k)), float(outcome.accepted < min(outcome.drafted, max_k))

@@ -1,9 +1,7 @@
 """Whether to take more requests, and what to tell a client that is turned away.
 
-Work is counted in the seconds that a full engine is expected to spend on it, by its measurements at the start. Two
-ratios correct this: the seconds that a full engine takes for a second of work, and the share of the requested work that
-requests turn out to need. The first is learned only from steps during which requests wait, the second from every
-request that reaches its own end.
+Work is counted in the seconds that a full engine needs for it by its measurements at the start. Two ratios correct
+this, and both are learned while serving.
 """
 
 import math
@@ -14,9 +12,9 @@ from heapq import heapify, heapreplace
 from policies.cost import PASS_S
 from policies.observation import Timing
 
-LONGEST_WAIT_S = 60  # seconds: the longest advice to a client
-MEMORY_S = 10.0  # seconds of work after which what was learned counts 1 / e
-DOUBT_S = 0.2  # seconds of work that the first guess, a ratio of 1, counts as
+LONGEST_WAIT_S = 60  # the longest advice to a client, in seconds: nobody knows the load beyond
+MEMORY_S = 10.0  # seconds of work after which what was learned counts 1 / e: loads change within some ten seconds
+DOUBT_S = 0.2  # seconds of work that the first guess, a ratio of 1, counts as: a few steps outweigh it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +65,19 @@ class Ratio:
 class Admission:
     """Admit up to max_running + max_waiting requests that may need up to max_demand × kv_tokens tokens of KV memory.
 
-    A request may need the tokens of its prompt and the most tokens that it may generate. Requests end sooner, and share
-    the common beginnings of their prompts, so max_demand is above 1. It bounds how long the last request waits, and how
-    often memory is taken back and computed again. Callers serialise access.
+    A request may need memory for its prompt and for the most tokens that it may generate. Most requests need less, so
+    max_demand is above 1. It bounds how long the last request waits, and how often memory is taken back and computed
+    again. Callers serialise access.
     """
 
     max_running: int
     max_waiting: int
     kv_tokens: int  # tokens that the cache has room for
     max_demand: float
-    slowness: Ratio = field(default_factory=Ratio)  # seconds that a second of work takes
-    usage: Ratio = field(default_factory=Ratio)  # work that requests needed over work that they asked for
+    # Seconds that a second of work takes. Only a full engine shows it: learned from steps during which requests wait.
+    slowness: Ratio = field(default_factory=Ratio)
+    # Work that a request needed over work that it asked for. Learned from requests that reach their own end.
+    usage: Ratio = field(default_factory=Ratio)
 
     @property
     def most_tokens(self) -> float:
@@ -100,7 +100,7 @@ class Admission:
         return None
 
     def retry_after(self, running: Sequence[float], waiting: Sequence[float], slots: int) -> int:
-        """Whole seconds, 1 to 60, after which a request that is admitted at this moment would run.
+        """Whole seconds, 1 to LONGEST_WAIT_S, after which a request that is admitted at this moment would run.
 
         running: remaining work of each request that runs; waiting: work of each request that waits, in their order;
         slots: requests that may run at once, or that there is memory for. Slots share the engine evenly, and the next
@@ -113,11 +113,3 @@ class Admission:
             heapreplace(ends, ends[0] + work)
         wait = ends[0] * slots * self.usage.value * self.slowness.value
         return min(LONGEST_WAIT_S, max(1, math.ceil(wait)))
-
-    def worked(self, work_s: float, took_s: float) -> None:
-        """Learn from a step during which requests waited."""
-        self.slowness.add(took_s, work_s)
-
-    def finished(self, needed_s: float, asked_s: float) -> None:
-        """Learn from a request that reached its own end. Leave out requests that were cut short."""
-        self.usage.add(needed_s, asked_s)

@@ -2,33 +2,41 @@
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
-from policies.cost import CostModel
-from policies.draft_cost import DraftCost
+from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, ProbeBudget, RoundCost, Timing
+from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
-from policies.spec_length import make_policy
+from policies.spec_length import ProbeBudget, make_policy
 from policies.trees import cut
+
+
+@dataclass(slots=True)
+class Tally:
+    """Rounds in sum."""
+
+    rounds: int = 0
+    seconds: float = 0.0
+    prefill: int = 0  # tokens of prompts
 
 
 class SpecControl:
     """Chooses k before a round and learns from it after. The policy may change at any time; what was learned stays.
 
-    It learns from several rounds at once, when the next choice is made. depth: the largest k there is. timings: rounds
+    It learns from several rounds at once, when the next choice is made. max_k: the largest k there is. timings: rounds
     measured at the start, if any.
     """
 
-    def __init__(self, config: PolicyConfig, depth: int, timings: Sequence[Timing] = ()) -> None:
-        self.estimator = Estimator(max(1, depth))
-        self.cost = CostModel(max(1, depth), timings)
+    def __init__(self, config: PolicyConfig, max_k: int, timings: Sequence[Timing] = ()) -> None:
+        self.estimator = Estimator(max(1, max_k))
+        self.cost = CostModel(max(1, max_k), timings)
         self.timings = tuple(timings)
-        self._depth = depth
+        self._max_k = max_k
         self._budget = ProbeBudget()
         self._held: HeldChoice | None = None
         self._last: dict[int, tuple[int, int]] = {}  # as Observation.last
@@ -40,8 +48,7 @@ class SpecControl:
         self._timings: list[Timing] = []
         self._policy_s = deque[float](maxlen=WINDOW)  # seconds of the policy's code in the last rounds with drafts
         self._drafted_last = False  # whether the last round that was learned from had drafts
-        # Learned from since the last choice: rounds, their seconds, tokens of prompts in them.
-        self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
+        self._since_choice = Tally()  # rounds that were learned from
         self.configure(config)
 
     def configure(self, config: PolicyConfig) -> None:
@@ -56,14 +63,14 @@ class SpecControl:
         self._budget = ProbeBudget()
 
     def begin_draft(self, drafter: str, cost: DraftCost) -> None:
-        """Another model drafts under this name from now on: forget what the old one's drafts have taught. cost: of the
-        new one, until rounds correct it."""
+        """Another model drafts under this name from now on: forget what the old one's drafts have taught. cost: the new
+        model's, until rounds correct it."""
         self._drop_choice()
         self.estimator.forget_drafter(drafter)
         self.timings = tuple(replace(t, draft_s=0.0, forwards=0, read=0) for t in self.timings)
         self.cost.begin_draft(cost)
         self._budget = ProbeBudget()
-        self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
+        self._since_choice = Tally()
         self._last.clear()
 
     @property
@@ -71,7 +78,7 @@ class SpecControl:
         """The most drafts that the policy may give a sequence."""
         if not self.config.drafts:
             return 0
-        return self._depth if self.config.max_k is None else min(self._depth, self.config.max_k)
+        return self._max_k if self.config.max_k is None else min(self._max_k, self.config.max_k)
 
     def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None:
         """As HeldChoice.rest, of the last choice."""
@@ -80,8 +87,8 @@ class SpecControl:
     def rested(self, round_s: float) -> None:
         """A round of a rest has ended."""
         self._rested += 1
-        self._rounds += 1
-        self._spent_s += round_s
+        self._since_choice.rounds += 1
+        self._since_choice.seconds += round_s
 
     def keeps_choice(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
         """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""
@@ -99,7 +106,7 @@ class SpecControl:
         if self._held is not None and "probe" in self._held.decision.reasons:
             self.cost.refresh()  # the rounds of a probe were run to be learned from
         observation = self._observation(candidates)
-        self._rounds, self._spent_s, self._prefill = 0, 0.0, 0
+        self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)
         self._held = self._hold(choice, observation, candidates)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
@@ -129,7 +136,7 @@ class SpecControl:
         self._idle.update(idle)
         if self._held is not None:
             self._held.observe(sum(outcome.accepted for outcome in drafted))
-        if len(self._timings) >= WINDOW // 2:  # where nothing is chosen, rounds must not pile up
+        if len(self._timings) >= WINDOW:  # where nothing is chosen, rounds must not pile up
             self._learn()
 
     def spent(self, policy_s: float) -> None:
@@ -160,9 +167,9 @@ class SpecControl:
             if (timing.drafts > 0) == self._drafted_last:
                 self.cost.observe(timing)
             self._drafted_last = timing.drafts > 0
-            self._prefill += timing.prefill
-            self._spent_s += timing.draft_s + timing.score_s + timing.rest_s
-        self._rounds += len(self._timings)
+            self._since_choice.prefill += timing.prefill
+            self._since_choice.seconds += timing.draft_s + timing.score_s + timing.host_s
+        self._since_choice.rounds += len(self._timings)
         for outcome in self._drafted:
             self._last[outcome.handle] = (outcome.drafted, outcome.drafted if outcome.whole else outcome.accepted)
         for handle in self._gone:
@@ -178,32 +185,30 @@ class SpecControl:
         prompts as a round had in the mean since the last choice. The prompts' own seconds are left out, because prompts
         are read whatever is drafted beside them: they would make the round look slow and drafts in it cheap.
         """
-        batch, prefill = len(candidates), round(self._prefill / max(1, self._rounds))
+        since, counted = self._since_choice, max(1, self._since_choice.rounds)
+        batch, prefill = len(candidates), round(since.prefill / counted)
         cost = self._with_policy(self.cost.round_cost(batch, prefill))
-        if prefill:
-            cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
+        cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
         return Observation(
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
             limits=np.array(most),
             bounds=bounds,
             survival=self.estimator.survival(candidates),
-            siblings=self.estimator.siblings(candidates, self.config.trees),
+            sibling_chances=self.estimator.sibling_chances(candidates, self.config.trees),
             gaps=np.array([c.gap for c in candidates]),
-            horizon=np.array([max(c.left // 2, 1) for c in candidates]),  # a round emits some two tokens
+            horizon=np.array([max(c.left, 1) for c in candidates]),
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             trees=tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True)),
             held=self._held.planned(candidates, self.most) if self._held is not None else None,
             last=tuple(self._last.get(c.handle) for c in candidates),
-            rounds=self._rounds,
-            round_s=self._spent_s / max(1, self._rounds),
+            rounds=since.rounds,
+            round_s=since.seconds / counted,
         )
 
     def _prompts_s(self, batch: int, prefill: int) -> float:
         """Seconds by which `prefill` tokens of prompts lengthen a round."""
-        if not prefill:
-            return 0.0
         with_prompts, without = (float(self.cost.round_cost(batch, n).verify_s[0]) for n in (prefill, 0))
         return max(0.0, with_prompts - without)
 

@@ -9,26 +9,30 @@ import numpy as np
 
 from policies.observation import FEW, STALE, WINDOW, Timing
 
-Key = tuple[int, ...]
-ANY: Key = ()  # all kinds together
+RoundKind = tuple[int, ...]
+ANY: RoundKind = ()  # all kinds together
 
 
 class Medians:
     """The median of the last rounds of each kind."""
 
     def __init__(self) -> None:
-        self.known: dict[Key, float] = {}
-        self._rounds: dict[Key, deque[float]] = {}
-        self._last: dict[Key, int] = {}  # kind → `_count` at its last round
+        self.known: dict[RoundKind, float] = {}
+        self._rounds: dict[RoundKind, deque[float]] = {}
+        self._last: dict[RoundKind, int] = {}  # kind → `_count` at its last round
         self._count = 0  # rounds of all kinds
         self._refreshed = 0  # `_count` at the last refresh
 
-    def add(self, value: float, *kinds: Key) -> None:
+    def add(self, value: float, *kinds: RoundKind) -> None:
         """The value of a round, which may be of several kinds."""
         self._count += 1
         for key in kinds:
             self._last[key] = self._count
             self._rounds.setdefault(key, deque(maxlen=WINDOW)).append(value)
+
+    def skip(self) -> None:
+        """A round of none of these kinds."""
+        self._count += 1
 
     def refresh(self) -> None:
         """Use what was added from here on."""
@@ -42,19 +46,19 @@ class Medians:
 
 
 class Corrections(Medians):
-    """Factors on a profile, by kind of round; `known` has their logarithms. A kind with too few rounds gets that of the
-    last rounds of any kind.
+    """Factors on a profile, by kind of round. `known` has their logarithms.
 
-    What kinds differ by when they first run is theirs. What changes from then on is the machine's, so it moves all
-    kinds: other work slows a machine down for seconds, and the kinds that run then must not look dearer than the rest.
+    A kind with too few rounds gets the factor of the last rounds of any kind. A kind's first rounds show its own
+    factor. A later change is put down to the machine and moves all kinds: other work slows a machine down for seconds,
+    and the kinds that run in these seconds must not look dearer than the rest.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._level = 0.0  # by how much the machine has become slower, as a logarithm
-        self._new: list[tuple[Key, float]] = []  # not learned from so far: kind, logarithm of the factor
+        self._new: list[tuple[RoundKind, float]] = []  # not learned from so far: kind, logarithm of the factor
 
-    def observe(self, key: Key, realised: float, profiled: float) -> None:
+    def observe(self, key: RoundKind, realised: float, profiled: float) -> None:
         if realised > 0 and profiled > 0:
             self._new.append((key, log(realised / profiled)))
 
@@ -67,7 +71,7 @@ class Corrections(Medians):
         self._new.clear()
         super().refresh()
 
-    def factor(self, key: Key, unknown: float = 1.0) -> float:
+    def factor(self, key: RoundKind, unknown: float = 1.0) -> float:
         """unknown: what to take before there were enough rounds of any kind."""
         found = self.known.get(key, self.known.get(ANY))
         return unknown if found is None else exp(self._level + found)
@@ -83,15 +87,15 @@ class HostWork:
 
     def observe(self, timing: Timing) -> None:
         """Drafting without a model counts as host work."""
-        if not timing.prefill and timing.rest_s > 0:
-            seconds = timing.rest_s + (timing.draft_s if timing.drafts and not timing.read else 0.0)
+        if not timing.prefill and timing.host_s > 0:
+            seconds = timing.host_s + (timing.draft_s if timing.drafts and not timing.read else 0.0)
             self._rounds.add(seconds, (timing.batch, timing.drafts > 0))
 
     def refresh(self) -> None:
         """Use what was observed from here on.
 
-        Batches that ran both with and without drafts show what drafting costs. Other batches are taken to pay the same,
-        and the batches themselves after their rounds without drafts are forgotten.
+        A batch that ran both with and without drafts shows what drafting costs. This is kept when its rounds are
+        forgotten, and holds for batches that ran in one way only.
         """
         self._rounds.refresh()
         without, drafted = ({b: s for (b, had), s in self._rounds.known.items() if had == kind} for kind in (0, 1))

@@ -5,23 +5,51 @@ Rounds teach ratios of measured to profiled seconds, so that rounds which were n
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import combinations
 from math import exp, log2
 from typing import NamedTuple
 
 import numpy as np
 
 from policies.corrections import ANY, Corrections, HostWork
-from policies.draft_cost import STEP_SHARE, DraftCost
 from policies.observation import FEW, UNREAD, WINDOW, Floats, RoundCost, Timing
 
-PASS_S = 0.01  # seconds of the target's pass over one token on an unmeasured machine
+# What an unmeasured machine is taken to be:
+PASS_S = 0.01  # seconds of the target's pass over one token
+STEP_SHARE = 0.1  # seconds of a forward of the draft model, over those of the target's pass
+TOKEN_SHARE = 0.01  # seconds of a further token of a pass or forward, over those of the first one
+
+PER_OCTAVE = 2  # kinds of rounds for each doubling of sequences or tokens: each kind needs rounds of its own
+FAR = 0.1  # weight of a draft's round of twice or half the batch in a fit: it shows less than the batch's own rounds
+CLOSE = 0.03  # relative error of a fit: a smaller one is no better, because measurements vary as much
+FIT_STEPS = 8  # steps of a fit, which settles within them
+
+
+class DraftCost:
+    """Seconds of the draft model as profiled: (once, per forward, per token that it reads), by batch.
+
+    The cost is not affine in the batch, so each profiled batch has its own fit. Rounds of other batches only separate
+    the cost of a forward from that of a token where the batch's own rounds do not.
+    """
+
+    def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
+        rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
+        self._batches = sorted({t.batch for t in rounds}) or [1]
+        self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s  # [P, 3]
+        if rounds:
+            self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])
+        self.cost = cache(self._cost)
+
+    def _cost(self, batch: int) -> Floats:
+        """[3] seconds. Do not write to it."""
+        return np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
 
 
 class CostModel:
     """Predicts the cost of rounds of any batch, and learns from each round that was measured."""
 
-    def __init__(self, depth: int, timings: Sequence[Timing] = ()) -> None:
-        self._depth = depth
+    def __init__(self, max_k: int, timings: Sequence[Timing] = ()) -> None:
+        self._max_k = max_k
         self._known = cache(self._cost)
         self.begin(timings)
 
@@ -29,7 +57,7 @@ class CostModel:
         """Take over a profile, and forget what rounds have taught about another one."""
         self._pass_cost = PassCost(timings)
         self._score, self._host = Corrections(), HostWork()
-        self._rounds = 0  # learned from
+        self._rounds, self._due = 0, FEW  # rounds learned from, and rounds at which the next refresh is due
         self.begin_draft(self.draft_cost(timings))
 
     def draft_cost(self, timings: Sequence[Timing]) -> DraftCost:
@@ -45,19 +73,18 @@ class CostModel:
 
     def round_cost(self, batch: int, prefill: int) -> RoundCost:
         """The cost of rounds in which `batch` ≥ 1 sequences emit beside `prefill` tokens of prompts."""
-        return self._known(batch, round(2 ** (bucket(prefill, 4) / 4)) if prefill else 0)
+        fine = 2 * PER_OCTAVE  # a price is told apart more finely than a kind, because it needs no rounds of its own
+        return self._known(batch, round(2 ** (bucket(prefill, fine) / fine)) if prefill else 0)
 
     def observe(self, timing: Timing) -> None:
         """Learn from a round of the engine. Prompts' tokens cost less than drafts, so a round with prompts teaches
         nothing about the target's pass."""
         if timing.batch < 1:
             return
-        if timing.siblings:
-            self._observe_tree(timing)
-        else:
-            self._observe_chains(timing)
+        (self._observe_tree if timing.branched_drafts else self._observe_chains)(timing)
         self._rounds += 1
-        if self._rounds % (WINDOW // 2) == 0 or self._rounds in (FEW, 2 * FEW):
+        if self._rounds >= self._due:  # twice as many as at the last one, or half of a median's rounds are new
+            self._due += min(self._due, WINDOW // 2)
             self.refresh()
 
     def _observe_chains(self, timing: Timing) -> None:
@@ -70,15 +97,15 @@ class CostModel:
             predicted = model + timing.forwards * step + timing.read * token
             self._draft.observe((bucket(batch),), timing.draft_s, float(predicted))
         self._host.observe(timing)
-        self._tree.add(0.0)  # a round of another kind
+        self._tree.skip()
 
     def _observe_tree(self, timing: Timing) -> None:
         """A round with trees teaches only how much longer it takes than one of chains as deep, with as many drafts."""
-        if not timing.prefill and timing.rest_s > 0 and timing.read <= UNREAD * timing.drafts:
+        if not timing.prefill and timing.host_s > 0 and timing.read <= UNREAD * timing.drafts:
             chains = self.round_cost(timing.batch, 0)
-            took_s = timing.draft_s + timing.score_s + timing.rest_s
+            took_s = timing.draft_s + timing.score_s + timing.host_s
             predicted_s = chains.seconds(timing.drafts, timing.depth, timing.forwards, timing.read)
-            self._tree.observe((bucket(timing.batch),), took_s, predicted_s)
+            self._tree.observe((bucket(timing.batch),), took_s, float(predicted_s))
 
     def refresh(self) -> None:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""
@@ -88,8 +115,8 @@ class CostModel:
 
     @property
     def misfit(self) -> float:
-        """How many times dearer than another kind of round the profile has taken one, wrongly, at least 1. A factor
-        that all kinds share does not count: it changes no choice."""
+        """By how much the profile is wrong between two kinds of rounds: their corrections' largest ratio, at least 1.
+        A factor that all kinds share changes no choice, so it does not count."""
         known = [f for learned in (self._score, self._draft) for key, f in learned.known.items() if key != ANY]
         return exp(max(known) - min(known)) if known else 1.0
 
@@ -113,8 +140,8 @@ class CostModel:
         )
 
     def _verification(self, batch: int, prefill: int) -> Floats:
-        """[1 + batch · depth] seconds of even passes by number of drafts, non-decreasing."""
-        drafts = np.arange(1 + batch * self._depth, dtype=np.float64)
+        """[1 + batch · max_k] seconds of even passes by number of drafts, non-decreasing."""
+        drafts = np.arange(1 + batch * self._max_k, dtype=np.float64)
         profiled = self._pass_cost.seconds(batch, drafts, prefill)
         tokens = drafts + (batch + prefill)
         keys = [(bucket(batch), n) for n in range(bucket(tokens[0]), bucket(tokens[-1]) + 1)]
@@ -123,20 +150,22 @@ class CostModel:
             return profiled * self._score.factor(keys[0])
         # Between the visited numbers of tokens the factor is interpolated, so that the profile keeps its shape, steps
         # included. The factors must not make a longer pass shorter.
-        places = [2.0 ** (n / 2) for _, n in visited]
+        places = [2.0 ** (n / PER_OCTAVE) for _, n in visited]
         factors = np.interp(tokens, places, [self._score.factor(key) for key in visited])
         return np.maximum.accumulate(profiled * factors)
 
 
 class Curve(NamedTuple):
-    """The target's even passes over one batch, and beyond the measured ones as far as any pass may go."""
+    """The target's even passes over one batch."""
 
     batch: int
     tokens: Floats  # [P] ascending
     seconds: Floats  # [P] non-decreasing
+    slope: float  # seconds per token beyond them
 
     def at(self, tokens: Floats) -> Floats:
-        return np.interp(tokens, self.tokens, self.seconds)
+        beyond = np.maximum(tokens - self.tokens[-1], 0.0)
+        return np.interp(tokens, self.tokens, self.seconds) + self.slope * beyond
 
 
 class PassCost:
@@ -151,23 +180,18 @@ class PassCost:
         self._curves = _curves([t for t in rounds if t.drafts == t.batch * t.depth])
         self._batches = [curve.batch for curve in self._curves]
         # Share of the additional seconds of an even pass with the same largest k that an uneven one takes.
-        self.padding = 0.0
         self.padding = self._fit_padding([t for t in rounds if t.drafts < t.batch * t.depth])
-        self.round_seconds = lru_cache(WINDOW**2)(self._round_seconds)
+        self.round_seconds = lru_cache(maxsize=1024)(self._round_seconds)
 
     def seconds(self, batch: int, drafts: Floats, prefill: int = 0) -> Floats:
         """Seconds of even passes, in the shape of `drafts`."""
         above = int(np.searchsorted(self._batches, batch))
-        if above in (0, len(self._curves)) and batch not in self._batches:
-            return self._curves[min(above, len(self._curves) - 1)].at(drafts + (batch + prefill))
-        high = self._curves[above]
-        depth = 1 + drafts / batch
-        at_high = high.at(high.batch * depth + prefill)
-        if high.batch == batch:
-            return at_high
-        low = self._curves[above - 1]
+        high = self._curves[min(above, len(self._curves) - 1)]
+        if above == 0 or batch >= high.batch:
+            return high.at(drafts + (batch + prefill))
+        low, depth = self._curves[above - 1], 1 + drafts / batch
         share = (batch - low.batch) / (high.batch - low.batch)
-        return (1 - share) * low.at(low.batch * depth + prefill) + share * at_high
+        return (1 - share) * low.at(low.batch * depth + prefill) + share * high.at(high.batch * depth + prefill)
 
     def _round_seconds(self, batch: int, drafts: int, depth: int) -> float:
         """Seconds of the pass of a round that reads no prompts. depth: its largest k."""
@@ -198,27 +222,52 @@ def _curves(even: Sequence[Timing]) -> list[Curve]:
     """
     points = np.array([(t.batch, t.batch + t.drafts, t.score_s) for t in even]).reshape(-1, 3)
     batches, tokens, seconds = points.T
-    curves = []
+    curves: list[tuple[int, Floats, Floats]] = []
     for batch in np.unique(batches):
         own = np.unique(tokens[batches == batch])
         least = [seconds[(batches >= batch) & (tokens >= n)].min() for n in own]
-        curves.append(Curve(int(batch), own, np.array(least)))
-    curves = curves or [Curve(1, np.ones(1), np.array([PASS_S]))]
-    longest = max(curves, key=lambda curve: float(curve.tokens[-1]))
-    slope = STEP_SHARE**2 * longest.seconds[0] / longest.batch
-    if len(longest.tokens) > 1:
-        slope = np.diff(longest.seconds)[-1] / np.diff(longest.tokens)[-1]
-    tokens = np.append(longest.tokens, longest.tokens[-1] + 1e6)
-    longest = Curve(longest.batch, tokens, np.append(longest.seconds, longest.seconds[-1] + 1e6 * slope))
-    return [_continued(curve, longest) for curve in curves]
+        curves.append((int(batch), own, np.array(least)))
+    curves = curves or [(1, np.ones(1), np.array([PASS_S]))]
+    widest, longest, takes = max(curves, key=lambda curve: float(curve[1][-1]))
+    slope = TOKEN_SHARE * takes[0] / widest
+    if len(longest) > 1:
+        slope = np.diff(takes)[-1] / np.diff(longest)[-1]
+    continued = []
+    for of, places, curve in curves:
+        beyond = longest > places[-1]
+        more = curve[-1] + takes[beyond] - np.interp(places[-1], longest, takes)
+        continued.append(Curve(of, np.append(places, longest[beyond]), np.append(curve, more), float(slope)))
+    return continued
 
 
-def _continued(curve: Curve, longest: Curve) -> Curve:
-    """A curve that goes on in parallel to the one of the longest passes."""
-    beyond = longest.tokens > curve.tokens[-1]
-    more = curve.seconds[-1] + longest.seconds[beyond] - longest.at(curve.tokens[-1:])
-    return Curve(curve.batch, np.append(curve.tokens, longest.tokens[beyond]), np.append(curve.seconds, more))
-
-
-def bucket(count: float, per_octave: int = 2) -> int:
+def bucket(count: float, per_octave: int = PER_OCTAVE) -> int:
     return round(log2(count) * per_octave)
+
+
+def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
+    """[3] non-negative costs with the least absolute relative errors: a few interrupted rounds change little."""
+    seconds = np.array([t.draft_s for t in rounds])
+    distance = np.log2(np.array([t.batch for t in rounds]) / batch)
+    design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
+    near = FAR ** np.abs(distance)
+    weights = np.sqrt(near)
+    for _ in range(FIT_STEPS):  # iteratively reweighted least squares
+        costs = _non_negative(design * weights[:, None], weights)
+        weights = np.sqrt(near / np.maximum(np.abs(design @ costs - 1), CLOSE))
+    return costs
+
+
+def _non_negative(design: Floats, wanted: Floats) -> Floats:
+    """x ≥ 0 that minimises |design · x − wanted|.
+
+    It is the best of the least squares over each subset of the columns: the optimum's own support is one of them.
+    """
+    best, least = np.zeros(design.shape[1]), float(wanted @ wanted)
+    for size in range(1, design.shape[1] + 1):
+        for support in combinations(range(design.shape[1]), size):
+            part = np.linalg.lstsq(design[:, support], wanted, rcond=None)[0]
+            rest = wanted - design[:, support] @ part
+            if (part >= 0).all() and rest @ rest < least:
+                least, best = float(rest @ rest), np.zeros(design.shape[1])
+                best[list(support)] = part
+    return best

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from policies.config import Reason
 from policies.observation import Candidate, Ints
-from policies.reasons import Reason
 from policies.shapes import Parents
 from policies.trees import Shapes, cut
 
-PER_NEWCOMER = 4  # sequences per newcomer, from which on newcomers do not make a new choice due
-SURPRISE = 2.0  # accepted drafts to expect before they can surprise, and the factor by which they then do
+SURPRISE = 2.0  # accepted drafts over expected ones, or the reverse, from which on a choice is not used again
+
+_Drafts = tuple[int, Parents | None, Reason, float]  # k, its shape, its reason, chance of the first draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class Decision:
     seconds: float  # of the whole step; 0 if other sequences run than those that it was predicted for
     tokens: float  # that the candidates emit together; 0 in the same case
 
+    def of(self, place: int) -> _Drafts:
+        return self.ks[place], self.shapes[place], self.reasons[place], self.alphas[place]
+
 
 @dataclass(slots=True)
 class HeldChoice:
@@ -41,18 +45,19 @@ class HeldChoice:
     newcomer_k: int  # k of sequences that join
     rounds_left: int  # rounds that it may still be used for
     rest_left: int = 0  # rounds before them that are not observed, if nobody fixed a k
-    same: bool = True  # whether the round runs the sequences that it was made for
-    accepted: int = 0  # drafts in the rounds that it was used for, while `same`
-    expected: float = 0.0  # the same, as predicted
+    same_sequences: bool = True  # whether the round runs the sequences that it was made for
+    accepted: int = 0  # drafts, in the rounds of these sequences
+    expected: float = 0.0  # drafts that these rounds were predicted to accept
 
     def suits(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
-        """Whether it may be used for these sequences: most of them were there, and no drafter may have a guess, whose
-        length changes every round. drafters: each one's; None: nothing is drafted for it."""
+        """Whether it may be used for these sequences: it was made for most of them, half of its own are left, and none
+        of the drafters has guesses, because the length of a guess changes in every round. drafters: None for those
+        without a drafter."""
         if self.drafters is None:
             return True
-        newcomers = sum(handle not in self.places for handle in handles)
-        other = newcomers * PER_NEWCOMER > len(handles) or len(handles) * 2 < len(self.places)
-        return not other and self.drafters.issuperset(filter(None, drafters))
+        known = 2 * sum(handle in self.places for handle in handles)
+        most = len(handles) < known >= len(self.places)
+        return most and self.drafters.issuperset(filter(None, drafters))
 
     def rest(self, fixed: Mapping[int, int | None], drafters: Iterable[str | None]) -> Decision | None:
         """The decision without drafts if the next round belongs to a rest; this takes the round from it.
@@ -64,23 +69,18 @@ class HeldChoice:
         self.rest_left -= 1
         if list(fixed) == list(self.places):
             return self.decision
-        return self.decide([Candidate(handle, k, None, 0, 0, None, 0, 0) for handle, k in fixed.items()], 0)
+        return self.decide([Candidate(handle, k) for handle, k in fixed.items()], 0)
 
-    def decide(self, candidates: Sequence[Candidate], depth: int) -> Decision:
-        """The decision for those candidates, within their present limits. depth: the policy's maximum."""
-        chosen = self.decision
-        self.same = len(candidates) == len(self.places) and all(c.handle in self.places for c in candidates)
-        seconds, tokens = (chosen.seconds, chosen.tokens) if self.same else (0.0, 0.0)
+    def decide(self, candidates: Sequence[Candidate], policy_most: int) -> Decision:
+        """The decision for those candidates, within their present limits. policy_most: as in Candidate.limit."""
+        chosen, places = self.decision, [self.places.get(candidate.handle) for candidate in candidates]
+        self.same_sequences = len(places) == len(self.places) and None not in places
+        seconds, tokens = (chosen.seconds, chosen.tokens) if self.same_sequences else (0.0, 0.0)
         decision = Decision([], [], [], [], chosen.confidence, seconds, tokens)
-        usual = sum(chosen.alphas) / len(chosen.alphas)
-        for candidate in candidates:
-            k, alpha = self.newcomer_k, usual
-            reason: Reason = "policy"
-            tree: Parents | None = None
-            if (place := self.places.get(candidate.handle)) is not None:
-                k, reason, alpha = chosen.ks[place], chosen.reasons[place], chosen.alphas[place]
-                tree = chosen.shapes[place]
-            most, bound = candidate.limit(depth)
+        newcomer: _Drafts = self.newcomer_k, None, "policy", sum(chosen.alphas) / len(chosen.alphas)
+        for candidate, place in zip(candidates, places, strict=True):
+            k, tree, reason, alpha = newcomer if place is None else chosen.of(place)
+            most, bound = candidate.limit(policy_most)
             if candidate.fixed is not None or k > most:
                 k, reason = most, bound
             decision.ks.append(k)
@@ -89,20 +89,20 @@ class HeldChoice:
             decision.alphas.append(alpha)
         return decision
 
-    def planned(self, candidates: Sequence[Candidate], depth: int) -> tuple[Ints, Shapes] | None:
+    def planned(self, candidates: Sequence[Candidate], policy_most: int) -> tuple[Ints, Shapes] | None:
         """[B] its drafts for these candidates, but for those of a probe; None: it was made for other sequences."""
         if self.places.keys() != {candidate.handle for candidate in candidates}:
             return None
-        decision = self.decide(candidates, depth)
+        decision = self.decide(candidates, policy_most)
         probed = [self.decision.reasons[self.places[candidate.handle]] == "probe" for candidate in candidates]
         return np.where(probed, 0, decision.ks), tuple(decision.shapes)
 
     def observe(self, accepted: int) -> None:
         """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""
-        if not self.same:
+        if not self.same_sequences:
             return
         self.accepted += accepted
         self.expected += self.decision.tokens - len(self.decision.ks)
-        usual = self.expected / SURPRISE <= self.accepted <= self.expected * SURPRISE
-        if self.expected >= SURPRISE and not usual:
+        least = self.expected / SURPRISE
+        if least >= 1 and not least <= self.accepted <= self.expected * SURPRISE:  # less than a draft is chance
             self.rounds_left = 0

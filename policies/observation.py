@@ -10,29 +10,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.reasons import Reason
+from policies.config import Reason
 from policies.shapes import Parents
+from policies.trees import Bools as Bools
 from policies.trees import Floats as Floats
 from policies.trees import Ints as Ints
 from policies.trees import Nodes, Shapes, best_nodes, node_values
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
-FEW = 4  # rounds from which on their median is used; drafts of a probe
-STALE = 1024  # rounds of other kinds after which a kind is forgotten, and after which a few rounds go without drafts
+FEW = 4  # rounds from which on a median is used: one of them may have been interrupted
+STALE = 1024  # rounds for which a measurement is believed: then it is forgotten, or made again
 UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
 
 
 class Candidate(NamedTuple):
-    """A sequence that decodes in the coming round, as the engine knows it."""
+    """A sequence that decodes in the coming round, as the engine knows it. The defaults allow no drafts."""
 
     handle: int
     fixed: int | None  # k that its request asks for; None: the policy chooses
-    max_k: int | None  # most drafts that its request allows
-    left: int  # drafts that would, all accepted, emit all of its tokens
-    room: int  # drafts that its KV cache has memory for
-    source: str | None  # the drafter that would draft for it in this round; None: there is none
-    offered: int  # most drafts that the source has; a draft model has as many as asked for
-    gap: int  # committed tokens that the draft model has not read; 0: the source runs no model
+    max_k: int | None = None  # most drafts that its request allows
+    left: int = 0  # drafts that would, all accepted, emit all of its tokens
+    room: int = 0  # drafts that its KV cache has memory for
+    source: str | None = None  # the drafter that would draft for it in this round; None: there is none
+    offered: int = 0  # most drafts that the source has; a draft model has as many as asked for
+    gap: int = 0  # committed tokens that the draft model has not read; 0: the source runs no model
     tree: Parents | None = None  # the tree that its request asks for, `fixed` nodes
     branches: bool = False  # whether its drafts may be a tree that the policy chooses
 
@@ -41,13 +42,13 @@ class Candidate(NamedTuple):
         """Whether a drafter without a model offers a guess, and the policy chooses how much of it to take."""
         return self.source is not None and not self.gap and self.fixed is None
 
-    def limit(self, depth: int) -> tuple[int, Reason]:
-        """(most drafts that it may get, what prevents more). depth: the policy's maximum, which a fixed k may exceed;
-        a fixed k is asked for whatever the drafter offers."""
+    def limit(self, policy_most: int) -> tuple[int, Reason]:
+        """(most drafts that it may get, what prevents more). policy_most: the policy's maximum. A fixed k may exceed
+        it, and is asked for whatever the drafter offers."""
         if self.fixed is not None:
             most = min(self.fixed, self.left, self.room)
             return most, "user" if most == self.fixed else "cap" if most == self.left else "cache"
-        cap = min(depth, self.left, self.offered) if self.source is not None else 0
+        cap = min(policy_most, self.left, self.offered) if self.source is not None else 0
         user = cap if self.max_k is None else self.max_k
         most = min(cap, user, self.room)
         return most, "cache" if most < min(cap, user) else "cap" if most == cap else "user"
@@ -73,14 +74,20 @@ class RoundCost:
     # every k were D; non-decreasing, 0 at 0
     tree: float = 1.0
 
-    def seconds(self, drafts: int, depth: int, forwards: int, read: float, *, branched: bool = False) -> float:
-        """Arguments: n, D, the draft model's forwards, m, and whether a draft branches."""
-        total = self.base_s + float(self.verify_s[drafts] + self.padding_s[depth])
-        if drafts:
-            total += self.drafting_s
-        if forwards:
-            total += self.model_s + forwards * self.step_s + read * self.token_s
-        return total * self.tree if branched else total
+    def seconds(
+        self,
+        drafts: Ints | int,
+        longest: Ints | int,
+        forwards: Ints | int,
+        read: Floats | float,
+        *,
+        branched: Bools | bool = False,
+    ) -> Floats:
+        """Seconds of rounds, in the common shape of n, D, the forwards, m, and whether a draft branches."""
+        once = self.base_s + (forwards > 0) * self.model_s + forwards * self.step_s
+        total = once + (drafts > 0) * self.drafting_s + read * self.token_s
+        total = total + self.verify_s[drafts] + self.padding_s[longest]
+        return np.asarray(total * np.where(branched, self.tree, 1.0), np.float64)
 
 
 @dataclass(frozen=True)
@@ -93,9 +100,9 @@ class Observation:
     survival: Floats  # [B, K] chance that the first j + 1 drafts of a chain are all accepted
     # [B, RANKS − 1] chance that this further sibling is accepted if the first one is not, over the chance of the first;
     # 0: the drafts may not branch
-    siblings: Floats
+    sibling_chances: Floats
     gaps: Ints  # [B] as Candidate.gap
-    horizon: Ints  # [B] rounds over which reading a gap pays off, at least 1
+    horizon: Ints  # [B] most rounds that are left, over which reading a gap pays off; at least 1
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     trees: Shapes  # [B] that requests fixed, within their limits
@@ -113,7 +120,11 @@ class Observation:
     @cached_property
     def values(self) -> Floats:
         """[B, U] chance that a round accepts each node, or [B, K] where no drafts may branch."""
-        return node_values(self.survival, self.siblings, self.nodes) if self.siblings.any() else self.survival
+        return (
+            node_values(self.survival, self.sibling_chances, self.nodes)
+            if self.sibling_chances.any()
+            else self.survival
+        )
 
     @cached_property
     def open(self) -> Ints:
@@ -129,16 +140,6 @@ class Observation:
     def behind(self) -> Floats:
         """[B] tokens of a gap beyond what every round reads, per round over which reading it pays off."""
         return np.maximum(self.gaps - UNREAD, 0) / self.horizon
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeBudget:
-    """What a policy remembers. Probes are drafts that are not expected to pay, made to learn whether they would."""
-
-    saved_s: float = 0.0  # time saved up for probes
-    drafts: int = 0  # of the last plan
-    rounds: int = 0  # since the last drafts
-    unmeasured: int = STALE - WINDOW  # since rounds without drafts were last measured: at first the profile holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,9 @@ class Drafted(NamedTuple):
     # Σ min(p, q) at the positions that were reached; (): unknown. In a tree: 1 where the first child was accepted, 0
     # where it was not, at the nodes that were reached and have children.
     overlaps: tuple[float, ...] = ()
-    siblings: tuple[tuple[int, int], ...] = ()  # by rank, from 1 on: (how many were tried, how many were accepted)
+    sibling_counts: tuple[
+        tuple[int, int], ...
+    ] = ()  # by rank, from 1 on: (how many were tried, how many were accepted)
 
     @property
     def whole(self) -> bool:
@@ -184,5 +187,7 @@ class Timing:
     read: int  # tokens that the draft model read in them
     draft_s: float  # the drafters' time
     score_s: float  # the target's pass: input, forward, sampling, acceptance
-    rest_s: float  # the rest of the step: scheduling, committing, publishing; 0: unknown
-    siblings: int = 0  # drafts in trees that were asked for that are not first children; 0: only chains were asked for
+    host_s: float  # the work around both: scheduling, committing, publishing; 0: unknown
+    branched_drafts: int = (
+        0  # drafts in trees that were asked for that are not first children; 0: only chains were asked for
+    )

@@ -1,15 +1,13 @@
 """The drafts of each sequence with which a round emits the most tokens per second, over all its sequences.
 
 A round's goodput is its expected tokens divided by its predicted seconds. A draft is worth the chance that it and all
-before it on its path are accepted (trees.py). So for any number of drafts n and any largest depth, the n drafts that
-are worth most are the best choice. They form a chain or a tree for each sequence, because a draft is worth no more than
-its parent and its lower siblings. The planner evaluates every n under every largest depth: of chains, and, where
-sequences may branch, of trees, whose rounds take longer for themselves. This is exact where all drafts cost the same,
-whatever a pass costs as a function of n: no model makes any, or the draft model makes all of them, has read every
-sequence, and reads them for nothing if there are trees.
-
-Elsewhere drafts are ranked by their worth less the worth of their seconds at the goodput without drafts (one step of
-Dinkelbach 1967, On nonlinear fractional programming), which is an approximation. Standard library and numpy only.
+before it on its path are accepted (trees.py). A draft is worth no more than its parent and its lower siblings. So the n
+drafts that are worth most form a chain or a tree for each sequence, and are the best n drafts under any largest depth.
+The planner evaluates every n under every largest depth, for chains and for trees. Its plan is the best one if all
+drafts cost the same. It is an approximation where some drafts come from a model and others do not, where a sequence has
+a gap to read, and where the nodes of a tree differ in what the model reads. Drafts are ranked there by their worth less
+the worth of their seconds at the goodput without drafts (one step of Dinkelbach 1967, On nonlinear fractional
+programming). Standard library and numpy only.
 """
 
 from collections import defaultdict
@@ -17,12 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from policies.observation import UNREAD, Floats, Ints, Observation
+from policies.observation import UNREAD, Bools, Floats, Ints, Observation
 from policies.trees import Shapes, measure, places_of, shape_of
 
-Bools = NDArray[np.bool_]
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
 
 
@@ -64,7 +60,7 @@ def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -
 
 def seconds(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool = True) -> float:
     """Seconds of the round. amortised: a gap costs its share of the rounds over which reading it pays off."""
-    return observation.cost.seconds(*_work(observation, ks, shapes, amortised), branched=any(shapes))
+    return float(observation.cost.seconds(*_work(observation, ks, shapes, amortised), branched=any(shapes)))
 
 
 def evaluate(observation: Observation, ks: Ints, shapes: Shapes) -> Allocation:
@@ -73,7 +69,7 @@ def evaluate(observation: Observation, ks: Ints, shapes: Shapes) -> Allocation:
     return Allocation(ks, shapes, tokens, tokens / seconds(observation, ks, shapes))
 
 
-def required(observation: Observation) -> Allocation:
+def fixed_drafts_only(observation: Observation) -> Allocation:
     """The drafts that requests fixed, and no others."""
     return evaluate(observation, np.maximum(observation.fixed, 0), observation.trees)
 
@@ -81,9 +77,9 @@ def required(observation: Observation) -> Allocation:
 def plan(observation: Observation, least: Allocation | None = None) -> Allocation:
     """The best drafts within the limits; among equals the fewest. Every round must cost some time.
 
-    least: what `required` returns, if it is known.
+    least: what `fixed_drafts_only` returns, if it is known.
     """
-    best = least = least or required(observation)
+    best = least = least or fixed_drafts_only(observation)
     for table in _tables(observation):
         found = _search(observation, least, table)
         best = found if found.goodput > best.goodput * (1 + TIE) else best
@@ -93,38 +89,29 @@ def plan(observation: Observation, least: Allocation | None = None) -> Allocatio
 def lone_ks(observation: Observation) -> Ints:
     """[B] the k that each sequence would get in a round of its own: by the same objective, of chains, and of trees of
     its most valuable drafts."""
-    goodput = np.max([_lone_goodput(observation, table) for table in _tables(observation)], axis=0)
-    undrafted = np.full((len(goodput), 1), 1 / observation.alone.seconds(0, 0, 0, 0))
-    return np.hstack([undrafted, goodput]).argmax(1)
-
-
-def _lone_goodput(observation: Observation, table: Ints) -> Floats:
-    """[B, K] of a round of each sequence alone with its first n drafts of a table [B, ≥ K], by n from 1 on."""
-    cost, nodes, most = observation.alone, observation.nodes, observation.survival.shape[1]
-    order = table[:, :most]
-    tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)
-    forwards = np.maximum.accumulate(nodes.depths[order] + 1, 1)
-    read = (nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None]
-    model_s = cost.model_s + forwards * cost.step_s + read * cost.token_s
-    round_s = cost.base_s + cost.drafting_s + cost.verify_s[1 : most + 1] + cost.padding_s[1 : most + 1]
-    round_s = round_s + np.where(observation.gaps[:, None] > 0, model_s, 0.0)
-    slower = np.where(np.maximum.accumulate(nodes.branched[order], 1), cost.tree, 1.0)
-    return np.where(np.arange(most) < observation.limits[:, None], tokens / (round_s * slower), 0.0)
+    nodes, cost, drafts = observation.nodes, observation.alone, np.arange(1, observation.survival.shape[1] + 1)
+    by_model = observation.gaps[:, None] > 0
+    goodput = np.zeros((len(by_model), 1 + drafts.size))
+    goodput[:, 0] = 1 / cost.seconds(0, 0, 0, 0)
+    for table in _tables(observation):
+        order = table[:, : drafts.size]
+        forwards = np.where(by_model, np.maximum.accumulate(nodes.depths[order] + 1, 1), 0)
+        read = np.where(by_model, (nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None], 0.0)
+        branched = np.maximum.accumulate(nodes.branched[order], 1) > 0
+        round_s = cost.seconds(drafts, drafts, forwards, read, branched=branched)
+        tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)
+        goodput[:, 1:] = np.maximum(goodput[:, 1:], tokens / round_s)
+    return np.where(np.arange(1 + drafts.size) <= observation.limits[:, None], goodput, 0.0).argmax(1)
 
 
 def _tables(observation: Observation) -> list[Ints]:
     """[B, ≥ K] what the drafts of each sequence may be, those that are worth most first: of chains, and of trees if the
     policy may choose any."""
-    tables = [np.broadcast_to(np.arange(observation.survival.shape[1]), observation.survival.shape)]
-    if observation.siblings[observation.free].any():
-        tables.append(_most_valuable(observation))
+    most = observation.survival.shape[1]
+    tables = [np.broadcast_to(np.arange(most), observation.survival.shape)]
+    if observation.sibling_chances[observation.free].any():  # half of the nodes may be too deep
+        tables.append(np.argsort(-observation.values, axis=1, kind="stable")[:, : 2 * most])
     return tables
-
-
-def _most_valuable(observation: Observation) -> Ints:
-    """[B, 2 · K] the nodes of each sequence that are worth most, in this order. Half of them may be too deep."""
-    most = 2 * observation.survival.shape[1]
-    return np.argsort(-observation.values, axis=1, kind="stable")[:, :most]
 
 
 @lru_cache(maxsize=1024)
@@ -155,18 +142,16 @@ def _search(observation: Observation, least: Allocation, table: Ints) -> Allocat
         number = _numbers(added, order, table.shape)
     added &= number <= observation.open[sequence]
     fixed, longest, forwards, read = _work(observation, least.ks, least.shapes, True)
-    drafts, forwards_of = fixed + added.cumsum(1), np.maximum(depths[:, 1:], forwards)
-    round_s = cost.base_s + cost.drafting_s + (forwards_of > 0) * cost.model_s + forwards_of * cost.step_s
-    round_s = round_s + cost.token_s * (read + (added * _read(observation, sequence, node)).cumsum(1))
-    round_s += cost.verify_s[drafts]
-    if cost.padding_s[-1]:
-        round_s += cost.padding_s[np.maximum(np.maximum.accumulate(number * added, axis=1), longest)]
+    drafts = fixed + added.cumsum(1)
+    deepest = np.maximum(np.maximum.accumulate(number * added, axis=1), longest) if cost.padding_s[-1] else longest
+    read_by = read + (added * _read(observation, sequence, node)).cumsum(1)
+    round_s = cost.seconds(drafts, deepest, np.maximum(depths[:, 1:], forwards), read_by)
     tokens = least.tokens + (added * observation.values[sequence, node]).cumsum(1)
     goodput = tokens / round_s
     equal = np.flatnonzero(goodput >= goodput.max() * (1 - TIE))
     row, last = divmod(int(equal[drafts.ravel()[equal].argmin()]), order.size)
     chosen = order[: last + 1][added[row, : last + 1]]
-    ks, shapes = _with(observation, least, table, chosen)
+    ks, shapes = _add_chosen(observation, least, table, chosen)
     slower = cost.tree if any(shapes) else 1.0
     return Allocation(ks, shapes, float(tokens[row, last]), float(goodput[row, last]) / slower)
 
@@ -201,7 +186,7 @@ def _read(observation: Observation, sequence: Ints, node: Ints) -> Floats:
     return np.where(observation.gaps[sequence] > 0, read, 0.0)
 
 
-def _with(observation: Observation, least: Allocation, table: Ints, chosen: Ints) -> tuple[Ints, Shapes]:
+def _add_chosen(observation: Observation, least: Allocation, table: Ints, chosen: Ints) -> tuple[Ints, Shapes]:
     """The drafts of `least`, and those at the chosen places of the table."""
     sequence, node = chosen // table.shape[1], table.ravel()[chosen]
     shapes = list(least.shapes)

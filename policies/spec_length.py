@@ -11,16 +11,27 @@ from sys import maxsize
 
 import numpy as np
 
-from policies.config import PolicyConfig, PolicyName
-from policies.observation import FEW, STALE, Choice, Floats, Ints, Observation, ProbeBudget, RoundCost
-from policies.planner import Allocation, evaluate, lone_ks, plan, required, seconds
-from policies.reasons import Reason
+from policies.config import PolicyConfig, PolicyName, Reason
+from policies.observation import FEW, STALE, Choice, Floats, Ints, Observation, RoundCost
+from policies.planner import Allocation, evaluate, fixed_drafts_only, lone_ks, plan, seconds
 from policies.trees import depths_of
-
-Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
+PROBE_K = 4  # drafts of a probe: its first ones say most
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeBudget:
+    """What a policy remembers. Probes are drafts that are not expected to pay, made to learn whether they would."""
+
+    saved_s: float = 0.0  # time saved up for probes
+    drafts: int = 0  # of the last plan
+    rounds: int = 0  # since the last drafts
+    unmeasured: int = STALE - PROBE_EVERY  # rounds since plain ones were last measured: at first the profile holds
+
+
+Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
 
 
 def make_policy(config: PolicyConfig) -> Policy:
@@ -81,15 +92,13 @@ def _confidence(threshold: float, observation: Observation, budget: ProbeBudget)
 class Goodput:
     """The planner's drafts, if they are better than the last ones and than none by the share `hysteresis`.
 
-    Estimates are noisy, and a sequence that is left out and taken in again has a gap to read. What predictions leave
-    out is in favour of no drafts.
+    Estimates are noisy, and a sequence that is left out and taken in again has a gap to read. What the predictions
+    leave out makes drafts look better than they are.
 
-    A plan without drafts shows nothing of what drafts would bring by now. So the share `probe_share` of all time is
-    saved up, and spent on a few drafts for one sequence as soon as it covers them and their reading. Between these
-    probes the engine rests: it asks for no choice.
-
-    A plan with drafts shows nothing of what rounds without drafts take by now. So where drafts do not gain much, a few
-    rounds now and then have none.
+    Rounds without drafts do not show what drafts would bring by now. So the share `probe_share` of all time is saved
+    up, and spent on a few drafts for one sequence as soon as it covers them and their reading. Between these probes the
+    engine rests: it asks for no choice. Rounds with drafts do not show what others take by now. So a few rounds have
+    none once the last measurement is too old, where `probe_share` covers this.
     """
 
     hysteresis: float
@@ -101,13 +110,15 @@ class Goodput:
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
         drafting = bool(ks[free].any())
         before, budget = budget, self._saved(observation, budget, best, drafting)
-        if drafting and budget.unmeasured >= STALE and self._may_compare(observation, best):
+        compares = FEW + 1  # rounds: the first one is not measured
+        may_compare = compares <= self.probe_share * STALE and not (observation.fixed > 0).any()
+        if drafting and budget.unmeasured >= STALE and may_compare:
             none, why = np.maximum(observation.fixed, 0), _for_free(observation, "probe", reasons)
-            return Choice(none, why, observation.trees, holds=FEW + 1), replace(budget, drafts=0, unmeasured=0)
+            return Choice(none, why, observation.trees, holds=compares), replace(budget, drafts=0, unmeasured=0)
         if free.size and budget.rounds >= PROBE_EVERY:
             place = free[observation.gaps[free].argmin()]
             probe = ks.copy()
-            probe[place] = min(FEW, int(observation.limits[place]))
+            probe[place] = min(PROBE_K, int(observation.limits[place]))
             cost_s = seconds(observation, probe, best.shapes, amortised=False)
             cost_s = max(0.0, cost_s - seconds(observation, ks, best.shapes, amortised=False))
             if cost_s <= budget.saved_s and self._may_pay(observation):
@@ -121,30 +132,24 @@ class Goodput:
         return Choice(ks, reasons, best.shapes, holds=holds, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Allocation:
-        last = required(observation)
+        last = fixed_drafts_only(observation)
         best = plan(observation, last)
         if observation.held is not None:
             last = max(last, evaluate(observation, *observation.held), key=lambda plan: plan.goodput)
         return best if best.goodput >= (1 + self.hysteresis) * last.goodput else last
 
-    def _may_compare(self, observation: Observation, best: Allocation) -> bool:
-        """Whether a few rounds without drafts cost at most a quarter of the share, until they are due again."""
-        gain = best.goodput / required(observation).goodput
-        cost = (FEW + 1) * (1 - 1 / gain)  # in rounds without drafts
-        return not (observation.fixed > 0).any() and cost <= self.probe_share * STALE / 4
-
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
-        siblings = np.zeros_like(observation.siblings)
-        certain = replace(observation, survival=np.ones_like(observation.survival), siblings=siblings, held=None)
+        chances = np.zeros_like(observation.sibling_chances)
+        certain = replace(observation, survival=np.ones_like(observation.survival), sibling_chances=chances, held=None)
         return bool(self._plan(certain).ks[observation.free].any())
 
     def _saved(self, observation: Observation, budget: ProbeBudget, best: Allocation, drafting: bool) -> ProbeBudget:
         """The budget after the rounds since the last choice."""
         rounds = observation.rounds
         saved_s = budget.saved_s + self.probe_share * observation.round_s * rounds
-        if observation.round_s:  # a probe that takes longer than this has too much to read
-            saved_s = min(saved_s, 2 * PROBE_EVERY * observation.round_s)
+        if observation.round_s:  # a probe that takes longer than the rounds up to it has too much to read
+            saved_s = min(saved_s, PROBE_EVERY * observation.round_s)
         measured = rounds > FEW and not budget.drafts
         unmeasured = 0 if measured else budget.unmeasured + rounds
         return ProbeBudget(saved_s, int(best.ks.sum()), 0 if drafting else budget.rounds + rounds, unmeasured)

@@ -21,6 +21,7 @@ TREE = 6  # nodes of the largest trees to consider, beside what chains add to th
 Shapes = tuple[Parents | None, ...]  # by sequence; None: a chain
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class Nodes(NamedTuple):
@@ -60,8 +61,8 @@ def best_nodes(depth: int) -> Nodes:
     return Nodes(parents, depths, ranks, branched, places, levels)
 
 
-def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
-    """[B, U] from Observation.survival [B, K] and Observation.siblings [B, RANKS − 1].
+def node_values(survival: Floats, sibling_chances: Floats, nodes: Nodes) -> Floats:
+    """[B, U] from Observation.survival [B, K] and Observation.sibling_chances [B, RANKS − 1].
 
     Where a drafter fails, all of its siblings do: with a chance a of the first child, that of a sibling is proportional
     to a · (1 − a). Survivals are means over what a may be, and so are their differences.
@@ -69,7 +70,7 @@ def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
     before = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
     first = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
     rejected = first * (1 - np.hstack([first[:, 1:], first[:, -1:]]))
-    chances = np.concatenate([first[:, :, None], rejected[:, :, None] * siblings[:, None]], 2)
+    chances = np.concatenate([first[:, :, None], rejected[:, :, None] * sibling_chances[:, None]], 2)
     chances = np.minimum.accumulate(chances, axis=2)
     values = chances[:, nodes.depths, nodes.ranks]
     values[:, : survival.shape[1]] = survival
@@ -80,21 +81,20 @@ def node_values(survival: Floats, siblings: Floats, nodes: Nodes) -> Floats:
 
 @lru_cache(maxsize=1024)
 def measure(parents: Parents) -> tuple[int, int]:
-    """(forwards of the draft model that a tree takes, tokens that it reads behind the text: its nodes with children and
-    the root, as many as there are first children)."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    return max(depths, default=0), len(set(parents))
+    """(forwards of the draft model that a tree takes, tokens that it reads behind the text: one for each node with
+    children, the root included)."""
+    depths = {ROOT: 0}
+    for node, parent in enumerate(parents):
+        depths[node] = depths[parent] + 1
+    return max(depths.values()), len(set(parents))
 
 
 @lru_cache(maxsize=1024)
 def places_of(parents: Parents, depth: int) -> list[int]:
     """The nodes of a tree among best_nodes(depth). Those that are not there are left out."""
-    known, placed, children = best_nodes(depth).places, {ROOT: ROOT}, dict[int, int]()
+    known, placed = best_nodes(depth).places, {ROOT: ROOT}
     for node, parent in enumerate(parents):
-        rank = children.get(parent, 0)
-        children[parent] = rank + 1
+        rank = parents[:node].count(parent)
         if parent in placed and (placed[parent], rank) in known:
             placed[node] = known[placed[parent], rank]
     return [place for node, place in placed.items() if node != ROOT]

@@ -110,8 +110,8 @@ class Running:
         if tree is not None:
             seen = fates(tree, path)
             tried = [[fate[rank] for fate in seen if rank < len(fate)] for rank in range(1, max(map(len, seen)))]
-            siblings = tuple((len(of_rank), sum(of_rank)) for of_rank in tried)
-            drafted = drafted._replace(overlaps=tuple(float(fate[0]) for fate in seen), siblings=siblings)
+            counts = tuple((len(of_rank), sum(of_rank)) for of_rank in tried)
+            drafted = drafted._replace(overlaps=tuple(float(fate[0]) for fate in seen), sibling_counts=counts)
         return accepted, emitted, drafted
 
 
@@ -191,7 +191,7 @@ class World:
         drafted = [one for _, _, one in came if one]
         idle = [running.handle for running, k in zip(decoding, decision.ks, strict=True) if not k]
         control.observe(self._measured(true), drafted, [*idle, *(running.handle for running in joining)])
-        took = true.draft_s + true.score_s + true.rest_s
+        took = true.draft_s + true.score_s + true.host_s
         self.clock_s += took
         self.rounds += 1
         self._leave(control, [*decoding, *joining])
@@ -228,15 +228,15 @@ class World:
                 read += running.gap - 1 + (k if tree is None else measure(tree)[1])
         batch = len(decoding) + len(joining)
         prefill = sum(running.job.prompt - 1 for running in joining)  # each emits a token, as the others do
-        siblings = sum(rank > 0 for tree in trees if tree for rank in ranks(tree))
+        branched = sum(rank > 0 for tree in trees if tree for rank in ranks(tree))
         cost = self.machine(batch, prefill)
-        return timing_of(cost, batch, sum(ks), max(ks, default=0), prefill, forwards, read, siblings)
+        return timing_of(cost, batch, sum(ks), max(ks, default=0), prefill, forwards, read, branched)
 
     def _measured(self, true: Timing) -> Timing:
         if self._phases.random() < 1 / PHASE:
             self._factors.reverse()
         draft, score, rest = (self._factors[0] * np.exp(self._rng.normal(0.0, self._noise, 3))).tolist()
-        return replace(true, draft_s=true.draft_s * draft, score_s=true.score_s * score, rest_s=true.rest_s * rest)
+        return replace(true, draft_s=true.draft_s * draft, score_s=true.score_s * score, host_s=true.host_s * rest)
 
     def _leave(self, control: Controller, present: Iterable[Running]) -> None:
         for running in present:
@@ -246,16 +246,23 @@ class World:
 
 
 def timing_of(
-    cost: RoundCost, batch: int, drafts: int, depth: int, prefill: int, forwards: int, read: int, siblings: int = 0
+    cost: RoundCost,
+    batch: int,
+    drafts: int,
+    depth: int,
+    prefill: int,
+    forwards: int,
+    read: int,
+    branched_drafts: int = 0,
 ) -> Timing:
     """The Timing of a round that takes what `cost` says."""
     draft = cost.drafting_s if drafts else 0.0
     if forwards:
         draft += cost.model_s + forwards * cost.step_s + read * cost.token_s
     score = float(cost.verify_s[drafts] + cost.padding_s[depth])
-    slow = cost.tree if siblings else 1.0
+    slow = cost.tree if branched_drafts else 1.0
     times = draft * slow, score * slow, cost.base_s * slow
-    return Timing(batch, drafts, depth, prefill, forwards, read, *times, siblings=siblings)
+    return Timing(batch, drafts, depth, prefill, forwards, read, *times, branched_drafts)
 
 
 @dataclass(slots=True)

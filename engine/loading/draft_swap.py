@@ -28,7 +28,7 @@ from engine.models.look_ahead import LookAhead
 from engine.models.runner import Runner, kv_shape
 from engine.profiling.profile_cache import ProfileFile
 from engine.sequence import Sequence
-from policies.draft_cost import DraftCost
+from policies.cost import DraftCost
 from policies.observation import Timing
 
 log = logging.getLogger(__name__)

@@ -191,7 +191,7 @@ class Samples:
             read=self.read,
             draft_s=lower_quartile(self.draft_s),
             score_s=lower_quartile(self.score_s),
-            rest_s=0.0,
+            host_s=0.0,
         )
 
 

@@ -76,7 +76,7 @@ def test_choosing_k_counts_against_drafts(cost: CostModel) -> None:
 def test_a_tree_takes_its_share_of_the_step(cost: CostModel) -> None:
     """A step with a tree takes a quarter longer than one of chains: plain decoding would have been that much faster."""
     for _ in range(32):
-        cost.observe(replace(timing(1, 3, 0.009, 0.015), siblings=1, rest_s=0.001))
+        cost.observe(replace(timing(1, 3, 0.009, 0.015), branched_drafts=1, host_s=0.001))
     assert estimate(cost, [3], 4, 0.025, branched=True) == pytest.approx(estimate(cost, [3], 4, 0.020), rel=0.02)
 
 

@@ -18,11 +18,10 @@ from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.sequence import Sequence
 from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams, acceptance_of
-from policies.config import PolicyConfig
+from policies.config import REASONS, PolicyConfig, Reason
 from policies.cost import CostModel
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import Candidate, Drafted, RoundCost, Timing
-from policies.reasons import REASONS, Reason
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import memory
 from tests.engine.pairs import Pair
@@ -221,7 +220,7 @@ def test_rounds_are_timed_for_the_cost_model(pair: Pair, monkeypatch: pytest.Mon
     for timing, step in zip(seen, run.steps, strict=True):
         assert round(timing.draft_s * 1e6) == step.draft_us
         assert round(timing.score_s * 1e6) == step.score_us
-        assert 0 <= timing.rest_s * 1e6 <= step.step_us
+        assert 0 <= timing.host_s * 1e6 <= step.step_us
 
 
 def test_a_pass_that_was_lost_teaches_nothing_of_the_hosts_work(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +239,7 @@ def test_a_pass_that_was_lost_teaches_nothing_of_the_hosts_work(pair: Pair, monk
     monkeypatch.setattr(engine.speculator.control, "observe", lambda timing, *_: timings.append(timing))
     drive(engine, requests(k=2)[:1])
     assert failed
-    assert [timing.rest_s > 0 for timing in timings].count(False) == 1
+    assert [timing.host_s > 0 for timing in timings].count(False) == 1
 
 
 def test_nothing_is_kept_of_sequences_that_are_gone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +280,7 @@ def priced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     observe = control.observe
 
     def timeless(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
-        observe(replace(timing, draft_s=0.0, score_s=2e-3, rest_s=0.0), drafted, idle)
+        observe(replace(timing, draft_s=0.0, score_s=2e-3, host_s=0.0), drafted, idle)
 
     monkeypatch.setattr(control, "observe", timeless)
     monkeypatch.setattr(control, "spent", lambda policy_s: None)  # what choosing takes is part of a round's price
@@ -369,7 +368,7 @@ def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypa
     if name == "goodput":
         assert control._held is not None
         assert control._rested == 200 - control._held.rest_left >= 20
-        assert control._spent_s > 0
+        assert control._since_choice.seconds > 0
 
 
 @pytest.mark.parametrize(("drafter", "always"), [("model", False), ("lookup", True)])

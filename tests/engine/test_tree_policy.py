@@ -14,10 +14,9 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.types import Request, RoundRecord, SamplingParams, Verifier
 from policies.acceptance import Estimator
-from policies.config import PolicyConfig
+from policies.config import REASONS, PolicyConfig
 from policies.cost import CostModel
 from policies.observation import Candidate, Drafted, Floats, RoundCost, Timing
-from policies.reasons import REASONS
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import Pair
 
@@ -32,8 +31,8 @@ class Hopeful(Estimator):
     def survival(self, candidates: Seq[Candidate]) -> Floats:
         return np.tile(np.cumprod(np.full(16, 0.6)), (len(candidates), 1))
 
-    def siblings(self, candidates: Seq[Candidate], free: bool) -> Floats:
-        return np.where(super().siblings(candidates, free) > 0, 0.5, 0.0)
+    def sibling_chances(self, candidates: Seq[Candidate], free: bool) -> Floats:
+        return np.where(super().sibling_chances(candidates, free) > 0, 0.5, 0.0)
 
 
 class DearForwards(CostModel):
@@ -54,7 +53,7 @@ def run(pair: Pair, policy: PolicyConfig = GOODPUT, verifier: Verifier = "match"
     control.cost, control.estimator, observe = DearForwards(16), Hopeful(16), control.observe
 
     def timeless(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
-        observe(replace(timing, draft_s=0.0, score_s=2e-3, rest_s=0.0), drafted, idle)
+        observe(replace(timing, draft_s=0.0, score_s=2e-3, host_s=0.0), drafted, idle)
 
     control.observe, control.spent = timeless, lambda policy_s: None  # type: ignore[method-assign]
     k = 0 if policy.name == "off" else None
@@ -107,7 +106,7 @@ def test_a_drafter_that_branches_by_itself_is_priced_as_it_always_drafts(pair: P
     driven = drive(engine, [Request("r", (5, 6), replace(PARAMS, temperature=0), k=12, drafter="lookahead")])
     assert any(part.tree for part in rounds(driven))
     assert any(timing.drafts for timing in told)
-    assert not any(timing.siblings for timing in told)
+    assert not any(timing.branched_drafts for timing in told)
 
 
 def test_a_drafter_that_fails_says_nothing_of_siblings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,7 @@ def test_a_drafter_that_fails_says_nothing_of_siblings(pair: Pair, monkeypatch: 
     assert told
     for outcome in told:
         assert outcome.drafted > outcome.accepted == 0
-        assert outcome.siblings == ()
+        assert outcome.sibling_counts == ()
 
 
 def test_what_was_tried_is_told_to_the_policy(pair: Pair) -> None:
@@ -131,7 +130,7 @@ def test_what_was_tried_is_told_to_the_policy(pair: Pair) -> None:
 
     def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
         told.extend(drafted)
-        assert timing.depth != 9 or timing.siblings == 9 - 4  # four nodes have children, or are the root
+        assert timing.depth != 9 or timing.branched_drafts == 9 - 4  # four nodes have children, or are the root
         observe(timing, drafted, idle)
 
     engine.speculator.control.observe = spy  # type: ignore[method-assign]
@@ -143,5 +142,5 @@ def test_what_was_tried_is_told_to_the_policy(pair: Pair) -> None:
         fates = trees.fates(part.tree, part.path)
         assert outcome.accepted == part.accepted == len(part.path)
         assert outcome.overlaps == tuple(float(fate[0]) for fate in fates)
-        assert sum(accepted for _, accepted in outcome.siblings) + sum(outcome.overlaps) == len(part.path)
-        assert sum(tried for tried, _ in outcome.siblings) == sum(len(fate) - 1 for fate in fates)
+        assert sum(accepted for _, accepted in outcome.sibling_counts) + sum(outcome.overlaps) == len(part.path)
+        assert sum(tried for tried, _ in outcome.sibling_counts) == sum(len(fate) - 1 for fate in fates)

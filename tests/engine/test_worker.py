@@ -30,7 +30,7 @@ from engine.types import (
     StepStats,
 )
 from engine.worker import CALM_S, IDLE_WAIT_S, EngineWorker
-from policies.admission import Admission, TokenCost
+from policies.admission import Ratio, TokenCost
 from tests.engine.driving import load
 from tests.engine.pairs import Pair
 from tests.kv import kv_kind, without_prefixes
@@ -176,6 +176,17 @@ def test_who_is_refused_is_told_how_long_the_queue_is(
     worker.stop()
 
 
+class Told(Ratio):
+    """Stays 1, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[float] = []
+
+    def add(self, part: float, whole: float) -> None:
+        self.parts.append(part)
+
+
 class Asks:
     """Tries one more request after every step, from when as many run as `running` until one ends, while as many wait as
     `waiting`; `retry_after_s` are the seconds after which it may come again. Slowness is not learned."""
@@ -184,8 +195,8 @@ class Asks:
         self, engine: Engine, desk: Desk, monkeypatch: pytest.MonkeyPatch, more: Request, running: int, waiting: int
     ) -> None:
         monkeypatch.setattr(TokenCost, "measured", lambda timings, most: TokenCost(0.0, 0.25))
-        monkeypatch.setattr(Admission, "worked", lambda self, work_s, took_s: None)
         self.worker, self.more, self.retry_after_s = EngineWorker(engine, desk.deliver), more, list[int]()
+        self.worker._admission.slowness = Told()
         self._scheduler, self._state = engine.scheduler, (running, waiting)
         desk.on_delivery = self
 
@@ -610,19 +621,18 @@ def test_a_command_that_fails_does_not_end_the_thread(
 def test_only_requests_that_reach_their_own_end_teach_the_wait(
     worker: EngineWorker, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taught: list[float] = []
-    monkeypatch.setattr(Admission, "finished", lambda self, needed_s, asked_s: taught.append(needed_s))
+    worker._admission.usage = usage = Told()
     desk.on_delivery = lambda outputs: worker.cancel("cancelled")
     worker.submit(make_request("cancelled", max_tokens=80))
     desk.wait_for_end("cancelled")
-    assert taught == []
+    assert usage.parts == []
     worker.submit(make_request("whole"))
     desk.wait_for_end("whole")
-    assert len(taught) == 1
+    assert len(usage.parts) == 1
     monkeypatch.setattr(engine, "submit", lambda *args: 1 / 0)
     worker.submit(make_request("bad"))
     desk.wait_for_end("bad")
-    assert len(taught) == 1
+    assert len(usage.parts) == 1
 
 
 # --- demand is given back --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "limits": np.full(batch, DEPTH),
         "bounds": ("cap",) * batch,
         "survival": np.array(alphas)[:, None] ** np.arange(1, DEPTH + 1),
-        "siblings": np.zeros((batch, RANKS - 1)),
+        "sibling_chances": np.zeros((batch, RANKS - 1)),
         "gaps": np.ones(batch, np.int64),
         "horizon": np.full(batch, 32),
         "cost": cost,

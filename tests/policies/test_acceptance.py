@@ -1,7 +1,8 @@
 """The estimator against recorded rounds of the demo pair, in a closed loop with a drafter that fails, and its laws."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ Pairs = tuple[Floats, Floats]  # predicted chance that a reached position is acc
 
 class Predictor(Protocol):
     def survival(self, candidates: Sequence[Candidate]) -> Floats: ...
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = ()) -> None: ...
+    def observe(self, outcomes: Sequence[Drafted], idle: Mapping[int, int] | None = None) -> None: ...
     def forget(self, handle: int) -> None: ...
 
 
@@ -127,7 +128,7 @@ class OwnCounts:
         shares = [(1 + accepted) / (2 + accepted + rejected) for accepted, rejected in counts]
         return np.array(shares)[:, None] ** np.arange(1, DEPTH + 1)
 
-    def observe(self, outcomes: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+    def observe(self, outcomes: Sequence[Drafted], idle: Mapping[int, int] | None = None) -> None:
         for o in outcomes:
             accepted, rejected = self.counts.get(o.handle, (0.0, 0.0))
             self.counts[o.handle] = (
@@ -186,7 +187,7 @@ def closed_loop(estimator: Predictor, batch: int, breaks: int = BREAKS, seed: in
         alpha = BROKEN if breaks <= now < REPAIRED else GOOD
         accepted = (random.random((batch, PROBE)) < alpha).cumprod(1).sum(1) * wanted
         pairs = list(zip(handles, accepted.tolist(), wanted, strict=True))
-        estimator.observe([drafted(h, PROBE, n) for h, n, w in pairs if w], [h for h, _, w in pairs if not w])
+        estimator.observe([drafted(h, PROBE, n) for h, n, w in pairs if w], Counter(h for h, _, w in pairs if not w))
         for handle, n, _ in pairs:
             left[handle] -= n + 1
             if left[handle] <= 0:
@@ -227,7 +228,7 @@ def test_rounds_without_drafts_do_not_make_hopeful() -> None:
 
     fresh, waited = broken(), broken()
     for _ in range(500):
-        waited.observe([], idle=range(8))
+        waited.observe([], idle=Counter(range(8)))
     assert first(waited, 200) <= first(fresh, 200) + 0.01 < 0.1
 
 
@@ -263,7 +264,7 @@ def test_survival_is_a_chance_and_never_rises_with_depth(history: list[Round], r
     estimator = Estimator(DEPTH)
     for _ in range(repeat):
         for outcomes in history:
-            estimator.observe(outcomes, idle=range(4, 8))
+            estimator.observe(outcomes, idle=Counter(range(4, 8)))
     everyone = [candidate(h, source) for h in range(7) for source in ("model", "ngram", None)]
     survival = estimator.survival(everyone)
     assert survival.shape == (len(everyone), DEPTH)
@@ -357,7 +358,7 @@ def test_who_gets_no_drafts_becomes_like_all() -> None:
         estimator.observe([drafted(0, 4, 0), *(drafted(handle, 4, 4) for handle in range(1, 5))])
     low, common = first(estimator, 0), first(estimator, 9)
     for _ in range(150):
-        estimator.observe([], idle=[0])
+        estimator.observe([], idle={0: 1})
     assert low < 0.2 < common - 0.2
     assert first(estimator, 0) == pytest.approx(first(estimator, 9), abs=0.05)
 
@@ -370,8 +371,8 @@ def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> N
         rounds = [[drafted(n, 4, int(random.geometric(0.4)) - 1 if n else 0) for n in range(3)] for _ in range(4)]
         rounds = [[o._replace(accepted=min(4, o.accepted)) for o in outcomes] for outcomes in rounds]
         for outcomes in rounds:
-            single.observe(outcomes, [7])
-        several.observe([o for outcomes in rounds for o in outcomes], [7] * 4)
+            single.observe(outcomes, {7: 1})
+        several.observe([o for outcomes in rounds for o in outcomes], {7: 4})
         asked = [candidate(handle) for handle in (0, 1, 2, 7, 9)]
         differences = np.abs(single.survival(asked) - several.survival(asked))
         assert differences.mean() < 0.03

@@ -105,8 +105,8 @@ def test_who_is_admitted_waits_for_the_first_free_slot_after_those_that_wait() -
 def test_a_guess_that_was_wrong_is_corrected() -> None:
     admission = places(4, 8)
     for _ in range(100):
-        admission.worked(0.1, 0.05)
-        admission.finished(0.2, 0.4)
+        admission.slowness.add(0.05, 0.1)
+        admission.usage.add(0.2, 0.4)
     assert admission.retry_after([7.8] * 4, [], 4) == 8
     assert math.isclose(admission.slowness.value, 0.5, rel_tol=0.05)
 
@@ -217,11 +217,11 @@ class Queue:
         took = STEP_S * (0.3 + 0.7 * len(self.running) / SLOTS) + READ_S * read
         self.now += took
         if full:
-            self.admission.worked(self.work.seconds(read, said), took)
+            self.admission.slowness.add(took, self.work.seconds(read, said))
         for job in [job for job in self.running if job.said >= job.needed]:
             self.running.remove(job)
             needed, asked = self.work.seconds(job.prompt, job.said), self.work.seconds(job.prompt, job.asked)
-            self.admission.finished(needed, asked)
+            self.admission.usage.add(needed, asked)
 
     def _tell_waits(self) -> None:
         """A refused request would run in this step if all before it run and leave a slot."""

@@ -7,8 +7,8 @@ import pytest
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, ProbeBudget, Timing
-from policies.spec_length import HOLDS
+from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, Timing
+from policies.spec_length import HOLDS, ProbeBudget
 
 DEPTH = 8
 
@@ -253,8 +253,8 @@ def test_newcomers_get_the_middle_k_of_the_plan() -> None:
     assert joined[4] == DEPTH
 
 
-@pytest.mark.parametrize(("before", "asked"), [(2, True), (3, False), (4, False)])
-def test_one_of_four_joins_without_a_new_choice(before: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("before", "asked"), [(1, True), (2, False), (4, False)])
+def test_less_than_half_join_without_a_new_choice(before: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = control("fixed", k=3)
     policy.plan([candidate(n) for n in range(before)])
     choose, made = policy._policy, list[Observation]()
@@ -351,9 +351,9 @@ def test_what_happened_where_nothing_is_chosen_is_learned_from_too(monkeypatch: 
     policy = control()
     learned: list[Timing] = []
     monkeypatch.setattr(policy.cost, "observe", learned.append)
-    for _ in range(WINDOW // 2):
+    for _ in range(WINDOW):
         policy.observe(Timing(1, 0, 0, 50, 0, 0, 0.0, 2e-3, 0.0), [], [0])
-    assert len(learned) == WINDOW // 2
+    assert len(learned) == WINDOW
 
 
 def test_no_candidates_and_no_drafts_at_all() -> None:

@@ -48,7 +48,7 @@ class Machine:
             read=read,
             draft_s=self.slow * (once + depth * step * len(ks) ** 0.5 + read * token) if drafts else 0.0,
             score_s=self.slow * ((1 - self.padding) * own + self.padding * even),
-            rest_s=1e-4 + 1e-5 * len(ks) + (5e-5 if drafts else 0.0),
+            host_s=1e-4 + 1e-5 * len(ks) + (5e-5 if drafts else 0.0),
         )
 
     def profile(self, batches: Iterable[int] = BATCHES, ks: Iterable[int] = KS) -> list[Timing]:
@@ -56,7 +56,7 @@ class Machine:
         rounds = [self.round((k,) * batch) for batch in batches for k in ks]
         rounds += [self.round([(4, 0, 2, 1)[i % 4] for i in range(batch)]) for batch in batches if batch > 1]
         rounds += [self.round((1,) * batch, gap=8) for batch in batches]
-        return [replace(timing, rest_s=0.0) for timing in rounds]
+        return [replace(timing, host_s=0.0) for timing in rounds]
 
 
 def score(cost: RoundCost, drafts: int, depth: int) -> float:

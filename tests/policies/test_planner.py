@@ -11,7 +11,7 @@ from numpy.random import Generator
 
 from policies import planner
 from policies.observation import Floats, Ints, Observation, RoundCost
-from policies.planner import TIE, Allocation, evaluate, expected_tokens, lone_ks, plan, required, seconds
+from policies.planner import TIE, Allocation, evaluate, expected_tokens, fixed_drafts_only, lone_ks, plan, seconds
 from tests.policies.observing import DEPTH, machine, observe
 
 SMALL = 3  # K of random instances
@@ -108,7 +108,7 @@ def test_equals_brute_force_where_all_drafts_cost_the_same() -> None:
 
 def greedy(observation: Observation) -> Allocation:
     """Adds the draft that gains most, as long as one gains."""
-    best = required(observation)
+    best = fixed_drafts_only(observation)
     while True:
         grown = [best.ks + (np.arange(len(best.ks)) == place) for place in observation.free]
         within = [ks for ks in grown if (ks <= np.maximum(observation.limits, observation.fixed)).all()]
@@ -208,7 +208,7 @@ def test_a_plan_is_worth_more_than_none() -> None:
     best = plan(observation)
     assert best.ks.tolist() == sorted(best.ks, reverse=True)
     assert best.ks[0] > best.ks[1] > best.ks[2] == 0
-    assert best.goodput > 1.2 * required(observation).goodput
+    assert best.goodput > 1.2 * fixed_drafts_only(observation).goodput
 
 
 def test_drafts_end_as_the_batch_grows() -> None:

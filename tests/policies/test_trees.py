@@ -41,7 +41,7 @@ def chances_of(observation: Observation, n: int) -> list[list[float]]:
     first = [after / before if before else 0.0 for before, after in pairwise(survival)]
     chances = []
     for own, next_one in zip(first, [*first[1:], first[-1]], strict=True):
-        row = [own, *(own * (1 - next_one) * share for share in observation.siblings[n].tolist())]
+        row = [own, *(own * (1 - next_one) * share for share in observation.sibling_chances[n].tolist())]
         chances.append(np.minimum.accumulate(row).tolist())
     return chances
 
@@ -64,7 +64,7 @@ def best_goodput(observation: Observation) -> float:
     """Over all trees of all sequences; chains for those that may not branch."""
     offered = []
     for n, (fixed, limit) in enumerate(zip(observation.fixed.tolist(), observation.limits.tolist(), strict=True)):
-        chances, may = chances_of(observation, n), observation.siblings[n].any() and fixed < 0
+        chances, may = chances_of(observation, n), observation.sibling_chances[n].any() and fixed < 0
         shapes = all_trees(limit) if may else [chain(k) for k in range(limit + 1)] if fixed < 0 else [chain(fixed)]
         offered.append([(shape, *value(shape, chances)) for shape in shapes])
     best, cost = 0.0, observation.cost
@@ -100,7 +100,7 @@ def instance(random: Generator, reads: bool, most: int = 5) -> Observation:
     if not reads:
         cost = replace(cost, token_s=0.0)
     fixed = np.where(random.random(batch) < 0.2, limits, -1)
-    changes |= {"limits": limits, "fixed": fixed, "survival": survival, "siblings": siblings}
+    changes |= {"limits": limits, "fixed": fixed, "survival": survival, "sibling_chances": siblings}
     return observe([0.0] * batch, cost, **changes)
 
 
@@ -112,7 +112,7 @@ def regrets(planned_by: Callable[[Observation], Allocation], reads: bool, instan
         planned = planned_by(observation)
         for n, (k, shape) in enumerate(zip(planned.ks.tolist(), planned.shapes, strict=True)):
             assert k == observation.fixed[n] or (observation.fixed[n] < 0 and k <= observation.limits[n])
-            assert shape is None or (len(shape) == k and shape in all_trees(k) and observation.siblings[n].any())
+            assert shape is None or (len(shape) == k and shape in all_trees(k) and observation.sibling_chances[n].any())
         found.append(1 - evaluate(observation, planned.ks, planned.shapes).goodput / best_goodput(observation))
     return np.array(found)
 
@@ -123,7 +123,7 @@ def test_equals_brute_force_over_all_trees() -> None:
 
 
 def chains_only(observation: Observation) -> Allocation:
-    return plan(replace(observation, siblings=np.zeros_like(observation.siblings)))
+    return plan(replace(observation, sibling_chances=np.zeros_like(observation.sibling_chances)))
 
 
 def test_brute_force_tells_a_planner_of_chains() -> None:
@@ -282,14 +282,14 @@ def test_the_chances_of_siblings_are_learned(first: float) -> None:
     tree = (ROOT, 0, 0, 0, ROOT, ROOT, ROOT)
     for n in range(1200):
         estimator.observe([outcome(random, n % 4, len(tree), tree, first)])
-    learned, survival = estimator.siblings([branching(9)], free=True), estimator.survival([branching(9)])
+    learned, survival = estimator.sibling_chances([branching(9)], free=True), estimator.survival([branching(9)])
     nodes = trees.best_nodes(DEPTH)
     (values,) = trees.node_values(survival, learned, nodes)[:, [nodes.places[ROOT, rank] for rank in range(RANKS)]]
     assert values[0] == pytest.approx(first, abs=0.06)
     left = np.cumprod([1 - first, *(1 - np.array(FURTHER[:-1]))])
     assert values[1] == pytest.approx((1 - first) * FURTHER[0], rel=0.2)
     assert values[2:] == pytest.approx((left * FURTHER)[1:], abs=0.02)
-    assert not estimator.siblings([branching(0)], free=False).any()
+    assert not estimator.sibling_chances([branching(0)], free=False).any()
 
 
 def test_chains_spend_no_time_on_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,18 +304,18 @@ def test_chains_spend_no_time_on_siblings(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(acceptance, "_shares", count)
     known.observe([Drafted(0, "model", 4, 1)], {1: 50})
     assert calls == 0
-    known.observe([Drafted(0, "model", 4, 0, siblings=((1, 1),))])
+    known.observe([Drafted(0, "model", 4, 0, sibling_counts=((1, 1),))])
     assert calls == 1
 
 
 def test_siblings_that_were_not_tried_say_nothing() -> None:
     """Neither those behind an accepted one, nor those that a chain does not have."""
     known = Estimator(DEPTH)
-    before = known.siblings([branching(0)], free=True)
+    before = known.sibling_chances([branching(0)], free=True)
     known.observe([Drafted(0, "model", 4, 1, (1.0, 0.0))])
-    assert known.siblings([branching(0)], free=True) == pytest.approx(before)
+    assert known.sibling_chances([branching(0)], free=True) == pytest.approx(before)
     known.observe([Drafted(0, "model", 4, 1, (0.0,), ((1, 1),))])
-    after = known.siblings([branching(0)], free=True)
+    after = known.sibling_chances([branching(0)], free=True)
     assert after[0, 0] > before[0, 0]
 
 
@@ -336,18 +336,19 @@ def test_a_held_tree_is_cut_to_todays_limits_and_newcomers_get_chains() -> None:
 
 def test_trees_are_planned_only_for_those_that_may_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's own tree beside chains takes no more time to plan than a chain."""
-    asked, find = list[int](), planner._most_valuable
+    tables, find = list[int](), planner._tables
 
-    def spy(observation: Observation) -> Ints:
-        asked.append(len(observation.limits))
-        return find(observation)
+    def spy(observation: Observation) -> list[Ints]:
+        found = find(observation)
+        tables.append(len(found))
+        return found
 
-    monkeypatch.setattr(planner, "_most_valuable", spy)
+    monkeypatch.setattr(planner, "_tables", spy)
     fixed = branching(0, fixed=6, tree=(ROOT, 0, 0, ROOT, 3, 3), branches=False)
     control(trees=False).plan([fixed, branching(1)])
-    assert asked == []
+    assert set(tables) == {1}
     control().plan([fixed, branching(1)])
-    assert asked
+    assert set(tables) == {1, 2}
 
 
 @pytest.mark.parametrize("depth", [1, 4, 16, 64])
@@ -400,7 +401,7 @@ def test_what_a_sequence_would_get_alone_is_mostly_its_plan_alone() -> None:
         cost = replace(costs(random, 6, rising=True), padding_s=np.zeros(9), token_s=0.0, tree=1.1)
         observation = replace(observation, alone=cost)
         for n, k in enumerate(lone_ks(observation).tolist()):
-            names = ("limits", "survival", "siblings", "gaps", "horizon")
+            names = ("limits", "survival", "sibling_chances", "gaps", "horizon")
             one = {name: getattr(observation, name)[n : n + 1] for name in names}
             same.append(k == plan(observe([0.0], cost, **one)).ks[0])
     assert np.mean(same) > 0.85
@@ -410,7 +411,7 @@ def test_what_a_sequence_would_get_alone_is_mostly_its_plan_alone() -> None:
 def test_a_sequence_alone_gets_a_chain_where_trees_take_too_long(alpha: float) -> None:
     """A sibling among the drafts that are worth most must not hide the chain."""
     cost = machine(tree=1.5, step_s=1e-5)
-    observation = observe([alpha], cost, alone=cost, siblings=np.full((1, RANKS - 1), 0.9))
+    observation = observe([alpha], cost, alone=cost, sibling_chances=np.full((1, RANKS - 1), 0.9))
     chosen = plan(observation)
     assert chosen.shapes == (None,)
     assert lone_ks(observation).tolist() == chosen.ks.tolist()

@@ -215,9 +215,13 @@ def test_a_tree_is_walked_by_the_ranks_of_what_is_right() -> None:
     script = Trees(forever(0))
     done = rounds(World([job], partial(slow_trees, DEPTH)), script)
     assert [r.accepted for r in done[1:]] == [[2], [0], [2]]
-    assert [[told.siblings for told in tell] for tell in script.drafted[1:]] == [[((1, 1),)], [((1, 0),)], [((1, 1),)]]
+    assert [[told.sibling_counts for told in tell] for tell in script.drafted[1:]] == [
+        [((1, 1),)],
+        [((1, 0),)],
+        [((1, 1),)],
+    ]
     assert [tell[0].overlaps for tell in script.drafted[1:]] == [(0.0, 1.0), (0.0,), (1.0, 0.0)]
-    assert [(t.forwards, t.read, t.siblings) for t in script.timings[1:]] == [
+    assert [(t.forwards, t.read, t.branched_drafts) for t in script.timings[1:]] == [
         (2, 6 + 2, 3),
         (2, 2 + 2, 3),
         (2, 1 + 2, 3),
@@ -340,7 +344,7 @@ def test_a_report_adds_up() -> None:
     assert report.mean_ks == [0, 3, 2, 0, 1]
     assert report.mean_k == 1.5
     assert report.tokens_bias == pytest.approx(4 / 9 - 1)
-    assert report.seconds == pytest.approx(sum(t.draft_s + t.score_s + t.rest_s for t in script.timings))
+    assert report.seconds == pytest.approx(sum(t.draft_s + t.score_s + t.host_s for t in script.timings))
 
 
 def test_the_beginning_may_be_left_out() -> None:

@@ -99,7 +99,7 @@ def test_the_timings_cover_the_grid(profiled: tuple[Engine, list[Timing]]) -> No
         assert t.score_s > 0
         assert (t.draft_s > 0) == (t.forwards > 0) == (t.drafts > 0)
         assert t.forwards == t.depth
-        assert t.prefill == t.rest_s == 0
+        assert t.prefill == t.host_s == 0
     uneven = [t for t in timings if t.drafts < t.batch * t.depth]
     assert [t.batch for t in uneven] == [2, 4, 6]
     assert all(t.read == t.drafts for t in uneven)
@@ -372,7 +372,7 @@ def test_another_amount_of_free_memory_has_the_same_file(pair: Pair) -> None:
         lambda text: text.replace('"depth": 2', '"depth": 3', 1),
         lambda text: text.replace('"batch": 1', '"batch": 0', 1),
         lambda text: text.replace('"score_s": ', '"score_s": -', 1),
-        lambda text: text.replace('"rest_s": 0.0', '"rest_s": NaN', 1),
+        lambda text: text.replace('"host_s": 0.0', '"host_s": NaN', 1),
         lambda text: text.replace('"read"', '"reed"', 1),
         lambda text: text.replace('"batch": 1', '"batch": 1' + "0" * 400, 1),
         lambda text: "[" * 100_000,
