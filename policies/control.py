@@ -103,8 +103,9 @@ class SpecControl:
             self._held.rounds_left -= 1
             return self._held.decide(candidates, self.most)
         self._learn()
-        if self._held is not None and "probe" in self._held.decision.reasons:
-            self.cost.refresh()  # the rounds of a probe were run to be learned from
+        held = None if self._held is None else self._held.decision
+        if held is not None and ("probe" in held.reasons or any(held.shapes)):
+            self.cost.refresh()  # probes are run to be learned from; the price of trees may not be known yet
         observation = self._observation(candidates)
         self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)

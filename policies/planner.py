@@ -74,15 +74,16 @@ def fixed_drafts_only(observation: Observation) -> Allocation:
     return evaluate(observation, np.maximum(observation.fixed, 0), observation.trees)
 
 
-def plan(observation: Observation, least: Allocation | None = None) -> Allocation:
+def plan(observation: Observation, least: Allocation | None = None, tree_margin: float = TIE) -> Allocation:
     """The best drafts within the limits; among equals the fewest. Every round must cost some time.
 
-    least: what `fixed_drafts_only` returns, if it is known.
+    least: what `fixed_drafts_only` returns, if it is known. tree_margin: share by which a plan with trees must beat the
+    best one of chains. The larger of two noisy estimates is too high on average.
     """
     best = least = least or fixed_drafts_only(observation)
-    for table in _tables(observation):
+    for table, margin in zip(_tables(observation), (TIE, tree_margin), strict=False):
         found = _search(observation, least, table)
-        best = found if found.goodput > best.goodput * (1 + TIE) else best
+        best = found if found.goodput > best.goodput * (1 + margin) else best
     return best
 
 

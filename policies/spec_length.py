@@ -133,7 +133,7 @@ class Goodput:
 
     def _plan(self, observation: Observation) -> Allocation:
         last = fixed_drafts_only(observation)
-        best = plan(observation, last)
+        best = plan(observation, last, self.hysteresis)
         if observation.held is not None:
             last = max(last, evaluate(observation, *observation.held), key=lambda plan: plan.goodput)
         return best if best.goodput >= (1 + self.hysteresis) * last.goodput else last
