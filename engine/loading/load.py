@@ -66,6 +66,7 @@ from engine.profiling.threads import choose_threads
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
+CHANNEL = "<|channel|>"  # begins a channel of a reply in gpt_oss's format
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,12 @@ def _open_checkpoints(config: EngineConfig) -> _OpenedCheckpoints:
     target = open_checkpoint(str(directories[0]))
     tokenizer = Tokenizer(str(target.path))
     eos_ids = end_tokens(target, tokenizer)
+    if tokenizer.vocab.get(CHANNEL) in tokenizer.special_ids:
+        log.warning(
+            "%s writes chats in channels (%s). Special tokens are left out of texts, so a reply holds the text of all "
+            "channels, one behind the other: analysis…assistantfinal…",
+            *(target.path, CHANNEL),
+        )
     defaults = sampling_defaults(target.path) if config.generation_config == "auto" else {}
     checkpoints, sides, heads = [target], list[Side](), None
     for name, directory in zip(config.draft_models, directories[1:], strict=True):

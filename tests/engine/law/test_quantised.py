@@ -32,10 +32,9 @@ def logits_of(target: str, form: WeightForm, text: tuple[int, ...]) -> Tensor:
     """Behind the text, [vocab]."""
     cpu = torch.device("cpu")
     decoder = load_decoder(open_checkpoint(target), dtype=torch.float32, device=cpu, max_len=64, weights=Weights(form))
+    feed = Feed(make_sequence(0, list(text)), len(text), outputs=1)
     with torch.inference_mode():
-        return Runner(decoder, kv_layout(1, 64), cpu).run([Feed(make_sequence(0, list(text)), len(text), outputs=1)])[
-            -1
-        ]
+        return Runner(decoder, kv_layout(1, 64), cpu).run([feed])[-1]
 
 
 def law_of(target: str, form: WeightForm) -> Law:

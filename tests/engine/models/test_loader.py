@@ -386,6 +386,17 @@ def test_prompts_are_whole_whatever_the_checkpoint_saved(pair: Pair, tmp_path: P
         assert clean.decode(clean.encode(text)) == text
 
 
+def test_a_model_that_writes_in_channels_is_told(pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = copy_of(pair.target, tmp_path / "channels")
+    load(Pair(str(path), pair.draft))
+    assert "channels" not in caplog.text.replace(str(path), "")
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    backend.add_special_tokens(["<|channel|>"])
+    backend.save(str(path / "tokenizer.json"))
+    load(Pair(str(path), pair.draft))
+    assert f"{path} writes chats in channels (<|channel|>)" in caplog.text
+
+
 def test_an_end_token_outside_of_the_vocabulary_never_comes(
     pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
