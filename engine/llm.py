@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import EngineConfig
@@ -50,11 +50,17 @@ class Completion:
 class LLM:
     """An engine in this process. `config` takes the other fields of EngineConfig.
 
+    Nobody reads its texts while they grow, so prompts take whole passes beside them: prefill_chunk is max_step_tokens
+    unless it is given.
+
     Example: LLM("models/demo/target", "models/demo/draft").generate(["def main("], SamplingParams(max_tokens=32))
     """
 
     def __init__(self, target: str, draft: str | None = None, **config: Any) -> None:
-        self.engine = Engine.from_config(EngineConfig(target=target, draft=draft, **config))
+        settings = EngineConfig(target=target, draft=draft, **config)
+        if settings.prefill_chunk is None:
+            settings = replace(settings, prefill_chunk=settings.max_step_tokens)
+        self.engine = Engine.from_config(settings)
         self.steps: list[StepStats] = []  # of the latest `generate`
         self._ids = itertools.count()
 

@@ -67,6 +67,17 @@ def test_steps_are_those_of_the_last_call(llm: LLM) -> None:
     assert sum(s.accepted for s in llm.steps) == sum(completion.accepted)
 
 
+@pytest.mark.parametrize(("config", "passes"), [({}, 3), ({"prefill_chunk": 20}, 8), ({"max_step_tokens": 480}, 1)])
+def test_prompts_share_whole_passes(pair: Pair, config: dict[str, int], passes: int) -> None:
+    """Eight prompts of 60 tokens: a pass beside the first text's tokens holds as many as one without."""
+    own: dict[str, Any] = {"max_running": 8, "max_spec_length": 4, "max_step_tokens": 180, **config}
+    llm = LLM(pair.target, dtype="float64", max_model_len=96, policy=PolicyConfig("off"), **own)
+    prompts = [[5 + i] * 60 for i in range(8)]
+    completions = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert [len(c.token_ids) for c in completions] == [30] * 8
+    assert sum(step.prefill_tokens > 0 for step in llm.steps) == passes
+
+
 def test_many_more_than_run_at_once(llm: LLM) -> None:
     prompts = [[5 + i, 6] for i in range(40)]
     assert [c.prompt_token_ids for c in llm.generate(prompts, GREEDY)] == [tuple(p) for p in prompts]

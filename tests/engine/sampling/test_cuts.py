@@ -121,6 +121,20 @@ def test_a_cut_removes_what_the_definition_removes(kind: Kind, dtype: torch.dtyp
     assert wrong_rows(kind, dtype) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_rows_with_min_p_alone_are_not_sorted(kind: Kind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    for shape in ((9, 300), (9, 4096)):
+        params = [replace(p, top_k=0, top_p=1.0) for p in some_params(*shape, g)]
+        logits, chosen = kind(shape, g).to(dtype), Filters.make(params, shape[1], CPU)
+        expected = logits.masked_fill(removed(logits, chosen), -inf)
+        with monkeypatch.context() as patch:
+            patch.setattr(filters, "_sorted", lambda scores: pytest.fail("rows were sorted"))
+            found = truncated(logits, chosen)
+        assert torch.isclose(found, expected, rtol=0, atol=0, equal_nan=True).all()
+
+
 @pytest.mark.parametrize("kind", [normal, ties, forbidden], ids=lambda kind: kind.__name__)
 def test_rows_as_long_as_they_come(kind: Kind) -> None:
     assert wrong_rows(kind, torch.float32) == 0
