@@ -70,11 +70,9 @@ def attend_keys(
     live, row, head = packed < rows * GROUP, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP
     last, position, bits, base = _load_rows(row, live, sequence, positions, last_visible, paths, bases)
     at = row.to(tl.int64) * (KV_HEADS * GROUP) + head
-    source = queries + row.to(tl.int64) * query_stride + head * HEAD_DIM
-    query = _load_vectors(source, live, HEAD_DIM, WIDTH)
+    query = _load_vectors(queries + row.to(tl.int64) * query_stride + head * HEAD_DIM, live, HEAD_DIM, WIDTH)
     low, high = _tiles(last, position, length, part, parts, KEYS, WINDOW, paths is not None)
-    top, total = tl.full([ROWS], NONE, tl.float32), tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums, total, top = _nothing(ROWS, WIDTH)
     for tile in range(low, high):
         place = _first_place(tile, part, parts, KEYS) + tl.arange(0, KEYS)
         inside, offset = _locate(place, length, tables + sequence * table_stride, block_count, BLOCK_SIZE)
@@ -88,6 +86,12 @@ def attend_keys(
     else:
         at += (sequence.to(tl.int64) * most - first) * (KV_HEADS * GROUP)
         _store_part(out, tops, totals, at * parts + part, sums, total, top, live, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """(sums, total, top) over no keys: see _continue()."""
+    return tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], NONE, tl.float32)
 
 
 @triton.jit
