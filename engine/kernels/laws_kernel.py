@@ -12,6 +12,7 @@ PART = 4096  # tokens of a program
 TILE = 1024  # tokens that a program looks at together
 WARPS = 4
 NO_LAW = tl.constexpr(operations.NO_LAW)
+LEAST_32, LEAST_64 = (tl.constexpr(torch.finfo(dtype).tiny) for dtype in (torch.float32, torch.float64))
 
 
 def log_law(scores: Tensor, temperatures: Tensor) -> Tensor:
@@ -24,12 +25,11 @@ def log_law(scores: Tensor, temperatures: Tensor) -> Tensor:
         return out
     parts = triton.cdiv(vocab, PART)
     tops, masses = (torch.empty(rows, parts, dtype=dtype, device=device) for _ in range(2))
-    scale = temperatures.to(dtype).clamp(min=torch.finfo(dtype).tiny)
     shape = (vocab, scores.stride(0), PART, TILE)
-    mass_kernel[(rows, parts)](scores, scale, tops, masses, *shape, num_warps=WARPS, enable_fp_fusion=False)
+    mass_kernel[(rows, parts)](scores, temperatures, tops, masses, *shape, num_warps=WARPS, enable_fp_fusion=False)
     width = triton.next_power_of_2(parts)
     law_kernel[(rows, parts)](
-        scores, scale, tops, masses, out, *shape, width, num_warps=WARPS, enable_fp_fusion=False
+        scores, temperatures, tops, masses, out, *shape, width, num_warps=WARPS, enable_fp_fusion=False
     )  # fmt: skip
     return out
 
@@ -57,7 +57,7 @@ def mark_non_finite(drawn: Tensor, logits: Tensor, mark: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def mass_kernel(
     scores: tl.tensor,
     temperatures: tl.tensor,
@@ -71,7 +71,7 @@ def mass_kernel(
     """The best score of a part that is a number, and the part's mass relative to it: NaN if a score is."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype: tl.constexpr = tops.dtype.element_ty
-    temperature = tl.load(temperatures + row)
+    temperature = load_temperature(temperatures + row, dtype)
     best = tl.full([TILE], float("-inf"), dtype)
     for start in range(part * PART, tl.minimum(vocab, (part + 1) * PART), TILE):
         x = load_tile(scores + row * stride, start, vocab, dtype, TILE)
@@ -87,7 +87,7 @@ def mass_kernel(
     tl.store(masses + place, tl.sum(mass))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def law_kernel(
     scores: tl.tensor,
     temperatures: tl.tensor,
@@ -104,7 +104,7 @@ def law_kernel(
     is NaN, the total is NaN."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype: tl.constexpr = tops.dtype.element_ty
-    temperature = tl.load(temperatures + row)
+    temperature = load_temperature(temperatures + row, dtype)
     place, parts = tl.arange(0, WIDTH), tl.num_programs(1)
     top = tl.load(tops + row * parts + place, mask=place < parts, other=float("-inf"))
     mass = tl.load(masses + row * parts + place, mask=place < parts, other=0.0).to(tl.float64)
@@ -115,6 +115,13 @@ def law_kernel(
         x = load_tile(scores + row * stride, start, vocab, dtype, TILE)
         ids = start + tl.arange(0, TILE)
         tl.store(out + row * vocab + ids, divided(x - best, temperature) - total, mask=ids < vocab)
+
+
+@triton.jit
+def load_temperature(place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The number to divide scores by, in the laws' type: never 0."""
+    least: tl.constexpr = LEAST_32 if dtype == tl.float32 else LEAST_64
+    return tl.maximum(tl.load(place).to(dtype), tl.full([], least, dtype))
 
 
 @triton.jit(

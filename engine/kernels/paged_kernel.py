@@ -33,6 +33,7 @@ def attend_keys(
     out: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
+    query_stride: tl.tensor,
     tables: tl.tensor,
     first_rows: tl.tensor,
     lengths: tl.tensor,
@@ -69,23 +70,28 @@ def attend_keys(
     live, row, head = packed < rows * GROUP, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP
     last, position, bits, base = _load_rows(row, live, sequence, positions, last_visible, paths, bases)
     at = row.to(tl.int64) * (KV_HEADS * GROUP) + head
-    query = _load_vectors(queries + at * HEAD_DIM, live, HEAD_DIM, WIDTH)
+    query = _load_vectors(queries + row.to(tl.int64) * query_stride + head * HEAD_DIM, live, HEAD_DIM, WIDTH)
     low, high = _tiles(last, position, length, part, parts, KEYS, WINDOW, paths is not None)
-    top, total = tl.full([ROWS], NONE, tl.float32), tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums, total, top = _nothing(ROWS, WIDTH)
     for tile in range(low, high):
         place = _first_place(tile, part, parts, KEYS) + tl.arange(0, KEYS)
         inside, offset = _locate(place, length, tables + sequence * table_stride, block_count, BLOCK_SIZE)
-        source = pool + offset * (2 * KV_HEADS * HEAD_DIM) + tl.program_id(2) * HEAD_DIM
+        keys = pool + offset * (2 * KV_HEADS * HEAD_DIM) + tl.program_id(2) * HEAD_DIM
         seen = inside[None, :] & _sees(place, last, position, bits, base, WINDOW, paths is not None)
-        scores = tl.where(seen, _rate(query, _load_keys(source, inside, HEAD_DIM, WIDTH), scale, SOFTCAP), NONE)
-        values = _load_vectors(source + KV_HEADS * HEAD_DIM, inside, HEAD_DIM, WIDTH)
+        scores = tl.where(seen, _rate(query, _load_keys(keys, inside, HEAD_DIM, WIDTH), scale, SOFTCAP), NONE)
+        values = _load_vectors(keys + KV_HEADS * HEAD_DIM, inside, HEAD_DIM, WIDTH)
         sums, total, top = _continue(sums, total, top, scores, values)
     if tops is None:
         _store(out + at * HEAD_DIM, _finish(sums, total, top, head, live, sinks), live, HEAD_DIM, WIDTH)
     else:
         at += (sequence.to(tl.int64) * most - first) * (KV_HEADS * GROUP)
         _store_part(out, tops, totals, at * parts + part, sums, total, top, live, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """(sums, total, top) over no keys: see _continue()."""
+    return tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], NONE, tl.float32)
 
 
 @triton.jit

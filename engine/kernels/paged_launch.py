@@ -108,7 +108,9 @@ def _attend(
     group, width = heads // kv_heads, _width(head_dim)
     tile = choose_tile(share.most * group, width, queries.dtype.itemsize)
     grid = (rows.lengths.shape[0] * share.parts, triton.cdiv(share.most * group, tile.rows), kv_heads)
-    memory = (queries.contiguous(), pool, sinks, *results)
+    if queries.stride()[1:] != (head_dim, 1):
+        queries = queries.contiguous()
+    memory = (queries, pool, sinks, *results, queries.stride(0))
     visible = (rows.positions, rows.last_visible, rows.paths, rows.bases)
     numbers = (queries.shape[0], blocks, rows.tables.shape[1], rows.tables.stride(0), share.parts)
     paged_kernel.attend_keys[grid](

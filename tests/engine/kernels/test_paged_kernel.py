@@ -202,6 +202,16 @@ def test_bounds_above_the_true_sizes_change_no_bit(kernels: ModuleType) -> None:
     assert torch.equal(kernels.attend(*replace(case, rows=loose).args(PLAIN)), tight)
 
 
+@pytest.mark.usefixtures("wide_tiles")
+def test_queries_may_lie_beside_keys_and_values(kernels: ModuleType) -> None:
+    """As one product gives them: they are read where they lie."""
+    case = make_case(MIXED[:2], Heads())
+    wide = torch.cat([case.queries, torch.full_like(case.queries, torch.nan)], 1)[:, : case.queries.shape[1]]
+    assert not wide.is_contiguous()
+    beside = kernels.attend(*replace(case, queries=wide).args(PLAIN))
+    assert torch.equal(beside, kernels.attend(*case.args(PLAIN)))
+
+
 SPREAD = (Span.at(0, 0, 2), Span.at(1, 254, 4), Span.at(2, 790, 2), Span.at(3, 500, 8, BUSHY))
 
 
@@ -255,8 +265,8 @@ MUTANTS = {
     "tiles before the window are cut too far": ("- WINDOW + 1, 0)", "- WINDOW + 40, 0)"),
     "the last tile is left out": ("_tile_number(end + KEYS - 1,", "_tile_number(end - 1,"),
     "tables are read with a wrong stride": ("sequence * table_stride", "sequence * (table_stride - 1)"),
-    "all rows have the same query": ("queries + at * HEAD_DIM", "queries + at * 0"),
-    "values of another head": ("source + KV_HEADS * HEAD_DIM", "source + (KV_HEADS - 1) * HEAD_DIM"),
+    "all rows have the same query": ("queries + row.to(tl.int64) * query_stride", "queries + row.to(tl.int64) * 0"),
+    "values of another head": ("keys + KV_HEADS * HEAD_DIM", "keys + (KV_HEADS - 1) * HEAD_DIM"),
     "a part is not joined": ("tl.minimum(tl.cdiv(length, SEGMENT), parts)", "tl.minimum(length // SEGMENT, parts)"),
     "parts are not weighed": ("weight = tl.exp2(top - ", "weight = tl.exp2(0 * "),
     "sinks of the first head": ("sinks + head", "sinks + head * 0"),

@@ -87,16 +87,16 @@ for module in penalise_kernel, renamed:
             print(error)
 """
 Round = tuple[str, bool, str, str]  # kind, graphs, type, form of the weights
+TYPES = ("float16", "float32", "float64")
 # Together they launch all kernels. With graphs rounds are launched as they are first, and captured later.
 USUAL: list[Round] = [
     *((kind, True, "bfloat16", "as_is") for kind in ("greedy", "block, top-p, penalties", "tree", "tree, rejection")),
     ("match", False, "bfloat16", "int4"),
 ]
-TYPES = ("bfloat16", "float16", "float32", "float64")
 OTHERS: list[Round] = [
-    *((kind, True, "bfloat16", "as_is") for kind in KINDS),
-    *((kind, False, dtype, "as_is") for kind, dtype in product(KINDS, TYPES)),
-    *(("match", graphs, "bfloat16", form) for form, graphs in product(("int8", "int4", "fp8"), (False, True))),
+    *((kind, graphs, "bfloat16", "as_is") for kind, graphs in product(KINDS, (False, True))),
+    *((kind, False, dtype, "as_is") for kind, dtype in product(("block, top-p, penalties", "tree, rejection"), TYPES)),
+    *(("match", False, "bfloat16", form) for form in ("int8", "int4", "fp8")),
 ]
 
 
