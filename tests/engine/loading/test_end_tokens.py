@@ -75,7 +75,7 @@ def test_the_tokenizer_s_end_token_ends_a_text_beside_the_configured_ones(
 def test_a_greedy_text_ends_where_transformers_ends_it(pair: Pair, tmp_path: Path) -> None:
     """For a checkpoint whose configuration names the tokenizer's end token, as ordinary ones do."""
     path = copy_of(pair.target, tmp_path / "ends")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     plain = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)[0].tolist()
     edit_json(path / "generation_config.json", eos_token_id=[EOS, plain[len(PROMPT) + 9]])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
