@@ -1,4 +1,4 @@
-"""The laws that a round's drafts were drawn from, for the sequences that share a verifier."""
+"""Collects the laws that a round's drafts were drawn from, for the sequences that share a verifier."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq

@@ -1,4 +1,4 @@
-"""The state of a thread while it computes rounds."""
+"""Sets a thread up for rounds: no autograd, and its engine's GPU as the current one."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

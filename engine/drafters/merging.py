@@ -1,4 +1,4 @@
-"""Merges drafts that have tokens for different sequences."""
+"""Joins the drafts of different sequences into one batch."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace

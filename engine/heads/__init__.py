@@ -1,0 +1,1 @@
+"""Small models that draft from the target's hidden states."""

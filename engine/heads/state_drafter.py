@@ -1,4 +1,4 @@
-"""Heads without memory as a drafter: they draft from one state of the target per sequence."""
+"""The drafter of heads without memory: one state of the target per sequence, no KV cache."""
 
 import logging
 from collections.abc import Collection, Mapping, Set

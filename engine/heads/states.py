@@ -1,4 +1,4 @@
-"""The target's hidden states that a head has not read yet (the reader of the target's Runner)."""
+"""Keeps the target's hidden states until a head has read them (the reader of the target's Runner)."""
 
 import itertools
 import logging

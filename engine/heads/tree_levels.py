@@ -1,4 +1,4 @@
-"""What heads without memory read between the levels of a tree."""
+"""Computes the logits of tree nodes, level by level, for heads without memory."""
 
 from itertools import pairwise
 

@@ -1,0 +1,1 @@
+"""Operations on CUDA: a reference in torch and a Triton kernel behind one name."""

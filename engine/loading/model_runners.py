@@ -1,4 +1,4 @@
-"""A runner for each model of an engine."""
+"""Makes the runner of each model, and connects a head to the target's states."""
 
 from collections.abc import Sequence as Seq
 

@@ -1,4 +1,4 @@
-"""What the weights of an engine's models take, from their files' headers."""
+"""Estimates the memory of the weights from the headers of their files, before loading."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq

@@ -1,4 +1,4 @@
-"""Which errors mean that no memory is left."""
+"""Tells out-of-memory errors from other errors."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the passes of captured drafts read (engine/drafters/captured_chains.py)."""
+"""The inputs of the passes inside a captured chain of drafts (engine/drafters/captured_chains.py)."""
 
 from collections.abc import Sequence as Seq
 

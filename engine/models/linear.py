@@ -1,4 +1,4 @@
-"""The decoder's matrix products.
+"""Products with unquantised weights, in the layout that is fastest for the number of rows.
 
 A weight can be laid out in several forms. No form is the fastest on every machine, for every shape and number of rows.
 So product_choice.py measures them at load.

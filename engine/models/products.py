@@ -1,4 +1,4 @@
-"""Which form of product a weight gets."""
+"""Makes a decoder's matrix products: plain, packed, int8, int4 or by codes, as settings and checkpoint ask."""
 
 from collections import defaultdict
 from dataclasses import dataclass

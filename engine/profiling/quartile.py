@@ -1,4 +1,4 @@
-"""The statistic of repeated measurements."""
+"""The lower quartile, which sums up repeated timings."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,1 @@
+"""From logits to the law, to draws and to accepted drafts."""
