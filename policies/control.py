@@ -39,6 +39,7 @@ class SpecControl:
         self._max_k = max_k
         self._budget = ProbeBudget()
         self._held: HeldChoice | None = None
+        self._tries_trees = False  # whether the held choice has trees of the policy's, whose price is not known yet
         self._last: dict[int, tuple[int, int]] = {}  # as Observation.last
         # Not learned from so far:
         self._drafted: list[Drafted] = []
@@ -103,12 +104,13 @@ class SpecControl:
             self._held.rounds_left -= 1
             return self._held.decide(candidates, self.most)
         self._learn()
-        held = None if self._held is None else self._held.decision
-        if held is not None and ("probe" in held.reasons or any(held.shapes)):
-            self.cost.refresh()  # probes are run to be learned from; the price of trees may not be known yet
+        if self._held is not None and (self._tries_trees or "probe" in self._held.decision.reasons):
+            self.cost.refresh()  # these rounds were run to be learned from
         observation = self._observation(candidates)
         self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)
+        chosen = (shape for shape, fixed in zip(choice.shapes, observation.fixed, strict=True) if fixed < 0)
+        self._tries_trees = any(chosen) and not self.cost.knows_trees
         self._held = self._hold(choice, observation, candidates)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
         return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prefill) + drafts_s)

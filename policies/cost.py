@@ -114,6 +114,11 @@ class CostModel:
         self._known.cache_clear()
 
     @property
+    def knows_trees(self) -> bool:
+        """Whether enough rounds with trees were run lately to tell how much longer they take."""
+        return bool(self._tree.known)
+
+    @property
     def misfit(self) -> float:
         """By how much the profile is wrong between two kinds of rounds: their corrections' largest ratio, at least 1.
         A factor that all kinds share changes no choice, so it does not count."""

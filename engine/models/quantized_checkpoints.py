@@ -213,7 +213,7 @@ def _compressed(path: Path, config: dict[str, Any]) -> Quantisation:
 
 def _rounds_activations(scheme: dict[str, Any]) -> bool:
     inputs = scheme.get("input_activations")
-    return inputs is not None and (inputs.get("type", "int"), int(inputs["num_bits"])) == ("int", 8)
+    return inputs is not None and (inputs.get("type", "int"), inputs.get("num_bits", 8)) == ("int", 8)
 
 
 def _fp8(path: Path, config: dict[str, Any]) -> Quantisation:
@@ -234,9 +234,11 @@ def _gptq(path: Path, config: dict[str, Any]) -> Quantisation:
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{path}: GPTQ of {bits} bits in format {form!r} is not supported; 2, 4 and 8 bits are")
     raised = 1 if form == "gptq" else 0  # the first format stores zero points less 1
-    reordered = bool(config.get("desc_act")) and int(config.get("group_size", -1)) > 0  # else there is one group
+    group_size = config.get("group_size")
+    groups = group_size is not None and int(group_size) > 0  # else there is one group
+    reordered = bool(config.get("desc_act")) and groups
     kind: WeightForm | None = None if reordered else "int8" if bits == 8 else "int4"
-    per_row = bits == 8 and int(config.get("group_size", -1)) == -1 and bool(config.get("sym", True))
+    per_row = bits == 8 and not groups and bool(config.get("sym", True))
     read = partial(gptq_weight, bits=bits, raised=raised, reordered=reordered)
     return Quantisation(path, f"GPTQ int{bits}", read, kind, per_row)
 

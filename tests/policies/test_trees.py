@@ -15,6 +15,7 @@ from policies import acceptance, planner, trees
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
 from policies.control import SpecControl
+from policies.cost import CostModel
 from policies.observation import STALE, Candidate, Drafted, Floats, Ints, Observation, Timing
 from policies.planner import Allocation, evaluate, lone_ks, plan
 from policies.shapes import ROOT, Parents
@@ -266,6 +267,23 @@ def test_trees_that_take_too_long_are_dropped_and_tried_again_much_later() -> No
     again = play(policy, STALE + 100, slower=1.5)
     assert 0 < sum(any(shapes) for shapes in again) <= HOLDS + 1  # the rounds of one choice, whose price is then known
     assert share(play(policy, 2 * STALE)[-100:]) > 0.5  # they take no longer any more
+
+
+def test_trees_that_requests_ask_for_are_no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices are learned from them when their turn comes, as from chains. Trees of the policy's own are learned from at
+    once, but only until their price is known."""
+    learned = list[int]()
+    monkeypatch.setattr(CostModel, "refresh", lambda self: learned.append(1))
+    monkeypatch.setattr(CostModel, "observe", lambda self, timing: None)
+    asked = control(trees=False)
+    play(asked, 5 * HOLDS, fixed=3, tree=(ROOT, ROOT, 0))
+    assert not learned
+    play(control(), 5 * HOLDS)
+    assert len(learned) >= 4
+    learned.clear()
+    monkeypatch.setattr(CostModel, "knows_trees", True)
+    assert share(play(control(), 5 * HOLDS)) > 0.5
+    assert not learned
 
 
 @pytest.mark.parametrize("forgets", [True, False])

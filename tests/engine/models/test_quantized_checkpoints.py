@@ -208,8 +208,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
         lambda w: pack_quantized(w, bits=8, size=w.shape[1]),
     ),
     "gptq of 8 bits per channel": (GPTQ | {"bits": 8, "group_size": -1}, lambda w: symmetric_gptq(w)),
+    "gptq of 8 bits, size null": (GPTQ | {"bits": 8, "group_size": None}, lambda w: symmetric_gptq(w)),
     "weights of int8 alone": (compressed("int-quantized", strategy="channel"), w8a8),
     "int8": (INT8, w8a8),
+    "int8 by the format's defaults": (compressed("int-quantized", {}, strategy="channel"), w8a8),
     "int8 of one scale": (compressed("int-quantized", BY_TOKEN, strategy="tensor"), lambda w: w8a8(w, per_tensor=True)),
     "groups of integers in another order": (
         compressed("int-quantized", strategy="group", symmetric=False, group_size=32, actorder="group"),
@@ -220,8 +222,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "fp8 in blocks": (FP8, lambda w: fp8(w, "weight_scale_inv", (24, 40))),
 }
 
-W8A8 = ("int8", "int8 of one scale")
-WEIGHTS_ALONE = ("packed int8 per channel", "gptq of 8 bits per channel", "weights of int8 alone")
+W8A8 = ("int8", "int8 of one scale", "int8 by the format's defaults")
+WEIGHTS_ALONE = (
+    "packed int8 per channel",
+    "gptq of 8 bits per channel",
+    "gptq of 8 bits, size null",
+    "weights of int8 alone",
+)
 
 
 def save_quantised(plain: str, path: Path, config: dict[str, Any], pack: Pack | None) -> tuple[Path, Path]:
