@@ -36,7 +36,7 @@ BUDGETS = {
     "medusa": Budget(1, 1, 1, 18, 23),
     "medusa, tree": Budget(1, 1, 1, 24, 28),
     "tree, chains": Budget(1, 1, 1, 41, 47),
-    "tree, chains, rejection": Budget(1, 1, 1, 64, 91),
+    "tree, chains, rejection": Budget(1, 1, 1, 64, 81),
     "eagle, tree, chains": Budget(1, 1, 1, 47, 53),
 }
 
