@@ -240,7 +240,7 @@ class TreeDraft:
 
 
 def joining_chains(batch: DraftBatch, lengths: Mapping[int, int]) -> dict[int, Parents]:
-    """Those of the chains of these lengths that are drawn beside trees in the same steps: as trees of one branch. A
+    """The chains of these lengths that are drawn in the steps of the trees beside them, as trees of one branch. A
     chain with a confidence has steps of its own, because each of its steps decides whether another one follows."""
     return {i: chain(k) for i, k in lengths.items() if k and not (batch.confidences and batch.confidences[i])}
 

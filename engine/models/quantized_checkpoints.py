@@ -39,7 +39,7 @@ COMPANIONS = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale", "input_zero_point", "activation_scale"),
 )
-# Of K and V in a cache of 8 bits. The cache here has the model's dtype.
+# Scales of K and V in a cache of 8 bits. They are not used: the cache here has the model's dtype.
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", "_proj.output_scale")
 REORDERED = ("group", "dynamic", True)  # actorder: each column names its group, so that groups are no runs of columns
 MARKS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", *MXFP4_PARTS)  # of a quantised weight

@@ -46,7 +46,7 @@ class Verdict:
 
     @classmethod
     def without_drafts(cls, tokens: Seq[int], finite: Seq[bool]) -> "Verdict":
-        """Of a round without drafts: one token for each sequence, and whether its score is finite."""
+        """The verdict of a round without drafts: one token for each sequence, and whether its score is finite."""
         n = len(tokens)
         return cls([0] * n, [[token] for token in tokens], [not f for f in finite], [()] * n, 0, [[]] * n)
 

@@ -38,7 +38,7 @@ def logits_of(target: str, form: WeightForm, text: tuple[int, ...]) -> Tensor:
 
 
 def law_of(target: str, form: WeightForm) -> Law:
-    """Of two tokens, by the target alone."""
+    """The law of two tokens, by the target alone."""
 
     def step(text: tuple[int, ...]) -> dict[int, float]:
         values, ids = logits_of(target, form, text).double().topk(TOP)
