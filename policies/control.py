@@ -8,9 +8,10 @@ import numpy as np
 
 from policies.acceptance import Estimator
 from policies.config import PolicyConfig
+from policies.corrections import ChangeCost
 from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, RoundCost, Timing
+from policies.observation import SETTLING, WINDOW, Candidate, Choice, Drafted, Observation, RoundCost, Timing
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import ProbeBudget, make_policy
 from policies.trees import cut
@@ -48,7 +49,9 @@ class SpecControl:
         self._gone: list[int] = []
         self._timings: list[Timing] = []
         self._policy_s = deque[float](maxlen=WINDOW)  # seconds of the policy's code in the last rounds with drafts
-        self._drafted_last = False  # whether the last round that was learned from had drafts
+        self._drafted_last = False  # whether a model drafted in the last round that was learned from
+        self._alike = SETTLING  # rounds in a row before it in which a model drafted, or none did, as in that one
+        self._change = ChangeCost()
         self._since_choice = Tally()  # rounds that were learned from
         self.configure(config)
 
@@ -161,15 +164,12 @@ class SpecControl:
         """Learn from what happened since the last time."""
         if self._held is not None and self._rested:
             self._idle.update(dict.fromkeys(self._held.places, self._rested))
+        self._alike += self._rested
         self._rested = 0
         if self._timings or self._idle:
             self.estimator.observe(self._drafted, self._idle)
         for timing in self._timings:
-            # A choice is made for rounds in a row. The first round without drafts after drafts finds less in the
-            # processor's caches than the next ones, and so does a probe. The profile leaves them out as well.
-            if (timing.drafts > 0) == self._drafted_last:
-                self.cost.observe(timing)
-            self._drafted_last = timing.drafts > 0
+            self._learn_time(timing)
             self._since_choice.prefill += timing.prefill
             self._since_choice.seconds += timing.draft_s + timing.score_s + timing.host_s
         self._since_choice.rounds += len(self._timings)
@@ -180,6 +180,20 @@ class SpecControl:
             self._last.pop(handle, None)
         for learned in (self._timings, self._drafted, self._idle, self._gone):
             learned.clear()
+
+    def _learn_time(self, timing: Timing) -> None:
+        """A choice is made for rounds in a row, so the first ones after a change do not teach what a round costs. The
+        guesses of drafters without a model come and go from round to round, so they change nothing."""
+        drafted = timing.forwards > 0
+        self._alike = self._alike + 1 if drafted == self._drafted_last else 0
+        self._drafted_last = drafted
+        if self._alike >= (1 if drafted else SETTLING):
+            self.cost.observe(timing)
+        if drafted or timing.prefill:
+            self._change.begin()
+        elif self._alike < SETTLING:
+            usual_s = float(self.cost.round_cost(timing.batch, 0).seconds(0, 0, 0, 0))
+            self._change.observe(timing.score_s + timing.host_s - usual_s)
 
     def _observation(self, candidates: Sequence[Candidate]) -> Observation:
         """What the policy sees.
@@ -203,6 +217,7 @@ class SpecControl:
             horizon=np.array([max(c.left, 1) for c in candidates]),
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
+            change_s=self._change.seconds,
             trees=tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True)),
             held=self._held.planned(candidates, self.most) if self._held is not None else None,
             last=tuple(self._last.get(c.handle) for c in candidates),

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from policies.observation import FEW, STALE, WINDOW, Timing
+from policies.observation import FEW, SETTLING, STALE, WINDOW, Timing
 
 RoundKind = tuple[int, ...]
 ANY: RoundKind = ()  # all kinds together
@@ -75,6 +75,32 @@ class Corrections(Medians):
         """unknown: what to take before there were enough rounds of any kind."""
         found = self.known.get(key, self.known.get(ANY))
         return unknown if found is None else exp(self._level + found)
+
+
+class ChangeCost:
+    """Seconds that rounds without drafts take longer in sum after rounds with drafts, which leave them less in the
+    processor's caches: a median."""
+
+    def __init__(self) -> None:
+        self._found = deque[float](maxlen=WINDOW)
+        self._sum_s = 0.0
+        self._count = 0  # rounds in the sum; the first SETTLING ones after drafts
+
+    def observe(self, longer_s: float) -> None:
+        """A round without drafts after drafts took so much longer than usual."""
+        self._sum_s += longer_s
+        self._count += 1
+        if self._count == SETTLING:
+            self._found.append(max(0.0, self._sum_s))
+
+    def begin(self) -> None:
+        """A round with drafts, or one whose time shows nothing."""
+        self._sum_s, self._count = 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        """0 while too few changes are known."""
+        return median(self._found) if len(self._found) >= FEW else 0.0
 
 
 class HostWork:

@@ -19,6 +19,8 @@ from policies.trees import Nodes, Shapes, best_nodes, node_values
 
 WINDOW = 32  # rounds of one kind that a median is taken over: up to half of them may have been interrupted
 FEW = 4  # rounds from which on a median is used: one of them may have been interrupted
+SETTLING = 6  # rounds after the first drafts, or after the last ones, that show no usual time: the processor's caches
+# take so long to hold what the other rounds need
 STALE = 1024  # rounds for which a measurement is believed: then it is forgotten, or made again
 UNREAD = 2  # tokens that a round leaves unread at most: its last draft, if all are accepted, and the bonus token
 
@@ -105,6 +107,7 @@ class Observation:
     horizon: Ints  # [B] most rounds that are left, over which reading a gap pays off; at least 1
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
+    change_s: float  # seconds that drafts cost the rounds behind them, if these have none
     trees: Shapes  # [B] that requests fixed, within their limits
     held: tuple[Ints, Shapes] | None  # [B] drafts of the last plan, within the limits; None: it was for other sequences
     # [B] (drafted, accepted) of each one's last round with drafts; a tree with a whole path accepted counts as accepted

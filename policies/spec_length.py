@@ -12,11 +12,12 @@ from sys import maxsize
 import numpy as np
 
 from policies.config import PolicyConfig, PolicyName, Reason
-from policies.observation import FEW, STALE, Choice, Floats, Ints, Observation, RoundCost
+from policies.observation import FEW, SETTLING, STALE, Choice, Floats, Ints, Observation, RoundCost
 from policies.planner import Allocation, evaluate, fixed_drafts_only, lone_ks, plan, seconds
 from policies.trees import depths_of
 
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
+LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change to plain ones is spread
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
 PROBE_K = 4  # drafts of a probe: its first ones say most
 
@@ -90,7 +91,8 @@ def _confidence(threshold: float, observation: Observation, budget: ProbeBudget)
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The planner's drafts, if they are better than the last ones and than none by the share `hysteresis`.
+    """The planner's drafts, if they are better than the last ones and than none by the share `hysteresis`. Drafts after
+    none must also pay for what they cost the next rounds without any.
 
     Estimates are noisy, and a sequence that is left out and taken in again has a gap to read. What the predictions
     leave out makes drafts look better than they are.
@@ -110,7 +112,7 @@ class Goodput:
         reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
         drafting = bool(ks[free].any())
         before, budget = budget, self._saved(observation, budget, best, drafting)
-        compares = FEW + 1  # rounds: the first one is not measured
+        compares = SETTLING + FEW  # rounds: the first ones are not measured
         may_compare = compares <= self.probe_share * STALE and not (observation.fixed > 0).any()
         if drafting and budget.unmeasured >= STALE and may_compare:
             none, why = np.maximum(observation.fixed, 0), _for_free(observation, "probe", reasons)
@@ -121,6 +123,7 @@ class Goodput:
             probe[place] = min(PROBE_K, int(observation.limits[place]))
             cost_s = seconds(observation, probe, best.shapes, amortised=False)
             cost_s = max(0.0, cost_s - seconds(observation, ks, best.shapes, amortised=False))
+            cost_s += 0.0 if ks.any() else observation.change_s
             if cost_s <= budget.saved_s and self._may_pay(observation):
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why, best.shapes), replace(budget, saved_s=budget.saved_s - cost_s, rounds=0)
@@ -136,7 +139,10 @@ class Goodput:
         best = plan(observation, last, self.hysteresis)
         if observation.held is not None:
             last = max(last, evaluate(observation, *observation.held), key=lambda plan: plan.goodput)
-        return best if best.goodput >= (1 + self.hysteresis) * last.goodput else last
+        margin = self.hysteresis
+        if best.ks.any() and not last.ks.any():
+            margin += observation.change_s * last.goodput / (last.tokens * LASTING)
+        return best if best.goodput >= (1 + margin) * last.goodput else last
 
     def _may_pay(self, observation: Observation) -> bool:
         """Whether drafts would pay if all were sure to be accepted. If not, a probe shows nothing that matters."""
@@ -150,7 +156,7 @@ class Goodput:
         saved_s = budget.saved_s + self.probe_share * observation.round_s * rounds
         if observation.round_s:  # a probe that takes longer than the rounds up to it has too much to read
             saved_s = min(saved_s, PROBE_EVERY * observation.round_s)
-        measured = rounds > FEW and not budget.drafts
+        measured = rounds >= SETTLING + FEW and not budget.drafts
         unmeasured = 0 if measured else budget.unmeasured + rounds
         return ProbeBudget(saved_s, int(best.ks.sum()), 0 if drafting else budget.rounds + rounds, unmeasured)
 

@@ -1,10 +1,10 @@
 """Measures what rounds cost on this machine: real rounds over throw-away sequences, before the first request.
 
-Each shape of round is run several times in a row, as in serving: after a round of another shape the weights have partly
-left the processor's caches (16 sequences of the demo pair without drafts take 3.1 ms in a row, and 5.5 ms after rounds
-with 8 drafts each). All shapes are measured in turn, then all again, so that a slow phase of the machine hits them
-alike; the lower quartile counts. After each round both caches are rolled back. In the end nothing is left: no slot is
-held, and no block is in the prefix index.
+Each shape of round is run in a row, as in serving, until it becomes no faster: after a round of another shape the
+weights have partly left the processor's caches, and come back over several rounds (two sequences of the demo pair
+without drafts take 4.8, 4.3, 3.6, 3.2, 2.8, 2.6 and 2.6 ms after rounds with 16 drafts each). All shapes are measured
+in turn, then all again, so that a slow phase of the machine hits them alike; the lower quartile counts. After each
+round both caches are rolled back. In the end nothing is left: no slot is held, and no block is in the prefix index.
 
 One thread on a CPU is timed by its own processor time, which other processes disturb less. All shapes slow down alike
 then, and choices of k depend on ratios only.
@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, inf
 from math import log as ln
 from statistics import median
 from time import perf_counter, thread_time_ns
@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 
 MEAN_LENGTH = 128  # tokens per sequence, if the context and the memory allow
 SWEEPS = 2  # over all shapes
-RUNS = 4  # runs of each shape in a row; the first warms up, and counts only if no other succeeds
+RUNS = 4  # least runs of each shape in a row; the first of these many last ones warms up and does not count
+MOST_RUNS = 16  # of each shape in a row
+SETTLED = 0.98  # share of the fastest run so far: a run that is not below it ends the row
 LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
 SALT = "profiling"
 CHECKED_BATCHES, CHECKED_KS = (1, 4), (0, 4)  # the shapes that are measured again where a profile was kept
@@ -320,16 +322,26 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over, interrupt
     for shape in list(shapes) * SWEEPS:
         if samples and over():
             break
-        outcomes: list[Outcome] = []
-        while len(outcomes) < RUNS and not interrupted():  # a waiting request waits for one round at most
-            outcomes.append(bench.run(shape))
-        complete = [o for o in outcomes if not o.draft.failed and o.draft.ks == shape.ks]
+        complete = [o for o in _row(bench, shape, interrupted) if not o.draft.failed and o.draft.ks == shape.ks]
         for outcome in complete[1:] or complete:
             draft = outcome.draft
             of_shape = samples.setdefault(shape, Samples(draft.steps, draft.read))
             of_shape.draft_s.append(outcome.draft_us * 1e-6 if draft.steps else 0.0)
             of_shape.score_s.append(outcome.score_us * 1e-6)
     return {shape: of_shape.timing(shape) for shape, of_shape in samples.items()}
+
+
+def _row(bench: ProfileBench, shape: RoundShape, interrupted: Over) -> list[Outcome]:
+    """The last rounds of a row. A waiting request waits for one round at most."""
+    outcomes: list[Outcome] = []
+    fastest_us = inf
+    while len(outcomes) < MOST_RUNS and not interrupted():
+        outcomes.append(bench.run(shape))
+        took_us = outcomes[-1].score_us
+        if len(outcomes) >= RUNS and took_us >= SETTLED * fastest_us:
+            break
+        fastest_us = min(fastest_us, took_us)
+    return outcomes[-RUNS:]
 
 
 def _checked_shapes(bench: ProfileBench) -> list[RoundShape]:

@@ -53,12 +53,11 @@ def _batch_sizes(count: int) -> Iterator[int]:
         yield count
 
 
-def _of_batch(batch: int, depth: int, has_draft_model: bool) -> Iterator[RoundShape]:
-    for k in sorted({*(k for k in DEPTHS if k <= depth), depth}):
-        yield RoundShape((k,) * batch)
-    if not depth:
-        return
-    if batch > 1:
-        yield RoundShape(tuple(min(UNEVEN_KS[i % len(UNEVEN_KS)], depth) for i in range(batch)))
-    if has_draft_model:
-        yield RoundShape((1,) * batch, gap=LONG_GAP)
+def _of_batch(batch: int, depth: int, has_draft_model: bool) -> list[RoundShape]:
+    """By number of drafts, so that each shape follows one that left the processor's caches much as it does itself."""
+    shapes = [RoundShape((k,) * batch) for k in sorted({*(k for k in DEPTHS if k <= depth), depth})]
+    if depth and batch > 1:
+        shapes.append(RoundShape(tuple(min(UNEVEN_KS[i % len(UNEVEN_KS)], depth) for i in range(batch))))
+    if depth and has_draft_model:
+        shapes.append(RoundShape((1,) * batch, gap=LONG_GAP))
+    return sorted(shapes, key=lambda shape: sum(shape.ks))

@@ -41,6 +41,7 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "horizon": np.full(batch, 32),
         "cost": cost,
         "alone": machine(),
+        "change_s": 0.0,
         "trees": (None,) * batch,
         "held": None,
         "last": (None,) * batch,

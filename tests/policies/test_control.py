@@ -94,7 +94,7 @@ def test_the_operators_maximum() -> None:
 
 def test_each_sequence_gets_what_its_own_drafts_have_earned() -> None:
     policy = control()
-    last = play(policy, [True, False, True, False], 40)[-1]
+    last = play(policy, [True, False, True, False], 60)[-1]
     assert last[0] >= 4
     assert last[2] >= 4
     assert max(last[1], last[3]) <= 1
@@ -246,7 +246,7 @@ def test_the_last_plan_is_compared_with_the_next_one_of_the_same_sequences_withi
 def test_newcomers_get_the_middle_k_of_the_plan() -> None:
     """Among few sequences a newcomer makes a new choice due. In a larger batch it waits for the next one."""
     policy = control(probe_share=0.0)
-    last = play(policy, [True, True, True, False], 40)[-1]
+    last = play(policy, [True, True, True, False], 60)[-1]
     anew(policy, [candidate(n) for n in range(4)])
     assert last[3] == 0
     (joined,) = sure(policy, 1, (0, 1, 2, 3, 7))

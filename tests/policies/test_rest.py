@@ -11,7 +11,7 @@ from policies import spec_length
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import HeldChoice
-from policies.observation import FEW, STALE, Drafted, Timing
+from policies.observation import FEW, SETTLING, STALE, Drafted, Timing
 from policies.spec_length import HOLDS, PROBE_EVERY, ProbeBudget, make_policy
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
@@ -152,20 +152,24 @@ def test_those_who_leave_while_nothing_is_learned_do_not_pile_up() -> None:
         (0.5, STALE, 0.01, False),  # plain rounds were not measured for long
         (0.5, STALE - 1, 0.01, True),
         (0.5, STALE, 0.0, True),
-        (0.5, STALE, 0.9 * (FEW + 1) / STALE, True),  # the share does not cover it
-        (0.5, STALE, 1.1 * (FEW + 1) / STALE, False),
+        (0.5, STALE, 0.9 * (SETTLING + FEW) / STALE, True),  # the share does not cover it
+        (0.5, STALE, 1.1 * (SETTLING + FEW) / STALE, False),
     ],
 )
 def test_drafts_are_compared_with_real_rounds(alpha: float, unmeasured: int, share: float, drafts: bool) -> None:
     budget = ProbeBudget(unmeasured=unmeasured - 1)
     choice = choose("goodput", observe([alpha]), budget, probe_share=share)
     assert choice.ks.any() == drafts
-    assert drafts or (choice.reasons, choice.holds) == (("probe",), FEW + 1)
+    assert drafts or (choice.reasons, choice.holds) == (("probe",), SETTLING + FEW)
 
 
 def test_rounds_without_drafts_are_measured_once_there_were_a_few() -> None:
     policy = make_policy(PolicyConfig())
-    for drafts, rounds, measured in ((0, FEW + 1, True), (0, FEW, False), (2, FEW + 1, False)):
+    for drafts, rounds, measured in (
+        (0, SETTLING + FEW, True),
+        (0, SETTLING + FEW - 1, False),
+        (2, SETTLING + FEW, False),
+    ):
         _, budget = policy(observe([0.9], rounds=rounds), ProbeBudget(unmeasured=20, drafts=drafts))
         assert budget.unmeasured == (0 if measured else 20 + rounds)
 

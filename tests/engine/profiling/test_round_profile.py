@@ -188,7 +188,7 @@ def test_without_speculation_plain_rounds_are_profiled(pair: Pair) -> None:
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(("looks", "kept"), [(0, {1: [0]}), (11 + 7, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
+@pytest.mark.parametrize(("looks", "kept"), [(0, {1: [0]}), (11 + 8, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
 def test_when_time_is_up_the_largest_batches_are_left_out(
     pair: Pair, looks: int, kept: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,13 +238,7 @@ def test_a_drafter_that_fails_costs_the_rounds_with_drafts(pair: Pair, monkeypat
 def test_a_slow_phase_hits_all_rounds_alike(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds come kind after kind, a few of each in a row, and then again."""
     engine = small(pair)
-    asked: list[int] = []
-
-    def watching(plan: Any, *args: Any) -> Any:
-        asked.append(sum(s.k for s in plan.slices))
-        return run_round(plan, *args)
-
-    monkeypatch.setattr(round_profile, "run_round", watching)
+    asked = scripted({}, monkeypatch)
     profile(engine.target, engine.drafter, 2, DEPTH, AGES)
     sweep = asked[: len(asked) // round_profile.SWEEPS]
     assert asked == sweep * round_profile.SWEEPS
@@ -261,6 +255,27 @@ def test_the_first_run_of_a_row_does_not_count(pair: Pair, monkeypatch: pytest.M
 
     monkeypatch.setattr(round_profile, "run_round", first_is_fast)
     assert {t.score_s for t in profile(engine.target, engine.drafter, 2, DEPTH, AGES)} == {1e-3}
+
+
+@pytest.mark.parametrize(("most", "plain_s"), [(16, 1e-3), (2, 1.8e-3)])
+def test_a_shape_is_run_until_it_becomes_no_faster(
+    pair: Pair, most: int, plain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain rounds come back to 1 ms over ten rounds. Rounds with drafts become faster for ever. The second case does
+    not wait for either."""
+    engine, plain, drafting = small(pair), itertools.count(), itertools.count()
+
+    def settling(plan: Any, *args: Any) -> Outcome:
+        drafts = sum(s.k for s in plan.slices)
+        took_us = 10**6 * 0.95 ** next(drafting) if drafts else 1000 + 100 * max(0, 9 - next(plain))
+        return replace(run_round(plan, *args), score_us=int(took_us))
+
+    monkeypatch.setattr(round_profile, "run_round", settling)
+    monkeypatch.setattr(round_profile, "MOST_RUNS", most)
+    monkeypatch.setattr(round_profile, "SWEEPS", 1)
+    timings = profile(engine.target, engine.drafter, 1, 1, AGES)
+    assert timings[0].score_s == plain_s
+    assert next(drafting) == sum(t.drafts > 0 for t in timings) * most
 
 
 def test_rounds_that_something_interrupted_do_not_count(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +495,7 @@ def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, mo
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), (40.0, 6)])
+@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), (40.0, 5)])
 def test_each_start_measures_what_the_profile_lacks(
     pair: Pair, budget_s: float, starts: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
