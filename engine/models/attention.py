@@ -194,7 +194,7 @@ def _attend_group(
     attend: Attend,
 ) -> Tensor:
     if group.gather is not None:
-        queries = queries[group.gather]
+        queries = queries.index_select(0, group.gather)
     slots, count, heads, head_dim = group.slots, group.queries, queries.shape[-2], queries.shape[-1]
     kv_heads = keys.shape[1]
     group_size = heads // kv_heads
@@ -207,7 +207,7 @@ def _attend_group(
         out = attend(q, keys, values, mask, scoring)
         out = out.view(slots, kv_heads, count, group_size, head_dim).transpose(1, 2)
     out = out.reshape(slots * count, heads * head_dim)
-    return out if group.scatter is None else out[group.scatter]
+    return out if group.scatter is None else out.index_select(0, group.scatter)
 
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
