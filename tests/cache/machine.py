@@ -389,10 +389,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def distrust(self, handle: int) -> None:
         found = set(self.index().values())
+        related = {h for h in self.held if self.paged is not None and self.related(handle, h)}
         self.cache.discard(handle)
         if self.paged is not None and self.paged.table(handle):
             self.withheld |= found - set(self.index().values()) - self.references().keys()
-            related = {h for h in self.held if self.related(handle, h)}
             self.closed |= related
             self.indexed |= dict.fromkeys(related, 0)
             self.distrusted |= {self.place(handle, n) for n in range(self.left[handle], len(self.held[handle]))}
@@ -401,8 +401,18 @@ class CacheMachine(RuleBasedStateMachine):
         """Whether two sequences share a block, or began with the same indexed block."""
         assert self.paged is not None
         blocks = set(self.paged.table(one)) - {HIDDEN}
-        first, theirs = ((self.salts[h], self.held[h][: min(BLOCK, self.indexed[h])]) for h in (one, other))
-        return not blocks.isdisjoint(self.paged.table(other)) or (bool(first[1]) and first == theirs)
+        beginning = self.beginning(one)
+        return not blocks.isdisjoint(self.paged.table(other)) or bool(beginning and beginning == self.beginning(other))
+
+    def beginning(self, handle: int) -> tuple[str, Text] | None:
+        """The first indexed block that the sequence computed from, by what it is found under. A rollback into that
+        block leaves it in the table, though the sequence has no full block then."""
+        assert self.paged is not None
+        seen = [block for block in self.paged.table(handle) if block != HIDDEN][:1]
+        for (salt, text), block in self.index().items():
+            if block in seen:
+                return salt, text[:BLOCK]
+        return (self.salts[handle], tuple(self.held[handle][:BLOCK])) if self.indexed[handle] else None
 
     # What must hold.
 
