@@ -70,6 +70,7 @@ def _one_profiled_round() -> Iterator[float]:
             if not engine.PROFILE_S:
                 patch.setattr(round_profile, "SWEEPS", 1)
                 patch.setattr(round_profile, "RUNS", 1)
+                patch.setattr(round_profile, "MOST_RUNS", 1)
             return profile(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
