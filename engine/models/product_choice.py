@@ -98,7 +98,6 @@ def choose_forms(
         list(pool.map(lambda product: product.use(choices[_shape(product)]), products))
     finally:
         pool.shutdown(cancel_futures=True)
-    give_back_freed_memory()
     twice = sum(len(set(choice)) > 1 for choice in choices.values())
     log.info(
         "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.config import ConfigError, ProductForms, WeightForm
 from engine.device.computing import computing
+from engine.memory.host import give_back_freed_memory
 from engine.models.coded_linear import CodedLinear, coded_products_reason
 from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
 from engine.models.int8_products import check_int8_products
@@ -100,6 +101,7 @@ class ProductMaker:
             copied = choose_forms(alike, copies_bytes=room, cache=cache_folder())
             room = None if room is None else room - copied
         self._undecided.clear()
+        give_back_freed_memory()
 
     def describe(self, stored: Quantisation) -> str:
         """What becomes of a quantised checkpoint's weights, for the log."""

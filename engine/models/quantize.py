@@ -157,7 +157,7 @@ def quantise_in_groups(weight: Tensor | Sliced) -> CodedWeight:
     return CodedWeight(integers, steps, offsets)
 
 
-def row_slices(weight: Tensor) -> Iterator[slice]:
+def row_slices(weight: Tensor | Sliced) -> Iterator[slice]:
     """The rows of a weight in parts."""
     rows, count = SLICE_ROWS if weight.device.type == "cpu" else DEVICE_SLICE_ROWS, weight.shape[0]
     return (slice(first, min(first + rows, count)) for first in range(0, count, rows))

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.memory.host import give_back_freed_memory
 from engine.models.blocks import block
 from engine.models.headers import StoredTensor, stored_tensors
 from engine.models.progress import Progress
-from engine.models.quantize import CodedWeight, quantise_weight, wide_slices
+from engine.models.quantize import CodedWeight, quantise_weight, row_slices
 
 MOST_PLACES = 1024  # that one call of the system may fill (IOV_MAX)
-READ_ROWS = 512  # of a weight that becomes codes are read at once
 KEPT_SHARE = 16  # a thread keeps no block of memory that is larger than the checkpoint over this
+TRIMS = 16  # times that freed memory goes back to the system while a checkpoint is read
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,6 +48,8 @@ class Shards:
         """Read the headers of all files. Raises ConfigError, naming the file, for one that is missing or broken."""
         self.directory = directory
         self.tensors = stored_tensors(directory)
+        self._bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
+        self._untrimmed = 0  # bytes read since freed memory went back
         self._progress: Progress | None = None  # begins with the first read
         self._file: Path | None = None
         self._descriptor = -1
@@ -73,29 +76,29 @@ class Shards:
         self.read_into(name, tensor)
         return tensor
 
-    def read_into(self, name: str, place: Tensor, order: Tensor | None = None) -> None:
-        """Write the tensor to `place`, contiguous CPU memory of its dtype and shape. order: which of its rows comes at
-        each place, int64; None: the order in which they are stored. Raises ConfigError if it cannot be read."""
+    def read_into(self, name: str, place: Tensor, order: Tensor | None = None, first: int = 0) -> None:
+        """Write the tensor, or some of its rows, to `place`, contiguous CPU memory of its dtype. order: which row comes
+        at each place, int64; None: the rows from `first` on. Raises ConfigError if it cannot be read."""
         stored = self.stored(name)
+        row_bytes = stored.num_bytes // max([1, *stored.shape[:1]])
         if order is None:
-            places = [place.view(-1).view(torch.uint8).numpy().data]
-        else:
-            rows = place.view(len(place), -1).view(torch.uint8).numpy()
-            places = [rows[at].data for at in order.argsort().tolist()]
-        self._read(name, places, stored.start, stored.num_bytes)
-
-    def read_rows(self, name: str, place: Tensor, first: int) -> None:
-        """Write the tensor's rows from `first` on to `place`, as read_into does."""
-        stored, size = self.stored(name), place.nbytes
-        start = stored.start + first * (stored.num_bytes // stored.shape[0])
-        self._read(name, [place.view(-1).view(torch.uint8).numpy().data], start, size)
+            whole = place.view(-1).view(torch.uint8).numpy().data
+            self._read(name, [whole], stored.start + first * row_bytes, place.nbytes)
+            return
+        places = place.view(len(place), -1).view(torch.uint8).numpy()
+        at = order.argsort()
+        rows = order[at]
+        ends = (rows.diff() != 1).nonzero().flatten() + 1  # of rows that are neighbours in the file
+        for run in at.tensor_split(ends):
+            start = stored.start + int(order[run[0]]) * row_bytes
+            self._read(name, [places[i].data for i in run.tolist()], start, len(run) * row_bytes)
 
     def _read(self, name: str, places: list[memoryview], start: int, size: int) -> None:
         """Fill the places, which have `size` bytes in all."""
         stored, done = self.stored(name), 0
         with self._reading:
             if self._progress is None:
-                self._progress = Progress(str(self.directory), sum(t.num_bytes for t in self.tensors.values()))
+                self._progress = Progress(str(self.directory), self._bytes)
             try:
                 self._open(stored.file)
                 while done < size:
@@ -107,6 +110,12 @@ class Shards:
             except OSError as error:
                 raise ConfigError(f"{stored.file} cannot be read: {error}") from error
             self._progress.add(size)
+            self._untrimmed += size
+            due = self._untrimmed * TRIMS >= self._bytes
+            if due:
+                self._untrimmed = 0
+        if due:  # what was freed while weights were laid out would lie beside the next ones
+            give_back_freed_memory()
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -182,11 +191,9 @@ class StoredWeight:
         return self._source.stack(self._parts, passing=True)
 
     def wide_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """See quantize.wide_slices. Raises ConfigError if it cannot be read."""
-        for first in range(0, self.shape[0], READ_ROWS):
-            rows = self._source.rows(self._parts, first, min(READ_ROWS, self.shape[0] - first))
-            for part, wide in wide_slices(rows):
-                yield slice(first + part.start, first + part.stop), wide
+        """See quantize.wide_slices. The next part overwrites the numbers. Raises ConfigError if it cannot be read."""
+        for part in row_slices(self):
+            yield part, self._source.rows(self._parts, part).float()
 
 
 class UnroundedWeight:
@@ -241,24 +248,16 @@ class TensorSource:
             self._fill(place, part)
         return stack
 
-    def rows(self, parts: Sequence[Part], first: int, count: int) -> Tensor:
-        """Rows of the parts on top of each other, [count, …] in CPU memory."""
-        rows, top = torch.empty(count, *parts[0].shape[1:], dtype=self.dtype), 0
+    def rows(self, parts: Sequence[Part], wanted: slice) -> Tensor:
+        """Rows of the parts on top of each other, in CPU memory that the thread's next call overwrites."""
+        count, width = wanted.stop - wanted.start, parts[0].shape[1:]
+        rows, top = self._passing((count, *width)), 0
         for part in parts:
-            begin, end = max(first, top), min(first + count, top + part.shape[0])
+            begin, end = max(wanted.start, top), min(wanted.stop, top + part.shape[0])
             if begin < end:
-                self._fill_rows(rows[begin - first : end - first], part, begin - top)
+                self._fill_rows(rows[begin - wanted.start : end - wanted.start], part, begin - top)
             top += part.shape[0]
         return rows
-
-    def _fill_rows(self, place: Tensor, part: Part, first: int) -> None:
-        stored = torch.empty(place.shape, dtype=self._dtype_of_numbers(part.name))
-        if part.order is None:
-            self._shards.read_rows(part.name, stored, first)
-        else:
-            for row, at in zip(stored, part.order[first : first + len(place)].tolist(), strict=True):
-                self._shards.read_rows(part.name, row, at)
-        place.copy_(stored)
 
     def _dtype_of_numbers(self, name: str) -> torch.dtype:
         """Raises ConfigError for codes."""
@@ -272,12 +271,17 @@ class TensorSource:
         return dtype
 
     def _fill(self, place: Tensor, part: Part) -> None:
+        self._fill_rows(place, part, 0)
+
+    def _fill_rows(self, place: Tensor, part: Part, first: int) -> None:
+        """Write rows of a stored tensor to `place`: those that the part has from `first` on."""
         dtype = self._dtype_of_numbers(part.name)
+        order = None if part.order is None else part.order[first : first + len(place)]
         if place.device.type == "cpu" and place.dtype is dtype:
-            self._shards.read_into(part.name, place, part.order)
+            self._shards.read_into(part.name, place, order, first)
             return
-        stored = self._unconverted.take(prod(part.shape) * dtype.itemsize).view(dtype).view(part.shape)
-        self._shards.read_into(part.name, stored, part.order)
+        stored = self._unconverted.take(place.numel() * dtype.itemsize).view(dtype).view(place.shape)
+        self._shards.read_into(part.name, stored, order, first)
         place.copy_(stored)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -289,6 +293,7 @@ class TensorSource:
     def _empty(self, shape: tuple[int, ...], *, passing: bool = False) -> Tensor:
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        if not passing:
-            return block(shape, self.dtype)
+        return self._passing(shape) if passing else block(shape, self.dtype)
+
+    def _passing(self, shape: tuple[int, ...]) -> Tensor:
         return self._stacks.take(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)

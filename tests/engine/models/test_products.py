@@ -57,6 +57,17 @@ def form_of(product: Product) -> WeightForm:
     return "int8" if any(isinstance(kept, Int8Weight) for kept in product.forms.values()) else "as_is"
 
 
+@pytest.mark.parametrize("form", ["as_is", *FORMS])
+def test_freed_memory_goes_back_once_all_products_are_made(
+    checkpoint: str, form: WeightForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no form is chosen by measurement."""
+    times = list[None]()
+    monkeypatch.setattr(products, "give_back_freed_memory", lambda: times.append(None))
+    logits_of(checkpoint, Weights(form))
+    assert len(times) == 1
+
+
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_become_integers_and_the_embedding_does_not(checkpoint: str, form: WeightForm, head: bool) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models import shards
+from engine.models.blocks import block
 from engine.models.products import QUANTISE
-from engine.models.quantize import CodedWeight, Sliced
-from engine.models.shards import MOST_PLACES, Part, Shards, StoredWeight, TensorSource
+from engine.models.quantize import SLICE_ROWS, CodedWeight, Sliced, quantise_weight
+from engine.models.shards import MOST_PLACES, TRIMS, Part, Shards, StoredWeight, TensorSource
 from engine.models.weight_files import INDEX, WEIGHTS
 
 CPU = torch.device("cpu")
@@ -224,6 +226,39 @@ def test_a_weight_that_is_rounded_as_it_is_read_has_the_bits_of_the_whole(
     from_numbers = quantise(whole.numbers(torch.float32))
     assert torch.equal(again.codes.float(), from_numbers.codes.float())
     assert torch.equal(again.steps, from_numbers.steps)
+
+
+def test_a_weight_is_rounded_in_the_memory_of_a_few_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control reads all of them."""
+    save_file({"a": torch.ones(1000, 72), "rest": torch.ones(20_000, 72)}, tmp_path / WEIGHTS)
+    source = TensorSource(Shards(tmp_path), torch.bfloat16, CPU, lambda name: None)  # so rows are converted as well
+    weight = source.weight([Part("a", (1000, 72), torch.randperm(1000))])
+    asked = list[int]()
+
+    def counting(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        asked.append(prod(shape) * dtype.itemsize)
+        return block(shape, dtype)
+
+    monkeypatch.setattr(shards, "block", counting)
+    assert isinstance(weight, StoredWeight)
+    quantise_weight(weight)
+    assert max(asked) == SLICE_ROWS * 72 * 4
+    weight.read()
+    assert max(asked) == 1000 * 72 * 4
+
+
+def test_freed_memory_goes_back_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few times, however many tensors it has: this takes some ms each time."""
+    names = [f"tensor {n}" for n in range(300)]
+    save_file({name: torch.ones(10, 8) for name in names}, tmp_path / WEIGHTS)
+    times = list[None]()
+    monkeypatch.setattr(shards, "give_back_freed_memory", lambda: times.append(None))
+    stored = Shards(tmp_path)
+    for name in names:
+        stored.read(name)
+    assert TRIMS - 2 <= len(times) <= TRIMS
 
 
 def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
