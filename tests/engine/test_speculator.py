@@ -316,14 +316,14 @@ def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, mo
     def repair() -> None:
         table.copy_(good)
 
-    changes = {40: spoil, 100: repair}
-    drafts = drafts_per_round(engine, changes, 315)
+    changes = {60: spoil, 120: repair}  # after the rounds that measure plain ones
+    drafts = drafts_per_round(engine, changes, 335)
     assert not changes
-    usual = mean(drafts[25:40])
+    usual = mean(drafts[45:60])
     assert usual > 4
-    assert min(drafts[40:60]) == 0
-    assert mean(drafts[60:100]) < 0.15 * usual
-    assert mean(drafts[300:]) > 0.8 * usual
+    assert min(drafts[60:80]) == 0
+    assert mean(drafts[80:120]) < 0.15 * usual
+    assert mean(drafts[320:]) > 0.8 * usual
 
 
 def test_a_drafter_that_always_fails_is_left_alone(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_a_profile_measures_the_device(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(round_profile, "SWEEPS", 1)
     monkeypatch.setattr(round_profile, "RUNS", 1)
+    monkeypatch.setattr(round_profile, "MOST_RUNS", 1)
     engine, device = late_engine(pair, monkeypatch)
     monkeypatch.setattr(round_profile, "perf_counter", lambda: device.now_ns / 1e9)
     if not waits:
