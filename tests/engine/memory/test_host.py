@@ -38,8 +38,8 @@ def test_freed_blocks_fault_no_more(fresh_processes: Forks) -> None:
     assert int(control) > 10_000
 
 
-# The weights lie in the first thread's heap, their layouts in those of two others. ProductMaker.choose_forms gives freed
-# memory back when all are laid out.
+# The weights lie in the first thread's heap, their layouts in those of two others. ProductMaker.choose_forms gives
+# freed memory back when all are laid out.
 LAYOUTS = """
 import torch
 from engine.memory import host as host_memory
