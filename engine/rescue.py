@@ -113,4 +113,5 @@ def _join(outcomes: Seq[Outcome]) -> Outcome:
         score_us=sum(outcome.score_us for outcome in outcomes),
         target_forward_us=sum(outcome.target_forward_us for outcome in outcomes),
         draft_forward_us=0,
+        usual=all(outcome.usual for outcome in outcomes),
     )

@@ -76,6 +76,7 @@ class Outcome:
     score_us: int
     target_forward_us: int
     draft_forward_us: int
+    usual: bool = True  # False: parts of it were captured, or run for the first time; its time shows nothing
 
     @property
     def siblings(self) -> int:
@@ -111,6 +112,8 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
     confidences = tuple(s.confidence for s in slices)
     batch = DraftBatch(sequences, sampler, confidences, shapes, depths=depths, captured=captured)
     target.take_forwards()  # forgets the forwards of a round that failed
+    graphs = target.staging.graphs
+    known = 0 if graphs is None else graphs.discovered
     clock = RoundClock(target.device, host_ns)
 
     ahead = _prepare(plan, batch, planned_ks, target)
@@ -138,6 +141,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
         score_us=score_us,
         target_forward_us=target.read_forwards(),
         draft_forward_us=forwards_us(draft.forwards),
+        usual=graphs is None or graphs.discovered == known,
     )
 
 

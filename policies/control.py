@@ -135,9 +135,13 @@ class SpecControl:
         rest = 0 if choice.ks.any() else choice.rests
         return HeldChoice(decision, places, drafters, choice.newcomer_k, again, rest)
 
-    def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
-        """A round has ended. idle: sequences for which nothing was drafted in it."""
-        self._timings.append(timing)
+    def observe(
+        self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = (), *, usual: bool = True
+    ) -> None:
+        """A round has ended. idle: sequences for which nothing was drafted in it. usual: whether its time shows what
+        such a round takes."""
+        if usual:
+            self._timings.append(timing)
         self._drafted += drafted
         self._idle.update(idle)
         if self._held is not None:
@@ -166,7 +170,7 @@ class SpecControl:
             self._idle.update(dict.fromkeys(self._held.places, self._rested))
         self._alike += self._rested
         self._rested = 0
-        if self._timings or self._idle:
+        if self._drafted or self._timings or self._idle:
             self.estimator.observe(self._drafted, self._idle)
         for timing in self._timings:
             self._learn_time(timing)

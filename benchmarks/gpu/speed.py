@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -16,6 +17,7 @@ import torch
 
 from benchmarks.common import Chooser, Spec
 from benchmarks.gpu.generated import ModelShape, Texts, fill, write_sparse
+from benchmarks.gpu.kernels import tell_kernels
 from benchmarks.gpu.machine import bandwidth
 from benchmarks.gpu.steps import Recorder, Skipped
 from benchmarks.measure import Run, timed_run
@@ -39,6 +41,7 @@ ROWS = 5  # drafts that are verified beside one row
 ROWS_AIMS = {1: 1.10, 16: 1.25}  # batch → time of 1 + ROWS rows over that of one
 GOODPUT_AIMS = {1: 2.2, 8: 1.8, 32: 1.3, 128: 1.0}  # batch → tokens per second over plain decoding's
 REPEATS = 2
+MOST_SETTLING = 6  # runs before the measured ones
 MOST_WEIGHTS = 0.85  # share of the device's free memory
 
 
@@ -100,6 +103,15 @@ class Bench:
         limits = (config.max_running, config.max_spec_length, engine_module.PROFILE_S)
         engine.speculator.control.begin(profile(engine.target, engine.drafter, *limits, kept=False))
 
+    def settle(self, batch: int, spec: Spec) -> None:
+        """Run until nothing is left to capture, and a policy has learned the acceptance."""
+        graphs = self.engine.target.staging.graphs
+        for _ in range(MOST_SETTLING):
+            known = graphs and graphs.discovered
+            self.run(batch, spec)
+            if known == (graphs and graphs.discovered):
+                break
+
     def run(self, batch: int, spec: Spec) -> Run:
         """`batch` prompts at once, continued by new_tokens tokens each."""
         self._chooser.use(str(spec), spec)
@@ -144,6 +156,7 @@ def measure_pair(shapes: PairShapes, recorder: Recorder) -> None:
     for measure in measures:
         measure(bench, shapes, recorder)
     _measure_without_graphs(bench, shapes, recorder)
+    _tell_kernels(bench, recorder)
 
 
 def _largest_bench(shapes: PairShapes, recorder: Recorder, folder: Path) -> Bench:
@@ -181,7 +194,7 @@ def _measure_floor(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None
     decoder = cast(Decoder, bench.engine.target.decoder)
     read = decoder.weight_bytes - decoder.embedding.nbytes + _kv_bytes(bench)
     floor_us = 1e6 * read / bandwidth(recorder.device)
-    step_us, forward_us = (median(getattr(step, name) for step in steps) for name in ("step_us", "target_forward_us"))
+    step_us, forward_us = (_median(steps, name) for name in ("step_us", "target_forward_us"))
     recorder.note("plain step at batch 1, ms", step_us / 1000)
     recorder.note("its byte floor, ms", floor_us / 1000)
     recorder.note("target's forward over its byte floor, batch 1", forward_us / floor_us)
@@ -193,7 +206,7 @@ def _measure_floor(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None
 
 
 def _plain_steps(bench: Bench) -> list[StepStats]:
-    bench.run(1, 0)
+    bench.settle(1, 0)
     return decode_steps(bench.run(1, 0).steps)
 
 
@@ -210,6 +223,8 @@ def _measure_rows(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
         if batch > bench.batches[-1]:
             continue
         recorder.check_time(5)
+        for k in (0, ROWS):
+            bench.settle(batch, k)
         one, many, alphas = list[StepStats](), list[StepStats](), list[float]()
         for _ in range(REPEATS):
             one += decode_steps(bench.run(batch, 0).steps)
@@ -217,8 +232,9 @@ def _measure_rows(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
             many += [step for step in decode_steps(drafted.steps) if _is_whole(step, batch)]
             alphas.append(drafted.alpha or 0.0)
         recorder.note(f"accepted share of reached drafts, batch {batch}", mean(alphas))
+        recorder.note(f"drafts' time over the pass, batch {batch}", _median(many, "draft_us") / _median(many, "score_us"))
         for name, what in (("target_forward_us", "target's forward"), ("score_us", "pass with its verdict")):
-            times = [median(getattr(step, name) for step in steps) for steps in (many, one)]
+            times = [_median(steps, name) for steps in (many, one)]
             recorder.at_most(f"{what}, 1 + {ROWS} rows over one, batch {batch}", times[0] / times[1], aim)
 
 
@@ -244,7 +260,7 @@ def _measure_goodput(bench: Bench, shapes: PairShapes, recorder: Recorder) -> No
 
 def _repeat(bench: Bench, batch: int) -> tuple[list[Run], list[Run]]:
     """Runs with the drafts that pay, and plain ones; they take turns."""
-    bench.run(batch, "goodput")  # it learns the acceptance
+    bench.settle(batch, "goodput")
     plain, fast = list[Run](), list[Run]()
     for _ in range(REPEATS):
         plain.append(bench.run(batch, 0))
@@ -256,6 +272,12 @@ def _rate(runs: list[Run]) -> float:
     return median(run.decode_tokens_per_s for run in runs)
 
 
+def _tell_kernels(bench: Bench, recorder: Recorder) -> None:
+    for batch, spec in ((1, 0), (1, ROWS), (bench.batches[-1], 0)):
+        recorder.check_time(5)
+        tell_kernels(recorder, f"batch {batch}, {spec} drafts", partial(bench.run, batch, spec))
+
+
 def _measure_without_graphs(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
     """The account of the graphs, and what batch 1 takes on the same engine without them."""
     staging = bench.engine.target.staging
@@ -265,11 +287,11 @@ def _measure_without_graphs(bench: Bench, shapes: PairShapes, recorder: Recorder
         recorder.note(f"graphs: {what}", number)
     recorder.check_time(10)
     with patch.object(staging, "graphs", None):
-        recorder.note("plain step at batch 1 without graphs, ms", _median_ms(_plain_steps(bench)))
+        recorder.note("plain step at batch 1 without graphs, ms", _median(_plain_steps(bench), "step_us") / 1000)
         fast, plain = _repeat(bench, 1)
     recorder.note("goodput over plain without graphs, batch 1", _rate(fast) / _rate(plain))
     recorder.note("plain tokens per second without graphs, batch 1", _rate(plain))
 
 
-def _median_ms(steps: list[StepStats]) -> float:
-    return median(step.step_us for step in steps) / 1000
+def _median(steps: list[StepStats], name: str) -> float:
+    return median(getattr(step, name) for step in steps)

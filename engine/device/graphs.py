@@ -106,6 +106,7 @@ class Graphs:
         self._stopped = False  # whether no more captures are tried
         self.replays = 0
         self.captures = 0
+        self.discovered = 0  # first runs and captures, which take far longer than a replay
         self.eager = Counter[str]()  # why parts of rounds ran operation by operation → how many
 
     @property
@@ -162,6 +163,7 @@ class Graphs:
     def _measure(self, key: GraphKey, region: Callable[[], T]) -> T:
         """Run the region as it is. If anybody else takes memory meanwhile, the work looks too wide. So work that seems
         not to fit is measured again."""
+        self.discovered += key not in self._needs
         result, need = self._memory.run(region)
         self.eager["the memory of graphs is too small" if key in self._needs else "the first of its kind"] += 1
         self._needs[key] = need
@@ -170,6 +172,7 @@ class Graphs:
         return result
 
     def _capture(self, key: GraphKey, region: Callable[[], Any]) -> Captured | None:
+        self.discovered += 1
         need, free = self._needs[key], self._memory.free()
         try:
             graph = self._memory.capture(region, fresh=not self._graphs)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.row_work import rotate_
 from engine.models.linear import Product
 from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
@@ -165,20 +166,27 @@ class Decoder:
 
     def forward_embedded(self, x: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         """As forward(), of the states x [N, hidden] that enter the first layer. Writes into x."""
-        rotations = self.row_rotations(attention)
-        for index, layer in enumerate(self.layers):
+        rotations, norms = self.row_rotations(attention), [layer.before_attention for layer in self.layers]
+        inputs = norms[0](x)
+        for index, following in enumerate([*norms[1:], no_norm]):
             if watched is not None and index in watched.layers:
                 watched.keep(index, x)
-            self.add_layer(index, x, layer.before_attention(x), rotations, attention)
+            inputs = self.add_layer(index, x, inputs, rotations, attention, following)
         if watched is not None and len(self.layers) in watched.layers:
             watched.keep(len(self.layers), self.norm(x))
         return x
 
     def add_layer(
-        self, index: int, x: Tensor, inputs: Tensor, rotations: Seq[Tensor], attention: PassAttention
-    ) -> None:
+        self,
+        index: int,
+        x: Tensor,
+        inputs: Tensor,
+        rotations: Seq[Tensor],
+        attention: PassAttention,
+        following: Norm = no_norm,
+    ) -> Tensor:
         """Add to the states x [N, hidden] what a layer writes. inputs [N, width] of its product qkv: the normed x, or
-        what a drafting head reads in its place."""
+        what a drafting head reads in its place. Returns following(x)."""
         c, layer, residual = self.config, self.layers[index], self.config.traits.residual_multiplier
         rows, parts = x.shape[0], (c.num_heads, 2 * c.num_kv_heads)
         qkv = layer.qkv(inputs)
@@ -188,8 +196,8 @@ class Decoder:
             qkv = _rotate(qkv, rotations[layer.rope])
         queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
         attended = attention(index, queries, kv, layer.scoring)
-        _add(x, layer.out(attended), layer.after_attention, residual)
-        _add(x, layer.mlp(layer.before_mlp(x)), layer.after_mlp, residual)
+        inner = _add(x, layer.out(attended), layer.after_attention, residual, layer.before_mlp)
+        return _add(x, layer.mlp(inner), layer.after_mlp, residual, following)
 
     def row_rotations(self, attention: PassAttention) -> list[Tensor]:
         """The factors that rotate the rows of a pass, for each table of `rotations`."""
@@ -226,11 +234,13 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return rounded
 
 
-def _add(x: Tensor, y: Tensor, norm: Norm, factor: float) -> None:
-    """x += norm(y) · factor. May write into y. In 16 bits add_'s alpha rounds a number by its place in the tensor."""
-    if norm is not no_norm:
-        y = norm(y)
-    x.add_(y if factor == 1 else y.mul_(factor))
+def _add(x: Tensor, y: Tensor, norm: Norm, factor: float, following: Norm) -> Tensor:
+    """x += norm(y) · factor. Returns following(x). May write into y. In 16 bits add_'s alpha rounds a number by its
+    place in the tensor."""
+    y = norm(y) if factor == 1 else norm(y).mul_(factor)
+    if isinstance(following, RMSNorm):
+        return following.of_sum(x, y)
+    return following(x.add_(y))
 
 
 def _rotate(qkv: Tensor, factors: Tensor) -> Tensor:
@@ -238,6 +248,9 @@ def _rotate(qkv: Tensor, factors: Tensor) -> Tensor:
 
     16-bit numbers go through fp32: torch has no complex type for them.
     """
+    if qkv.is_cuda and qkv.dtype.itemsize == 2:
+        rotate_(qkv, factors)
+        return qkv
     turned = qkv.float() if qkv.dtype.itemsize == 2 else qkv
     turned.view(factors.dtype).mul_(factors)
     return turned.to(qkv.dtype)

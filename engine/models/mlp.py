@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.row_work import silu_gate
 from engine.models.linear import Product
 from engine.models.traits import Activation, ExpertTraits
 
@@ -27,6 +28,8 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
+        if self._gating is _silu and both.is_cuda and both.dtype.itemsize == 2:
+            return self.down(silu_gate(both))
         gate, up = both.split_with_sizes((both.shape[-1] // 2,) * 2, -1)  # less host work than chunk
         return self.down(self._gating(gate, up))
 

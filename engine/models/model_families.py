@@ -52,7 +52,7 @@ class ExpertFamily:
     normalised: bool | None = True  # None: norm_topk_prob says
     sparse_layers: bool = False  # decoder_sparse_step and mlp_only_layers say which layers have experts
     routing: Routing = "softmax_first"
-    slope: float | None = None  # of gates clamped at swiglu_limit, where swiglu_alpha is not given
+    clamped: tuple[float, float] | None = None  # (limit, slope) of clamped gates, where the fields do not give them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
     "gpt_oss": Family(
         sinks=True,
         sliding="layer_types",
-        experts=ExpertFamily(GPT_OSS_EXPERTS, routing="choice_first", slope=1.702),
+        experts=ExpertFamily(GPT_OSS_EXPERTS, routing="choice_first", clamped=(7.0, 1.702)),
     ),
 }
 LARGEST_COUNT = 2**31 - 1  # of layers, rows, positions …
@@ -348,13 +348,14 @@ def _read_experts(family: ExpertFamily, fields: Fields, layers: int) -> ExpertTr
         names=family.names,
         routing=family.routing,
         normalised=fields.flag("norm_topk_prob") if family.normalised is None else family.normalised,
-        clamped_at=fields.number("swiglu_limit") if family.slope else None,
-        slope=_slope(family, fields),
+        **_clamps(family, fields),
     )
 
 
-def _slope(family: ExpertFamily, fields: Fields) -> float:
-    """Configurations by transformers 5.17 do not name the slope of clamped gates."""
-    if family.slope is None:
-        return 1.0
-    return family.slope if fields.raw.get("swiglu_alpha") is None else fields.number("swiglu_alpha")
+def _clamps(family: ExpertFamily, fields: Fields) -> dict[str, float]:
+    """Configurations by transformers 5.17 name neither the limit nor the slope of clamped gates."""
+    if family.clamped is None:
+        return {}
+    names = {"swiglu_limit": "clamped_at", "swiglu_alpha": "slope"}
+    usual = dict(zip(names, family.clamped, strict=True))
+    return {names[f]: usual[f] if fields.raw.get(f) is None else fields.number(f) for f in names}

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from engine.kernels.row_work import normalise, normalise_heads_
+
 
 class RMSNorm:
     """y = (offset + w) · x / sqrt(mean(x²) + eps), the mean over the last `dims` dimensions.
@@ -16,28 +18,35 @@ class RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float, *, offset: float = 0.0, dims: int = 1) -> None:
-        self.eps, self.dims = eps, tuple(range(-dims, 0))
+        self.eps, self.offset, self.dims = eps, offset, tuple(range(-dims, 0))
         self.shape = weight.shape[-dims:]
         size = self.shape.numel()
         self.coarse = weight.dtype.itemsize == 2
-        # CUDA has one kernel for it, which takes neither an offset nor weights per head.
-        self.fused = self.coarse and weight.is_cuda and offset == 0 and weight.shape == self.shape
+        self.fused = self.coarse and weight.is_cuda and dims == 1
         wide = weight.float() if self.coarse else weight
         self.weight = weight if self.fused else (offset + wide) * math.sqrt(size)
         self.floor = wide.new_tensor(math.sqrt(size * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.fused:
-            return torch.rms_norm(x, self.shape, self.weight, self.eps)
+            return normalise(x, self.weight, self.eps, self.offset)
         if self.coarse:
             wide = x.float()
             self._normalise(wide)
             return wide.to(x.dtype)
         return torch.mul(x, self.weight).div_(self._scale(x))
 
+    def of_sum(self, x: Tensor, added: Tensor) -> Tensor:
+        """Add to x in place. Returns the normalised sum."""
+        if self.fused:
+            return normalise(x, self.weight, self.eps, self.offset, added)
+        return self(x.add_(added))
+
     def apply_(self, x: Tensor) -> None:
         """Normalise x in place."""
-        if self.coarse:
+        if self.fused:
+            normalise_heads_(x, self.weight, self.eps, self.offset)
+        elif self.coarse:
             x.copy_(self(x))
         else:
             self._normalise(x)

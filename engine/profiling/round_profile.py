@@ -323,6 +323,7 @@ def _measure(bench: ProfileBench, shapes: Seq[RoundShape], over: Over, interrupt
         if samples and over():
             break
         complete = [o for o in _row(bench, shape, interrupted) if not o.draft.failed and o.draft.ks == shape.ks]
+        complete = [o for o in complete if o.usual] or complete
         for outcome in complete[1:] or complete:
             draft = outcome.draft
             of_shape = samples.setdefault(shape, Samples(draft.steps, draft.read))

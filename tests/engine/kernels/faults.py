@@ -1,6 +1,7 @@
 """Kernels with a fault put in: what the tests of a kernel must see."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ def usual_and_proofs(values: Iterable[Any], usual: Collection[Any]) -> list[Any]
 @contextmanager
 def with_fault(module: ModuleType, before: str, after: str, folder: Path) -> Iterator[ModuleType]:
     """The module, written to `folder` with one place of its text replaced. Triton needs the source in a file."""
+    if os.environ["TRITON_INTERPRET"] != "1" and before != after:
+        pytest.skip("a fault may read outside of its tensors, after which a process cannot use the GPU any longer")
     text = Path(str(module.__file__)).read_text("utf-8")
     assert text.count(before) == 1, before
     path = folder / "faulty_kernel.py"

@@ -84,10 +84,16 @@ def draw(
     return Case(x.to(dtype), codes, steps, shift, torch.randn(out, generator=g).to(dtype) if bias else None)
 
 
+def multiply(kernels: ModuleType, case: Case) -> Tensor:
+    """What the kernel gives, on the device that runs it."""
+    device = "cpu" if kernels._INTERPRETED.value else "cuda"
+    y: Tensor = kernels.coded_product(*(None if t is None else t.to(device) for t in case)).cpu()
+    return y
+
+
 def error(kernels: ModuleType, case: Case) -> float:
     """The greatest difference from the product in fp64, over what the rounding of fp32's sums and of y allows."""
-    device = "cpu" if kernels._INTERPRETED.value else "cuda"
-    y = kernels.coded_product(*(None if t is None else t.to(device) for t in case)).cpu()
+    y = multiply(kernels, case)
     assert y.dtype == case.x.dtype
     x, weight = case.x.double(), numbers_of(case)
     exact, size = x @ weight.t(), x.abs() @ weight.abs().t()
@@ -149,15 +155,15 @@ def test_steps_of_short_types(kernels: ModuleType) -> None:
 
 def test_no_rows(kernels: ModuleType) -> None:
     case = draw("int8", 1, 40, 128)
-    assert kernels.coded_product(case.x[:0], *case[1:]).shape == (0, 40)
+    assert multiply(kernels, case._replace(x=case.x[:0])).shape == (0, 40)
 
 
 def company(kernels: ModuleType, case: Case) -> int:
     """Rows that have not the bits that they have alone, in passes of several sizes."""
-    alone = {row: kernels.coded_product(case.x[row : row + 1], *case[1:])[0] for row in (0, 4, 31)}
+    alone = {row: multiply(kernels, case._replace(x=case.x[row : row + 1]))[0] for row in (0, 4, 31)}
     found = 0
     for rows in (5, 17, 64):
-        y = kernels.coded_product(case.x[:rows], *case[1:])
+        y = multiply(kernels, case._replace(x=case.x[:rows]))
         found += sum(not torch.equal(y[row], alone[row]) for row in alone if row < rows)
     return found
 
@@ -186,9 +192,9 @@ def test_a_row_has_the_bits_that_it_has_alone(
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_finite_touch_no_other(kernels: ModuleType, kind: str) -> None:
     case = draw(kind, 6, 40, 160)
-    clean = kernels.coded_product(*case)
+    clean = multiply(kernels, case)
     case.x[1, 3], case.x[4, 9], case.x[5] = torch.nan, torch.inf, 0.0
-    y = kernels.coded_product(*case)
+    y = multiply(kernels, case)
     assert not y[[1, 4]].isfinite().any()
     assert case.bias is not None
     assert torch.equal(y[5], case.bias)
@@ -201,7 +207,8 @@ def test_channels_of_a_weight_that_is_not_finite_give_no_numbers(kernels: Module
     weight = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
     weight[3, 5], weight[7, 1] = torch.nan, torch.inf
     coded = quantise_as_fp8(weight)
-    finite = kernels.coded_product(torch.ones(2, 64), coded.codes, coded.steps.t().contiguous(), None, None).isfinite()
+    case = Case(torch.ones(2, 64), coded.codes, coded.steps.t().contiguous(), None, None)
+    finite = multiply(kernels, case).isfinite()
     assert (~finite).nonzero()[:, 1].tolist() == [3, 7] * 2
 
 

@@ -1,6 +1,5 @@
 """The Triton kernels of paged attention against the reference, and the bits of a row alone and in company."""
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.kernels.paged_attention import reference
 from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.trees import ROOT, branching
-from tests.engine.kernels.faults import in_proofs, usual_and_proofs
+from tests.engine.kernels.faults import in_proofs, usual_and_proofs, with_fault
 from tests.engine.kernels.paged_cases import (
     Case,
     Heads,
@@ -54,14 +54,20 @@ def wide_tiles(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "choose_tile", lambda *_: kernels.Tile(16, 128, 4, 1))
 
 
+def attend(kernels: ModuleType, case: Case, scoring: Scoring = PLAIN) -> Tensor:
+    """What the kernels give, on the device that runs them."""
+    device = torch.device("cpu" if kernels.paged_kernel.INTERPRETED.value else "cuda")
+    sinks = None if scoring.sinks is None else scoring.sinks.to(device)
+    result: Tensor = kernels.attend(*case.to(device).args(replace(scoring, sinks=sinks))).cpu()
+    return result
+
+
 def error(kernels: ModuleType, case: Case, scoring: Scoring = PLAIN) -> float:
     """The greatest difference between the kernels' results and the reference's in fp64, over what rounding allows."""
-    device = torch.device("cpu" if kernels.paged_kernel.INTERPRETED.value else "cuda")
     sinks = None if scoring.sinks is None else scoring.sinks.to(case.queries.dtype)
     scoring = replace(scoring, sinks=sinks)
     expected = reference(*case.double().args(scoring))
-    on_device = replace(scoring, sinks=None if sinks is None else sinks.to(device))
-    result = kernels.attend(*case.to(device).args(on_device)).cpu()
+    result = attend(kernels, case, scoring)
     assert result.dtype == case.queries.dtype
     assert result.shape == expected.shape
     short = case.queries.dtype.itemsize == 2
@@ -169,9 +175,7 @@ def test_random_passes(kernels: ModuleType, seed: int) -> None:
 @pytest.mark.usefixtures("wide_tiles")
 def test_nothing_that_a_row_does_not_see_reaches_it(kernels: ModuleType) -> None:
     case = make_case(MIXED, Heads())
-    on = torch.device("cpu" if kernels.paged_kernel.INTERPRETED.value else "cuda")
-    clean, dirty = (kernels.attend(*c.to(on).args(PLAIN)) for c in (case, replace(case, pool=poisoned(case))))
-    assert torch.equal(clean, dirty)
+    assert torch.equal(attend(kernels, case), attend(kernels, replace(case, pool=poisoned(case))))
 
 
 SPANS = {
@@ -197,9 +201,9 @@ def test_padding_gives_zeros(kernels: ModuleType, kind: tuple[str, bool]) -> Non
 def test_bounds_above_the_true_sizes_change_no_bit(kernels: ModuleType) -> None:
     """A captured graph keeps the bounds of its bucket."""
     case = make_case(MIXED[:2], Heads())
-    tight = kernels.attend(*case.args(PLAIN))
+    tight = attend(kernels, case)
     loose = replace(case.rows, max_keys=5000)
-    assert torch.equal(kernels.attend(*replace(case, rows=loose).args(PLAIN)), tight)
+    assert torch.equal(attend(kernels, replace(case, rows=loose)), tight)
 
 
 @pytest.mark.usefixtures("wide_tiles")
@@ -208,8 +212,8 @@ def test_queries_may_lie_beside_keys_and_values(kernels: ModuleType) -> None:
     case = make_case(MIXED[:2], Heads())
     wide = torch.cat([case.queries, torch.full_like(case.queries, torch.nan)], 1)[:, : case.queries.shape[1]]
     assert not wide.is_contiguous()
-    beside = kernels.attend(*replace(case, queries=wide).args(PLAIN))
-    assert torch.equal(beside, kernels.attend(*case.args(PLAIN)))
+    beside = attend(kernels, replace(case, queries=wide))
+    assert torch.equal(beside, attend(kernels, case))
 
 
 SPREAD = (Span.at(0, 0, 2), Span.at(1, 254, 4), Span.at(2, 790, 2), Span.at(3, 500, 8, BUSHY))
@@ -217,11 +221,11 @@ SPREAD = (Span.at(0, 0, 2), Span.at(1, 254, 4), Span.at(2, 790, 2), Span.at(3, 5
 
 def differing(kernels: ModuleType, case: Case, scoring: Scoring) -> int:
     """Rows whose bits alone, with a bound on the keys of their own, are not those in company."""
-    company = kernels.attend(*case.args(scoring))
+    company = attend(kernels, case, scoring)
     firsts, found = case.rows.first_rows.tolist(), 0
     for sequence, span in enumerate(case.spans):
         for row in sorted({0, span.count - 1}):
-            alone = kernels.attend(*case.alone(sequence, row).args(scoring))
+            alone = attend(kernels, case.alone(sequence, row), scoring)
             found += not torch.equal(alone[0], company[firsts[sequence] + row])
     return found
 
@@ -239,21 +243,21 @@ def test_a_row_alone_has_the_bits_that_it_has_in_company(kernels: ModuleType, sc
 def test_a_row_beside_a_prompt_has_the_bits_that_it_has_without_it(kernels: ModuleType) -> None:
     """A decoding sequence keeps its parts and its tiles, whatever chunk of a prompt is in the pass."""
     case = make_case([Span.at(0, 520, 2), Span.at(1, 0, 65), Span.at(2, 0, 1)], Heads(1, 2))
-    company = kernels.attend(*case.args(PLAIN))
+    company = attend(kernels, case)
     for sequence, row in ((0, 0), (0, 1), (2, 0)):
         alone = case.alone(sequence, row)
-        assert torch.equal(kernels.attend(*alone.args(PLAIN))[0], company[{0: row, 2: 67}[sequence]])
+        assert torch.equal(attend(kernels, alone)[0], company[{0: row, 2: 67}[sequence]])
     crowded = replace(case.rows, split_rows=0)  # then the sequence has one part, and the chunk's tile
-    assert not torch.equal(kernels.attend(*replace(case, rows=crowded).args(PLAIN))[:2], company[:2])
+    assert not torch.equal(attend(kernels, replace(case, rows=crowded))[:2], company[:2])
 
 
 @pytest.mark.usefixtures("wide_tiles")
 def test_keys_that_are_split_otherwise_give_other_bits(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test above sees a split that depends on the company."""
     case = make_case(SPREAD, Heads())
-    split = kernels.attend(*case.args(PLAIN))
+    split = attend(kernels, case)
     monkeypatch.setattr(kernels, "MAX_PARTS", 2)
-    assert not torch.equal(kernels.attend(*case.args(PLAIN)), split)
+    assert not torch.equal(attend(kernels, case), split)
 
 
 MUTANTS = {
@@ -278,20 +282,12 @@ MUTANTS = {
 @pytest.fixture
 def mutant(
     request: pytest.FixtureRequest, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> ModuleType:
+) -> Iterator[ModuleType]:
     """The launches of kernels that have a fault."""
     before, after = MUTANTS[request.param]
-    text = Path(kernels.paged_kernel.__file__).read_text("utf-8")
-    assert text.count(before) == 1
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(kernels, "paged_kernel", module)
-    return kernels
+    with with_fault(kernels.paged_kernel, before, after, tmp_path) as module:
+        monkeypatch.setattr(kernels, "paged_kernel", module)
+        yield kernels
 
 
 # Two faults of each kernel.

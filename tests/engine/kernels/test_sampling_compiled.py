@@ -1,4 +1,4 @@
-"""The kernels of sampling compile for GPU architectures within their shared memory, on a machine without a GPU."""
+"""The kernels of sampling, and of a layer's work on rows, compile for GPU architectures within their shared memory, on a machine without a GPU."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.compiled_kernels import compile_launch, recorded
 from engine.kernels import decide_kernel, decide_trees_kernel, laws_kernel, path_rows_kernel, penalise_kernel
-from engine.kernels import race_kernel, truncate_kernel, verdict_kernel
+from engine.kernels import race_kernel, row_kernel, truncate_kernel, verdict_kernel
 
 ROWS, VOCAB = 40, 151_936
 DECIDING = "mass_kernel", "coin_kernel", "weight_kernel", "fallback_kernel"
@@ -41,7 +41,18 @@ def launches():
             logits, index = torch.zeros(ROWS, VOCAB, dtype=dtype), number.new_zeros(ROWS, 6)
             penalise_kernel.penalise(logits, uses, index, params, number.view(8, 5))
         penalise_kernel.record(uses, number.new_zeros(300))
-    return [*raced, *decided, *penalised, *of_laws(number, real), *of_trees(number, real)], cut
+    return [*raced, *decided, *penalised, *of_laws(number, real), *of_trees(number, real), *of_rows()], cut
+
+
+def of_rows():
+    with recorded(row_kernel, "norm_kernel", "rotate_kernel", "gate_kernel") as made:
+        x, weight = torch.zeros(ROWS, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+        for added in (x, None):
+            row_kernel.normalise(x, weight, 1e-6, 0.0, added)
+        row_kernel.normalise_heads_(x.view(ROWS, 32, 128), weight.view(32, 128), 1e-6, 0.0)
+        row_kernel.rotate_(x, torch.zeros(ROWS, 2048, dtype=torch.complex64))
+        row_kernel.silu_gate(x)
+    return made
 
 
 def of_laws(number, real):
@@ -92,7 +103,7 @@ for capability, chosen in CHOSEN.items():
         print(json.dumps([made.kernel, capability, made.shared, made.registers, made.spilled]))
 """
 ALL = "part join top search write verdict penalise record mass law draft mark coin weight fallback"
-ALL += " sibling walk path"
+ALL += " sibling walk path norm rotate gate"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""What a layer does to the rows of a pass between its products, each as one operation on CUDA, for 16-bit numbers.
+
+A decoding pass has few rows, so each of these takes a GPU the few µs that any kernel takes. By torch's operations they
+are eleven kernels of a layer beside its products and its attention. By these they are five.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.operations import operation
+
+
+def _normalise_shapes(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tensor | None = None) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@operation("row_kernel.normalise", shapes=_normalise_shapes, mutates=("x",))
+def normalise(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tensor | None = None) -> Tensor:
+    """(offset + weight) · x / sqrt(mean(x²) + eps) of each row, in fp32; before that x += added, in place and rounded.
+
+    x [N, size], whose rows are contiguous; weight [size]. added: like x, contiguous; None: nothing. Returns a
+    contiguous tensor like x.
+    """
+    return normalise_reference(x, weight, eps, offset, added)
+
+
+def normalise_reference(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tensor | None = None) -> Tensor:
+    """The definition of normalise()."""
+    if added is not None:
+        x.add_(added)
+    wide = x.float()
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * (offset + weight.float())).to(x.dtype)
+
+
+@operation("row_kernel.normalise_heads_", mutates=("x",))
+def normalise_heads_(x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
+    """As normalise(), of each head of each row, in place. x [N, heads, size], whose heads are contiguous; weight [size]
+    or [heads, size]."""
+    x.copy_(normalise_reference(x, weight, eps, offset))
+
+
+@operation("row_kernel.rotate_", mutates=("x",))
+def rotate_(x: Tensor, factors: Tensor) -> None:
+    """Multiply in place pairs of neighbours, as complex numbers, in fp32. x [N, n] contiguous, factors [N, n / 2]
+    complex64."""
+    rotate_reference_(x, factors)
+
+
+def rotate_reference_(x: Tensor, factors: Tensor) -> None:
+    """The definition of rotate_()."""
+    turned = x.float()
+    turned.view(torch.complex64).mul_(factors)
+    x.copy_(turned)
+
+
+def _silu_gate_shapes(both: Tensor) -> Tensor:
+    return both.new_empty(both.shape[0], both.shape[1] // 2)
+
+
+@operation("row_kernel.silu_gate", shapes=_silu_gate_shapes)
+def silu_gate(both: Tensor) -> Tensor:
+    """silu(gate) · up, in fp32. both [N, 2 · n] contiguous: gate, then up. Returns [N, n]."""
+    return silu_gate_reference(both)
+
+
+def silu_gate_reference(both: Tensor) -> Tensor:
+    """The definition of silu_gate()."""
+    first, up = both.float().chunk(2, 1)
+    return (F.silu(first) * up).to(both.dtype)
