@@ -72,7 +72,7 @@ class Speculator:
                 idle.append(part.sequence.handle)
             else:
                 drafted.append(one)
-        self.control.observe(timing, drafted, idle, usual=outcome.usual)
+        self.control.observe(timing if outcome.usual else None, drafted, idle)
         self._drafted = timing.drafts > 0
         self._spent_ns += perf_counter_ns() - started
 

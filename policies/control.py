@@ -135,12 +135,10 @@ class SpecControl:
         rest = 0 if choice.ks.any() else choice.rests
         return HeldChoice(decision, places, drafters, choice.newcomer_k, again, rest)
 
-    def observe(
-        self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = (), *, usual: bool = True
-    ) -> None:
-        """A round has ended. idle: sequences for which nothing was drafted in it. usual: whether its time shows what
-        such a round takes."""
-        if usual:
+    def observe(self, timing: Timing | None, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+        """A round has ended. timing: None: its time does not show what such a round takes. idle: sequences for which
+        nothing was drafted in it."""
+        if timing is not None:
             self._timings.append(timing)
         self._drafted += drafted
         self._idle.update(idle)

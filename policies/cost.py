@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.corrections import ANY, Corrections, HostWork
-from policies.observation import FEW, UNREAD, WINDOW, Floats, RoundCost, Timing
+from policies.observation import FEW, WINDOW, Floats, RoundCost, Timing
 
 # What an unmeasured machine is taken to be:
 PASS_S = 0.01  # seconds of the target's pass over one token
@@ -23,10 +23,11 @@ PER_OCTAVE = 2  # kinds of rounds for each doubling of sequences or tokens: each
 FAR = 0.1  # weight of a draft's round of twice or half the batch in a fit: it shows less than the batch's own rounds
 CLOSE = 0.03  # relative error of a fit: a smaller one is no better, because measurements vary as much
 FIT_STEPS = 8  # steps of a fit, which settles within them
+MOST_GAP_TOKENS = 4096  # a gap costs at most as much as reading so many tokens, whatever its length is
 
 
 class DraftCost:
-    """Seconds of the draft model as profiled: (once, per forward, per token that it reads), by batch.
+    """Seconds of the draft model as profiled: (once, per forward, per token that it reads, for a gap), by batch.
 
     The cost is not affine in the batch, so each profiled batch has its own fit. Rounds of other batches only separate
     the cost of a forward from that of a token where the batch's own rounds do not.
@@ -35,13 +36,13 @@ class DraftCost:
     def __init__(self, timings: Sequence[Timing], pass_s: float) -> None:
         rounds = [t for t in timings if t.forwards and t.batch and t.draft_s > 0]
         self._batches = sorted({t.batch for t in rounds}) or [1]
-        self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE]]) * pass_s  # [P, 3]
+        self._costs = np.array([[0.0, STEP_SHARE, STEP_SHARE * TOKEN_SHARE, 0.0]]) * pass_s  # [P, 4]
         if rounds:
             self._costs = np.array([_fit_draft(rounds, batch) for batch in self._batches])
         self.cost = cache(self._cost)
 
     def _cost(self, batch: int) -> Floats:
-        """[3] seconds. Do not write to it."""
+        """[4] seconds. Do not write to it."""
         return np.array([np.interp(batch, self._batches, column) for column in self._costs.T])
 
 
@@ -92,8 +93,8 @@ class CostModel:
         if not timing.prefill:
             profiled = self._pass_cost.round_seconds(batch, drafts, timing.depth)
             self._score.observe((bucket(batch), bucket(batch + drafts)), timing.score_s, profiled)
-        if timing.forwards and timing.read <= UNREAD * drafts:  # otherwise it shows how the model reads a prompt
-            model, step, token = self._draft_cost.cost(batch)
+        if timing.forwards and not timing.has_gap:
+            model, step, token, _ = self._draft_cost.cost(batch)
             predicted = model + timing.forwards * step + timing.read * token
             self._draft.observe((bucket(batch),), timing.draft_s, float(predicted))
         self._host.observe(timing)
@@ -101,7 +102,7 @@ class CostModel:
 
     def _observe_tree(self, timing: Timing) -> None:
         """A round with trees teaches only how much longer it takes than one of chains as deep, with as many drafts."""
-        if not timing.prefill and timing.host_s > 0 and timing.read <= UNREAD * timing.drafts:
+        if not timing.prefill and timing.host_s > 0 and not timing.has_gap:
             chains = self.round_cost(timing.batch, 0)
             took_s = timing.draft_s + timing.score_s + timing.host_s
             predicted_s = chains.seconds(timing.drafts, timing.depth, timing.forwards, timing.read)
@@ -129,7 +130,8 @@ class CostModel:
         evenly = self._verification(batch, prefill)
         padding = self._pass_cost.padding
         drafting_factor = self._draft.factor((bucket(batch),), self._score.factor(ANY))
-        model, step, token = self._draft_cost.cost(batch) * drafting_factor
+        model, step, token, gap = self._draft_cost.cost(batch) * drafting_factor
+        token = max(token, gap / MOST_GAP_TOKENS)
         base, drafting = self._host.seconds(batch)
         return RoundCost(
             base_s=base,
@@ -142,6 +144,7 @@ class CostModel:
             verify_s=(1 - padding) * evenly + padding * evenly[0],
             padding_s=padding * (evenly[::batch] - evenly[0]),
             tree=max(1.0, self._tree.factor((bucket(batch),))),
+            gap_tokens=float(gap / token) if gap else 0.0,
         )
 
     def _verification(self, batch: int, prefill: int) -> Floats:
@@ -250,10 +253,10 @@ def bucket(count: float, per_octave: int = PER_OCTAVE) -> int:
 
 
 def _fit_draft(rounds: Sequence[Timing], batch: int) -> Floats:
-    """[3] non-negative costs with the least absolute relative errors: a few interrupted rounds change little."""
+    """[4] non-negative costs with the least absolute relative errors: a few interrupted rounds change little."""
     seconds = np.array([t.draft_s for t in rounds])
     distance = np.log2(np.array([t.batch for t in rounds]) / batch)
-    design = np.array([(1, t.forwards, t.read) for t in rounds]) / seconds[:, None]
+    design = np.array([(1, t.forwards, t.read, t.has_gap) for t in rounds]) / seconds[:, None]
     near = FAR ** np.abs(distance)
     weights = np.sqrt(near)
     for _ in range(FIT_STEPS):  # iteratively reweighted least squares

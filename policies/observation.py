@@ -75,6 +75,7 @@ class RoundCost:
     padding_s: Floats  # [≥ 1 + K] additional time of the pass if the largest k is D: attention may be computed as if
     # every k were D; non-decreasing, 0 at 0
     tree: float = 1.0
+    gap_tokens: float = 0.0  # what gaps cost whatever their length is, as tokens that the draft model reads
 
     def seconds(
         self,
@@ -142,7 +143,19 @@ class Observation:
     @cached_property
     def behind(self) -> Floats:
         """[B] tokens of a gap beyond what every round reads, per round over which reading it pays off."""
-        return np.maximum(self.gaps - UNREAD, 0) / self.horizon
+        return self.unread / self.horizon
+
+    @cached_property
+    def unread(self) -> Floats:
+        """[B] as beyond_usual(). The gaps of a round are read together."""
+        return beyond_usual(self.gaps, self.cost, max(1, int((self.gaps > UNREAD).sum())))
+
+
+def beyond_usual(gaps: Ints, cost: RoundCost, readers: int = 1) -> Floats:
+    """[B] tokens of a gap beyond what every round reads, and its share of `gap_tokens`. readers: sequences that have
+    such gaps."""
+    beyond = np.maximum(gaps - UNREAD, 0)
+    return beyond + (beyond > 0) * cost.gap_tokens / readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +207,8 @@ class Timing:
     branched_drafts: int = (
         0  # drafts in trees that were asked for that are not first children; 0: only chains were asked for
     )
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether the draft model read more than the drafts and one token more of each sequence."""
+        return self.read > self.drafts + self.batch

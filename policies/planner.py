@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.observation import UNREAD, Bools, Floats, Ints, Observation
+from policies.observation import UNREAD, Bools, Floats, Ints, Observation, beyond_usual
 from policies.trees import Shapes, measure, places_of, shape_of
 
 TIE = 1e-12  # relative: goodputs this close are equal, and then fewer drafts are better
@@ -47,14 +47,14 @@ def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes) -> float
 def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -> tuple[int, int, int, float]:
     """(all drafts, the largest k, forwards of the draft model, tokens that it reads)."""
     drafts, longest, forwards, read = 0, 0, 0, 0.0
-    columns = ks.tolist(), observation.gaps.tolist(), observation.horizon.tolist(), shapes
-    for k, gap, horizon, shape in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
+    columns = ks.tolist(), observation.gaps.tolist(), observation.unread.tolist(), observation.horizon.tolist(), shapes
+    for k, gap, unread, horizon, shape in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
         if k:
             depth, inner = (k, k) if shape is None else measure(shape)
             drafts, longest = drafts + k, max(longest, k)
             if gap:
                 forwards = max(forwards, depth)
-                read += inner + (max(gap - UNREAD, 0) / horizon if amortised else gap - 1)
+                read += inner + (unread / horizon if amortised else min(gap, UNREAD) - 1 + unread)
     return drafts, longest, forwards, read
 
 
@@ -91,13 +91,13 @@ def lone_ks(observation: Observation) -> Ints:
     """[B] the k that each sequence would get in a round of its own: by the same objective, of chains, and of trees of
     its most valuable drafts."""
     nodes, cost, drafts = observation.nodes, observation.alone, np.arange(1, observation.survival.shape[1] + 1)
-    by_model = observation.gaps[:, None] > 0
+    by_model, behind = observation.gaps[:, None] > 0, beyond_usual(observation.gaps, cost) / observation.horizon
     goodput = np.zeros((len(by_model), 1 + drafts.size))
     goodput[:, 0] = 1 / cost.seconds(0, 0, 0, 0)
     for table in _tables(observation):
         order = table[:, : drafts.size]
         forwards = np.where(by_model, np.maximum.accumulate(nodes.depths[order] + 1, 1), 0)
-        read = np.where(by_model, (nodes.ranks[order] == 0).cumsum(1) + observation.behind[:, None], 0.0)
+        read = np.where(by_model, (nodes.ranks[order] == 0).cumsum(1) + behind[:, None], 0.0)
         branched = np.maximum.accumulate(nodes.branched[order], 1) > 0
         round_s = cost.seconds(drafts, drafts, forwards, read, branched=branched)
         tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)

@@ -232,7 +232,9 @@ def _measure_rows(bench: Bench, shapes: PairShapes, recorder: Recorder) -> None:
             many += [step for step in decode_steps(drafted.steps) if _is_whole(step, batch)]
             alphas.append(drafted.alpha or 0.0)
         recorder.note(f"accepted share of reached drafts, batch {batch}", mean(alphas))
-        recorder.note(f"drafts' time over the pass, batch {batch}", _median(many, "draft_us") / _median(many, "score_us"))
+        recorder.note(
+            f"drafts' time over the pass, batch {batch}", _median(many, "draft_us") / _median(many, "score_us")
+        )
         for name, what in (("target_forward_us", "target's forward"), ("score_us", "pass with its verdict")):
             times = [_median(steps, name) for steps in (many, one)]
             recorder.at_most(f"{what}, 1 + {ROWS} rows over one, batch {batch}", times[0] / times[1], aim)

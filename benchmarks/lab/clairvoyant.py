@@ -38,7 +38,7 @@ class Clairvoyant(SpecControl):
         best_s = seconds(observation, best.ks, best.shapes, amortised=False) + self._prompts_s(len(candidates), prefill)
         return Decision(best.ks.tolist(), list(best.shapes), ["policy"] * len(alphas), alphas, 0.0, best_s, best.tokens)
 
-    def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
+    def observe(self, timing: Timing | None, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """Nothing is left to learn."""
 
 

@@ -49,6 +49,7 @@ MEAN_LENGTH = 128  # tokens per sequence, if the context and the memory allow
 SWEEPS = 2  # over all shapes
 RUNS = 4  # least runs of each shape in a row; the first of these many last ones warms up and does not count
 MOST_RUNS = 16  # of each shape in a row
+CAPTURING = 5.0  # times as much time where rounds are captured: the second one of a shape takes 0.1 s and more
 SETTLED = 0.98  # share of the fastest run so far: a run that is not below it ends the row
 LENGTH_STEP = 37  # in 64ths of a third of the length: so that neighbours differ, and the first few as much as all
 SALT = "profiling"
@@ -73,16 +74,17 @@ def profile(
 
     The profile of most shapes is kept in a file. If a start finds one, a few shapes are measured. The file counts if
     they agree with it but for a common factor, by which all its seconds are then multiplied: the machine may be busier.
-    If the file lacks shapes, the rest of the budget goes to those, the largest first. kept: whether to look for the
-    file, as a start does.
+    If it lacks shapes, the rest of the budget goes to those, the largest first. kept: whether to look for the file.
 
     Without a draft model, a drafter that costs nothing proposes. Left out are the largest batches that do not fit into
     the budget, which also covers prefill; batches without enough memory; and rounds in which the drafter failed or had
-    no memory. A plain round of one sequence is always measured. An interrupted profile is empty.
+    no memory. The budget is CAPTURING times as long where rounds are captured. A plain round of one sequence is always
+    measured. An interrupted profile is empty.
     """
     models = _models(drafter)
     runners = [m.runner for m in models if isinstance(m, ModelDrafter)]
     heads = next((m for m in models if isinstance(m, StateDrafter)), None)
+    budget_s *= 1.0 if target.staging.graphs is None else CAPTURING
     began = perf_counter()
     file = ProfileFile([target, *runners], max_running, depth, None if heads is None else heads.describe())
     bench = ProfileBench(target, drafter if models else ConstantDrafter(target.device), runners, heads)
@@ -94,8 +96,7 @@ def profile(
         """(timings, number of chosen shapes). most: sequences that are needed."""
         try:
             bench.fill(max_running, depth, over, most)
-            shapes = choose(bench)
-            return list(_measure(bench, shapes, over, interrupted).values()), len(shapes)
+            return list(_measure(bench, shapes := choose(bench), over, interrupted).values()), len(shapes)
         finally:
             bench.clear(drafter)
 
@@ -108,12 +109,12 @@ def profile(
             known = [] if factor is None else [_times(timing, factor) for timing in known]
             if known and file.whole:
                 return known
-        measured, wanted = measure(lambda bench: missing_shapes(bench.shapes(bool(runners)), known))
+        measured, wanted = measure(lambda bench: missing_shapes(bench.shapes(), known))
     if interrupted():
         return []
     timings = _joined(known, measured)
-    count, spent_s = len(known) + wanted, perf_counter() - began
-    log.info("%d of %d shapes of rounds are profiled (%.1f s)", len(timings), count, spent_s)
+    told = len(timings), len(known) + wanted, perf_counter() - began
+    log.info("%d of %d shapes of rounds are profiled (%.1f s)", *told)
     # A slow start reaches fewer shapes, and a later profile has only the memory that requests leave.
     if len(timings) > 1 and len(timings) >= len(file.read()):
         file.write(timings, whole=bench.in_time and len(measured) >= wanted and (kept or file.whole))
@@ -265,8 +266,9 @@ class ProfileBench:
             num_read += len(sequences)
         return num_read
 
-    def shapes(self, has_draft_model: bool) -> list[RoundShape]:
-        return round_shapes(len(self.sequences), self.depth, has_draft_model)
+    def shapes(self) -> list[RoundShape]:
+        gap = min(_longest_gap(len(runner.tokens(self.sequences[0]))) for runner in self._drafts) if self._drafts else 0
+        return round_shapes(len(self.sequences), self.depth, gap)
 
     def run(self, shape: RoundShape) -> Outcome:
         batch = self.sequences[: len(shape.ks)]
@@ -371,10 +373,15 @@ def _reserve(runner: Runner, sequence: Sequence, depth: int) -> bool:
     return True
 
 
+def _longest_gap(length: int) -> int:
+    """Half of a sequence: never all of it, or it could be indexed."""
+    return length - length // 2
+
+
 def _roll_back(runner: Runner, sequence: Sequence, uncached: int) -> None:
-    """Make the sequence's last `uncached` tokens uncached, at most half of them: never all, or it could be indexed."""
+    """Make the sequence's last `uncached` tokens uncached, as far as a gap may go."""
     length = len(runner.tokens(sequence))
-    kept = max(length // 2, length - uncached)
+    kept = length - min(uncached, _longest_gap(length))
     runner.cache.truncate_to(sequence.handle, min(runner.cache.length(sequence.handle), kept))
 
 

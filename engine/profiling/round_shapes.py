@@ -9,7 +9,8 @@ from policies.observation import Timing
 
 DEPTHS = (0, 1, 2, 4, 8, 16)  # drafts per sequence
 UNEVEN_KS = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts per sequence, repeated, in the round with uneven drafts
-LONG_GAP = 32  # tokens that the draft model reads of one sequence, in the round with a gap
+LONG_GAPS = (32, 96)  # tokens that the draft model reads of one sequence, in rounds with a gap: two lengths, because
+# a gap may cost something whatever its length is, where rounds without one are captured graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,10 @@ class RoundShape:
         return len(self.ks), sum(self.ks), max(self.ks)
 
 
-def round_shapes(count: int, depth: int, has_draft_model: bool) -> list[RoundShape]:
-    """The shapes of up to `count` sequences with up to `depth` drafts each, small batches first."""
-    return [shape for batch in _batch_sizes(count) for shape in _of_batch(batch, depth, has_draft_model)]
+def round_shapes(count: int, depth: int, longest_gap: int) -> list[RoundShape]:
+    """The shapes of up to `count` sequences with up to `depth` drafts each, small batches first. longest_gap: tokens
+    that a draft model can have unread; 0: there is no draft model."""
+    return [shape for batch in _batch_sizes(count) for shape in _of_batch(batch, depth, longest_gap)]
 
 
 def missing_shapes(shapes: Seq[RoundShape], known: Seq[Timing]) -> list[RoundShape]:
@@ -53,11 +55,12 @@ def _batch_sizes(count: int) -> Iterator[int]:
         yield count
 
 
-def _of_batch(batch: int, depth: int, has_draft_model: bool) -> list[RoundShape]:
+def _of_batch(batch: int, depth: int, longest_gap: int) -> list[RoundShape]:
     """By number of drafts, so that each shape follows one that left the processor's caches much as it does itself."""
     shapes = [RoundShape((k,) * batch) for k in sorted({*(k for k in DEPTHS if k <= depth), depth})]
     if depth and batch > 1:
         shapes.append(RoundShape(tuple(min(UNEVEN_KS[i % len(UNEVEN_KS)], depth) for i in range(batch))))
-    if depth and has_draft_model:
-        shapes.append(RoundShape((1,) * batch, gap=LONG_GAP))
+    if depth:
+        gaps = sorted({min(gap, longest_gap) for gap in LONG_GAPS})
+        shapes += [RoundShape((1,) * batch, gap) for gap in gaps if gap > batch + 1]  # else it shows nothing
     return sorted(shapes, key=lambda shape: sum(shape.ks))

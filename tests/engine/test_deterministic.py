@@ -123,7 +123,7 @@ def test_a_deterministic_model_splits_no_activation(wide: Pair) -> None:
 def test_a_scaled_residual_does_not_depend_on_its_place(dtype: torch.dtype) -> None:
     x, y = torch.randn(2, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = torch.cat([a + b * 0.22 for a, b in zip(x.split(1), y.split(1), strict=True)])
-    _add(x, y, no_norm, 0.22)
+    _add(x, y, no_norm, 0.22, no_norm)
     assert torch.equal(x, expected)
 
 

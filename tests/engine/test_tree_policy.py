@@ -52,7 +52,8 @@ def run(pair: Pair, policy: PolicyConfig = GOODPUT, verifier: Verifier = "match"
     control = engine.speculator.control
     control.cost, control.estimator, observe = DearForwards(16), Hopeful(16), control.observe
 
-    def timeless(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+    def timeless(timing: Timing | None, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        assert timing is not None
         observe(replace(timing, draft_s=0.0, score_s=2e-3, host_s=0.0), drafted, idle)
 
     control.observe, control.spent = timeless, lambda policy_s: None  # type: ignore[method-assign]
@@ -98,7 +99,8 @@ def test_a_drafter_that_branches_by_itself_is_priced_as_it_always_drafts(pair: P
     engine, told = load(pair, policy=PolicyConfig("off"), max_spec_length=16), list[Timing]()
     observe = engine.speculator.control.observe
 
-    def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+    def spy(timing: Timing | None, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        assert timing is not None
         told.append(timing)
         observe(timing, drafted, idle)
 
@@ -128,7 +130,8 @@ def test_what_was_tried_is_told_to_the_policy(pair: Pair) -> None:
     engine: Engine = load(pair, policy=PolicyConfig("off"))
     observe = engine.speculator.control.observe
 
-    def spy(timing: Timing, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+    def spy(timing: Timing | None, drafted: Seq[Drafted], idle: Iterable[int] = ()) -> None:
+        assert timing is not None
         told.extend(drafted)
         assert timing.depth != 9 or timing.branched_drafts == 9 - 4  # four nodes have children, or are the root
         observe(timing, drafted, idle)

@@ -46,6 +46,21 @@ def test_the_first_rounds_after_drafts_tell_what_the_change_costs_and_nothing_el
     assert change_s(policy) == pytest.approx(sum(LONGER_S))
 
 
+@pytest.mark.parametrize(("usual", "slower"), [(False, 1.0), (True, 50.0)])
+def test_rounds_of_no_usual_time_teach_no_costs(usual: bool, slower: float) -> None:
+    """First runs and captures of graphs. The control: the same rounds as usual ones."""
+    policy = control()
+    for _ in range(8):
+        for drafts in (1, 1, 1, *[0] * 2 * SETTLING):
+            taken_s = 50 * PLAIN_S
+            timing = Timing(1, drafts, drafts, 0, drafts, drafts, drafts * taken_s, taken_s, 0.0)
+            policy.observe(timing if usual else None, [])
+    policy.configure(policy.config)
+    policy.cost.refresh()
+    assert plain_s(policy) == pytest.approx(slower * PLAIN_S, rel=0.05)
+    assert change_s(policy) == pytest.approx(0.0, abs=1e-9)
+
+
 def test_changes_that_are_too_short_tell_nothing() -> None:
     policy = changing(drafts=4, plain=SETTLING - 1, times=20)
     assert plain_s(policy) == pytest.approx(PLAIN_S)  # as profiled

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import corrections
-from policies.cost import CostModel
+from policies.cost import MOST_GAP_TOKENS, CostModel
 from policies.observation import FEW, STALE, RoundCost, Timing
 from tests.examples import examples
 
@@ -32,6 +32,7 @@ class Machine:
     padding: float = 0.0
     draft: tuple[float, float, float] = (3e-4, 1e-4, 2e-5)  # once, per forward and sequence-dependent, per token
     slow: float = 1.0
+    gap_s: float = 0.0  # of a round with any gap
 
     def round(self, ks: Iterable[int], prefill: int = 0, gap: int = 1) -> Timing:
         ks = tuple(ks)
@@ -39,6 +40,7 @@ class Machine:
         own, even = self.verify(len(ks) + drafts + prefill), self.verify(len(ks) * (1 + depth) + prefill)
         read = sum(gap + k - 1 for k in ks if k)
         once, step, token = self.draft
+        once += self.gap_s * (read > drafts + len(ks))
         return Timing(
             batch=len(ks),
             drafts=drafts,
@@ -55,7 +57,7 @@ class Machine:
         """As at start-up: even rounds, uneven ones, and some in which the draft model has more to read."""
         rounds = [self.round((k,) * batch) for batch in batches for k in ks]
         rounds += [self.round([(4, 0, 2, 1)[i % 4] for i in range(batch)]) for batch in batches if batch > 1]
-        rounds += [self.round((1,) * batch, gap=8) for batch in batches]
+        rounds += [self.round((1,) * batch, gap=gap) for batch in batches for gap in (8, 24)]
         return [replace(timing, host_s=0.0) for timing in rounds]
 
 
@@ -127,6 +129,25 @@ def test_a_draft_model_is_fitted_by_batch() -> None:
         for ks in ((1,) * batch, (3,) * batch, (6,) + (1,) * (batch - 1)):
             timing = machine.round(ks, gap=2)
             assert draft(model.round_cost(batch, 0), timing) == pytest.approx(timing.draft_s, rel=0.05)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 1e-2])
+def test_what_gaps_cost_whatever_their_length_is_told_from_their_tokens(gap_s: float) -> None:
+    """Where rounds without gaps are captured graphs, a round with one runs operation by operation."""
+    machine = Machine(gap_s=gap_s)
+    model = CostModel(DEPTH, machine.profile())
+    for batch in BATCHES:
+        cost = model.round_cost(batch, 0)
+        for gap in (1, 2, 12, 24):
+            timing = machine.round((2,) * batch, gap=gap)
+            predicted = draft(cost, timing) + timing.has_gap * cost.gap_tokens * cost.token_s
+            assert predicted == pytest.approx(timing.draft_s, rel=0.08), f"{batch} {gap}"
+
+
+def test_gaps_may_cost_nothing_by_length() -> None:
+    cost = CostModel(DEPTH, Machine(draft=(3e-4, 0.0, 0.0), gap_s=1e-2).profile()).round_cost(1, 0)
+    assert cost.gap_tokens * cost.token_s == pytest.approx(1e-2, rel=0.1)
+    assert cost.gap_tokens == MOST_GAP_TOKENS
 
 
 def test_a_few_interrupted_drafts_change_little() -> None:

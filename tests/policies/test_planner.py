@@ -35,7 +35,9 @@ def costs(random: Generator, size: int, rising: bool) -> RoundCost:
     base, drafting, model, step, token = random.uniform(0.0, (0.5, 0.4, 0.4, 0.5, 0.1)) * some
     padding = np.concatenate(([0.0], np.cumsum(random.uniform(0.0, 0.3, SMALL)))) * (random.random() < 0.5)
     verify = passes(random, size)
-    return RoundCost(base, drafting, model, step, token, np.maximum.accumulate(verify) if rising else verify, padding)
+    verify = np.maximum.accumulate(verify) if rising else verify
+    gap_tokens = random.uniform(0.0, 200.0) * (random.random() < 0.3)
+    return RoundCost(base, drafting, model, step, token, verify, padding, gap_tokens=gap_tokens)
 
 
 def instance(random: Generator, gaps: Callable[[int], Ints], rising: bool = False) -> Observation:
@@ -71,6 +73,7 @@ def goodputs(observation: Observation, ks: Ints) -> Floats:
     modelled = (ks > 0) & (observation.gaps > 0)
     forwards = np.where(modelled, ks, 0).max(1)
     behind = np.maximum(observation.gaps - 2, 0)  # a round leaves up to two tokens unread
+    behind = behind + np.where(behind > 0, cost.gap_tokens / max(1, (behind > 0).sum()), 0.0)
     read = np.where(modelled, ks + behind / observation.horizon, 0.0).sum(1)
     round_s = cost.base_s + cost.verify_s[drafts] + cost.padding_s[depth] + (drafts > 0) * cost.drafting_s
     round_s += (forwards > 0) * (cost.model_s + forwards * cost.step_s + read * cost.token_s)

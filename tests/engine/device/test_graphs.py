@@ -40,8 +40,10 @@ def test_the_first_call_runs_the_region_the_second_captures_it_and_later_ones_re
     assert not fake.tries
     first = graphs.run(0, "a", region)
     assert (first, fake.captures, fake.replays) == ([2], 1, 1)
+    assert graphs.discovered == 2
     assert graphs.run(0, "a", lambda: [0]) is first  # the captured region ran, and wrote to the same place
     assert (first, fake.captures, fake.replays) == ([3], 1, 2)
+    assert graphs.discovered == 2, "a replay takes its usual time"
     assert graphs.run(1, "a", lambda: [0]) == [0], "another model's work has its own graphs"
     assert graphs.stats == {
         "kept": 1,
@@ -110,6 +112,7 @@ def test_work_that_needs_more_memory_than_was_set_aside_is_not_captured(fake: Fa
     run(graphs, "bbb")
     assert fake.captures == 1
     assert graphs.stats["not captured: the memory of graphs is too small"] == 2
+    assert graphs.discovered == 2 + 1, "such work always takes as long"
     fake.need = 1000  # something else took memory meanwhile
     run(graphs, "bb")
     assert fake.captures == 1, "all graphs share the memory of the widest work"

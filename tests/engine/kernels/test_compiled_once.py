@@ -19,7 +19,7 @@ LAUNCH = """
 import torch
 
 from engine.kernels import coded_kernel, decide_kernel, decide_trees_kernel, laws_kernel, paged_launch
-from engine.kernels import path_rows_kernel, penalise_kernel, race_kernel, truncate_kernel, verdict_kernel
+from engine.kernels import path_rows_kernel, penalise_kernel, race_kernel, row_kernel, truncate_kernel, verdict_kernel
 from engine.kernels.paged_rows import PagedRows, max_split_rows
 from tests.engine.shadow.launches import launched
 
@@ -58,6 +58,10 @@ def launch(sequences, depth, odd):
     attend(sequences, depth + 1, odd)
     codes, steps = torch.zeros(HIDDEN, 4864, dtype=torch.int8), torch.zeros(1, HIDDEN)
     coded_kernel.coded_product(torch.zeros(rows, 4864, dtype=torch.bfloat16), codes, steps, None, None)
+    x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16)
+    row_kernel.normalise(x, x[0], 1e-6, 0.0, x)
+    row_kernel.rotate_(x, torch.zeros(rows, HIDDEN // 2, dtype=torch.complex64))
+    row_kernel.silu_gate(x)
 
 
 def attend(sequences, count, odd):

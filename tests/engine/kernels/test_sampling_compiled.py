@@ -1,4 +1,5 @@
-"""The kernels of sampling, and of a layer's work on rows, compile for GPU architectures within their shared memory, on a machine without a GPU."""
+"""The kernels of sampling, and of a layer's work on rows, compile for GPU architectures within their shared memory,
+on a machine without a GPU."""
 
 import importlib.util
 import json

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from engine.sequence import Sequence
 from engine.trees import Growth
 from engine.types import DrafterName, Request, SamplingParams, Typical, Verifier
 from policies.config import PolicyConfig
+from policies.control import SpecControl
+from policies.observation import Timing
 from tests.engine.driving import load
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair
@@ -191,6 +193,21 @@ def steady_requests(count: int = 2, **fields: Any) -> list[Request]:
     """Their drafts have different lengths in every round, and their memory grows by a block."""
     params = replace(PARAMS, **fields)
     return [Request(f"r{i}", tuple(range(20 + i, 31)), replace(params, seed=i), k=3 - i) for i in range(count)]
+
+
+def test_only_rounds_that_replay_show_what_a_round_takes(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    told, observe = list[tuple[bool, int]](), SpecControl.observe
+
+    def spy(control: SpecControl, timing: Timing | None, *more: Any) -> None:
+        told.append((timing is not None, emulator.replays))
+        observe(control, timing, *more)
+
+    monkeypatch.setattr(SpecControl, "observe", spy)
+    run(pair, steady_requests(max_tokens=40)).check()
+    replayed = [usual for (_, before), (usual, after) in pairwise(told) if after - before == 2]
+    assert {usual for usual, _ in told} == {True, False}
+    assert replayed[-3:] == [True] * 3, "a draft and a verdict, both captured before"
+    assert told[0] == (True, 0), "the CPU's"
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proofs), 0.8])
