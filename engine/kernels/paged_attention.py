@@ -43,6 +43,7 @@ def attend(queries: Tensor, pool: Tensor, rows: PagedRows, scoring: ScoreRule) -
         rows.max_rows,
         rows.split_rows,
         rows.max_keys,
+        rows.covered,
         scale,
         scoring.window,
         scoring.softcap,
@@ -164,6 +165,7 @@ def paged_attention(
     max_rows: int,
     split_rows: int,
     max_keys: int,
+    covered: bool,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -171,7 +173,7 @@ def paged_attention(
 ) -> Tensor:
     """As `attend`, with the fields of PagedRows and ScoreRule one by one."""
     visible = (positions, last_visible, paths, bases)
-    rows = PagedRows(tables, first_rows, lengths, owners, *visible, max_rows, split_rows, max_keys)
+    rows = PagedRows(tables, first_rows, lengths, owners, *visible, max_rows, split_rows, max_keys, covered)
     kernels: Any = triton_module("engine.kernels.paged_launch") if queries.is_cuda else None
     run = reference if kernels is None or not kernels.supports(queries, pool) else kernels.attend
     return run(queries, pool, rows, scale, window, softcap, sinks)

@@ -64,7 +64,8 @@ def attend_keys(
     sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     first, length = tl.load(first_rows + sequence), tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
     rows = tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first
-    if (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= rows * GROUP) | (part * SEGMENT >= length):
+    unused = (part * SEGMENT >= length) & (tops is not None)
+    if (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= rows * GROUP) | unused:
         return
     packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live, row, head = packed < rows * GROUP, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP

@@ -77,7 +77,8 @@ def attend(
     rule = (scale, window or 0, softcap or 0.0)
     few, parts, many = rows.split_rows, count_parts(rows), rows.max_rows > SPLIT_ROWS
     split = few > 0 and parts > 1
-    out = (queries.new_zeros if many or not split else queries.new_empty)(count, heads, head_dim)
+    whole = rows.covered or (split and not many)  # then each row is written
+    out = (queries.new_empty if whole else queries.new_zeros)(count, heads, head_dim)
     if split:
         slots = rows.lengths.shape[0] * few
         sums = queries.new_empty(slots, heads, parts, head_dim, dtype=torch.float32)

@@ -36,6 +36,7 @@ class PagedRows:
     max_rows: int  # no sequence has more rows in the pass
     split_rows: int  # the most rows of a sequence that has at most SPLIT_ROWS; 0: there is none
     max_keys: int  # no sequence is longer
+    covered: bool = False  # whether each row is in a sequence's rows
 
 
 def max_split_rows(counts: Iterable[int]) -> int:

@@ -5,7 +5,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-TILE = 1024  # numbers, or pairs, that a program takes of a row
+TILE = 1024  # numbers that a program of the gate takes of a row
+PAIRS = 512  # that a program of the rotation takes of a row
 NUMBERS_PER_WARP = 256  # of a row that one program takes whole: 16 bytes for each thread
 MOST_WARPS = 16
 
@@ -35,11 +36,14 @@ def _launch_norm(
         )  # fmt: skip
 
 
-def rotate_(x: Tensor, factors: Tensor) -> None:
-    """As engine.kernels.row_work.rotate_()."""
-    pairs = factors.shape[1]
-    if x.numel():
-        rotate_kernel[(x.shape[0], triton.cdiv(pairs, TILE))](x, torch.view_as_real(factors), pairs, TILE)
+def rotate_and_store(queries: Tensor, kv: Tensor, factors: Tensor, stored: Tensor, rows: Tensor) -> None:
+    """As engine.kernels.row_work.rotate_and_store()."""
+    count, heads, size = queries.shape
+    own, pairs = heads * size // 2, factors.shape[1]
+    if count:
+        rotate_kernel[(count, triton.cdiv(pairs, PAIRS))](
+            queries, kv, torch.view_as_real(factors), stored, rows, queries.stride(0), kv.stride(0), own, pairs, PAIRS
+        )
 
 
 def silu_gate(both: Tensor) -> Tensor:
@@ -85,17 +89,42 @@ def norm_kernel(
         tl.store(out + place * SIZE + column, result, mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def rotate_kernel(
+    queries: tl.tensor,
+    kv: tl.tensor,
+    factors: tl.tensor,
+    stored: tl.tensor,
+    rows: tl.tensor,
+    query_stride: tl.tensor,
+    kv_stride: tl.tensor,
+    own: tl.tensor,
+    pairs: tl.tensor,
+    PAIRS: tl.constexpr,
+) -> None:
+    """PAIRS pairs of a row, the first `own` of which are of queries."""
+    row, pair = tl.program_id(0).to(tl.int64), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
+    inside, is_query = pair < pairs, pair < own
+    query = queries + row * query_stride + 2 * pair
+    source = kv + row * kv_stride + 2 * (pair - own)
+    target = stored + tl.load(rows + row) * (2 * (pairs - own)) + 2 * (pair - own)
+    factor = factors + 2 * (row * pairs + pair)
+    a = _either(query, source, inside, is_query)
+    b = _either(query + 1, source + 1, inside, is_query)
+    cosine = tl.load(factor, mask=inside, other=0.0)
+    sine = tl.load(factor + 1, mask=inside, other=0.0)
+    first = (a * cosine - b * sine).to(stored.dtype.element_ty)
+    second = (a * sine + b * cosine).to(stored.dtype.element_ty)
+    tl.store(query, first, mask=is_query)
+    tl.store(query + 1, second, mask=is_query)
+    tl.store(target, first, mask=inside & ~is_query)
+    tl.store(target + 1, second, mask=inside & ~is_query)
+
+
 @triton.jit
-def rotate_kernel(x: tl.tensor, factors: tl.tensor, pairs: tl.tensor, TILE: tl.constexpr) -> None:
-    """TILE pairs of a row."""
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    first, inside = 2 * (tl.program_id(0).to(tl.int64) * pairs + column), column < pairs
-    a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + first + 1, mask=inside, other=0.0).to(tl.float32)
-    cosine = tl.load(factors + first, mask=inside, other=0.0)
-    sine = tl.load(factors + first + 1, mask=inside, other=0.0)
-    tl.store(x + first, (a * cosine - b * sine).to(x.dtype.element_ty), mask=inside)
-    tl.store(x + first + 1, (a * sine + b * cosine).to(x.dtype.element_ty), mask=inside)
+def _either(query: tl.tensor, source: tl.tensor, inside: tl.tensor, is_query: tl.tensor) -> tl.tensor:
+    own = tl.load(query, mask=is_query, other=0.0)
+    return (own + tl.load(source, mask=inside & ~is_query, other=0.0)).to(tl.float32)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What a layer does to the rows of a pass between its products, each as one operation on CUDA, for 16-bit numbers.
 
 A decoding pass has few rows, so each of these takes a GPU the few µs that any kernel takes. By torch's operations they
-are eleven kernels of a layer beside its products and its attention. By these they are five.
+are ten kernels of a layer beside its products and its attention. By these they are four.
 """
 
 import torch
@@ -41,18 +41,24 @@ def normalise_heads_(x: Tensor, weight: Tensor, eps: float, offset: float) -> No
     x.copy_(normalise_reference(x, weight, eps, offset))
 
 
-@operation("row_kernel.rotate_", mutates=("x",))
-def rotate_(x: Tensor, factors: Tensor) -> None:
-    """Multiply in place pairs of neighbours, as complex numbers, in fp32. x [N, n] contiguous, factors [N, n / 2]
-    complex64."""
-    rotate_reference_(x, factors)
+@operation("row_kernel.rotate_and_store", mutates=("queries", "stored"))
+def rotate_and_store(queries: Tensor, kv: Tensor, factors: Tensor, stored: Tensor, rows: Tensor) -> None:
+    """Rotate queries in place, and write kv, rotated, to stored[rows]. In fp32.
+
+    queries [N, heads, size] and kv [N, 2 · kv_heads, size]: parts of the rows of one product. stored [R, 2 · kv_heads,
+    size] contiguous. rows [N] int64; only rows that nobody reads may be there twice. factors [N, (heads + 2 · kv_heads)
+    · size / 2] complex64: those of the pairs of neighbours.
+    """
+    rotate_and_store_reference(queries, kv, factors, stored, rows)
 
 
-def rotate_reference_(x: Tensor, factors: Tensor) -> None:
-    """The definition of rotate_()."""
-    turned = x.float()
+def rotate_and_store_reference(queries: Tensor, kv: Tensor, factors: Tensor, stored: Tensor, rows: Tensor) -> None:
+    """The definition of rotate_and_store()."""
+    turned = torch.cat([queries, kv], 1).flatten(1).float()
     turned.view(torch.complex64).mul_(factors)
-    x.copy_(turned)
+    heads = turned.view(len(turned), -1, queries.shape[2])
+    queries.copy_(heads[:, : queries.shape[1]])
+    stored.index_copy_(0, rows, heads[:, queries.shape[1] :].to(stored.dtype))
 
 
 def _silu_gate_shapes(both: Tensor) -> Tensor:

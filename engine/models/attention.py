@@ -155,8 +155,15 @@ class Attention:
     def positions(self) -> Tensor:
         return self.plan.positions
 
-    def __call__(self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    @property
+    def rotates(self) -> bool:
+        return False
+
+    def __call__(
+        self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, factors: Tensor | None = None
+    ) -> Tensor:
         """As PassAttention."""
+        assert factors is None, "queries and keys are rotated"
         if self._run is None:
             self._rows[layer].index_copy_(0, self.plan.cache_rows, kv)
         else:

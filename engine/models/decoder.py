@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.row_work import rotate_
 from engine.models.linear import Product
 from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
@@ -192,10 +191,11 @@ class Decoder:
         qkv = layer.qkv(inputs)
         for heads, norm in layer.qk_norms:
             norm.apply_(qkv.view(rows, -1, c.head_dim)[:, heads])
-        if layer.rope is not None:
-            qkv = _rotate(qkv, rotations[layer.rope])
+        factors = None if layer.rope is None else rotations[layer.rope]
+        if factors is not None and not attention.rotates:
+            qkv, factors = _rotate(qkv, factors), None
         queries, kv = qkv.view(rows, -1, c.head_dim).split_with_sizes(parts, 1)
-        attended = attention(index, queries, kv, layer.scoring)
+        attended = attention(index, queries, kv, layer.scoring, factors)
         inner = _add(x, layer.out(attended), layer.after_attention, residual, layer.before_mlp)
         return _add(x, layer.mlp(inner), layer.after_mlp, residual, following)
 
@@ -248,9 +248,6 @@ def _rotate(qkv: Tensor, factors: Tensor) -> Tensor:
 
     16-bit numbers go through fp32: torch has no complex type for them.
     """
-    if qkv.is_cuda and qkv.dtype.itemsize == 2:
-        rotate_(qkv, factors)
-        return qkv
     turned = qkv.float() if qkv.dtype.itemsize == 2 else qkv
     turned.view(factors.dtype).mul_(factors)
     return turned.to(qkv.dtype)

@@ -15,6 +15,7 @@ from cache.gathered import GatheredStorage
 from engine.device.staging import Staged, Staging
 from engine.kernels.paged_attention import attend
 from engine.kernels.paged_rows import MAX_NODES, PagedRows, max_split_rows, path_bits
+from engine.kernels.row_work import rotate_and_store
 from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.trees import depths
@@ -98,9 +99,20 @@ class PagedAttention:
     def positions(self) -> Tensor:
         return self._plan.positions.tensor
 
-    def __call__(self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """As Attention."""
-        self._storage.rows[layer].index_copy_(0, self._plan.cache_rows.tensor, kv)
+    @property
+    def rotates(self) -> bool:
+        """One kernel for what takes four by torch's operations, in 16 bits."""
+        return self._storage.rows[0].dtype.itemsize == 2
+
+    def __call__(
+        self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, factors: Tensor | None = None
+    ) -> Tensor:
+        """As PassAttention."""
+        stored, rows = self._storage.rows[layer], self._plan.cache_rows.tensor
+        if factors is None:
+            stored.index_copy_(0, rows, kv)
+        else:
+            rotate_and_store(queries, kv, factors, stored, rows)
         return attend(queries, self._storage.blocks[layer], self._rows_within(scoring.window), scoring)
 
     def _rows_within(self, window: int | None) -> PagedRows:
@@ -127,6 +139,7 @@ class PagedAttention:
             plan.max_rows,
             plan.split_rows,
             plan.max_keys,
+            covered=True,
         )
 
 

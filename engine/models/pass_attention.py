@@ -27,9 +27,16 @@ class PassAttention(Protocol):
         """[N] int64, of the packed tokens."""
         ...
 
-    def __call__(self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, /) -> Tensor:
+    @property
+    def rotates(self) -> bool:
+        """Whether it may be given factors."""
+        ...
+
+    def __call__(
+        self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, factors: Tensor | None = None, /
+    ) -> Tensor:
         """Store kv [N, 2·kv_heads, head_dim], then attend with queries [N, heads, head_dim] → [N, heads·head_dim].
 
-        Queries and keys must be rotated already.
+        factors: rotate queries and keys first, as engine.kernels.row_work.rotate_and_store(); None: they are rotated.
         """
         ...

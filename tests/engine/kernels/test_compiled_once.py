@@ -60,7 +60,10 @@ def launch(sequences, depth, odd):
     coded_kernel.coded_product(torch.zeros(rows, 4864, dtype=torch.bfloat16), codes, steps, None, None)
     x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16)
     row_kernel.normalise(x, x[0], 1e-6, 0.0, x)
-    row_kernel.rotate_(x, torch.zeros(rows, HIDDEN // 2, dtype=torch.complex64))
+    product = torch.zeros(rows, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    factors = torch.zeros(rows, product[0].numel() // 2, dtype=torch.complex64)
+    stored, places = torch.zeros(512, 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16), sent(rows, odd=odd)
+    row_kernel.rotate_and_store(product[:, :HEADS], product[:, HEADS:], factors, stored, places)
     row_kernel.silu_gate(x)
 
 

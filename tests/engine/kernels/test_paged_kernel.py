@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +197,31 @@ def test_padding_gives_zeros(kernels: ModuleType, kind: tuple[str, bool]) -> Non
     name, sinks = kind
     case = padded(make_case(SPANS[name], Heads()))
     assert error(kernels, case, Scoring(sinks=torch.tensor([1.0, -1.0]) if sinks else None)) < 1
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Memory that torch gives out holds NaN."""
+    torch.use_deterministic_algorithms(True)  # which fills it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("name", SPANS)
+def test_rows_that_all_are_in_a_sequence_are_all_written(kernels: ModuleType, name: str) -> None:
+    """Two sequences without keys included. The control: three rows behind them are in none."""
+    case = padded(make_case(SPANS[name], Heads()))
+    known = len(case.queries) - 3
+    fields = ("owners", "positions", "last_visible", "paths")
+    cut: dict[str, Any] = {f: None if (of := getattr(case.rows, f)) is None else of[:known] for f in fields}
+    covered = replace(case, queries=case.queries[:known], rows=replace(case.rows, covered=True, **cut))
+    wrong = replace(case, rows=replace(case.rows, covered=True))
+    with filled_memory():
+        assert error(kernels, covered) < 1
+        assert name in ("split", "mixed") or error(kernels, wrong) > 1, "parts are joined for each row"
 
 
 @pytest.mark.usefixtures("wide_tiles")

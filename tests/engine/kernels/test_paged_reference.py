@@ -176,6 +176,7 @@ def test_it_is_one_operation_of_torch() -> None:
         rows.max_rows,
         rows.split_rows,
         rows.max_keys,
+        False,
         0.3,
         4,
         2.0,

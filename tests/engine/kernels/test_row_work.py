@@ -69,15 +69,20 @@ def heads(of: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloa
 
 
 def rotations(of: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Forms:
-    """More pairs than a program takes, and a number of them that is no multiple of anything."""
+    """Parts of a product's rows, which are stored in another order. More pairs than a program takes, or few."""
     found = list[tuple[Tensor, Tensor]]()
-    for pairs in (24, 1025):
-        x, angles = drawn(2, 2 * pairs, dtype=dtype), drawn(2, pairs, dtype=torch.float32)
-        factors = torch.polar(torch.ones_like(angles), angles)
-        turned = x.to(device, copy=True)
-        of.rotate_(turned, factors.to(device))
-        exact = torch.view_as_real(torch.view_as_complex(x.double().view(2, pairs, 2)) * factors.to(torch.complex128))
-        found.append((turned, exact.flatten(1)))
+    for heads, kv_heads, size in ((3, 1, 16), (12, 2, 128)):
+        width = (heads + 2 * kv_heads) * size
+        x, angles = drawn(3, width, dtype=dtype), drawn(3, width // 2, dtype=torch.float32)
+        factors, rows = torch.polar(torch.ones_like(angles), angles), torch.tensor([4, 0, 2])
+        queries, kv = x.to(device, copy=True).view(3, -1, size).split((heads, 2 * kv_heads), 1)
+        stored = torch.full((5, 2 * kv_heads, size), 7.0, dtype=dtype, device=device)
+        of.rotate_and_store(queries, kv, factors.to(device), stored, rows.to(device))
+        turned = torch.view_as_real(torch.view_as_complex(x.double().view(3, -1, 2)) * factors.to(torch.complex128))
+        exact_queries, exact_kv = turned.view(3, -1, size).split((heads, 2 * kv_heads), 1)
+        exact = torch.full(stored.shape, 7.0, dtype=torch.float64)
+        exact[rows] = exact_kv
+        found += [(queries, exact_queries), (stored, exact)]
     return found
 
 
@@ -119,7 +124,9 @@ def test_no_rows(kernels: ModuleType, device: torch.device) -> None:
     none = torch.empty(0, 16, dtype=torch.bfloat16, device=device)
     assert kernels.normalise(none, none.new_ones(16), EPS, 0.0).shape == (0, 16)
     assert kernels.silu_gate(none).shape == (0, 8)
-    kernels.rotate_(none, torch.empty(0, 8, dtype=torch.complex64, device=device))
+    rows = torch.empty(0, dtype=torch.int64, device=device)
+    factors, heads = torch.empty(0, 8, dtype=torch.complex64, device=device), none.view(0, 4, 4)
+    kernels.rotate_and_store(heads[:, :2], heads[:, 2:], factors, heads.new_zeros(3, 2, 4), rows)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,9 @@ def test_no_rows(kernels: ModuleType, device: torch.device) -> None:
         (heads, "head * weight_stride", "0 * weight_stride"),
         (heads, "head * head_stride", "(head + 1) * head_stride"),
         (rotations, "a * cosine - b * sine", "a * cosine + b * sine"),
-        (rotations, "* pairs + column)", "* pairs + column % TILE)"),
+        (rotations, "2 * (row * pairs + pair)", "2 * (row * pairs + pair % PAIRS)"),
+        (rotations, "tl.load(rows + row)", "row"),
+        (rotations, "pair < own", "pair <= own"),
         (gates, "tl.load(first + size", "tl.load(first"),
         (gates, "tl.exp(-value)", "tl.exp(value)"),
     ],

@@ -51,7 +51,9 @@ def of_rows():
         for added in (x, None):
             row_kernel.normalise(x, weight, 1e-6, 0.0, added)
         row_kernel.normalise_heads_(x.view(ROWS, 32, 128), weight.view(32, 128), 1e-6, 0.0)
-        row_kernel.rotate_(x, torch.zeros(ROWS, 2048, dtype=torch.complex64))
+        heads = x.view(ROWS, 32, 128)
+        factors, stored = torch.zeros(ROWS, 2048, dtype=torch.complex64), heads.new_zeros(99, 16, 128)
+        row_kernel.rotate_and_store(heads[:, :16], heads[:, 16:], factors, stored, torch.zeros(ROWS, dtype=torch.int64))
         row_kernel.silu_gate(x)
     return made
 
