@@ -77,15 +77,15 @@ def _obstacle_of(part: Slice, most_new: int) -> str | None:
     sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if not part.emits or part.committed != 1 or part.prompt_rows:
         return "a prompt"
-    obstacles = {
-        "a bias that the device does not have": is_biased(params) and sequence.device_bias is None,
-        "a text that penalties do not know": params.penalised
-        and (text is None or len(sequence.tokens) - text.length > most_new),
-        "a tree of too many nodes": part.k > MAX_NODES and (part.shape is not None or sequence.tree_depth > 0),
-        "typical acceptance": sequence.typical is not None,
-        "a confidence": bool(part.confidence),
-    }
-    return next((why for why, found in obstacles.items() if found), None)
+    if sequence.device_bias is None and is_biased(params):
+        return "a bias that the device does not have"
+    if params.penalised and (text is None or len(sequence.tokens) - text.length > most_new):
+        return "a text that penalties do not know"
+    if part.k > MAX_NODES and (part.shape is not None or sequence.tree_depth > 0):
+        return "a tree of too many nodes"
+    if sequence.typical is not None:
+        return "typical acceptance"
+    return "a confidence" if part.confidence else None
 
 
 def filled_up(sequences: Seq[Sequence], ks: Seq[int], limits: RoundLimits) -> tuple[list[Sequence], list[int]]:

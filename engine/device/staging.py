@@ -6,7 +6,7 @@ each costs about as much as a small kernel. So the parts of a round put their nu
 
 from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,25 +18,40 @@ from engine.device.round_limits import NO_LIMITS, RoundLimits
 T = TypeVar("T")
 
 
+class Place(NamedTuple):
+    """Where numbers are among those that were sent with them."""
+
+    words: slice  # of 64 bits
+    dtype: torch.dtype
+    size: int | None  # numbers of this type; None: all that fit
+
+
 class Staged:
     """Numbers [n] that wait for the copy to the device, or have arrived there."""
 
-    __slots__ = ("_staging", "_tensor")
+    __slots__ = ("_place", "_sent", "_staging", "_tensor")
 
-    def __init__(self, staging: "Staging", tensor: Tensor | None) -> None:
-        self._staging = staging
-        self._tensor = tensor
+    def __init__(self, staging: "Staging", tensor: Tensor | None, place: Place | None = None) -> None:
+        """tensor: the numbers, if they have arrived; None: they wait, and will be at this place of what is sent."""
+        self._staging, self._tensor, self._place = staging, tensor, place
+        self._sent: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
-        """The numbers on the device. The first read sends all that wait."""
+        """The numbers on the device. The first read sends all that wait. A replayed graph reads none."""
         if self._tensor is None:
-            self._staging.send()
-        assert self._tensor is not None, "sending brings all numbers that wait"
+            if self._sent is None:
+                self._staging.send()
+            assert self._sent is not None, "sending brings all numbers that wait"
+            assert self._place is not None, "numbers that wait have a place"
+            part = self._sent[self._place.words]
+            dtype = self._place.dtype
+            self._tensor = part if dtype is torch.int64 else part.view(dtype)[: self._place.size]
         return self._tensor
 
-    def arrive(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def arrive(self, sent: Tensor) -> None:
+        """sent [all that waited] int64."""
+        self._sent = sent
 
 
 class Staging:
@@ -57,7 +72,7 @@ class Staging:
         self._layout: list[Hashable] = []
         self.deferred = device.type != "cpu"
         self._numbers = array("q")  # other types by their bits
-        self._waiting: list[tuple[Staged, slice, torch.dtype, int | None]] = []  # (…, its 64 bits, type, how many)
+        self._waiting: list[Staged] = []
         self._kept: dict[Hashable, Any] = {}
 
     def begin(self, *, fixed: bool = False) -> None:
@@ -131,9 +146,8 @@ class Staging:
         numbers = self._numbers
         sent = self._copy(numbers) if numbers else index_tensor((), self.device)
         waiting, self._waiting, self._numbers = self._waiting, [], array("q")
-        for staged, place, dtype, count in waiting:
-            part = sent[place]
-            staged.arrive(part if dtype is torch.int64 else part.view(dtype)[:count])
+        for staged in waiting:
+            staged.arrive(sent)
 
     def _copy(self, numbers: "array[int]") -> Tensor:
         used, self._used = self._used, None
@@ -154,9 +168,10 @@ class Staging:
 
     def _wait(self, numbers: "array[int]", dtype: torch.dtype, count: int | None = None) -> Staged:
         """count: how many numbers of this type; None: all that fit."""
-        staged, first = Staged(self, None), len(self._numbers)
+        first = len(self._numbers)
         self._numbers.extend(numbers)
-        self._waiting.append((staged, slice(first, len(self._numbers)), dtype, count))
+        staged = Staged(self, None, Place(slice(first, len(self._numbers)), dtype, count))
+        self._waiting.append(staged)
         if self._used is not None:
             self._layout.append((dtype, len(numbers) if count is None else count))
         return staged

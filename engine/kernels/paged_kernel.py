@@ -1,11 +1,12 @@
 """The Triton kernels of paged attention: a row's keys are attended in parts, and a second kernel joins the parts.
 
-A program of the first kernel computes some packed rows of one sequence, with one kv head, over one part of the keys.
-It is launched for the sequences with few rows, whose keys are split, and for those with many, whose keys are one part.
-The heads that share a kv head are further rows of its tile. The places of a sequence are dealt out to the parts in
-segments of SEGMENT places, in turn: place p belongs to part p // SEGMENT mod parts. So which keys a part adds up, and
-in which order, depends on nothing but the row's own keys. Keys that a row does not see add exact zeros. With the same
-tile a row has therefore the same bits alone as in the company of any other rows and sequences.
+A program of the first kernel computes some packed rows of one sequence, with one kv head, over one part of the keys. It
+is launched for the sequences with few rows, whose keys are split, and for those with many, whose keys are one part. The
+heads that share a kv head are further rows of its tile: packed row r is row r // GROUP, head r % GROUP. The places of a
+sequence are dealt out to the parts in segments of SEGMENT places, in turn: place p belongs to part p // SEGMENT mod
+parts. So which keys a part adds up, and in which order, depends on nothing but the row's own keys. Keys that a row does
+not see add exact zeros. With the same tile a row has therefore the same bits alone as in the company of any other rows
+and sequences.
 
 Scores are in units of log2, because the hardware's exponential has base two. Parts are added up with explicit fma, so
 that all callers round in the same way.
@@ -59,8 +60,7 @@ def attend_keys(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Program (sequence and part, tile of packed rows, kv head). Packed row r is row r // GROUP, head r % GROUP. Only
-    sequences of `fewest` to `most` rows are computed. Where there are tops, each of them has `most` rows of parts."""
+    """Program (sequence and part, tile of packed rows, kv head). Of each sequence there are `most` rows of tops."""
     sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     first, length = tl.load(first_rows + sequence), tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
     rows = tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first

@@ -25,7 +25,7 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # sentencepiece's name of a byt
 
 
 class Tokenizer:
-    """Encodes and decodes with the Rust tokenizer. Thread-safe and without state."""
+    """Encodes and decodes with the Rust tokenizer. Thread-safe: all that changes are the texts that it remembers."""
 
     def __init__(self, directory: str) -> None:
         """Raises ConfigError for a checkpoint without a tokenizer.json, and for a malformed file."""
@@ -50,6 +50,7 @@ class Tokenizer:
         falls_back = any(step["type"] == "ByteFallback" for step in steps)
         names = filter(BYTE_TOKEN.fullmatch, self.vocab) if falls_back else ()
         self._byte_ids = frozenset(self.vocab[name] for name in names)
+        self._texts: dict[int, str] = {}  # of single tokens, by id
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text. special: with the special tokens that the checkpoint puts around a text. Raises
@@ -74,6 +75,12 @@ class Tokenizer:
         Text that is complete does not change when further ids follow. For that, bytes of sentencepiece are decoded
         character by character; the backend turns a whole run of them into U+FFFD if one of them is invalid.
         """
+        if len(ids) == 1 and skip_special_tokens:  # half of what detokenising a text asks for
+            text = self._texts.get(ids[0])
+            return self._texts.setdefault(ids[0], self._decode(ids, True)) if text is None else text
+        return self._decode(ids, skip_special_tokens)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._byte_ids and not self._byte_ids.isdisjoint(ids):
             hidden = self.special_ids if skip_special_tokens else ()
             names = [name for i in ids if i not in hidden and (name := self.name(i)) is not None]

@@ -24,7 +24,8 @@ Ban = tuple[int, int, int, dict[int, int]]  # row, sequence, token, the drafts t
 
 def most_bans(sequence: Sequence) -> int:
     """The most tokens that a row of the sequence must not give. It changes only when min_tokens is reached."""
-    return sum(len(word) > 1 for word in sequence.params.bad_word_ids) + len(banned(sequence, 0))
+    words = sequence.params.bad_word_ids
+    return (sum(len(word) > 1 for word in words) if words else 0) + len(banned(sequence, 0))
 
 
 class Bans:

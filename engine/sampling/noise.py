@@ -4,6 +4,7 @@ There is no global generator. The bits are the same on every device.
 """
 
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +49,12 @@ def stream_key(key: int, stream: int, start: int | None = None) -> int:
     """The key of one stream of a sequence, signed 64-bit. start: committed length at the round's start."""
     key = mix_int(key + GOLDEN * (stream + 1))
     return signed(key if start is None else mix_int(key + GOLDEN * (start + 1)))
+
+
+@lru_cache(maxsize=4096)
+def target_key(key: int) -> int:
+    """The key of TARGET_STREAM, which is the same in all rounds of a sequence."""
+    return stream_key(key, TARGET_STREAM)
 
 
 def sibling_stream(stream: int, rank: int) -> int:

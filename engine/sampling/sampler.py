@@ -50,6 +50,7 @@ from engine.sampling.noise import (
     argmax,
     sibling_stream,
     stream_key,
+    target_key,
     uniforms,
 )
 from engine.sampling.siblings import Siblings
@@ -211,7 +212,7 @@ class Sampler:
 
         def keys_and_positions() -> list[int]:
             places = [self._rows.places[row] for row in rows]
-            keys = {i: _key(self._sequences[i], TARGET_STREAM, False) for i, _ in places}
+            keys = {i: target_key(self._sequences[i].key) for i in {i for i, _ in places}}
             return [*(keys[i] for i, _ in places), *(len(self._sequences[i].tokens) + ahead for i, ahead in places)]
 
         name = tuple(rows)
@@ -221,7 +222,6 @@ class Sampler:
 
     def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:
         """Token ids [R], drawn for these rows from the target's own stream (stream 0). Ties take the lowest id.
-
         drafting: the target will draw for the same rows, so the noise of all rows is made and kept.
         """
         if self._on_device:

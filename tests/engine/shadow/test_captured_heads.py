@@ -216,7 +216,7 @@ def the_same_state_for_all(patch: Patch) -> None:
         head = chains._runner.chains
         assert isinstance(head, HeadChains)
         assert head._states is not None
-        head._states.arrive(torch.zeros_like(head._states.tensor))
+        head._states._tensor = torch.zeros_like(head._states.tensor)
         return draw(chains)
 
     patch.setattr(CapturedChains, "_draw", drawing)
