@@ -80,7 +80,8 @@ class Bench:
         self.texts = Texts.draw(min(shapes.target.vocab, shapes.draft.vocab), acceptance)
         target = write_sparse(folder / "target", shapes.target, dtype)
         draft = write_sparse(folder / "draft", shapes.draft, dtype)
-        self.engine = Engine.from_config(_config(target, draft, recorder, dtype, self.batches[-1]))
+        with patch.object(engine_module, "PROFILE_S", 0.0):  # all weights are zero yet
+            self.engine = Engine.from_config(_config(target, draft, recorder, dtype, self.batches[-1]))
         models = zip(self.runners, (self.texts.target, self.texts.draft), strict=True)
         for seed, (runner, followers) in enumerate(models, 1):
             fill(cast(Decoder, runner.decoder), self.texts.tokens, followers, seed)
@@ -98,7 +99,7 @@ class Bench:
         return [self.engine.target, model.runner]
 
     def _profile(self) -> None:
-        """Again, with the weights as they are: numbers that are all zero take a GPU less power, so less time."""
+        """With the weights as they are: numbers that are all zero take a GPU less power, so less time."""
         engine, config = self.engine, self.engine.config
         limits = (config.max_running, config.max_spec_length, engine_module.PROFILE_S)
         engine.speculator.control.begin(profile(engine.target, engine.drafter, *limits, kept=False))

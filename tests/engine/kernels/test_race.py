@@ -249,7 +249,7 @@ def test_a_kernel_without_a_fault_passes_the_same_comparison(
 
 def small(kernels: ModuleType) -> ModuleType:
     """Two parts for 1,100 tokens, the first of two tiles."""
-    kernels.PART, kernels.TILE = 1024, 512  # type: ignore[attr-defined]
+    kernels.SHORT_PART, kernels.TILE = 1024, 512  # type: ignore[attr-defined]
     return kernels
 
 
@@ -279,6 +279,7 @@ def test_pruning_makes_the_noise_of_few_tokens(
         return token_clocks(row_key, ids)
 
     monkeypatch.setattr(kernels, "token_clocks", counted)
+    monkeypatch.setattr(kernels, "SHORT_PART", kernels.PART)
     g = torch.Generator().manual_seed(14)
     scores = normal((1, 40 * kernels.TILE), g) - 20
     scores[0, 7] = 1.0
