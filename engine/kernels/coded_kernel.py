@@ -22,6 +22,7 @@ FEW_ROWS = 64
 PROGRAMS = 256  # programs of a pass with few rows: about two for each processor of a large GPU
 MOST_PARTS = 8
 JOINED = 256  # channels that a program joins
+MANY_CHANNELS = 2048  # from which on wide tiles leave programs enough
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _PAIRED, _ZERO = tl.constexpr(PAIRED), tl.constexpr(INT4_ZERO)
@@ -40,11 +41,13 @@ class ProductTile:
     stages: int  # of the compiler's pipeline of loads
 
 
-def choose_tile(rows: int, group: int, x: torch.dtype) -> ProductTile:
-    """group: columns that share a step; 0: all.
+def choose_tile(rows: int, channels: int, group: int, x: torch.dtype) -> ProductTile:
+    """channels: of the output. group: columns that share a step; 0: all.
 
-    Chosen so that registers are not spilled and shared memory fits in the 99 KB of compute capabilities 8.6 and 8.9
-    (tests/engine/kernels/test_coded_compiled.py), not by measured times. Tiles of at most 32 rows get no wgmma.
+    Registers must not be spilled, and shared memory must fit in the 99 KB of compute capabilities 8.6 and 8.9
+    (tests/engine/kernels/test_coded_compiled.py). Within these bounds the shallow tile of many channels and the tile of
+    many rows took the least time of those tried on an H100, for one row and for 512 (docs/log.md). The others are not
+    chosen by measured times. Tiles of at most 32 rows get no wgmma.
     """
     few = rows <= FEW_ROWS
     depth = 32 if x.itemsize == 4 else 128 if few else 64  # fp32 is computed without tensor cores
@@ -53,9 +56,12 @@ def choose_tile(rows: int, group: int, x: torch.dtype) -> ProductTile:
     if x.itemsize == 4:
         return ProductTile(16, 32, depth, 4, 2)
     if not few:
-        return ProductTile(64, 128, depth, 4, 3)
+        return ProductTile(64, 128, depth, 4, 3) if group or rows <= 128 else ProductTile(128, 128, depth, 8, 3)
     shallow = depth < 128  # such a tile has few bytes, so it takes more of them to keep memory busy
-    return ProductTile(16 if rows <= 16 else 32, 64 if shallow else 32, depth, 4, 6 if shallow else 4)
+    tall = 16 if rows <= 16 else 32
+    if shallow and channels >= MANY_CHANNELS:
+        return ProductTile(tall, 128, depth, 8, 4)
+    return ProductTile(tall, 64 if shallow else 32, depth, 4, 6 if shallow else 4)
 
 
 def count_parts(rows: int, channels: int, inner: int, tile: ProductTile) -> int:
@@ -80,7 +86,7 @@ def coded_product(x: Tensor, codes: Tensor, steps: Tensor, offsets: Tensor | Non
     kind = _KIND_INT4 if codes.dtype is INT4_PAIRS else _KIND_FP8 if codes.dtype is FP8 else _KIND_INT8
     inner = codes.shape[1] * (2 if kind is _KIND_INT4 else 1)
     group = 0 if steps.shape[0] == 1 and offsets is None else inner // steps.shape[0]
-    tile = choose_tile(rows, group, x.dtype)
+    tile = choose_tile(rows, channels, group, x.dtype)
     parts = count_parts(rows, channels, inner, tile)
     y = x.new_empty(rows, channels)
     sums = y if parts == 1 else x.new_empty(parts, rows, channels, dtype=torch.float32)

@@ -5,6 +5,7 @@ parts. It has a launch of its own, so that sequences with few rows keep their ti
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -36,17 +37,27 @@ class LaunchShare:
     parts: int
 
 
-def choose_tile(packed: int, width: int, itemsize: int) -> Tile:
-    """For `packed` rows of one sequence and kv head, and heads of `width` numbers of that many bytes.
+def choose_tile(packed: int, width: int, itemsize: int, has_wgmma: bool) -> Tile:
+    """For `packed` rows of one sequence and kv head, and heads of `width` numbers of that many bytes. The number of
+    keys must not depend on the rows: rows of a verification have the bits of rows of decoding. has_wgmma: as below.
 
-    Chosen so that registers are not spilled and shared memory fits in the 99 KB of compute capabilities 8.6 and 8.9
-    (benchmarks/compiled_kernels.py), not by measured times. Block numbers are loaded before keys, so it takes five
-    stages to have two tiles of keys and values.
+    Registers must not be spilled, and shared memory must fit in the 99 KB of compute capabilities 8.6 and 8.9
+    (benchmarks/compiled_kernels.py). Within these bounds the tiles of 16 bits for heads of up to 128 numbers are those
+    that took the least time on an H100: long tiles without a pipeline, 0.5 to 0.8 times as long as short tiles with one
+    (docs/log.md). The others are not chosen by measured times.
     """
     if itemsize == 4:  # computed without tensor cores
         return Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     rows = 16 if packed <= 16 else 32 if packed <= 32 else 64
-    return Tile(rows, 32, 4 if rows * width <= 4096 else 8, 5 if width <= 128 else 3)
+    if width <= 128:
+        return Tile(rows, 128 if width <= 64 else 64, 4 if has_wgmma or rows * width <= 4096 else 8, 1)
+    return Tile(rows, 32, 4 if rows <= 16 else 8, 3)
+
+
+@cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether four warps compute products together, which leaves registers for larger tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def count_parts(rows: PagedRows) -> int:
@@ -107,7 +118,7 @@ def _attend(
     (_, heads, head_dim), (blocks, block_size, both, _) = queries.shape, pool.shape
     kv_heads = both // 2
     group, width = heads // kv_heads, _width(head_dim)
-    tile = choose_tile(share.most * group, width, queries.dtype.itemsize)
+    tile = choose_tile(share.most * group, width, queries.dtype.itemsize, has_wgmma(queries.device))
     grid = (rows.lengths.shape[0] * share.parts, triton.cdiv(share.most * group, tile.rows), kv_heads)
     if queries.stride()[1:] != (head_dim, 1):
         queries = queries.contiguous()

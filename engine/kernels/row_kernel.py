@@ -6,7 +6,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 TILE = 1024  # numbers that a program of the gate takes of a row
-PAIRS = 512  # that a program of the rotation takes of a row
+PAIRS = 256  # that a program of the rotation takes of a row
 NUMBERS_PER_WARP = 256  # of a row that one program takes whole: 16 bytes for each thread
 MOST_WARPS = 16
 

@@ -9,7 +9,7 @@ from engine.models.linear import num_bytes_of
 from engine.models.quantize import INT4_RANGE, CodedWeight
 
 LEAST_CAPABILITY = (8, 0)
-WARM_ROWS = (1, 17, 65)  # a number of rows for each tile of coded_kernel.py
+WARM_ROWS = (1, 17, 65, 129)  # a number of rows for each tile of coded_kernel.py
 
 
 class CodedLinear:

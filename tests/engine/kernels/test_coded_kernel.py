@@ -134,7 +134,7 @@ def test_odd_shapes(kernels: ModuleType, kind: str, out: int, inner: int, groups
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_joined(kernels: ModuleType, kind: str) -> None:
-    tile = kernels.choose_tile(5, 0, torch.float16)
+    tile = kernels.choose_tile(5, 40, 0, torch.float16)
     assert kernels.count_parts(5, 20, 1536, tile) == 3
     assert error(kernels, draw(kind, 5, 20, 1536, bias=False, dtype=torch.float16)) < 1
     assert error(kernels, draw(kind, 5, 20, 1152, 9, offsets=True, dtype=torch.float16)) < 1
