@@ -5,7 +5,8 @@ each costs about as much as a small kernel. So the parts of a round put their nu
 """
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -91,6 +92,17 @@ class Staging:
             self._leave_fixed()
         else:
             self._used, self._layout = len(self._fixed) // 2, ["last part"]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Numbers that are put within do not go to the fixed memory, and do not count in the layout."""
+        self.send()
+        used, layout, self._used, self._layout = self._used, self._layout, None, []
+        try:
+            yield
+        finally:
+            self.send()
+            self._used, self._layout = used, layout
 
     @property
     def fixed(self) -> bool:

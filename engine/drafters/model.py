@@ -30,7 +30,8 @@ class ModelDrafter:
     """Feeds its model the gap `tokens[cached_len:]` (R1): the whole prompt at first, one token after a partial
     acceptance, two after a full one, many after plain rounds. A round feeds at most `max_catch_up` of these tokens, and
     at most `chunk` if it has other sequences too. A larger gap is fed in pieces, and nothing is drafted for its
-    sequence until it is closed.
+    sequence until it is closed. Captured graphs read short gaps only, so a long one is fed before them: otherwise the
+    drafts of all sequences would run operation by operation.
 
     Confidence: if the batch has a confidence for a sequence, its draft ends before the position at which the joint
     confidence falls below it. The joint confidence is the product of the largest probabilities of the draft's raw
@@ -94,9 +95,10 @@ class ModelDrafter:
         self.runner.take_forwards()
         self._moves = None
         ks = [self._reserve(s, k) if k else 0 for s, k in zip(batch.sequences, ks, strict=True)]
-        ks, pieces = self._catch_up(batch.sequences, ks)
-        if not pieces and self._shared is None and captured_chains.can_capture(self.runner, batch, ks):
-            return self._propose_captured(batch, ks)
+        captured = self._shared is None and captured_chains.can_capture(self.runner, batch, ks)
+        ks, pieces = self._catch_up(batch.sequences, ks, self.runner.chains.most_gap if captured else None)
+        if captured:
+            return self._propose_captured(batch, ks, pieces)
         shapes, growths = wanted_trees(batch, ks, may_branch=self._shared is None)
         others = {i: k for i, k in enumerate(ks) if k and i not in shapes and i not in growths}
         joining = joining_chains(batch, others) if shapes else {}
@@ -130,9 +132,19 @@ class ModelDrafter:
             forwards=self.runner.take_forwards(),
         )
 
-    def _propose_captured(self, batch: DraftBatch, ks: list[int]) -> Draft:
-        """Draw all drafts by a captured graph."""
-        self._drafted, self._fed_trees = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}, {}
+    def _propose_captured(self, batch: DraftBatch, ks: list[int], pieces: list[Feed]) -> Draft:
+        """Read the pieces operation by operation, then draw all drafts by a captured graph."""
+        self._drafted, self._fed_trees = set(), {}
+        if pieces:
+            with self.runner.staging.apart():
+                self.runner.run(pieces)
+        draft = self._draw_captured(batch, ks) if any(ks) else Draft.none(len(ks))
+        read = draft.read + sum(feed.committed for feed in pieces)
+        forwards = (*self.runner.take_forwards(), *draft.forwards)
+        return replace(draft, steps=draft.steps + bool(pieces), read=read, forwards=forwards)
+
+    def _draw_captured(self, batch: DraftBatch, ks: list[int]) -> Draft:
+        self._drafted = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}
         shapes, _ = wanted_trees(batch, ks, may_branch=True)
         if not shapes:
             return captured_chains.CapturedChains(self.runner, batch, ks, self._vocab, self._rank).propose()
@@ -270,9 +282,11 @@ class ModelDrafter:
         """Tokens of a gap that need memory at once: all, unless each piece that was read leaves a window."""
         return gap if self.runner.cache.window is None else min(gap, self._max_catch_up)
 
-    def _catch_up(self, sequences: Seq[Sequence], ks: Seq[int]) -> tuple[list[int], list[Feed]]:
+    def _catch_up(self, sequences: Seq[Sequence], ks: Seq[int], most_gap: int | None) -> tuple[list[int], list[Feed]]:
         """(ks, partial feeds). Closes the smallest gaps first, within the budget, and feeds a piece of the first gap
-        that does not fit. A sequence whose gap stays open gets k = 0 in this round."""
+        that does not fit. A sequence whose gap stays open gets k = 0 in this round. most_gap: tokens that a captured
+        graph can read before it drafts; of a longer gap it reads the last token, and a partial feed the others. None:
+        drafts are not captured."""
         gaps = [self.runner.uncached(s) if k else 0 for s, k in zip(sequences, ks, strict=True)]
         ks, budget = list(ks), self._max_catch_up if len(gaps) == 1 else self._chunk
         pieces: list[Feed] = []
@@ -281,6 +295,8 @@ class ModelDrafter:
                 ks[i] = 0
                 if budget:
                     pieces.append(Feed(sequences[i], budget, outputs=0))
+            elif most_gap is not None and gaps[i] > most_gap:
+                pieces.append(Feed(sequences[i], gaps[i] - 1, outputs=0))
             budget -= min(gaps[i], budget)
         return ks, pieces
 

@@ -27,6 +27,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import CapturedChains
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
+from engine.models.feeds import Feed
 from engine.models.runner import Runner
 from engine.sampling.device_bans import most_bans
 from engine.sampling.device_bias import is_biased
@@ -208,6 +209,26 @@ def test_only_rounds_that_replay_show_what_a_round_takes(pair: Pair, emulator: E
     assert {usual for usual, _ in told} == {True, False}
     assert replayed[-3:] == [True] * 3, "a draft and a verdict, both captured before"
     assert told[0] == (True, 0), "the CPU's"
+
+
+def test_a_newcomers_prompt_is_read_before_the_graph_that_drafts_for_all(
+    pair: Pair, emulator: Emulator, monkeypatch: Patch
+) -> None:
+    beside, drafted = list[int](), ModelDrafter._propose_captured
+
+    def spy(drafter: ModelDrafter, batch: DraftBatch, ks: list[int], pieces: list[Feed]) -> Draft:
+        before = emulator.replays
+        draft = drafted(drafter, batch, ks, pieces)
+        if pieces and len(batch.sequences) == 3:
+            assert draft.ks == tuple(ks), "the newcomer gets drafts too"
+            beside.append(emulator.replays - before)
+        return draft
+
+    monkeypatch.setattr(ModelDrafter, "_propose_captured", spy)
+    short, *long = steady_requests(3, max_tokens=40)
+    short = replace(short, params=replace(short.params, max_tokens=12))
+    run(pair, {0: [short, *long], 8: [Request("late", tuple(range(30, 41)), PARAMS, k=3)]}).check()
+    assert beside[-1] == 1, "the drafts are a replay"
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proofs), 0.8])
