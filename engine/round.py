@@ -14,7 +14,13 @@ from typing import Self
 from torch import Tensor
 
 from engine import trees, verification
-from engine.device.captured_round import CapturedVerdict, can_capture, filled_up, has_unplanned_form
+from engine.device.captured_round import (
+    CapturedVerdict,
+    can_capture,
+    can_capture_drafts,
+    filled_up,
+    has_unplanned_form,
+)
 from engine.device.captured_trees import CapturedTrees
 from engine.device.round_clock import HostClock, RoundClock, forwards_us
 from engine.drafters.base import Draft, DraftBatch, Drafter, DrafterFault, try_forget
@@ -101,24 +107,19 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
     """
     slices = tuple(s for s in plan.slices if s.emits)
     planned_ks = [s.k for s in slices]
-    sequences = tuple(s.sequence for s in slices)
     captured = can_capture(plan, target)
-    target.staging.begin(fixed=captured)
-    # A captured round has equally many rows for each of a rounded number of sequences.
-    drawing, rows = filled_up(sequences, planned_ks, target.staging.limits) if captured else (sequences, planned_ks)
-    sampler = Sampler(drawing, rows, target.vocab_size, target.device, target.staging)
-    shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
-    depths = tuple(s.tree_depth for s in sequences) if any(s.tree_depth for s in sequences) else ()
-    confidences = tuple(s.confidence for s in slices)
-    batch = DraftBatch(sequences, sampler, confidences, shapes, depths=depths, captured=captured)
+    drafts_apart = not captured and can_capture_drafts(plan, target)
+    batch = _make_batch(slices, target, captured=captured or drafts_apart)
     target.take_forwards()  # forgets the forwards of a round that failed
     graphs = target.staging.graphs
     known = 0 if graphs is None else graphs.discovered
     clock = RoundClock(target.device, host_ns)
 
-    ahead = _prepare(plan, batch, planned_ks, target)
+    ahead = None if drafts_apart else _prepare(plan, batch, planned_ks, target)
     draft = _propose(drafter, batch, planned_ks)
     clock.mark_drafted()
+    if drafts_apart:
+        batch = _make_batch(slices, target, captured=False)
 
     feeds = _make_feeds(plan, draft.ks, draft.trees)
     verdict, logits, starts, moves = _score(batch, draft, feeds, ahead, target)
@@ -143,6 +144,21 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
         draft_forward_us=forwards_us(draft.forwards),
         usual=graphs is None or graphs.discovered == known,
     )
+
+
+def _make_batch(slices: Seq[Slice], target: Runner, *, captured: bool) -> DraftBatch:
+    """A part of the round begins, whose numbers go to the device together: all of it, or what drafts or what verifies.
+
+    captured: whether it may be captured. Then it has equally many rows for each of a rounded number of sequences.
+    """
+    sequences, ks = tuple(s.sequence for s in slices), [s.k for s in slices]
+    target.staging.begin(fixed=captured)
+    drawing, rows = filled_up(sequences, ks, target.staging.limits) if captured else (sequences, ks)
+    sampler = Sampler(drawing, rows, target.vocab_size, target.device, target.staging)
+    shapes = tuple(s.shape for s in slices) if any(s.shape for s in slices) else ()
+    depths = tuple(s.tree_depth for s in sequences) if any(s.tree_depth for s in sequences) else ()
+    confidences = tuple(s.confidence for s in slices)
+    return DraftBatch(sequences, sampler, confidences, shapes, depths=depths, captured=captured)
 
 
 def _propose(drafter: Drafter, batch: DraftBatch, planned_ks: Seq[int]) -> Draft:

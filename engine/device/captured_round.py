@@ -53,6 +53,18 @@ def can_capture(plan: Plan, target: Runner) -> bool:
     return why is None
 
 
+def can_capture_drafts(plan: Plan, target: Runner) -> bool:
+    """Whether the drafts of a round that cannot be captured as a whole, because it reads prompts, may be: chains that
+    are verified by the target's own draws, of whoever drafts without the target's states."""
+    if target.staging.graphs is None or target.look_ahead is not None or target.reader is not None:
+        return False
+    emitting, most_new = [part for part in plan.slices if part.emits], target.staging.limits.new_tokens
+    chains = all(s.sequence.coupled and s.shape is None and not s.sequence.tree_depth for s in emitting)
+    unplanned = any(s.k and s.sequence.drafter in BRANCHING for s in emitting)
+    drafts = any(s.k for s in emitting)
+    return drafts and chains and not unplanned and not any(_obstacle_of_draws(s, most_new) for s in emitting)
+
+
 def _obstacle(plan: Plan, target: Runner) -> str | None:
     """Why no part of the plan's round can be captured."""
     if target.look_ahead is not None:
@@ -74,9 +86,13 @@ def _obstacle(plan: Plan, target: Runner) -> str | None:
 def _obstacle_of(part: Slice, most_new: int) -> str | None:
     """None if the slice feeds one committed token and its drafts, and draws by nothing but its noise, temperature,
     filters, biases, bans and penalties. most_new: tokens that a round commits for one sequence at most."""
-    sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if not part.emits or part.committed != 1 or part.prompt_rows:
         return "a prompt"
+    return _obstacle_of_draws(part, most_new)
+
+
+def _obstacle_of_draws(part: Slice, most_new: int) -> str | None:
+    sequence, params, text = part.sequence, part.sequence.params, part.sequence.device_text
     if sequence.device_bias is None and is_biased(params):
         return "a bias that the device does not have"
     if params.penalised and (text is None or len(sequence.tokens) - text.length > most_new):

@@ -17,6 +17,7 @@ from torch import Tensor
 from cache.gathered import GatheredStorage
 from cache.paged import PagedCache
 from cache.transfer import index_tensor
+from engine import rescue as rescue_module
 from engine import round as round_module
 from engine import verification
 from engine.device import captured_round
@@ -229,6 +230,30 @@ def test_a_newcomers_prompt_is_read_before_the_graph_that_drafts_for_all(
     short = replace(short, params=replace(short.params, max_tokens=12))
     run(pair, {0: [short, *long], 8: [Request("late", tuple(range(30, 41)), PARAMS, k=3)]}).check()
     assert beside[-1] == 1, "the drafts are a replay"
+
+
+def test_drafts_beside_a_prompt_are_replays(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
+    """The target reads the prompt operation by operation. The control: beside `rejection` drafts do so too."""
+
+    def replays(verifier: Verifier) -> list[int]:
+        found, run_round = list[int](), round_module.run_round
+
+        def spy(plan: Plan, target: Runner, *more: Any) -> Any:
+            before = emulator.replays
+            outcome = run_round(plan, target, *more)
+            if target.device.type == "cuda" and plan.prefill_tokens and any(outcome.draft.ks):
+                found.append(emulator.replays - before)
+            return outcome
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rescue_module, "run_round", spy)
+            prompt, late = tuple(range(30, 41)), replace(PARAMS, max_tokens=4)
+            requests = [replace(r, verifier=verifier) for r in steady_requests(2, max_tokens=40)]
+            run(pair, {0: requests, **{n: [Request(f"late {n}", prompt, late, k=0)] for n in (6, 8, 10, 12)}}).check()
+        return found
+
+    assert replays("match")[-1] == 1
+    assert set(replays("rejection")) == {0}
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proofs), 0.8])
