@@ -193,9 +193,9 @@ class Settings(BaseModel):
     deterministic: bool = False
     """true: with verifier match a seeded text has the same tokens for any k, batch and prompt chunks, in bfloat16 too.
     Slower; only on CPU, and not with sliding windows or experts"""
-    graphs: bool = False
-    """true: rounds in which every stream decodes run as captured graphs; only on CUDA with a paged cache, and not yet
-    measured on hardware"""
+    graphs: bool | None = None
+    """whether rounds in which every stream decodes run as captured graphs, which need CUDA and a paged cache. null:
+    where they can"""
     drafter: Annotated[Literal["auto", "off", DrafterName], BeforeValidator(_off)] = "auto"
     """for requests that name no drafter. auto: the draft model if there is one; off: the same as policy off"""
     verifier: Verifier = "match"
@@ -320,7 +320,7 @@ class Settings(BaseModel):
             quantize_head=self.quantize_head,
             products=self.products,
             deterministic=self.deterministic,
-            graphs=self.graphs,
+            graphs=(device == "cuda" and self.cache == "paged") if self.graphs is None else self.graphs,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,

@@ -37,7 +37,7 @@ class EngineConfig:
     quantize_head: bool = True  # whether quantised weights include the product that gives the logits
     products: ProductForms = "auto"  # auto: measured; packed: oneDNN's layout; plain: one copy as it is stored
     deterministic: bool = False  # a seeded text does not depend, bit for bit, on k, the batch or prompt chunks
-    graphs: bool = False  # captured graphs on CUDA; off until they are measured on hardware
+    graphs: bool = False  # captured graphs on CUDA
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # chooses k for requests that do not fix their own
     max_spec_length: int = 16  # the largest k of any policy or request
     max_running: int = 16  # sequences that hold a cache slot at once

@@ -51,13 +51,15 @@ class LLM:
     """An engine in this process. `config` takes the other fields of EngineConfig.
 
     Nobody reads its texts while they grow, so prompts take whole passes beside them: prefill_chunk is max_step_tokens
-    unless it is given.
+    unless it is given. Its rounds are captured graphs where they can be, unless `graphs` is given.
 
     Example: LLM("models/demo/target", "models/demo/draft").generate(["def main("], SamplingParams(max_tokens=32))
     """
 
     def __init__(self, target: str, draft: str | None = None, **config: Any) -> None:
         settings = EngineConfig(target=target, draft=draft, **config)
+        if "graphs" not in config:
+            settings = replace(settings, graphs=settings.device == "cuda" and settings.cache == "paged")
         if settings.prefill_chunk is None:
             settings = replace(settings, prefill_chunk=settings.max_step_tokens)
         self.engine = Engine.from_config(settings)

@@ -114,7 +114,10 @@ def test_the_forms_of_the_weights_reach_the_engine() -> None:
 def test_graphs_reach_an_engine_on_cuda() -> None:
     settings = Settings.model_validate({"graphs": "true", "device": "cuda"})
     assert settings.freeze("cuda").graphs
-    assert not Settings().freeze("cuda").graphs
+    assert Settings().freeze("cuda").graphs
+    assert not Settings().freeze("cpu").graphs
+    assert not Settings(cache="slotted").freeze("cuda").graphs
+    assert not Settings(graphs=False).freeze("cuda").graphs
     with pytest.raises(ValidationError, match="graphs need device cuda and cache paged, not cpu and paged"):
         Settings.model_validate({"graphs": "true"})
 
