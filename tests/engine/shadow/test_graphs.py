@@ -320,7 +320,8 @@ def test_laws_and_penalties_are_captured(pair: Pair, emulator: Emulator, kind: s
     assert len(replayed) > 2
     found = {(counts.uploads, counts.downloads, counts.stalls, counts.inside) for counts in replayed}
     assert (1, 1, 1, 0) in found
-    assert all(counts[:3] == (1, 1, 1) for counts in found)
+    # A newcomer's prompt is read before the draft's graph, by operations in the model.
+    assert all(counts[:3] == (1, 1, 1) or (counts[:3] == (3, 1, 1) and counts[3]) for counts in found)
 
 
 @pytest.mark.parametrize(
