@@ -9,8 +9,8 @@ from policies.observation import Timing
 
 DEPTHS = (0, 1, 2, 4, 8, 16)  # drafts per sequence
 UNEVEN_KS = (4, 0, 2, 1, 3, 0, 4, 2)  # drafts per sequence, repeated, in the round with uneven drafts
-LONG_GAPS = (32, 96)  # tokens that the draft model reads of one sequence, in rounds with a gap: two lengths, because
-# a gap may cost something whatever its length is, where rounds without one are captured graphs
+LONG_GAP = 96  # most tokens that the draft model reads of one sequence, in a round with a gap; in another one a third.
+# Two lengths, because a gap may cost something whatever its length is, where rounds without one are captured graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ def _of_batch(batch: int, depth: int, longest_gap: int) -> list[RoundShape]:
     if depth and batch > 1:
         shapes.append(RoundShape(tuple(min(UNEVEN_KS[i % len(UNEVEN_KS)], depth) for i in range(batch))))
     if depth:
-        gaps = sorted({min(gap, longest_gap) for gap in LONG_GAPS})
+        longest = min(LONG_GAP, longest_gap)
+        gaps = (longest // 3, longest)
         shapes += [RoundShape((1,) * batch, gap) for gap in gaps if gap > batch + 1]  # else it shows nothing
     return sorted(shapes, key=lambda shape: sum(shape.ks))

@@ -104,7 +104,8 @@ def test_the_timings_cover_the_grid(profiled: tuple[Engine, list[Timing]]) -> No
     assert [t.batch for t in uneven] == [2, 4, 6]
     assert all(t.read == t.drafts for t in uneven)
     behind = [t for t in timings if t.read > t.drafts]
-    assert [(t.batch, t.read) for t in behind] == [(1, 15), (2, 16), (4, 18), (6, 20)]  # half of the first one
+    # Half of the first one, and a third of that where it is more than other rounds read.
+    assert [(t.batch, t.read) for t in behind] == [(1, 5), (1, 15), (2, 6), (2, 16), (4, 18), (6, 20)]
 
 
 def test_a_cost_model_can_be_made_of_them(profiled: tuple[Engine, list[Timing]]) -> None:
@@ -188,7 +189,7 @@ def test_without_speculation_plain_rounds_are_profiled(pair: Pair) -> None:
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(("looks", "kept"), [(0, {1: [0]}), (11 + 8, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
+@pytest.mark.parametrize(("looks", "kept"), [(0, {1: [0]}), (11 + 10, {1: [0, 1, 2, 4], 2: [0, 1, 2]})])
 def test_when_time_is_up_the_largest_batches_are_left_out(
     pair: Pair, looks: int, kept: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,7 +496,7 @@ def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, mo
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), (40.0, 5)])
+@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), (40.0, 6)])
 def test_each_start_measures_what_the_profile_lacks(
     pair: Pair, budget_s: float, starts: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
