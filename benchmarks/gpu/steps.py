@@ -1,7 +1,7 @@
-"""Runs the steps of a long measurement one after the other, so that what one of them breaks costs no other.
+"""Runs the steps of a long measurement so that what one of them breaks costs no other.
 
 Each step is a process of its own: after a fault of a GPU its process cannot use it any longer, and a step may hang. A
-step's figures count from the moment at which it tells them.
+step's figures count from the moment at which it tells them. Neighbours that are not timed run side by side.
 """
 
 import json
@@ -10,8 +10,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 
@@ -63,6 +64,7 @@ class Step:
     run: Callable[[Recorder], None]
     limit_s: float  # the most that it may take
     must_meet: bool = False  # whether it fails if a figure misses its aim; speed does not
+    is_timed: bool = True  # whether nothing else may run beside it
 
 
 @dataclass(slots=True)
@@ -81,59 +83,94 @@ class Result:
         return values | {"seconds": round(self.seconds, 1), "rows": rows}
 
 
+@dataclass(slots=True)
+class _Running:
+    """A step's process."""
+
+    step: Step
+    began: float  # monotonic seconds, as the next one
+    ends: float
+    result: Result
+    process: Any
+    told: "Connection[Any, Any]"
+    ended: bool = False  # in time
+
+
 def run_steps(
     steps: Sequence[Step], device: str, *, dry: bool, budget_s: float, say: Callable[[str], None] = print
 ) -> list[Result]:
     """Run the steps within `budget_s` seconds in all. An error of a step does not raise here."""
-    deadline = time.monotonic() + budget_s
-    results = []
-    for step in steps:
-        began = time.monotonic()
-        limit_s = min(step.limit_s, deadline - began)
-        say(f"{step.name}: at most {max(0.0, limit_s):.0f} s")
-        result = Result(step.name)
-        if limit_s > 0:
-            _run_step(step, device, dry, began + limit_s, result, say)
-        else:
-            result.reason = "no time is left"
-        result.seconds = time.monotonic() - began
-        say(f"{step.name}: {result.status} ({result.seconds:.1f} s) {result.reason}".rstrip())
-        results.append(result)
+    deadline, results = time.monotonic() + budget_s, list[Result]()
+    for is_timed, neighbours in groupby(steps, lambda step: step.is_timed):
+        for together in [[step] for step in neighbours] if is_timed else [list(neighbours)]:
+            results += _run_together(together, device, dry, deadline, say)
     return results
 
 
-def _run_step(step: Step, device: str, dry: bool, ends: float, result: Result, say: Callable[[str], None]) -> None:
+def _run_together(
+    steps: Sequence[Step], device: str, dry: bool, deadline: float, say: Callable[[str], None]
+) -> list[Result]:
+    results, running = list[Result](), list[_Running]()
+    for step in steps:
+        limit_s = min(step.limit_s, deadline - time.monotonic())
+        say(f"{step.name}: at most {max(0.0, limit_s):.0f} s")
+        results.append(Result(step.name))
+        if limit_s > 0:
+            running.append(_start(step, device, dry, limit_s, results[-1]))
+        else:
+            results[-1].reason = "no time is left"
+    _receive(running, say)
+    for one in running:
+        _finish(one)
+    for result in results:
+        say(f"{result.name}: {result.status} ({result.seconds:.1f} s) {result.reason}".rstrip())
+    return results
+
+
+def _start(step: Step, device: str, dry: bool, limit_s: float, result: Result) -> _Running:
     # CUDA cannot be used in a fork of a process that has looked for devices. On a CPU a fork saves the imports.
     processes = get_context("fork") if device == "cpu" else get_context("spawn")
     receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_child, args=(step, device, dry, ends, sender), daemon=True)
+    began = time.monotonic()
+    child = processes.Process(target=_child, args=(step, device, dry, began + limit_s, sender), daemon=True)
     child.start()
     sender.close()
-    ended = _receive(receiver, ends, result, say)
-    if not ended:
-        child.kill()
-        result.reason = "it took too long, so it was ended"
-    child.join()
-    if ended and not result.reason and result.status == "failed":
-        result.reason = f"its process ended with exit code {child.exitcode}"
+    return _Running(step, began, began + limit_s, result, child, receiver)
+
+
+def _receive(running: Sequence[_Running], say: Callable[[str], None]) -> None:
+    """Take in what the steps tell, until each of them ends or its time does."""
+    left = {one.told: one for one in running}
+    while left:
+        soonest = min(one.ends for one in left.values())
+        for receiver in wait(list(left), max(0.0, soonest - time.monotonic())):
+            one = left[receiver]  # type: ignore[index]
+            try:
+                message = one.told.recv()
+            except EOFError:
+                one.ended = True
+                one.result.seconds = time.monotonic() - one.began
+                del left[one.told]
+                continue
+            if isinstance(message, Row):
+                one.result.rows.append(message)
+                say(f"  {message.what}: {_cell(message.value)} {message.aim}".rstrip())
+            else:
+                one.result.status, one.result.reason = message
+        for one in [one for one in left.values() if one.ends <= time.monotonic()]:
+            one.process.kill()
+            one.result.seconds, one.result.reason = one.ends - one.began, "it took too long, so it was ended"
+            del left[one.told]
+
+
+def _finish(one: _Running) -> None:
+    one.process.join()
+    result = one.result
+    if one.ended and not result.reason and result.status == "failed":
+        result.reason = f"its process ended with exit code {one.process.exitcode}"
     missed = [row.what for row in result.rows if row.met is False]
-    if result.status == "ok" and step.must_meet and missed:
+    if result.status == "ok" and one.step.must_meet and missed:
         result.status, result.reason = "failed", f"not as it must be: {', '.join(missed)}"
-
-
-def _receive(receiver: "Connection[Any, Any]", ends: float, result: Result, say: Callable[[str], None]) -> bool:
-    """Take in what the step tells. Whether its process came to its end in time."""
-    while receiver.poll(max(0.0, ends - time.monotonic())):
-        try:
-            message = receiver.recv()
-        except EOFError:
-            return True
-        if isinstance(message, Row):
-            result.rows.append(message)
-            say(f"  {message.what}: {_cell(message.value)} {message.aim}".rstrip())
-        else:
-            result.status, result.reason = message
-    return False
 
 
 def _child(step: Step, device: str, dry: bool, ends: float, sender: "Connection[Any, Any]") -> None:

@@ -172,6 +172,39 @@ def test_no_step_begins_after_the_whole_time() -> None:
     assert (long.status, late.status, late.reason, late.rows) == ("failed", "failed", "no time is left", [])
 
 
+def meets(recorder: Recorder, own: str, other: str, folder: Path) -> None:
+    """Leave a sign, and wait two seconds for the other's."""
+    (folder / own).touch()
+    until = time.monotonic() + 2
+    while not (folder / other).exists():
+        if time.monotonic() > until:
+            raise RuntimeError(f"{other} does not run beside it")
+        time.sleep(0.01)
+
+
+@forking
+@pytest.mark.parametrize(("is_timed", "states"), [(False, ["ok"] * 3), (True, ["failed", "ok", "ok"])])
+def test_only_steps_that_time_nothing_run_side_by_side(is_timed: bool, states: list[str], tmp_path: Path) -> None:
+    """Two that wait for each other, and one that is alone in any case."""
+    names = ("a", "b"), ("b", "a")
+    pair = [Step(own, partial(meets, own=own, other=of, folder=tmp_path), 20, is_timed=is_timed) for own, of in names]
+    results = run_steps([*pair, Step("works", works, 20)], "cpu", dry=True, budget_s=60, say=silent)
+    assert [result.status for result in results] == states
+
+
+@forking
+def test_a_step_that_hangs_costs_its_neighbours_nothing() -> None:
+    steps = [Step("hangs", hangs, 1, is_timed=False), Step("works", works, 20, is_timed=False)]
+    hung, other = run_steps(steps, "cpu", dry=True, budget_s=60, say=silent)
+    assert (hung.status, hung.reason, hung.rows) == (
+        "failed",
+        "it took too long, so it was ended",
+        [Row("before it hangs", 5.0)],
+    )
+    assert other.status == "ok"
+    assert other.seconds < 1 <= hung.seconds
+
+
 def test_a_measurement_that_would_end_too_late_is_not_begun() -> None:
     recorder = Recorder("cpu", True, time.monotonic() + 10, lambda row: None)
     recorder.check_time(5)
