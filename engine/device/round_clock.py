@@ -58,7 +58,7 @@ def mark(device: torch.device) -> Mark:
     if device.type not in QUEUES:
         return perf_counter_ns()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device.index))  # a number costs torch a tenth of what a device does
+    event.record(torch.cuda.current_stream(device.index))  # given a device, torch looks it up
     return event
 
 

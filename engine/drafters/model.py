@@ -138,10 +138,10 @@ class ModelDrafter:
         if pieces:
             with self.runner.staging.apart():
                 self.runner.run(pieces)
+        reading = self.runner.take_forwards()
         draft = self._draw_captured(batch, ks) if any(ks) else Draft.none(len(ks))
         read = draft.read + sum(feed.committed for feed in pieces)
-        forwards = (*self.runner.take_forwards(), *draft.forwards)
-        return replace(draft, steps=draft.steps + bool(pieces), read=read, forwards=forwards)
+        return replace(draft, steps=draft.steps + bool(pieces), read=read, forwards=(*reading, *draft.forwards))
 
     def _draw_captured(self, batch: DraftBatch, ks: list[int]) -> Draft:
         self._drafted = {s.handle for s, k in zip(batch.sequences, ks, strict=True) if k}

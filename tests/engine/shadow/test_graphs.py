@@ -222,6 +222,7 @@ def test_a_newcomers_prompt_is_read_before_the_graph_that_drafts_for_all(
         draft = drafted(drafter, batch, ks, pieces)
         if pieces and len(batch.sequences) == 3:
             assert draft.ks == tuple(ks), "the newcomer gets drafts too"
+            assert sum(forward.tokens for forward in draft.forwards) == draft.read
             beside.append(emulator.replays - before)
         return draft
 
