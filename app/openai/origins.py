@@ -73,8 +73,9 @@ class TokenOrigins:
         new_round = _Round(len(output.drafts), output.accepted, rejected, [])
         for i, token in enumerate(output.token_ids):
             self._decoded += len(self._utf8.decode(self._token(token).data))
-            incomplete = bool(self._utf8.getstate()[0])  # a character has begun, and some of its bytes are missing
-            new_round.tokens.append((_source(i, output), self._decoded + incomplete))
+            # The bytes that the decoder keeps begin a character, or half of a surrogate, which would be shown as two.
+            kept = len(self._utf8.getstate()[0].decode("utf-8", "replace"))
+            new_round.tokens.append((_source(i, output), self._decoded + kept))
         return new_round
 
     def _end(self, reason: FinishReason) -> None:

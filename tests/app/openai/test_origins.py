@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.client import Token
@@ -284,6 +284,7 @@ def texts(draw: st.DrawFn) -> tuple[list[bytes], list[int], tuple[str, ...], boo
     return spelt, rounds, tuple(stop), draw(st.booleans())
 
 
+@example(([b"\xed\xa0", b"\x00"], [2], (), False))
 @given(texts())
 def test_token_texts_join_to_the_text_whatever_is_cut_or_held_back(
     made: tuple[list[bytes], list[int], tuple[str, ...], bool],
