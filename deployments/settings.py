@@ -22,6 +22,7 @@ from engine.config import (
     PolicyName,
     ProductForms,
     WeightForm,
+    can_capture_graphs,
 )
 from engine.loading.hub_id import parse_hub_id
 from engine.types import DrafterName, Verifier
@@ -320,7 +321,7 @@ class Settings(BaseModel):
             quantize_head=self.quantize_head,
             products=self.products,
             deterministic=self.deterministic,
-            graphs=(device == "cuda" and self.cache == "paged") if self.graphs is None else self.graphs,
+            graphs=can_capture_graphs(device, self.cache) if self.graphs is None else self.graphs,
             policy=self.policy_settings().freeze(),
             max_spec_length=self.max_spec_length,
             max_running=self.max_running,

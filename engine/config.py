@@ -20,6 +20,11 @@ class ConfigError(ValueError):
     """The engine cannot start as configured. The message names both sides of the conflict."""
 
 
+def can_capture_graphs(device: str, cache: CacheKind) -> bool:
+    """Whether an engine with these settings can run rounds as captured graphs."""
+    return device != "cpu" and cache == "paged"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All that the engine needs to know at start-up. Only the policy and the draft can be replaced later
@@ -160,7 +165,7 @@ class EngineConfig:
             raise ConfigError(
                 f"deterministic needs device cpu and products auto or packed, not {self.device} and {self.products}"
             )
-        if self.graphs and (self.device == "cpu" or self.cache != "paged"):
+        if self.graphs and not can_capture_graphs(self.device, self.cache):
             raise ConfigError(f"graphs need device cuda and cache paged, not {self.device} and {self.cache}")
         if self.draft_weights != "as_is" and not self.draft_models:
             raise ConfigError(f"draft_weights {self.draft_weights} needs a draft checkpoint, and draft is not set")

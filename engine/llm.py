@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, can_capture_graphs
 from engine.engine import Engine
 from engine.types import (
     DrafterName,
@@ -59,7 +59,7 @@ class LLM:
     def __init__(self, target: str, draft: str | None = None, **config: Any) -> None:
         settings = EngineConfig(target=target, draft=draft, **config)
         if "graphs" not in config:
-            settings = replace(settings, graphs=settings.device == "cuda" and settings.cache == "paged")
+            settings = replace(settings, graphs=can_capture_graphs(settings.device, settings.cache))
         if settings.prefill_chunk is None:
             settings = replace(settings, prefill_chunk=settings.max_step_tokens)
         self.engine = Engine.from_config(settings)

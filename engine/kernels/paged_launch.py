@@ -37,9 +37,10 @@ class LaunchShare:
     parts: int
 
 
-def choose_tile(packed: int, width: int, itemsize: int, has_wgmma: bool) -> Tile:
-    """For `packed` rows of one sequence and kv head, and heads of `width` numbers of that many bytes. The number of
-    keys must not depend on the rows: rows of a verification have the bits of rows of decoding. has_wgmma: as below.
+def choose_tile(packed: int, width: int, itemsize: int, wgmma: bool) -> Tile:
+    """For `packed` rows of one sequence and kv head, and heads of `width` numbers of that many bytes. wgmma: what
+    has_wgmma() says. The number of keys does not depend on the rows, so that a row of a verification has the bits of a
+    decoding row.
 
     Registers must not be spilled, and shared memory must fit in the 99 KB of compute capabilities 8.6 and 8.9
     (benchmarks/compiled_kernels.py). Within these bounds the tiles of 16 bits for heads of up to 128 numbers are those
@@ -50,7 +51,7 @@ def choose_tile(packed: int, width: int, itemsize: int, has_wgmma: bool) -> Tile
         return Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     rows = 16 if packed <= 16 else 32 if packed <= 32 else 64
     if width <= 128:
-        return Tile(rows, 128 if width <= 64 else 64, 4 if has_wgmma or rows * width <= 4096 else 8, 1)
+        return Tile(rows, 128 if width <= 64 else 64, 4 if wgmma or rows * width <= 4096 else 8, 1)
     return Tile(rows, 32, 4 if rows <= 16 else 8, 3)
 
 

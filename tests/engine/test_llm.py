@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, EngineConfig
+from engine.engine import Engine
 from engine.llm import LLM
 from engine.models.runner import Runner
 from engine.types import InvalidRequest, SamplingParams
@@ -18,6 +19,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> LLM:
     return LLM(pair.target, pair.draft, dtype="float64", max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("given", "captured"),
+    [
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", "graphs": False}, False),
+        ({"device": "cuda", "cache": "slotted"}, False),
+        ({}, False),
+    ],
+)
+def test_rounds_are_captured_where_they_can_be(
+    given: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "from_config", lambda config: config)
+    made: Any = LLM("target", **given).engine
+    assert made.graphs == captured
 
 
 def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:

@@ -1,5 +1,7 @@
 """Every family's logits equal those of transformers' modules, however the tokens are fed; no trait can be left out."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -241,6 +243,17 @@ DROPPED: dict[str, dict[str, Callable[[Traits], Traits]]] = {
         "out_bias": without(out_bias=False),
     },
 }
+
+
+def test_gates_are_clamped_as_published_where_the_configuration_does_not_tell(made: Made, tmp_path: Path) -> None:
+    """transformers 5.17 writes neither field."""
+    copied = shutil.copytree(made["gpt_oss"][0], tmp_path / "gpt_oss")
+    path = Path(copied) / "config.json"
+    fields = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({k: v for k, v in fields.items() if not k.startswith("swiglu")}), "utf-8")
+    traits = open_checkpoint(str(copied)).shape.traits.experts
+    assert traits is not None
+    assert (traits.clamped_at, traits.slope) == (7.0, 1.702)
 
 
 @pytest.mark.parametrize(("name", "trait"), [(name, trait) for name, changes in DROPPED.items() for trait in changes])

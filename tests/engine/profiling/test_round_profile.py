@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cache.paged import PagedCache
+from engine.device.graphs import Graphs
 from engine.drafters.chain import ChainedDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -511,6 +512,25 @@ def test_each_start_measures_what_the_profile_lacks(
         counts.append(len(profile(engine.target, engine.drafter, 6, DEPTH, budget_s)))
     assert kept(engine)[2] == (starts is not None)
     assert all(a < b for a, b in pairwise(counts)) == (starts is not None)
+
+
+def test_where_rounds_are_captured_they_are_measured_for_longer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small(pair)
+    ran, staging = scripted({}, monkeypatch), engine.target.staging
+
+    def clock() -> float:
+        """A second for each round. What is scripted is not captured."""
+        staging.graphs = None
+        return float(len(ran))
+
+    def count(budget_s: float, graphs: Graphs | None) -> int:
+        ran.clear()
+        staging.graphs = graphs
+        return len(profile(engine.target, engine.drafter, 6, DEPTH, budget_s, kept=False))
+
+    monkeypatch.setattr(round_profile, "perf_counter", clock)
+    plain, longer = count(8.0, None), count(8.0 * round_profile.CAPTURING, None)
+    assert plain < longer == count(8.0, Graphs(torch.device("cpu")))
 
 
 def test_a_start_that_reaches_fewer_shapes_leaves_the_file(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
