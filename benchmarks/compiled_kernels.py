@@ -66,8 +66,9 @@ class LaunchRecorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def record(*positional: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+            options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": named.pop("launch_pdl", False)}
             arguments = dict(zip(self._kernel.arg_names, positional, strict=False)) | named
-            self._launches.append(Launch(self._kernel, arguments, {"num_warps": num_warps, "num_stages": num_stages}))
+            self._launches.append(Launch(self._kernel, arguments, options))
 
         return record
 
@@ -82,6 +83,17 @@ def recorded(module: Any, *kernels: str) -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextmanager
+def starting_early(module: Any, capability: int) -> Iterator[None]:
+    """A module's kernels are launched as on a GPU of this compute capability: see engine/kernels/early_start.py."""
+    can = capability >= 90
+    with (
+        patch.object(module, "starts_early", lambda device: can),
+        patch.object(module, "early_options", lambda device: {"launch_pdl": True} if can else {}),
+    ):
+        yield
+
+
 def launches_of(case: KernelCase, capability: int) -> list[Launch]:
     """What a pass over the layer launches on a GPU of this compute capability."""
     from engine.kernels import paged_kernel, paged_launch
@@ -90,7 +102,11 @@ def launches_of(case: KernelCase, capability: int) -> list[Launch]:
     pool = torch.zeros(16, case.block_size, 4, case.head_dim, dtype=case.dtype)
     sinks = torch.zeros(2 * case.group, dtype=case.dtype) if case.sinks else None
     kind = patch.object(paged_launch, "has_wgmma", lambda device: capability // 10 == 9)
-    with kind, recorded(paged_kernel, "attend_keys", "join_parts") as launches:
+    with (
+        kind,
+        starting_early(paged_launch, capability),
+        recorded(paged_kernel, "attend_keys", "join_parts") as launches,
+    ):
         paged_launch.attend(queries, pool, some_rows(case), 0.1, case.window, case.softcap, sinks)
     return launches
 

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder, DecoderConfig, Norm
+from engine.models.decoder import Decoder, DecoderConfig
+from engine.models.layer import Norm
 from engine.models.linear import Product
 from engine.models.pass_attention import PassAttention
 

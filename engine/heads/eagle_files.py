@@ -14,7 +14,8 @@ from engine.config import ConfigError
 from engine.heads.eagle import EagleHead, HeadTarget
 from engine.heads.files import EagleKind
 from engine.models.config_file import MODEL_TYPES, converted_config
-from engine.models.decoder import Decoder, DecoderConfig, Layer, Norm, no_norm
+from engine.models.decoder import Decoder, DecoderConfig
+from engine.models.layer import Layer, Norm, no_norm
 from engine.models.loader import Checkpoint, LayerReader
 from engine.models.model_families import read_config
 from engine.models.norm import RMSNorm

@@ -14,6 +14,7 @@ that all callers round in the same way.
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 SEGMENT = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -59,8 +60,12 @@ def attend_keys(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Program (sequence and part, tile of packed rows, kv head). Of each sequence there are `most` rows of tops."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     first, length = tl.load(first_rows + sequence), tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
     rows = tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first
@@ -131,9 +136,13 @@ def join_parts(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Program (row, head): add up its parts, one after the other, so that their number does not change the bits. A row
     of a sequence with more than `most` rows has no parts and is left as it is."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
     owner = tl.load(owners + row)
     known = (owner >= 0) & (owner < sequences)

@@ -12,6 +12,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from engine.kernels import paged_kernel
+from engine.kernels.early_start import early_options, starts_early
 from engine.kernels.paged_rows import SPLIT_ROWS, PagedRows
 
 MAX_PARTS = 32
@@ -145,8 +146,10 @@ def _attend(
         KEYS=tile.keys,
         WINDOW=window,
         SOFTCAP=softcap,
+        EARLY=starts_early(queries.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **early_options(queries.device),
     )
 
 
@@ -170,7 +173,9 @@ def _join(
         HEAD_DIM=head_dim,
         WIDTH=_width(head_dim),
         ROOM=triton.next_power_of_2(MAX_PARTS),
+        EARLY=starts_early(out.device),
         num_warps=1,
+        **early_options(out.device),
     )
 
 

@@ -4,6 +4,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
+
+from engine.kernels.early_start import early_options, starts_early
 
 TILE = 1024  # numbers that a program of the gate takes of a row
 PAIRS = 256  # that a program of the rotation takes of a row
@@ -18,21 +21,29 @@ def normalise(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tenso
     return out
 
 
+def add_parts_(x: Tensor, parts: Tensor) -> None:
+    """As engine.kernels.row_work.add_parts_()."""
+    _launch_norm(x[:, None], parts, None, None, 0.0, 0.0)
+
+
 def normalise_heads_(x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
     """As engine.kernels.row_work.normalise_heads_()."""
     _launch_norm(x, None, weight, None, eps, offset)
 
 
 def _launch_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, out: Tensor | None, eps: float, offset: float
+    x: Tensor, added: Tensor | None, weight: Tensor | None, out: Tensor | None, eps: float, offset: float
 ) -> None:
-    """x [N, heads, size]. out: None: x."""
+    """x [N, heads, size]. weight: None: x is not normalised. out: None: x."""
     rows, heads, size = x.shape
     if x.numel():
         width = triton.next_power_of_2(size)
+        parts = 0 if added is None else added.numel() // x.numel()
+        weight_stride = size if weight is not None and weight.dim() == 2 else 0
         norm_kernel[(rows * heads,)](
-            x, added, weight, out, heads, x.stride(0), x.stride(1), size if weight.dim() == 2 else 0, eps, offset,
-            size, width, num_warps=max(1, min(MOST_WARPS, width // NUMBERS_PER_WARP)),
+            x, added, weight, out, parts, heads, x.stride(0), x.stride(1), weight_stride, eps, offset, size, width,
+            starts_early(x.device), num_warps=max(1, min(MOST_WARPS, width // NUMBERS_PER_WARP)),
+            **early_options(x.device),
         )  # fmt: skip
 
 
@@ -42,8 +53,9 @@ def rotate_and_store(queries: Tensor, kv: Tensor, factors: Tensor, stored: Tenso
     own, pairs = heads * size // 2, factors.shape[1]
     if count:
         rotate_kernel[(count, triton.cdiv(pairs, PAIRS))](
-            queries, kv, torch.view_as_real(factors), stored, rows, queries.stride(0), kv.stride(0), own, pairs, PAIRS
-        )
+            queries, kv, torch.view_as_real(factors), stored, rows, queries.stride(0), kv.stride(0), own, pairs, PAIRS,
+            starts_early(queries.device), **early_options(queries.device),
+        )  # fmt: skip
 
 
 def silu_gate(both: Tensor) -> Tensor:
@@ -55,12 +67,13 @@ def silu_gate(both: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def norm_kernel(
     x: tl.tensor,
     added: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    parts: tl.tensor,
     heads: tl.tensor,
     row_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -69,24 +82,29 @@ def norm_kernel(
     offset: tl.tensor,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One head of a row."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     place, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     row, head, inside = place // heads, place % heads, column < SIZE
     own = x + row * row_stride + head * head_stride + column
     value = tl.load(own, mask=inside, other=0.0)
     if added is not None:
-        more = tl.load(added + place * SIZE + column, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(x.dtype.element_ty)
+        more = tl.zeros([WIDTH], tl.float32)
+        for part in range(parts):
+            source = added + (part * tl.num_programs(0) + place) * SIZE
+            more += tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + more).to(x.dtype.element_ty)
         tl.store(own, value, mask=inside)
-    wide = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide) / SIZE + eps)
-    factor = offset + tl.load(weight + head * weight_stride + column, mask=inside, other=0.0).to(tl.float32)
-    result = (wide * scale * factor).to(x.dtype.element_ty)
-    if out is None:
-        tl.store(own, result, mask=inside)
-    else:
-        tl.store(out + place * SIZE + column, result, mask=inside)
+    if weight is not None:
+        wide = value.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide) / SIZE + eps)
+        factor = offset + tl.load(weight + head * weight_stride + column, mask=inside, other=0.0).to(tl.float32)
+        result = (wide * scale * factor).to(x.dtype.element_ty)
+        tl.store(own if out is None else out + place * SIZE + column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -101,8 +119,12 @@ def rotate_kernel(
     own: tl.tensor,
     pairs: tl.tensor,
     PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """PAIRS pairs of a row, the first `own` of which are of queries."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row, pair = tl.program_id(0).to(tl.int64), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     inside, is_query = pair < pairs, pair < own
     query = queries + row * query_stride + 2 * pair

@@ -19,8 +19,8 @@ def _normalise_shapes(x: Tensor, weight: Tensor, eps: float, offset: float, adde
 def normalise(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tensor | None = None) -> Tensor:
     """(offset + weight) · x / sqrt(mean(x²) + eps) of each row, in fp32; before that x += added, in place and rounded.
 
-    x [N, size], whose rows are contiguous; weight [size]. added: like x, contiguous; None: nothing. Returns a
-    contiguous tensor like x.
+    x [N, size], whose rows are contiguous; weight [size]. added: contiguous, like x, or of parts [parts, N, size] in
+    fp32; None: nothing. Returns a contiguous tensor like x.
     """
     return normalise_reference(x, weight, eps, offset, added)
 
@@ -28,10 +28,16 @@ def normalise(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tenso
 def normalise_reference(x: Tensor, weight: Tensor, eps: float, offset: float, added: Tensor | None = None) -> Tensor:
     """The definition of normalise()."""
     if added is not None:
-        x.add_(added)
+        x.copy_(x.float() + added.float().view(-1, *x.shape).sum(0))
     wide = x.float()
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * scale * (offset + weight.float())).to(x.dtype)
+
+
+@operation("row_kernel.add_parts_", mutates=("x",))
+def add_parts_(x: Tensor, parts: Tensor) -> None:
+    """x [N, size] += the sum of parts [parts, N, size], fp32."""
+    x.copy_(x.float() + parts.sum(0))
 
 
 @operation("row_kernel.normalise_heads_", mutates=("x",))

@@ -11,7 +11,6 @@ Fresh memory costs as much as a small kernel, so sums are written into the state
 """
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,15 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.few_rows import FewRows, Keep
+from engine.models.layer import Layer, Norm, no_norm
 from engine.models.linear import Product
-from engine.models.mlp import Experts, GatedMLP
 from engine.models.norm import RMSNorm
-from engine.models.pass_attention import PassAttention, Scoring
+from engine.models.pass_attention import PassAttention
 from engine.models.traits import Traits
 
 log = logging.getLogger(__name__)
-
-Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +94,11 @@ class WatchedStates:
         self._columns: tuple[Tensor, ...] = ()  # of the table, by place in `layers`
 
     def keep(self, layer: int, states: Tensor) -> None:
-        """Copy states [N, hidden], which the pass may overwrite. A failure is logged and costs all copies of the pass,
-        not the pass (R9)."""
+        """Copy states [N, hidden] of a chosen layer, which the pass may overwrite. A failure is logged and costs all
+        copies of the pass, not the pass (R9)."""
         try:
-            self._copy(layer, states)
+            if layer in self.layers:
+                self._copy(layer, states)
         except Exception:
             log.exception("the states of a pass could not be kept; heads draft nothing from it")
             self.table, self.layers, self._columns = None, (), ()
@@ -112,24 +111,6 @@ class WatchedStates:
         self._columns[self.layers.index(layer)].copy_(states)
 
 
-def no_norm(x: Tensor) -> Tensor:
-    return x
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    before_attention: Norm
-    qkv: Product  # hidden → (heads + 2·kv_heads)·head_dim
-    qk_norms: tuple[tuple[slice, RMSNorm], ...]  # the heads of q and k that each one normalises
-    rope: int | None  # index into the decoder's rotations; None: positions are not rotated
-    scoring: Scoring
-    out: Product
-    after_attention: Norm
-    before_mlp: Norm
-    mlp: GatedMLP | Experts
-    after_mlp: Norm
-
-
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """Weights and forward pass, without state. The KV cache comes with each call."""
@@ -140,6 +121,7 @@ class Decoder:
     norm: Norm
     head: Product  # hidden → vocab
     rotations: tuple[Tensor, ...]  # complex [max_len, 1, rotary_dim / 2]: e^(i·position·frequency)
+    few_rows: FewRows | None = None  # the layers for passes of few rows; None: as for any other pass
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,15 +147,21 @@ class Decoder:
 
     def forward_embedded(self, x: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         """As forward(), of the states x [N, hidden] that enter the first layer. Writes into x."""
-        rotations, norms = self.row_rotations(attention), [layer.before_attention for layer in self.layers]
-        inputs = norms[0](x)
-        for index, following in enumerate([*norms[1:], no_norm]):
-            if watched is not None and index in watched.layers:
-                watched.keep(index, x)
-            inputs = self.add_layer(index, x, inputs, rotations, attention, following)
+        rotations, keep = self.row_rotations(attention), _keep_nothing if watched is None else watched.keep
+        if self.few_rows is not None and self.few_rows.can_compute(x, attention):
+            self.few_rows.add_layers(x, rotations, attention, keep)
+        else:
+            self._add_layers(x, rotations, attention, keep)
         if watched is not None and len(self.layers) in watched.layers:
             watched.keep(len(self.layers), self.norm(x))
         return x
+
+    def _add_layers(self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep) -> None:
+        norms = [layer.before_attention for layer in self.layers]
+        inputs = norms[0](x)
+        for index, following in enumerate([*norms[1:], no_norm]):
+            keep(index, x)
+            inputs = self.add_layer(index, x, inputs, rotations, attention, following)
 
     def add_layer(
         self,
@@ -226,6 +214,10 @@ class Decoder:
         if traits.logit_softcap is not None:
             logits = logits.div_(traits.logit_softcap).tanh_().mul_(traits.logit_softcap)
         return logits
+
+
+def _keep_nothing(layer: int, states: Tensor) -> None:
+    pass
 
 
 @cache

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
-from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, Layer, Norm, no_norm
+from engine.models.decoder import Decoder, DecoderConfig, LanguageModel
+from engine.models.few_rows import FewRows
+from engine.models.layer import Layer, Norm, no_norm
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.model_families import read_config
 from engine.models.norm import RMSNorm
@@ -142,10 +144,11 @@ def load_decoder(
     embedding = source.read(f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
     # Made first: beside all layers a second copy of the head would be the peak of the load.
     head = make.head(_head_weight(config, embedding, tensors, source))
+    layers = _layers(config, source, make, prefix)
     decoder = Decoder(
         config=config,
         embedding=embedding,
-        layers=_layers(config, source, make, prefix),
+        layers=layers,
         norm=RMSNorm(
             source.read(f"{prefix}norm.weight", (config.hidden_size,)),
             config.rms_norm_eps,
@@ -153,6 +156,7 @@ def load_decoder(
         ),
         head=head,
         rotations=rotations,
+        few_rows=FewRows.of(layers, config.traits.residual_multiplier),
     )
     tensors.refuse_unread(config)
     make.choose_forms()

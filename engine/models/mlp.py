@@ -26,9 +26,14 @@ class GatedMLP:
     def products(self) -> tuple[Product, ...]:
         return self.gate_up, self.down
 
+    @property
+    def is_silu(self) -> bool:
+        """Whether the activation is silu."""
+        return self._gating is _silu
+
     def __call__(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
-        if self._gating is _silu and both.is_cuda and both.dtype.itemsize == 2:
+        if self.is_silu and both.is_cuda and both.dtype.itemsize == 2:
             return self.down(silu_gate(both))
         gate, up = both.split_with_sizes((both.shape[-1] // 2,) * 2, -1)  # less host work than chunk
         return self.down(self._gating(gate, up))

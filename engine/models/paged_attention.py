@@ -108,11 +108,19 @@ class PagedAttention:
         self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, factors: Tensor | None = None
     ) -> Tensor:
         """As PassAttention."""
-        stored, rows = self._storage.rows[layer], self._plan.cache_rows.tensor
+        stored, rows = self.memory(layer)
         if factors is None:
             stored.index_copy_(0, rows, kv)
         else:
             rotate_and_store(queries, kv, factors, stored, rows)
+        return self.attend(layer, queries, scoring)
+
+    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(a layer's keys and values [R, 2·kv_heads, head_dim], the row [N] of each token)."""
+        return self._storage.rows[layer], self._plan.cache_rows.tensor
+
+    def attend(self, layer: int, queries: Tensor, scoring: Scoring) -> Tensor:
+        """As __call__(), with queries that are rotated, and keys and values that are stored."""
         return attend(queries, self._storage.blocks[layer], self._rows_within(scoring.window), scoring)
 
     def _rows_within(self, window: int | None) -> PagedRows:

@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.config import ConfigError, EngineConfig
 from engine.loading.load import load_models
 from engine.models import steady_linear
-from engine.models.decoder import _add, no_norm
+from engine.models.decoder import _add
 from engine.models.feeds import Feed
+from engine.models.layer import no_norm
 from engine.models.mlp import Gating, gating
 from engine.models.products import ProductMaker, Weights
 from engine.models.runner import Runner

@@ -19,7 +19,8 @@ LAUNCH = """
 import torch
 
 from engine.kernels import coded_kernel, decide_kernel, decide_trees_kernel, laws_kernel, paged_launch
-from engine.kernels import path_rows_kernel, penalise_kernel, race_kernel, row_kernel, truncate_kernel, verdict_kernel
+from engine.kernels import path_rows_kernel, penalise_kernel, race_kernel, row_kernel, row_product_kernel
+from engine.kernels import truncate_kernel, verdict_kernel
 from engine.kernels.paged_rows import PagedRows, max_split_rows
 from tests.engine.shadow.launches import launched
 
@@ -65,6 +66,19 @@ def launch(sequences, depth, odd):
     stored, places = torch.zeros(512, 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16), sent(rows, odd=odd)
     row_kernel.rotate_and_store(product[:, :HEADS], product[:, HEADS:], factors, stored, places)
     row_kernel.silu_gate(x)
+    for few in (1, min(rows, 64)):
+        multiply(x[:few], factors[:few], stored, places[:few])
+
+
+def multiply(x, factors, stored, places):
+    weight, gain = torch.zeros(2 * factors.shape[1], HIDDEN, dtype=torch.bfloat16), x[0] if len(x) == 1 else None
+    norm = gain, 1e-6, 0.0
+    row_product_kernel.project_and_store(x, weight, weight[:, 0].clone(), factors, stored, places, HIDDEN, *norm)
+    row_product_kernel.gated_product(x, weight, *norm)
+    if len(x) == 1:
+        row_product_kernel.add_product_(x, x, weight[:HIDDEN])
+    else:
+        row_kernel.add_parts_(x, row_product_kernel.product_parts(x, weight[:HIDDEN]))
 
 
 def attend(sequences, count, odd):

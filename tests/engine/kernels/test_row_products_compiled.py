@@ -1,0 +1,70 @@
+"""The kernels of few rows compile for GPU architectures within their shared memory and registers. Verification and
+decoding of several rows are computed with one instruction, whatever their number."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine.kernels.faults import in_proofs
+
+pytestmark = pytest.mark.slow
+
+# Triton decides at import whether it interprets kernels, so they are compiled in a process of their own.
+COMPILE = """
+import json
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.compiled_kernels import compile_launch, recorded, starting_early
+from engine.kernels import row_product_kernel as kernels
+
+
+def launches(rows, inner, out, capability):
+    x, weight = torch.zeros(rows, inner, dtype=torch.bfloat16), torch.zeros(out, inner, dtype=torch.bfloat16)
+    bias, stored = torch.zeros(out, dtype=torch.bfloat16), torch.zeros(64, 2, 64, dtype=torch.bfloat16)
+    factors, places = torch.zeros(rows, out // 2, dtype=torch.complex64), torch.zeros(rows, dtype=torch.int64)
+    norm = (x[0] if rows == 1 else None), 1e-6, 0.0
+    with starting_early(kernels, capability), recorded(kernels, "sum_kernel", "dot_kernel") as made:
+        kernels.project_and_store(x, weight, bias, factors, stored, places, out - 128, *norm)
+        kernels.gated_product(x, weight, *norm)
+        if rows == 1:
+            kernels.add_product_(bias[None], x, weight)
+        else:
+            kernels.product_parts(x, weight)
+    return made
+
+
+for rows, inner, out, capability in CASES:
+    for launch in launches(rows, inner, out, capability):
+        print(json.dumps(asdict(compile_launch(launch, capability)) | {"rows": rows}))
+"""
+Case = tuple[int, int, int, int]  # rows, input channels, output channels, compute capability
+USUAL: tuple[Case, ...] = ((1, 896, 1152, 90), (6, 3584, 4608, 90), (48, 896, 1152, 90), (32, 4096, 6144, 86))
+OTHERS: tuple[Case, ...] = (
+    *((rows, inner, out, 80) for rows in (1, 6, 16, 32) for inner, out in ((896, 1152), (4096, 6144))),
+    *((rows, 2048, 3072, 89) for rows in (1, 8, 16, 32)),
+    *((rows, 18944, 3584, 90) for rows in (1, 8, 16, 32, 64)),
+)
+
+
+@pytest.mark.parametrize("cases", [USUAL, *in_proofs(OTHERS)], ids=["usual", "others"])
+def test_the_kernels_compile_within_what_a_gpu_has(cases: tuple[Case, ...]) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    from benchmarks.compiled_kernels import SHARED_LIMITS
+
+    command = [sys.executable, "-c", f"CASES = {cases}\n{COMPILE}"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(made) == 3 * len(cases)
+    for one in made:
+        assert one["shared"] <= SHARED_LIMITS[one["capability"]], one
+        assert one["registers"] <= 255, one
+        assert one["spilled"] == 0, one
+        assert one["tensor_cores"] == (one["kernel"] == "dot_kernel") == (one["rows"] > 1), one
