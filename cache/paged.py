@@ -110,6 +110,10 @@ class PagedCache:
     def length(self, handle: int) -> int:
         return self._held[handle].length
 
+    def held(self, handle: int) -> int:
+        held = self._held.get(handle)
+        return 0 if held is None else held.length
+
     def room(self, handle: int) -> int:
         held = self._held[handle]
         blocks = self._pool.available - self._must_copy(held)

@@ -52,6 +52,10 @@ class KVCache(Protocol):
 
     def length(self, handle: int) -> int: ...
 
+    def held(self, handle: int) -> int:
+        """As `length`; 0 for a sequence without a slot."""
+        ...
+
     def room(self, handle: int) -> int:
         """Return how many positions `reserve` could add now."""
         ...

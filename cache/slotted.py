@@ -48,6 +48,9 @@ class SlottedCache:
     def length(self, handle: int) -> int:
         return self._lengths[handle]
 
+    def held(self, handle: int) -> int:
+        return self._lengths.get(handle, 0)
+
     def reached(self, handle: int) -> int:
         """Return the most positions that were reserved since `allocate`. No pass has written beyond them."""
         return self._reached[handle]

@@ -117,7 +117,8 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
 
     ahead = None if drafts_apart else _prepare(plan, batch, planned_ks, target)
     draft = _propose(drafter, batch, planned_ks)
-    clock.mark_drafted()
+    if any(planned_ks):
+        clock.mark_drafted()
     if drafts_apart:
         batch = _make_batch(slices, target, captured=False)
 
@@ -128,6 +129,7 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
     logprobs = _logprobs(batch, starts, verdict, logits, failures)
     prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
     draft_us, score_us = clock.stop(downloaded=bool(slices))
+    target.staging.end()
 
     _roll_back(batch, verdict, target, moves)
     observed = _observe(drafter, batch, verdict)

@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -102,8 +102,9 @@ class Scheduler:
     def plan(self) -> Plan:
         """Plan the next step within its budget: decoding sequences, then begun prompts, then waiting sequences."""
         preempted = self._reserve_next_tokens()
-        decoding = [s for s in self.running if self._target.uncached(s) == 1]
-        expected = self._choose_k(decoding, self._expected_prefill(len(decoding))) if decoding else None
+        unread = {s: self._target.uncached(s) for s in self.running}
+        decoding = [s for s, count in unread.items() if count == 1]
+        expected = self._choose_k(decoding, self._expected_prefill(unread, len(decoding))) if decoding else None
         slices = self._decode_slices(decoding, expected) if expected else []
         rows = sum(s.committed + s.k for s in slices)
         budget = self._max_step_tokens - rows
@@ -111,7 +112,8 @@ class Scheduler:
             budget = min(budget, self._chunk(rows))
         queue = StartQueue([] if preempted else self._start_order())
         slices += [
-            self._prefill_slice(sequence, count) for sequence, count in self._divide_prefill(budget, queue).items()
+            self._prefill_slice(sequence, count)
+            for sequence, count in self._divide_prefill(budget, queue, unread).items()
         ]
         slices.sort(key=lambda s: self._cache.slot(s.sequence.handle))
         slices = self._look_ahead(slices)
@@ -129,10 +131,12 @@ class Scheduler:
         """Reserve one more token for every running sequence, oldest first. Returns the preempted sequences."""
         preempted: list[Sequence] = []
         for sequence in tuple(self.running):
-            while sequence.state is State.RUNNING and self._cache.room(sequence.handle) < 1:
-                preempted.append(self._preempt())
-            if sequence.state is State.RUNNING:
-                self._cache.reserve(sequence.handle, 1)
+            while sequence.state is State.RUNNING:
+                try:
+                    self._cache.reserve(sequence.handle, 1)
+                    break
+                except CacheFull:
+                    preempted.append(self._preempt())
         return preempted
 
     def _preempt(self) -> Sequence:
@@ -145,9 +149,10 @@ class Scheduler:
         self.add(youngest)
         return youngest
 
-    def _expected_prefill(self, rows: int) -> int:
-        """About how many prompt tokens the pass will hold, beside so many verified rows."""
-        pending = sum(left for s in self.running if (left := self._target.uncached(s)) > 1)
+    def _expected_prefill(self, unread: Mapping[Sequence, int], rows: int) -> int:
+        """About how many prompt tokens the pass will hold, beside so many verified rows. unread: tokens of each running
+        sequence."""
+        pending = sum(count for count in unread.values() if count > 1)
         pending += sum(len(s.tokens) for s in islice(self.waiting, self._max_running - len(self.running)))
         return min(pending, self._chunk(rows))
 
@@ -175,13 +180,13 @@ class Scheduler:
                 slices[i], left = replace(s, k=k, ahead=ahead), left - rows
         return slices
 
-    def _divide_prefill(self, budget: int, queue: StartQueue) -> dict[Sequence, int]:
+    def _divide_prefill(self, budget: int, queue: StartQueue, unread: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Divide the pass's prompt tokens: sequence → tokens. Starts waiting sequences while there are tokens for them.
 
         Every begun prompt gets at least one token, even beyond the budget. It fits into max_step_tokens, which is at
         least max_running × (1 + max_spec_length).
         """
-        left = {s: count - 1 for s in self.running if (count := self._target.uncached(s)) > 1}
+        left = {s: count - 1 for s, count in unread.items() if count > 1}
         fed = dict.fromkeys(left, 1)
         budget -= len(fed)
         while budget > 0:

@@ -354,8 +354,10 @@ def copy_to_host(verdict: DeviceVerdict, draft: Draft, vocab_size: int) -> Verdi
     """The verdict as Python lists, in one copy together with the drafts."""
     columns = [verdict.last_rows, verdict.tokens, verdict.finite]
     if draft.tokens is None:
-        _, tokens, finite = torch.stack(columns).tolist()
-        return replace(Verdict.without_drafts(tokens, finite), paths={i: [] for i in draft.trees})
+        table = torch.stack(columns, 1) if verdict.table is None else verdict.table
+        rows = table.tolist()
+        without = Verdict.without_drafts([row[1] for row in rows], [row[2] for row in rows])
+        return replace(without, paths={i: [] for i in draft.trees})
     depth = max(draft.ks)
     drawn, overlaps = ([] if part is None else [part] for part in (verdict.drawn, verdict.overlaps))
     decided = [torch.stack(columns, 1), draft.tokens[:, :depth]] if verdict.table is None else [verdict.table]

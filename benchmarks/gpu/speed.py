@@ -41,6 +41,7 @@ ROWS = 5  # drafts that are verified beside one row
 ROWS_AIMS = {1: 1.10, 16: 1.25}  # batch → time of 1 + ROWS rows over that of one
 GOODPUT_AIMS = {1: 2.2, 8: 1.8, 32: 1.3, 128: 1.0}  # batch → tokens per second over plain decoding's
 REPEATS = 2
+MEASURED_TEXTS = 12  # of each policy at least: one text of 96 tokens accepts up to a tenth more or less than the mean
 MOST_SETTLING = 6  # runs before the measured ones
 MOST_WEIGHTS = 0.85  # share of the device's free memory
 
@@ -76,6 +77,7 @@ class Bench:
         """Raises ConfigError for a pair that does not fit. batches: that will be measured, the largest one last."""
         self.batches = batches
         self.new_tokens = 24 if recorder.dry else 96
+        self.measured_texts = 1 if recorder.dry else MEASURED_TEXTS
         dtype = torch.float32 if recorder.dry else torch.bfloat16
         self.texts = Texts.draw(min(shapes.target.vocab, shapes.draft.vocab), acceptance)
         target = write_sparse(folder / "target", shapes.target, dtype)
@@ -265,7 +267,7 @@ def _repeat(bench: Bench, batch: int) -> tuple[list[Run], list[Run]]:
     """Runs with the drafts that pay, and plain ones; they take turns."""
     bench.settle(batch, "goodput")
     plain, fast = list[Run](), list[Run]()
-    for _ in range(REPEATS):
+    for _ in range(max(REPEATS, bench.measured_texts // batch)):
         plain.append(bench.run(batch, 0))
         fast.append(bench.run(batch, "goodput"))
     return fast, plain

@@ -57,6 +57,11 @@ class GapPass:
         """A later pass over the same sequences, as PaddedPlans.put."""
         return PagedAttention(self._plans.put(spans, rows, windows=windows), self._storage)
 
+    def put_steps(self, steps: Seq[int]) -> list[PagedAttention]:
+        """Passes behind this one that read one token each, as PaddedPlans.put_steps."""
+        plans = self._plans.put_steps(self.slots, self.ends, steps)
+        return [PagedAttention(plan, self._storage) for plan in plans]
+
     def _read(self, sequences: Seq[Sequence]) -> list[int]:
         """Padding, then the gap, of each sequence."""
         ids: list[int] = []
@@ -110,12 +115,5 @@ class CapturedChains:
 
     def _put_passes(self) -> list[PagedAttention]:
         """The passes over each column of drafts but the last."""
-        ends, put = self._gap.ends, list[PagedAttention]()
-        ks = [*self._ks, *[0] * (len(ends) - len(self._ks))]
-        for column in range(1, max(ks)):
-            spans = [
-                None if slot is None or k <= column else Span.at(slot, end + column - 1, 1)
-                for slot, end, k in zip(self._gap.slots, ends, ks, strict=True)
-            ]
-            put.append(self._gap.put(spans, 1))
-        return put
+        ks = [*self._ks, *[0] * (len(self._gap.ends) - len(self._ks))]
+        return self._gap.put_steps([max(0, k - 1) for k in ks])

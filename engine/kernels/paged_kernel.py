@@ -14,7 +14,8 @@ that all callers round in the same way.
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
+
+from engine.kernels.early_start import begin
 
 SEGMENT = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -63,14 +64,10 @@ def attend_keys(
     EARLY: tl.constexpr,
 ) -> None:
     """Program (sequence and part, tile of packed rows, kv head). Of each sequence there are `most` rows of tops."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    sequence, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    sequence, part = _begin(parts, EARLY)
     first, length = tl.load(first_rows + sequence), tl.minimum(tl.load(lengths + sequence), table_width * BLOCK_SIZE)
     rows = tl.minimum(tl.load(first_rows + sequence + 1), row_count) - first
-    unused = (part * SEGMENT >= length) & (tops is not None)
-    if (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= rows * GROUP) | unused:
+    if _is_idle(rows, fewest, most, part, length, tops is not None, GROUP, ROWS):
         return
     packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live, row, head = packed < rows * GROUP, first + packed // GROUP, tl.program_id(2) * GROUP + packed % GROUP
@@ -92,6 +89,29 @@ def attend_keys(
     else:
         at += (sequence.to(tl.int64) * most - first) * (KV_HEADS * GROUP)
         _store_part(out, tops, totals, at * parts + part, sums, total, top, live, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def _begin(parts: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
+    """(the program's sequence, its part), when the kernel in front has ended."""
+    begin(EARLY)
+    return tl.program_id(0) // parts, tl.program_id(0) % parts
+
+
+@triton.jit
+def _is_idle(
+    rows: tl.tensor,
+    fewest: tl.tensor,
+    most: tl.tensor,
+    part: tl.tensor,
+    length: tl.tensor,
+    HAS_PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Whether the program has no rows of its launch, or no keys."""
+    unused = (part * SEGMENT >= length) & HAS_PARTS
+    return (rows < fewest) | (rows > most) | (tl.program_id(1) * ROWS >= rows * GROUP) | unused
 
 
 @triton.jit
@@ -140,10 +160,8 @@ def join_parts(
 ) -> None:
     """Program (row, head): add up its parts, one after the other, so that their number does not change the bits. A row
     of a sequence with more than `most` rows has no parts and is left as it is."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
+    begin(EARLY)
     owner = tl.load(owners + row)
     known = (owner >= 0) & (owner < sequences)
     owner = tl.where(known, owner, 0)

@@ -4,9 +4,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
-from engine.kernels.early_start import early_options, starts_early
+from engine.kernels.early_start import begin, early_options, starts_early
 
 TILE = 1024  # numbers that a program of the gate takes of a row
 PAIRS = 256  # that a program of the rotation takes of a row
@@ -85,9 +84,7 @@ def norm_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """One head of a row."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(EARLY)
     place, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     row, head, inside = place // heads, place % heads, column < SIZE
     own = x + row * row_stride + head * head_stride + column
@@ -122,9 +119,7 @@ def rotate_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """PAIRS pairs of a row, the first `own` of which are of queries."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin(EARLY)
     row, pair = tl.program_id(0).to(tl.int64), tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     inside, is_query = pair < pairs, pair < own
     query = queries + row * query_stride + 2 * pair

@@ -34,7 +34,7 @@ Rotation = tuple[Tensor, Tensor, Tensor]  # factors, stored, places: see row_pro
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTile:
+class RowProductTile:
     """What one program computes at once, and with what."""
 
     channels: int  # of the output; a power of two, at least 2
@@ -43,31 +43,31 @@ class ProductTile:
     stages: int = 1  # of the compiler's pipeline of loads
 
 
-def choose_sum_tile(channels: int, inner: int, gated: bool) -> ProductTile:
+def choose_sum_tile(channels: int, inner: int, gated: bool) -> RowProductTile:
     """For one row. channels: of the output. inner: input channels.
 
     Those that took the least time on an H100. A thread reads 16 bytes at a time of one or two channels.
     """
     if gated:
-        return ProductTile(4, 256, 2)
+        return RowProductTile(4, 256, 2)
     depth = 512 if 1024 < inner < 3072 else 1024
-    return ProductTile(2 if channels <= 1536 else 4, depth, depth // 256)
+    return RowProductTile(2 if channels <= 1536 else 4, depth, depth // 256)
 
 
-def choose_dot_tile(rows: int, inner: int, gated: bool) -> ProductTile:
+def choose_dot_tile(rows: int, inner: int, gated: bool) -> RowProductTile:
     """rows: a power of two from 8 on.
 
     Those that took the least time on an H100, within the 99 KB of shared memory of compute capabilities 8.6 and 8.9
     for up to 32 rows.
     """
     if rows > 32:
-        return ProductTile(64, 128, 4, 4 if gated else 6)
+        return RowProductTile(64, 128, 4, 4 if gated else 6)
     if gated and rows == 8 and inner % 256 == 0:
-        return ProductTile(32, 256, 4, 3)
-    return ProductTile(32, 128, 4, 4)
+        return RowProductTile(32, 256, 4, 3)
+    return RowProductTile(32, 128, 4, 4)
 
 
-def count_parts(channels: int, inner: int, tile: ProductTile) -> int:
+def count_parts(channels: int, inner: int, tile: RowProductTile) -> int:
     """Into how many parts the input channels of a product are split, whatever its number of rows is."""
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, triton.cdiv(channels, tile.channels)))
     tiles = triton.cdiv(inner, tile.depth)

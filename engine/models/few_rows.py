@@ -28,7 +28,7 @@ from engine.models.paged_attention import PagedAttention
 from engine.models.pass_attention import PassAttention, Scoring
 
 Keep = Callable[[int, Tensor], None]  # is told a layer's number and the states that enter it
-Norm = tuple[Tensor | None, float, float]  # gain, eps and offset as the operations take them
+InsideNorm = tuple[Tensor | None, float, float]  # gain, eps and offset as the operations take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _attend(
     return attention(index, queries, kv, layer.scoring, factors)
 
 
-def _inside(norm: RMSNorm, inputs: Tensor) -> Norm:
+def _inside(norm: RMSNorm, inputs: Tensor) -> InsideNorm:
     """The norm that a product of these inputs applies itself."""
     return (norm.weight if inputs.shape[0] == 1 else None), norm.eps, norm.offset
 

@@ -53,18 +53,37 @@ class PaddedPlans:
             spare = [self._storage.spare_row] * padding
             positions += [*like, *own] if at_end else [*own, *like]
             cache_rows += [*spare, *stored] if at_end else [*stored, *spare]
-        first_rows, owners = self._shape(len(spans), rows)
+        lengths = [0 if span is None else span.end for span in spans]
+        trees = None if windows is None else self._put_trees(spans, rows, windows)
+        return self._plan(positions, cache_rows, lengths, rows, trees)
+
+    def put_steps(self, slots: Seq[int | None], lengths: Seq[int], steps: Seq[int]) -> list[PagedPlan]:
+        """The plans of passes that read one token of each sequence, one pass after the other. Sequence i has lengths[i]
+        tokens before the first pass, and a token in the first steps[i] of them."""
+        tokens = list(zip(slots, lengths, steps, strict=True))
+        stored = [[] if s is None else self._storage.row_numbers(s, n, n + count) for s, n, count in tokens]
+        plans, spare = list[PagedPlan](), self._storage.spare_row
+        for step in range(max(steps)):
+            places = [length + step if count > step else -1 for length, count in zip(lengths, steps, strict=True)]
+            cache_rows = [own[step] if len(own) > step else spare for own in stored]
+            plans.append(self._plan([max(0, p) for p in places], cache_rows, [p + 1 for p in places], 1, None))
+        return plans
+
+    def _plan(
+        self, positions: list[int], cache_rows: list[int], lengths: list[int], rows: int, trees: PagedTrees | None
+    ) -> PagedPlan:
+        first_rows, owners = self._shape(len(lengths), rows)
         return PagedPlan(
             self._staging.ints(positions),
             self._staging.ints(cache_rows),
             self._tables,
             first_rows,
-            self._staging.int32s([0 if span is None else span.end for span in spans]),
+            self._staging.int32s(lengths),
             owners,
             rows,
             max_split_rows([rows]),
             self._width * self._storage.block_size,
-            None if windows is None else self._put_trees(spans, rows, windows),
+            trees,
         )
 
     def _put_trees(self, spans: Seq[Span | None], rows: int, windows: Seq[int]) -> PagedTrees:

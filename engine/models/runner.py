@@ -103,8 +103,7 @@ class Runner:
 
     def uncached(self, sequence: Sequence) -> int:
         """Committed tokens, as this model reads them, that the cache does not hold yet."""
-        cached = self.cache.length(sequence.handle) if self.cache.holds(sequence.handle) else 0
-        return len(self.tokens(sequence)) - cached
+        return len(self.tokens(sequence)) - self.cache.held(sequence.handle)
 
     def allocate(self, sequence: Sequence) -> None:
         """Give the sequence a slot, and what the prefix index holds of its committed tokens."""

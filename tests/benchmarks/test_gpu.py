@@ -21,6 +21,7 @@ import torch
 from benchmarks.gpu import parity, rounds, speed, texts
 from benchmarks.gpu.checkpoints import FAMILIES
 from benchmarks.gpu.generated import ModelShape, Texts, write_sparse
+from benchmarks.gpu.kernels import busy_us
 from benchmarks.gpu.steps import Recorder, Result, Row, Skipped, Step, markdown, run_steps
 from benchmarks.gpu.watch import watching
 from engine.config import ConfigError, EngineConfig
@@ -442,3 +443,8 @@ def test_texts_that_are_not_the_cpu_s_are_seen(tmp_path: Path, monkeypatch: pyte
     texts.compare_texts(Recorder("cpu", True, time.monotonic() + 60, told.append))
     missed = [row.what for row in told if row.met is False and "CPU" in row.what]
     assert {f"{name}, fp64: share of texts that are those of the CPU" for name in texts.KINDS} == set(missed)
+
+
+def test_the_device_is_busy_while_any_kernel_runs() -> None:
+    assert busy_us([(5, 7), (0, 2), (1, 4), (1.5, 2), (6, 7)]) == 6
+    assert busy_us([]) == 0

@@ -130,8 +130,8 @@ def test_negative_control_who_reads_gets_nothing(pair: Pair, monkeypatch: pytest
     engine = make_engine(pair, 5, prefill_chunk=1)
     read = engine.scheduler._divide_prefill
 
-    def stingy(budget: int, queue: scheduler_module.StartQueue) -> dict[Any, int]:
-        counts = read(budget, queue)
+    def stingy(budget: int, queue: scheduler_module.StartQueue, unread: Any) -> dict[Any, int]:
+        counts = read(budget, queue, unread)
         last = next(reversed(counts), None)
         return {s: n for s, n in counts.items() if s is not last or len(counts) < 3}
 

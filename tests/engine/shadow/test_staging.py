@@ -6,12 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine.device import staging as staging_module
 from engine.device.graphs import Graphs
+from engine.device.round_clock import wait
 from engine.device.round_limits import RoundLimits
 from engine.device.staging import Staged, Staging
 from engine.sampling.device_penalties import TextTable
 from tests.engine.shadow.cuda import shadow_cuda
-from tests.engine.shadow.device import CUDA, ShadowTensor
+from tests.engine.shadow.device import CUDA, ShadowError, ShadowTensor, active
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +131,32 @@ def test_what_a_failed_round_has_left_does_not_move_the_next_one() -> None:
     before = [address(s) for s in put_round(staging, 1)]
     put_round(staging, 2)  # nobody reads it
     assert [address(s) for s in put_round(staging, 3)] == before
+
+
+def send_two_rounds(staging: Staging, *, ended: bool) -> int:
+    """How often the second round waits for the device. ended: whether the first one has, as all do that do not fail."""
+    put_round(staging, 1)
+    staging.send()
+    if ended:
+        wait(CUDA)
+        staging.end()
+    before = active().counts.copy()
+    put_round(staging, 70)
+    staging.send()
+    waits = sum(n for crossing, n in active().counts.since(before).crossings.items() if crossing.kind == "wait")
+    wait(CUDA)  # the device reads what it was sent
+    return waits
+
+
+def test_pinned_memory_is_written_again_only_when_the_device_has_read_it() -> None:
+    assert send_two_rounds(capturing(), ended=True) == 0
+    assert send_two_rounds(capturing(), ended=False) == 1
+
+
+def test_negative_control_pinned_memory_is_written_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "wait", lambda device: None)
+    with pytest.raises(ShadowError, match="written before its upload had ended"):
+        send_two_rounds(capturing(), ended=False)
 
 
 def test_on_the_cpu_nothing_is_fixed() -> None:
