@@ -68,6 +68,8 @@ def _is_plain(product: Product) -> bool:
 
 
 class FewRows:
+    """The layers of one decoder."""
+
     def __init__(self, layers: Seq[FewRowsLayer]) -> None:
         self._layers = layers
         self._most = most_rows(layers[0].qkv.device)
@@ -100,15 +102,15 @@ def _attend(
 ) -> Tensor:
     factors, norm = None if layer.rope is None else rotations[layer.rope], _inside(layer.attention_norm, inputs)
     stored, places = attention.memory(index)
-    size, kv_heads = stored.shape[2], stored.shape[1]
-    width = len(layer.qkv) - kv_heads * size
+    _, stored_heads, size = stored.shape  # of keys, then of values
+    width = len(layer.qkv) - stored_heads * size
     if factors is not None and not layer.qk_norms:
         queries = project_and_store(inputs, layer.qkv, layer.qkv_bias, factors, stored, places, width, *norm)
         return attention.attend(index, queries.view(len(inputs), -1, size), layer.scoring)
     heads = normalised_product(inputs, layer.qkv, layer.qkv_bias, *norm).view(len(inputs), -1, size)
     for which, qk_norm in layer.qk_norms:
         qk_norm.apply_(heads[:, which])
-    queries, kv = heads.split_with_sizes((heads.shape[1] - kv_heads, kv_heads), 1)
+    queries, kv = heads.split_with_sizes((heads.shape[1] - stored_heads, stored_heads), 1)
     return attention(index, queries, kv, layer.scoring, factors)
 
 
