@@ -216,9 +216,9 @@ class Sampler:
             return [*(keys[i] for i, _ in places), *(len(self._sequences[i].tokens) + ahead for i, ahead in places)]
 
         name = tuple(rows)
-        temperatures = [self._params[row].temperature if row in self._noisy else 0.0 for row in rows]
-        noise = self.numbers.floats(("noise", name), lambda: temperatures)
-        return self.numbers.ints(("race", name), keys_and_positions), noise
+        temperatures = (self._params[row].temperature if row in self._noisy else 0.0 for row in rows)
+        make = keys_and_positions if self._noisy else lambda: [0] * (2 * len(rows))  # without noise nobody reads them
+        return self.numbers.ints(("race", name), make), self.numbers.floats(("noise", name), lambda: list(temperatures))
 
     def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:
         """Token ids [R], drawn for these rows from the target's own stream (stream 0). Ties take the lowest id.
