@@ -115,7 +115,7 @@ def test_weights_that_are_codes_or_wide_are_not_known(tmp_path: Path) -> None:
             assert cast(Decoder, model.decoder).few_rows is None
 
 
-@pytest.mark.parametrize(("capability", "most"), [((7, 5), 0), ((8, 6), 32), ((9, 0), 64), ((12, 0), 32)])
+@pytest.mark.parametrize(("capability", "most"), [((8, 0), 0), ((9, 0), 64), ((10, 0), 0)])
 def test_how_many_rows_are_few(capability: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert most_rows.__wrapped__(torch.device("cuda")) == most
