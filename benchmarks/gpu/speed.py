@@ -261,6 +261,8 @@ def _measure_goodput(bench: Bench, shapes: PairShapes, recorder: Recorder) -> No
         recorder.note(f"plain tokens per second, batch {batch}", rates[1])
         recorder.note(f"drafts per round and sequence, batch {batch}", median(run.mean_k or 0.0 for run in fast))
         recorder.note(f"step over its forwards, goodput, batch {batch}", median(run.overhead for run in fast))
+        for name, runs in (("goodput", fast), ("plain", plain)):
+            recorder.note(f"{name} step: drafts, pass, policy, rest, ms, batch {batch}", _parts(runs))
 
 
 def _repeat(bench: Bench, batch: int) -> tuple[list[Run], list[Run]]:
@@ -275,6 +277,14 @@ def _repeat(bench: Bench, batch: int) -> tuple[list[Run], list[Run]]:
 
 def _rate(runs: list[Run]) -> float:
     return median(run.decode_tokens_per_s for run in runs)
+
+
+def _parts(runs: list[Run]) -> str:
+    """The median of each part of a step. The rest is the host's, while the device waits."""
+    steps = [step for run in runs for step in decode_steps(run.steps)]
+    rest = [s.step_us - s.draft_us - s.score_us - s.policy_us for s in steps]
+    medians = [*(_median(steps, name) for name in ("draft_us", "score_us", "policy_us")), median(rest)]
+    return ", ".join(f"{us / 1000:.2f}" for us in medians)
 
 
 def _tell_kernels(bench: Bench, recorder: Recorder) -> None:
