@@ -55,6 +55,7 @@ class Compiled:
     registers: int  # of a thread
     spilled: int  # bytes of a thread
     tensor_cores: bool
+    waits: bool  # whether it waits for the kernel in front of it, as one that starts early must
     warpgroup: bool = False  # whether products are those of four warps together, which compute 64 rows at once
 
 
@@ -152,7 +153,8 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     registers, spilled = resources(made.asm["cubin"])
     cores = re.search("|".join(TENSOR_CORE.values()), made.asm["ptx"]) is not None
     together = "wgmma" in made.asm["ptx"]
-    return Compiled(kernel.__name__, capability, made.metadata.shared, registers, spilled, cores, together)
+    waits = "griddepcontrol.wait" in made.asm["ptx"]
+    return Compiled(kernel.__name__, capability, made.metadata.shared, registers, spilled, cores, waits, together)
 
 
 def is_aligned(parameter: Any, value: object) -> bool:

@@ -172,7 +172,7 @@ def _dot(
 
 
 def _height(rows: int) -> int:
-    """Of a tile."""
+    """Return the rows of the tile that computes so many rows."""
     return max(8, int(triton.next_power_of_2(rows)))
 
 

@@ -39,6 +39,7 @@ class Figures:
     registers: int
     spilled: int
     tensor_cores: bool
+    waits: bool
     warpgroup: bool
 
 
@@ -80,6 +81,10 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_seen(figures: list[Figure
 
 def test_products_of_short_types_use_tensor_cores(figures: list[Figures]) -> None:
     assert [f for f in figures if f.tensor_cores != (f.kernel == "attend_keys")] == []
+
+
+def test_a_kernel_that_may_start_early_waits(figures: list[Figures]) -> None:
+    assert [f for f in figures if f.waits != (f.capability >= 90)] == []
 
 
 def test_spilled_registers_are_read_from_the_report() -> None:

@@ -15,7 +15,7 @@ from tests.engine.kernels.faults import with_fault
 EPS = 0.5  # large, so that a norm without it is seen
 OFFSET = 1.0
 # (rows, input channels): tiles that are whole and not, one part of the input and several, every height of a tile
-SIZES = [(1, 80), (1, 1056), (2, 1536), (3, 1040), (8, 768), (13, 96), (33, 800)]
+SIZES = [(1, 80), (1, 1056), (2, 1536), (3, 1040), (8, 768), (13, 96), (20, 160), (33, 800)]
 
 
 @pytest.fixture

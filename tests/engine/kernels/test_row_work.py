@@ -52,6 +52,12 @@ def norms(of: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloa
         normed = of.normalise(total, weight.to(device), EPS, offset, y.to(device))
         found.append((total, x.double() + y.double()))
         found.append((normed, exact_norm(total.cpu(), weight, offset)))
+        parts = drawn(3, 3, size, dtype=torch.float32)
+        total, alone = x.to(device, copy=True), x.to(device, copy=True)
+        normed = of.normalise(total, weight.to(device), EPS, offset, parts.to(device))
+        of.add_parts_(alone, parts.to(device))
+        found += [(each, x.double() + parts.double().sum(0)) for each in (total, alone)]
+        found.append((normed, exact_norm(total.cpu(), weight, offset)))
     return found
 
 
@@ -136,6 +142,8 @@ def test_no_rows(kernels: ModuleType, device: torch.device) -> None:
         (norms, "/ SIZE + eps", "/ SIZE"),
         (norms, "offset + tl.load", "tl.load"),
         (norms, "tl.store(own, value, mask=inside)", "pass"),
+        (norms, "part * tl.num_programs(0) + place", "place"),
+        (norms, "range(parts)", "range(1)"),
         (heads, "head * weight_stride", "0 * weight_stride"),
         (heads, "head * head_stride", "(head + 1) * head_stride"),
         (rotations, "a * cosine - b * sine", "a * cosine + b * sine"),

@@ -1,8 +1,8 @@
 """How long the host works on a round of captured graphs, on a device that takes no time.
 
 By hand: `python -m tests.engine.shadow.host [SEQUENCES …]` prints a table, for some numbers of sequences and drafts. On
-a GPU the host works while the device waits, so this is what a round takes longer than its kernels. The shadow device
-adds some 20 µs to each operation outside of graphs, where CUDA takes 5 to 20.
+a GPU the host works while the device waits, so this is what a round takes longer than its kernels. Operations outside
+of graphs take another time on the shadow device than on CUDA.
 
 Each graph is replayed once. Later replays give the same results and do nothing, so all rounds accept alike.
 """
@@ -44,7 +44,6 @@ def idle_replays() -> Iterator[None]:
     def replaying(graphs: Graphs, graph: Captured) -> Any:
         if id(graph) not in results:
             results[id(graph)] = _kept(replay(graphs, graph))
-        graphs.replays += 1
         return results[id(graph)]
 
     with patch.object(Graphs, "_replay", replaying):
@@ -76,7 +75,7 @@ def start(pair: Pair, sequences: int, k: int) -> Engine:
 
 
 def round_seconds(pair: Pair, sequences: int, k: int, rounds: int = ROUNDS) -> list[float]:
-    """Of rounds in which all sequences decode and nothing but replays is asked of the device."""
+    """Time rounds that only replay graphs, and in which all sequences decode."""
     found = list[float]()
     with shadow_cuda(), without_measurements(), emulated_graphs(), idle_replays():
         engine = start(pair, sequences, k)

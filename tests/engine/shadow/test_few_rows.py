@@ -42,7 +42,7 @@ def runner(checkpoint: Path, dtype: str = "float16", form: WeightForm = "as_is")
 
 @torch.inference_mode()
 def logits(model: Runner, sequences: int, rows: int) -> Tensor:
-    """Of `rows` tokens of each sequence, behind prompts that are read before."""
+    """Return the logits of `rows` tokens of each sequence. Their prompts are read in passes before."""
     generator = torch.Generator().manual_seed(sequences * rows)
     texts = [torch.randint(2, VOCAB, (PROMPT + rows,), generator=generator).tolist() for _ in range(sequences)]
     made = [make_sequence(i, text) for i, text in enumerate(texts)]
