@@ -40,6 +40,7 @@ class FakeCluster:
         self.failures = failures or []
         self.troubles: list[str] = []
         self.on_drain: Callable[[], None] = lambda: None
+        self.on_helpers: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self.did.append("start")
@@ -48,7 +49,7 @@ class FakeCluster:
         pass
 
     def start_helpers(self) -> None:
-        pass
+        self.on_helpers()
 
     def drain(self, seconds: float) -> int:
         assert 0 <= seconds <= self.drain_s
@@ -73,8 +74,16 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
 
 
 def interrupted(cluster: Any, signals: Signals, number: int) -> int:
-    """Run the cluster, with a signal as soon as it is ready."""
-    threading.Timer(0.05, lambda: os.kill(os.getpid(), number)).start()
+    """Run the cluster, with one signal: as soon as it is ready, or while it starts if it never is.
+
+    A signal by the clock would end the test's own process where it came before the handlers.
+    """
+
+    def first() -> None:
+        if not signals.stop_requested.is_set():
+            os.kill(os.getpid(), number)
+
+    cluster.on_helpers = first
     return run(cluster, signals, time.monotonic())
 
 
