@@ -4,6 +4,8 @@ torch's kernel dequantises the weights as it multiplies. It has the price of one
 form for one row, and slower than int8 for the rows of a verification or of a prompt (docs/log.md).
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,11 +13,10 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.models.blocks import block
 from engine.models.linear import num_bytes_of
-from engine.models.quantize import INT4_RANGE, CodedWeight, is_bfloat16
+from engine.models.quantize import GROUP, INT4_RANGE, CodedWeight, Sliced, coded_slices, is_bfloat16, row_slices
 
 KERNEL_ROWS = 16  # the kernel's output channels come in multiples of so many
 KERNEL_GROUPS = (256, 128, 64, 32)  # input channels that may share a step
-PACKED_ROWS = 128  # channels that are packed at once, a multiple of the kernel's blocks
 INSTRUCTIONS = ("AVX2", "AVX512")  # elsewhere the kernel is scalar code
 
 
@@ -25,25 +26,24 @@ class Int4Linear:
     A row's result does not depend, bit for bit, on the other rows of the call.
     """
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None = None) -> None:
-        """weight: for which `fits_int4` holds. Only on a CPU for which `check_int4_products` is silent."""
-        self.out_features = weight.codes.shape[0]
-        self.in_features = weight.codes.shape[1]
-        group = _kernel_group(weight.group)
-        repeats = weight.group // group
-        offsets = torch.zeros_like(weight.steps) if weight.offsets is None else weight.offsets
-        steps = torch.stack([weight.steps, offsets], 2).bfloat16().repeat_interleave(repeats, 1)
-        self._group = group
-        self.steps = F.pad(steps, (0, 0, 0, 0, 0, self._missing_rows)).transpose(0, 1).contiguous()  # [groups, out, 2]
+    def __init__(self, weight: Tensor | Sliced, bias: Tensor | None = None) -> None:
+        """Codes for which `fits_int4` holds are kept, and other numbers are rounded. Only on a CPU for which
+        `check_int4_products` is silent."""
+        group, parts = _parts(weight)
+        self.out_features, inner = weight.shape
+        self.in_features = inner + -inner % group
+        self._group = _kernel_group(group)
+        rows = self.out_features + -self.out_features % KERNEL_ROWS
         # uint8 in the kernel's layout, [out rounded up to KERNEL_ROWS, in / 2]
-        self.weight = block((self.out_features + self._missing_rows, self.in_features // 2), torch.uint8)
-        for place, part in zip(self.weight.split(PACKED_ROWS), weight.codes.split(PACKED_ROWS), strict=True):
-            place.copy_(_packed(part))
+        self.weight = block((rows, self.in_features // 2), torch.uint8)
+        self.steps = torch.zeros(self.in_features // self._group, rows, 2, dtype=torch.bfloat16)
+        for part, coded in parts:
+            packed = _packed(coded.codes)
+            self.weight[part.start : part.start + len(packed)] = packed
+            offsets = torch.zeros_like(coded.steps) if coded.offsets is None else coded.offsets
+            steps = torch.stack([coded.steps, offsets], 2).repeat_interleave(group // self._group, 1)
+            self.steps[:, part] = steps.transpose(0, 1)
         self.bias = bias
-
-    @property
-    def _missing_rows(self) -> int:
-        return -self.out_features % KERNEL_ROWS
 
     @property
     def num_bytes(self) -> int:
@@ -85,12 +85,20 @@ def check_int4_products() -> None:
         raise ConfigError("this version of torch has no int4 products on CPUs: choose as_is or int8")
 
 
+def _parts(weight: Tensor | Sliced) -> tuple[int, Iterator[tuple[slice, CodedWeight]]]:
+    """(input channels that share a step, some rows and their codes at a time). All parts but the last have a multiple
+    of the channels that the kernel's layout holds side by side: 32 or 64."""
+    if isinstance(weight, CodedWeight) and fits_int4(weight):
+        return weight.group, ((part, weight.part(part)) for part in row_slices(weight))
+    return GROUP, coded_slices(weight)
+
+
 def _kernel_group(group: int) -> int:
     return next(size for size in KERNEL_GROUPS if group % size == 0)
 
 
 def _packed(integers: Tensor) -> Tensor:
     """int8 [out, in] → the kernel's layout, uint8 [out rounded up to KERNEL_ROWS, in / 2]."""
-    numbers = F.pad(integers, (0, 0, 0, -integers.shape[0] % KERNEL_ROWS)).int() - INT4_RANGE[0]
+    numbers = F.pad(integers, (0, 0, 0, -integers.shape[0] % KERNEL_ROWS)).int().sub_(INT4_RANGE[0])
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     return packed

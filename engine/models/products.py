@@ -10,7 +10,7 @@ from engine.config import ConfigError, ProductForms, WeightForm
 from engine.device.computing import computing
 from engine.memory.host import give_back_freed_memory
 from engine.models.coded_linear import CodedLinear, coded_products_reason
-from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
+from engine.models.int4_linear import Int4Linear, check_int4_products
 from engine.models.int8_products import check_int8_products
 from engine.models.linear import Given, Linear, Product, usable_forms
 from engine.models.mlp import Gating
@@ -132,8 +132,6 @@ class ProductMaker:
                 return self._make_coded(weight, bias, weight.codes.shape[1])
             if form in self._kept and weight.per_row:
                 return self._make_linear(weight, bias)
-            if self._device.type == "cpu" and form == "int4" and fits_int4(weight):
-                return Int4Linear(weight, bias)
             if form == "as_is":
                 weight = weight.numbers(self._dtype).to(self._device)
             elif self._device.type != "cpu":
@@ -148,7 +146,7 @@ class ProductMaker:
             return self._make_coded(QUANTISE[form](weight), bias, weight.shape[1])
         if form == "int8":
             return self._make_linear(quantise_weight(weight), bias)
-        return Int4Linear(quantise_in_groups(weight), bias)
+        return Int4Linear(weight, bias)
 
     def _make_coded(self, weight: CodedWeight, bias: Tensor | None, columns: int) -> CodedLinear:
         product = CodedLinear(weight, bias, self._device)

@@ -16,7 +16,8 @@ from engine.models.blocks import block
 
 LARGEST = 127  # −128 is not used, so that both signs have the same range
 _LEAST_STEP = torch.tensor(1e-30)  # the step of a row of zeros, which must not divide by zero
-SLICE_ROWS = 64  # rows of a weight that are quantised at once: temporaries stay in the cache
+SLICE_ROWS = 64  # rows of a weight that are quantised at once: temporaries stay in the cache. Int4 products need
+# a multiple of 64
 DEVICE_SLICE_ROWS = 4096  # on a GPU, where each slice costs launches
 GROUP = 32  # input channels that share a step of 4-bit integers
 INT4_RANGE = (-8, 7)
@@ -83,6 +84,10 @@ class CodedWeight:
             weight[part] = wide
         return weight
 
+    def part(self, rows: slice) -> "CodedWeight":
+        """Some of the rows. They share the memory of all."""
+        return CodedWeight(self.codes[rows], self.steps[rows], None if self.offsets is None else self.offsets[rows])
+
     def take_rows(self, order: Tensor) -> "CodedWeight":
         """order: row numbers int64."""
         offsets = None if self.offsets is None else self.offsets[order]
@@ -142,19 +147,27 @@ def quantise_in_groups(weight: Tensor | Sliced) -> CodedWeight:
     product needs them.
     """
     rows, columns = weight.shape
-    missing = -columns % GROUP
-    integers = _codes((rows, columns + missing), torch.int8, weight.device)
-    steps = torch.empty(rows, (columns + missing) // GROUP, device=weight.device)
+    columns += -columns % GROUP
+    integers = _codes((rows, columns), torch.int8, weight.device)
+    steps = torch.empty(rows, columns // GROUP, device=weight.device)
     offsets = torch.empty_like(steps)
-    least, most = INT4_RANGE
-    for part, rows_of_part in wide_slices(weight):
-        wide = F.pad(rows_of_part, (0, missing)).unflatten(1, (-1, GROUP))
-        low, high = wide.aminmax(dim=2)
-        steps[part] = _as_bfloat16((high - low) / (most - least) + _LEAST_STEP)
-        offsets[part] = _as_bfloat16(low - least * steps[part])
-        rounded = ((wide - offsets[part, :, None]) / steps[part, :, None]).round_().clamp_(least, most)
-        integers[part] = rounded.flatten(1)
+    for part, coded in coded_slices(weight):
+        integers[part], steps[part] = coded.codes, coded.steps
+        offsets[part] = 0.0 if coded.offsets is None else coded.offsets
     return CodedWeight(integers, steps, offsets)
+
+
+def coded_slices(weight: Tensor | Sliced) -> Iterator[tuple[slice, CodedWeight]]:
+    """(rows, as quantise_in_groups makes them), part by part, so that no whole weight is ever in 8-bit codes."""
+    least, most = INT4_RANGE
+    for part, numbers in wide_slices(weight):
+        missing = -numbers.shape[1] % GROUP
+        wide = (F.pad(numbers, (0, missing)) if missing else numbers).unflatten(1, (-1, GROUP))
+        low, high = wide.aminmax(dim=2)
+        steps = _as_bfloat16((high - low) / (most - least) + _LEAST_STEP)
+        offsets = _as_bfloat16(low - least * steps)
+        codes = (wide - offsets[:, :, None]).div_(steps[:, :, None]).round_().clamp_(least, most).to(torch.int8)
+        yield part, CodedWeight(codes.flatten(1), steps, offsets)
 
 
 def row_slices(weight: Tensor | Sliced) -> Iterator[slice]:

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.int4_linear import PACKED_ROWS, Int4Linear, check_int4_products, fits_int4
-from engine.models.quantize import GROUP, CodedWeight, quantise_in_groups, stacked
+from engine.models.int4_linear import Int4Linear, check_int4_products, fits_int4
+from engine.models.quantize import GROUP, SLICE_ROWS, CodedWeight, quantise_in_groups, stacked
 
 BFLOAT16_ROUNDING = 2.0**-8  # of a number that is rounded, relative; the largest
-SHAPES = [(400, 320), (64, 64), (3, 5), (PACKED_ROWS + 40, 96)]  # the kernel takes 16 · n channels, 32 · n inputs
+SHAPES = [(400, 320), (64, 64), (3, 5), (SLICE_ROWS + 35, 96)]  # the kernel takes 16 · n channels, 32 · n inputs
 
 
 def int4_reason() -> str:
@@ -75,7 +75,7 @@ def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
 
 
 def test_a_weight_is_rounded_to_the_nearest_step_of_its_group() -> None:
-    weight = drawn(PACKED_ROWS + 3, 70).bfloat16()
+    weight = drawn(SLICE_ROWS + 3, 70).bfloat16()
     weight[5], weight[6] = 0, 0.5
     rounded = quantise_in_groups(weight)
     assert rounded.group == GROUP
@@ -92,6 +92,25 @@ def test_a_weight_is_rounded_to_the_nearest_step_of_its_group() -> None:
     assert (full.amax(2) == 7).all()
     assert not numbers[5].any()
     assert torch.allclose(numbers[6, :64], torch.tensor(0.5))
+
+
+@needs_int4
+@pytest.mark.parametrize(("out", "inner"), SHAPES)
+def test_numbers_are_rounded_part_by_part(out: int, inner: int) -> None:
+    """The result is that of the whole weight's codes, which then never lie in memory together."""
+    weight = drawn(out, inner)
+    linear, whole = Int4Linear(weight), Int4Linear(quantise_in_groups(weight))
+    assert torch.equal(linear.weight, whole.weight)
+    assert torch.equal(linear.steps, whole.steps)
+    assert (linear.out_features, linear.in_features) == (whole.out_features, whole.in_features)
+
+
+@needs_int4
+def test_codes_that_the_kernel_cannot_keep_are_rounded_anew() -> None:
+    weight = CodedWeight(torch.arange(-100, 100, dtype=torch.int8)[:, None].repeat(1, 64), torch.full((200, 1), 0.1))
+    assert not fits_int4(weight)
+    again = Int4Linear(weight.numbers(torch.float32))
+    assert torch.equal(Int4Linear(weight).weight, again.weight)
 
 
 @needs_int4
