@@ -11,6 +11,7 @@ from benchmarks import common
 from cache.paged import PagedCache
 from engine.config import CacheKind, EngineConfig
 from engine.engine import Engine, StepResult
+from engine.memory.host import old_objects_unvisited
 from engine.types import DrafterName, Request, RequestRecord, SamplingParams, StepStats
 
 TokenList = list[int]
@@ -111,8 +112,9 @@ class Driver:
 
     def run(self) -> None:
         """Step until all requests have ended."""
-        while self.engine.has_work:
-            self.step()
+        with old_objects_unvisited():
+            while self.engine.has_work:
+                self.step()
 
     def clear(self) -> None:
         """Cancel all requests."""

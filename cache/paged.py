@@ -115,8 +115,10 @@ class PagedCache:
         return 0 if held is None else held.length
 
     def room(self, handle: int) -> int:
-        held = self._held[handle]
-        blocks = self._pool.available - self._must_copy(held)
+        held, blocks = self._held[handle], self._pool.available
+        if (len(held.table) + blocks - 1) * self.block_size >= self.max_len:  # whether or not it must copy a block
+            return self.max_len - held.length
+        blocks -= self._must_copy(held)
         if blocks < 0:
             return 0
         backed = (len(held.table) + blocks) * self.block_size

@@ -1,13 +1,12 @@
 """Appends emitted tokens, detokenises them and checks for stops, token by token."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sequence import Sequence
 from engine.types import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """What a round adds to one request."""
 
     tokens: tuple[int, ...]  # the round's tokens up to the one that ended the text
@@ -26,10 +25,12 @@ def commit(sequence: Sequence, emitted: list[int]) -> Committed:
         return Committed((), "", "length")
     pieces: list[str] = []
     reason: FinishReason | None = None
-    first = len(sequence.tokens)
+    first, left = len(sequence.tokens), sequence.remaining
+    least = sequence.num_prompt + params.min_tokens  # tokens before which nothing ends the text
     for token in emitted:
         sequence.tokens.append(token)
-        may_stop = sequence.num_output >= params.min_tokens
+        left -= 1
+        may_stop = len(sequence.tokens) >= least
         if token in sequence.end_ids and may_stop:
             reason = "stop"
             if params.include_stop_str_in_output:
@@ -41,7 +42,7 @@ def commit(sequence: Sequence, emitted: list[int]) -> Committed:
         if stopped:
             reason = "stop"
             break
-        if sequence.remaining <= 0:
+        if left <= 0:
             reason = "length"
             pieces.append(sequence.text.flush())
             break

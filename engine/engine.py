@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from engine.commit import commit
@@ -244,7 +244,7 @@ class Engine:
         record = sequence.record
         record.finished = time.monotonic()
         last = last or Output(sequence.request_id, (), "")
-        self._last_outputs.append(replace(last, finish_reason=reason, error=error, error_code=code, record=record))
+        self._last_outputs.append(last._replace(finish_reason=reason, error=error, error_code=code, record=record))
         self.scheduler.remove(sequence)
         self._ledger.draft_faults += not try_forget(self.drafter, sequence)
 

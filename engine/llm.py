@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig, can_capture_graphs
 from engine.engine import Engine
+from engine.memory.host import old_objects_unvisited
 from engine.types import (
     DrafterName,
     FinishReason,
@@ -125,11 +126,12 @@ class LLM:
     def _run(self) -> dict[str, list[Output]]:
         outputs: dict[str, list[Output]] = {}
         self.steps = []
-        while self.engine.has_work:
-            result = self.engine.step()
-            self.steps.append(result.stats)
-            for output in result.outputs:
-                outputs.setdefault(output.request_id, []).append(output)
+        with old_objects_unvisited():
+            while self.engine.has_work:
+                result = self.engine.step()
+                self.steps.append(result.stats)
+                for output in result.outputs:
+                    outputs.setdefault(output.request_id, []).append(output)
         return outputs
 
 

@@ -122,12 +122,11 @@ def run_round(plan: Plan, target: Runner, drafter: Drafter, host_ns: HostClock |
     if drafts_apart:
         batch = _make_batch(slices, target, captured=False)
 
-    feeds = _make_feeds(plan, draft.ks, draft.trees)
-    verdict, logits, starts, moves = _score(batch, draft, feeds, ahead, target)
+    verdict, logits, starts, moves = _score(plan, batch, draft, ahead, target)
     _check_look_ahead(slices, verdict, target)
     failures: FailedRequests = {}
     logprobs = _logprobs(batch, starts, verdict, logits, failures)
-    prompt_logprobs = _prompt_logprobs(plan, feeds, target, failures)
+    prompt_logprobs = _prompt_logprobs(plan, target, failures)
     draft_us, score_us = clock.stop(downloaded=bool(slices))
     target.staging.end()
 
@@ -226,7 +225,7 @@ def _prepare(plan: Plan, batch: DraftBatch, ks: Seq[int], target: Runner) -> Ahe
 
 
 def _score(
-    batch: DraftBatch, draft: Draft, feeds: Seq[Feed], ahead: Ahead | None, target: Runner
+    plan: Plan, batch: DraftBatch, draft: Draft, ahead: Ahead | None, target: Runner
 ) -> tuple[Verdict, Tensor | None, Seq[int], Moves | None]:
     """Score the drafts and decide about them. ahead: what `_prepare` returned.
 
@@ -238,6 +237,7 @@ def _score(
         if not isinstance(ahead, CapturedVerdict) or not ahead.holds(draft):
             ahead = CapturedVerdict.of(batch, draft, target)
         return *ahead.run(draft), ahead.starts, ahead.trees
+    feeds = _make_feeds(plan, draft.ks, draft.trees)
     if not target.staging.deferred:  # the host moves accepted nodes, and nothing has to be sent ahead
         logits = target.run(feeds, draft.tokens)
         return verify(batch, draft, logits), logits, starts, None
@@ -280,25 +280,24 @@ def _logprobs(
     return tuple(logprobs)
 
 
-def _prompt_logprobs(
-    plan: Plan, feeds: Seq[Feed], target: Runner, failures: FailedRequests
-) -> tuple[tuple[Slice, TokenLogprobs], ...]:
+def _prompt_logprobs(plan: Plan, target: Runner, failures: FailedRequests) -> tuple[tuple[Slice, TokenLogprobs], ...]:
     """Log-probabilities of prompt tokens. The row of one token gives the log-probability of the next one."""
+    wanted = [s for s in plan.slices if s.prompt_rows]
+    if not wanted:
+        return ()
     logits = LogitRows(target.prompt_logits, target.vocab_size, target.device)
     logprobs: list[tuple[Slice, TokenLogprobs]] = []
     first = 0
-    for s, feed in zip(plan.slices, feeds, strict=True):
-        if not feed.prompt_rows:
-            continue
-        # The pass has fed this slice already, so the cache's length is the end of the feed.
-        start = target.cache.length(s.sequence.handle) - feed.committed - feed.drafts + 1
-        tokens = s.sequence.tokens[start : start + feed.prompt_rows]
-        rows = range(first, first + feed.prompt_rows)
+    for s in wanted:
+        # The pass has fed this slice already, so the cache's length is the end of its feed. Prompts have no drafts.
+        start = target.cache.length(s.sequence.handle) - s.committed + 1
+        tokens = s.sequence.tokens[start : start + s.prompt_rows]
+        rows = range(first, first + s.prompt_rows)
         request = LogprobRequest(rows, tokens, s.sequence.params.prompt_logprobs or 0)
         result = compute_logprobs_alone(logits, request)
         if isinstance(result, LogprobFailure):
             failures[s.sequence.handle] = result.reason
         else:
             logprobs.append((s, result))
-        first += feed.prompt_rows
+        first += s.prompt_rows
     return tuple(logprobs)

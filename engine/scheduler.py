@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 from cache.protocol import CacheFull
 from engine.models.runner import Runner
@@ -21,8 +22,7 @@ ChunkSize = Callable[[int], int]  # verified rows of a pass → prompt tokens al
 ChooseK = Callable[[Seq[Sequence], int], Decision]  # decoding sequences, prompt tokens in the same pass → their k
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """One sequence in a round: feed `committed` of its tokens and, if it `emits`, verify up to k drafts after them."""
 
     sequence: Sequence
@@ -58,7 +58,7 @@ class Plan:
 
     def without_drafts(self) -> "Plan":
         """The same slices with k = 0, for which no policy gave a reason."""
-        return replace(self, slices=tuple(replace(s, k=0, reason=None, ahead=0) for s in self.slices))
+        return replace(self, slices=tuple(s._replace(k=0, reason=None, ahead=0) for s in self.slices))
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class Scheduler:
                 ahead, rows = riding.reserve(self._cache, s.sequence, s.k, s.shape, committed=s.committed, most=left)
                 # Look-ahead tokens hang behind each draft that is planned, so none is planned that cannot come.
                 k = min(s.k, riding.most) if ahead and s.shape is None else s.k
-                slices[i], left = replace(s, k=k, ahead=ahead), left - rows
+                slices[i], left = s._replace(k=k, ahead=ahead), left - rows
         return slices
 
     def _divide_prefill(self, budget: int, queue: StartQueue, unread: Mapping[Sequence, int]) -> dict[Sequence, int]:

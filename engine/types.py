@@ -312,8 +312,7 @@ def leading_record(*records: RequestRecord) -> RequestRecord:
     return max(records, key=attrgetter("k_max"))
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step adds to one request. The last output of a request carries finish_reason and record."""
 
     request_id: str

@@ -133,7 +133,7 @@ class SpecControl:
         drafters = frozenset(c.source for c in candidates if c.source is not None and c.gap) if self.most else None
         again = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
         rest = 0 if choice.ks.any() else choice.rests
-        return HeldChoice(decision, places, drafters, choice.newcomer_k, again, rest)
+        return HeldChoice(decision, places, drafters, choice.newcomer_k, again, choice.surprises, rest)
 
     def observe(self, timing: Timing | None, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """A round has ended. timing: None: its time does not show what such a round takes. idle: sequences for which

@@ -44,6 +44,7 @@ class HeldChoice:
     drafters: frozenset[str] | None  # that have no guesses, for these sequences; None: nobody drafts, whoever joins
     newcomer_k: int  # k of sequences that join
     rounds_left: int  # rounds that it may still be used for
+    surprises: bool = True  # as in Choice
     rest_left: int = 0  # rounds before them that are not observed, if nobody fixed a k
     same_sequences: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts, in the rounds of these sequences
@@ -98,8 +99,8 @@ class HeldChoice:
         return np.where(probed, 0, decision.ks), tuple(decision.shapes)
 
     def observe(self, accepted: int) -> None:
-        """Learn how many drafts a round accepted. A choice that expected far more or far fewer is not used again."""
-        if not self.same_sequences:
+        """Learn how many drafts a round accepted."""
+        if not (self.surprises and self.same_sequences):
             return
         self.accepted += accepted
         self.expected += self.decision.tokens - len(self.decision.ks)

@@ -167,6 +167,7 @@ class Choice:
     shapes: Shapes  # [B]
     confidence: float = 0.0  # a model's draft ends before a position at which the drafts' joint confidence is lower
     holds: int = 1  # rounds that it may be used for
+    surprises: bool = False  # whether it ends once far more or far fewer drafts are accepted than expected
     newcomer_k: int = 0  # k of sequences that join in these rounds
     rests: int = 0  # rounds before them in which no policy needs to be asked, because nothing would be drafted
 

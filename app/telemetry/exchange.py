@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -145,7 +145,7 @@ class Telemetry:
         exchange = self._open.pop(output.request_id, None)
         if exchange is not None:
             # Without log-probabilities, which may be millions: the exchange lives until its last choice has ended.
-            exchange.last_outputs[output.request_id] = replace(output, logprobs=(), prompt_logprobs=())
+            exchange.last_outputs[output.request_id] = output._replace(logprobs=(), prompt_logprobs=())
             self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:

@@ -147,8 +147,8 @@ class CapturedVerdict:
         staging.note("verdict", self._depth, self._wants_logits)
         slots = [cache.slot(handle) for handle in self._counts]
         spans = [
-            Span.at(cache.slot(handle), cache.length(handle), count, self._shapes.get(i))
-            for i, (handle, count) in enumerate(self._counts.items())
+            Span.at(slot, cache.length(handle), count, self._shapes.get(i))
+            for i, (slot, (handle, count)) in enumerate(zip(slots, self._counts.items(), strict=True))
         ]
         plans = PaddedPlans([*slots, *[None] * rest], storage, staging)
         windows = cutting_windows(target.decoder.config.traits.windows, self._depth) if self._shapes else None
@@ -156,7 +156,7 @@ class CapturedVerdict:
         self._attention = PagedAttention(self._plan, storage)
         self._ids = staging.ints([*(s.tokens[-1] for s in batch.sequences), *[0] * rest])
         self._limits = staging.ints([*ks, *[0] * rest])
-        feeds = [Feed(s, 1, k) for s, k in zip(batch.sequences, ks, strict=True)]
+        feeds = [Feed(s, 1, k) for s, k in zip(batch.sequences, ks, strict=True)] if target.reader is not None else []
         self._reader = target.reader if target.reader is not None and target.reader.wants(feeds) else None
         if self._reader is not None:
             starts = [span.start for span in spans]

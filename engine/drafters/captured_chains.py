@@ -64,13 +64,13 @@ class GapPass:
 
     def _read(self, sequences: Seq[Sequence]) -> list[int]:
         """Padding, then the gap, of each sequence."""
-        ids: list[int] = []
+        ids, last = list[int](), self._runner.vocab_size - 1
         for sequence, gap in zip(sequences, self.gaps, strict=True):
             tokens = self._runner.tokens(sequence)
-            # A draft model's vocabulary may be smaller than the target's.
-            read = [min(token, self._runner.vocab_size - 1) for token in tokens[len(tokens) - gap :]]
-            ids += [0] * (self._width - gap) + read
-        return ids
+            ids += [0] * (self._width - gap)
+            ids += tokens[len(tokens) - gap :]
+        # A draft model's vocabulary may be smaller than the target's.
+        return ids if max(ids) <= last else [min(token, last) for token in ids]
 
 
 class CapturedChains:

@@ -295,7 +295,7 @@ def largest_difference(adapted: AdaptedModel, device: torch.device) -> float:
         )
         ids = torch.cat([texts[s.slot][s.start : s.end] for s in spans]).to(device)
         logits = adapted.logits(adapted.forward(ids, Attention(plan, storage)))
-        for span, part in zip(spans, logits.split([s.count for s in spans]), strict=True):
+        for span, part in zip(spans, logits.split([s.size for s in spans]), strict=True):
             parts[span.slot].append(part)
         starts = ends
     differences = []

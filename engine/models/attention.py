@@ -14,6 +14,7 @@ the keys of its path are shown to it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,8 @@ KEY_BLOCK = 16  # attention adds over keys in vectors of up to this many numbers
 EXPLICIT_SCORES = 1 << 22  # scores of one head that are held at once where torch's fused attention cannot be used
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`count` consecutive tokens of one sequence, at places start … end − 1 of its slot.
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence, at places start … end − 1 of its slot.
 
     The nodes of a tree have the last places, in the order of their numbers, from `base` on. The first nodes may have
     been fed by earlier passes. A node of depth d has position base + d − 1. Any other token's position is its place.
@@ -40,13 +40,17 @@ class Span:
 
     slot: int
     start: int
-    count: int
     end: int
     parents: Parents | None = None  # the shape of the tree; None: there is none, or it is a chain
 
     @classmethod
-    def at(cls, slot: int, start: int, count: int, parents: Parents | None = None) -> "Span":
-        return cls(slot, start, count, start + count, None if parents is None or is_chain(parents) else parents)
+    def at(cls, slot: int, start: int, size: int, parents: Parents | None = None) -> "Span":
+        return cls(slot, start, start + size, None if parents is None or is_chain(parents) else parents)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
 
     @property
     def base(self) -> int:
@@ -65,7 +69,7 @@ class Span:
         if self.parents is None:
             return range(self.start, self.end)
         committed = range(self.start, self.base)
-        return [*committed, *[self.base - 1] * (self.count - len(committed))]
+        return [*committed, *[self.base - 1] * (self.size - len(committed))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def plan_attention(
     in_order = len(spans) == 1 and rows_used == list(range(rows_used[0], rows_used[0] + len(rows_used)))
     groups, row = [], 0
     for members in _grouped(spans):
-        rows = slice(row, row + sum([s.count for s in members]))
+        rows = slice(row, row + sum([s.size for s in members]))
         queries = positions if len(members) == len(spans) else positions[rows]
         last_visible = visible[0][rows] if trees else queries
         end = max([s.end for s in members])
@@ -283,15 +287,15 @@ def _grouped(spans: Sequence[Span]) -> list[list[Span]]:
     for span in spans:
         if runs and span.slot > runs[-1][-1].slot:
             run = runs[-1]
-            joined_count, joined_end = max(count, span.count), max(end, span.end)
-            joined_needed = needed + span.count * span.end
+            joined_count, joined_end = max(count, span.size), max(end, span.end)
+            joined_needed = needed + span.size * span.end
             padded = (span.slot - run[0].slot + 1) * joined_count * joined_end
             if padded <= GROUP_WASTE * joined_needed + SPAN_OVERHEAD * (len(run) + 1):
                 run.append(span)
                 count, end, needed = joined_count, joined_end, joined_needed
                 continue
         runs.append([span])
-        count, end, needed = span.count, span.end, span.count * span.end
+        count, end, needed = span.size, span.end, span.size * span.end
     return runs
 
 
@@ -307,7 +311,7 @@ def _make_group(
 ) -> Group:
     """positions and last_visible [rows] are those of the group's queries: one tensor if no span has a tree."""
     first, slots = members[0].slot, members[-1].slot - members[0].slot + 1
-    queries = max([s.count for s in members])
+    queries = max([s.size for s in members])
     first_position = min([s.start if s.parents is None else min(s.positions()) for s in members])
     trees = tuple([((s.slot - first) * queries, s) for s in members if s.parents is not None])
     gather = scatter = None
@@ -344,9 +348,9 @@ def _padded(members: Sequence[Span], slots: int, queries: int, device: torch.dev
     scatter: list[int] = []
     for span in members:
         first = (span.slot - members[0].slot) * queries
-        gather[first : first + span.count] = range(packed, packed + span.count)
-        scatter.extend(range(first, first + span.count))
-        packed += span.count
+        gather[first : first + span.size] = range(packed, packed + span.size)
+        scatter.extend(range(first, first + span.size))
+        packed += span.size
     return index_tensor(gather, device), index_tensor(scatter, device)
 
 

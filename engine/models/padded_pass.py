@@ -49,6 +49,10 @@ class PaddedPlans:
             own = range(0) if span is None else span.positions()
             stored = [] if span is None else self._storage.row_numbers(span.slot, span.start, span.end)
             padding = rows - len(own)
+            if not padding:
+                positions += own
+                cache_rows += stored
+                continue
             like = [own[-1] if own else 0] * padding
             spare = [self._storage.spare_row] * padding
             positions += [*like, *own] if at_end else [*own, *like]

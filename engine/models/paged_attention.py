@@ -60,11 +60,11 @@ class PagedPlan:
             staging.ints([p for s in spans for p in s.positions()]),
             staging.ints([row for s in spans for row in storage.row_numbers(s.slot, s.start, s.end)]),
             staging.int32s([block for table in tables for block in (*table, *[0] * (width - len(table)))]),
-            staging.int32s([*accumulate((s.count for s in spans), initial=0)]),
+            staging.int32s([*accumulate((s.size for s in spans), initial=0)]),
             staging.int32s([s.end for s in spans]),
-            staging.int32s([n for n, s in enumerate(spans) for _ in range(s.count)]),
-            max(s.count for s in spans),
-            max_split_rows([s.count for s in spans]),
+            staging.int32s([n for n, s in enumerate(spans) for _ in range(s.size)]),
+            max(s.size for s in spans),
+            max_split_rows([s.size for s in spans]),
             max(s.end for s in spans),
             _trees(spans, staging, windows),
         )
@@ -154,5 +154,5 @@ class PagedAttention:
 def path_bits_of(span: Span, window: int | None) -> list[int]:
     """Per row of the span the bits of the nodes on its path; 0 for a row that is no node."""
     nodes = path_bits(span.parents, window) if span.parents is not None else []
-    new = min(span.count, len(nodes))
-    return [0] * (span.count - new) + nodes[len(nodes) - new :]
+    new = min(span.size, len(nodes))
+    return [0] * (span.size - new) + nodes[len(nodes) - new :]

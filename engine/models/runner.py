@@ -153,7 +153,7 @@ class Runner:
         """
         handle, tokens = sequence.handle, self.tokens(sequence)
         self.cache.publish(handle, tokens)
-        if not self.cache.unseen(handle, len(tokens)):
+        if self.cache.window is None or not self.cache.unseen(handle, len(tokens)):
             return True
         finite = handle in self._known_finite or self._finite(handle)
         if finite:

@@ -357,7 +357,7 @@ def test_a_request_that_fails_is_no_measurement(args: argparse.Namespace, monkey
 
     def failing() -> Any:
         result = step()
-        broken = [replace(o, finish_reason="error", error="broken") for o in result.outputs]
+        broken = [o._replace(finish_reason="error", error="broken") for o in result.outputs]
         return replace(result, outputs=broken)
 
     monkeypatch.setattr(driver.engine, "step", failing)

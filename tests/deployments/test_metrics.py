@@ -335,7 +335,7 @@ def test_times_are_the_record_s(told: Told) -> None:
         "finished": 103.0,
         "output_tokens": 6,
     }
-    exchange.last_outputs = {"r": replace(output, record=replace(output.record, **times))}
+    exchange.last_outputs = {"r": output._replace(record=replace(output.record, **times))}
     exchange.finished = 104.0
     meter.ended(exchange)
     assert told.values("specdec_request_queue_seconds") == {"": [0.5]}
@@ -352,7 +352,7 @@ def broken(code: Any) -> Script:
     def script(request: Request) -> Iterator[Output]:
         *first, last = spell(request)
         yield from first
-        yield replace(last, finish_reason="error", error="no", error_code=code)
+        yield last._replace(finish_reason="error", error="no", error_code=code)
 
     return script
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -62,7 +61,7 @@ def test_a_chat_is_parsed() -> None:
 def stopping(request: Request) -> Iterator[Output]:
     """The helper of OpenAI's client refuses an answer that its limit cut."""
     for output in spell(request):
-        yield replace(output, finish_reason=output.finish_reason and "stop")
+        yield output._replace(finish_reason=output.finish_reason and "stop")
 
 
 def test_a_streamed_chat_is_parsed() -> None:

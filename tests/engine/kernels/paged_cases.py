@@ -81,7 +81,7 @@ def make_case(spans: Sequence[Span], heads: Heads, seed: int = 0, window: int | 
     tables = [[blocks.pop() for _ in range(count)] for count in needed]
     width = max(needed, default=0) + 1
     table = [own + [GARBAGE[i % len(GARBAGE)] for i in range(width - len(own))] for own in tables]
-    count, row = sum(s.count for s in spans), (2 * heads.kv_heads, heads.head_dim)
+    count, row = sum(s.size for s in spans), (2 * heads.kv_heads, heads.head_dim)
     pool = torch.randn(sum(needed) + 2, size, *row, generator=generator, dtype=torch.float64)
     queries = torch.randn(count, heads.kv_heads * heads.group, heads.head_dim, generator=generator, dtype=torch.float64)
     rows = make_rows(spans, torch.tensor(table, dtype=torch.int32).view(len(spans), width), window)
@@ -90,8 +90,8 @@ def make_case(spans: Sequence[Span], heads: Heads, seed: int = 0, window: int | 
 
 def make_rows(spans: Sequence[Span], tables: Tensor, window: int | None = None) -> PagedRows:
     trees = any(s.parents is not None for s in spans)
-    owners = [number for number, s in enumerate(spans) for _ in range(s.count)]
-    firsts = [sum(s.count for s in spans[:number]) for number in range(len(spans) + 1)]
+    owners = [number for number, s in enumerate(spans) for _ in range(s.size)]
+    firsts = [sum(s.size for s in spans[:number]) for number in range(len(spans) + 1)]
     paths = [bits for s in spans for bits in span_bits(s, window)]
     return PagedRows(
         tables,
@@ -102,15 +102,15 @@ def make_rows(spans: Sequence[Span], tables: Tensor, window: int | None = None) 
         torch.tensor([p for s in spans for p in s.last_visible()], dtype=torch.int64),
         torch.tensor(paths, dtype=torch.int64) if trees else None,
         torch.tensor([s.base for s in spans], dtype=torch.int32) if trees else None,
-        max((s.count for s in spans), default=0),
-        max_split_rows(s.count for s in spans),
+        max((s.size for s in spans), default=0),
+        max_split_rows(s.size for s in spans),
         max((s.end for s in spans), default=0),
     )
 
 
 def span_bits(span: Span, window: int | None) -> list[int]:
     if span.parents is None:
-        return [0] * span.count
+        return [0] * span.size
     committed = max(0, span.base - span.start)
     return [0] * committed + path_bits(span.parents, window)[max(0, span.start - span.base) :]
 

@@ -251,7 +251,7 @@ def differing(kernels: ModuleType, case: Case, scoring: Scoring) -> int:
     company = attend(kernels, case, scoring)
     firsts, found = case.rows.first_rows.tolist(), 0
     for sequence, span in enumerate(case.spans):
-        for row in sorted({0, span.count - 1}):
+        for row in sorted({0, span.size - 1}):
             alone = attend(kernels, case.alone(sequence, row), scoring)
             found += not torch.equal(alone[0], company[firsts[sequence] + row])
     return found
