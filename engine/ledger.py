@@ -5,7 +5,7 @@ import time
 from engine.baseline import plain_seconds
 from engine.round import Outcome
 from engine.scheduler import Plan, Slice
-from engine.types import DRAFTERS, REASONS, RequestRecord, RoundRecord, StepStats
+from engine.types import DRAFTERS, REASONS, RoundRecord, StepStats
 from policies.cost import CostModel
 
 
@@ -17,7 +17,8 @@ class Ledger:
         self._cost = cost
         self.steps = 0  # number of steps that have ended
         self.draft_faults = 0  # faults since the last step's statistics that no Outcome reports
-        self._noted: list[tuple[RequestRecord, RoundRecord]] = []  # rounds of the running step; step_us is still 0
+        # Rounds of the running step: (slice, what its round decided, its place there, emitted tokens).
+        self._noted: list[tuple[Slice, Outcome, int, int]] = []
         self._began_ns = time.monotonic_ns()
 
     def begin(self) -> None:
@@ -31,47 +32,52 @@ class Ledger:
 
     def note(self, part: Slice, outcome: Outcome, i: int, emitted: int) -> None:
         """Note the round of the i-th sequence of the outcome. `settle` adds it to the request's record."""
-        record = part.sequence.record
-        noted = RoundRecord(
-            k=part.k,
-            reason=-1 if part.reason is None else REASONS.index(part.reason),
-            alpha=round(1000 * part.alpha),
-            drafted=outcome.draft.ks[i],
-            accepted=outcome.verdict.accepted[i],
-            emitted=emitted,
-            proposer=_proposer(outcome, i, part),
-            step=self.steps + 1,
-            batch=len(outcome.slices),
-            began_us=self._began_ns // 1000 - round(1e6 * record.arrived),
-            draft_us=outcome.draft_us,
-            score_us=outcome.score_us,
-            tree=outcome.draft.trees.get(i, ()),
-            path=tuple(outcome.verdict.paths.get(i, ())),
-        )
-        self._noted.append((record, noted))
+        self._noted.append((part, outcome, i, emitted))
 
     def drop(self) -> None:
         """Settle a step that raised. Its tokens reach only the requests that it finished; the others emitted none."""
         noted = self._noted
-        self._noted = [(r, part if r.finished is not None else part._replace(emitted=0)) for r, part in noted]
+        self._noted = [
+            (s, outcome, i, n if s.sequence.record.finished is not None else 0) for s, outcome, i, n in noted
+        ]
         self.settle()
 
     def settle(self) -> tuple[int, tuple[RoundRecord, ...]]:
         """End the step: add the noted rounds to their records. Returns (microseconds of the step, its rounds)."""
         (noted, self._noted), step_us = (self._noted, []), self.spent_us
-        parts = tuple(RoundRecord(*part[:-3], step_us, *part[-2:]) for _, part in noted)  # quicker than _replace
-        for (record, _), part in zip(noted, parts, strict=True):
-            record.add(part)
+        parts = tuple(self._record(*one, step_us) for one in noted)
+        for (part, _, _, _), record in zip(noted, parts, strict=True):
+            part.sequence.record.add(record)
         return step_us, parts
+
+    def _record(self, part: Slice, outcome: Outcome, i: int, emitted: int, step_us: int) -> RoundRecord:
+        draft, verdict = outcome.draft, outcome.verdict
+        return RoundRecord(
+            k=part.k,
+            reason=-1 if part.reason is None else REASONS.index(part.reason),
+            alpha=round(1000 * part.alpha),
+            drafted=draft.ks[i],
+            accepted=verdict.accepted[i],
+            emitted=emitted,
+            proposer=_proposer(outcome, i, part),
+            step=self.steps + 1,
+            batch=len(outcome.slices),
+            began_us=self._began_ns // 1000 - round(1e6 * part.sequence.record.arrived),
+            draft_us=outcome.draft_us,
+            score_us=outcome.score_us,
+            step_us=step_us,
+            tree=draft.trees.get(i, ()),
+            path=tuple(verdict.paths.get(i, ())),
+        )
 
     def close(
         self, plan: Plan, outcome: Outcome | None, *, emitted: int, running: int, waiting: int, policy_us: int
     ) -> StepStats:
         """End the step and return its statistics. outcome: None for a step without a round."""
-        self.steps += 1
         faults, self.draft_faults = self.draft_faults, 0
         faults += outcome.draft.failed + outcome.verdict.num_illegal if outcome else 0
         (step_us, parts), expected = self.settle(), plan.expected
+        self.steps += 1
         return StepStats(
             step=self.steps,
             sequences=len(plan.slices),

@@ -212,6 +212,18 @@ def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> N
     assert held.rounds_left == (0 if surprised else HOLDS)
 
 
+@pytest.mark.parametrize(("name", "again"), [("fixed", HOLDS - 2), ("confidence", HOLDS - 2), ("goodput", 0)])
+def test_only_goodput_chooses_anew_after_a_surprise(name: str, again: int) -> None:
+    """The other policies give the same k whatever is accepted."""
+    policy = control(name, probe_share=0.0)
+    play(policy, [True, True], 40)
+    anew(policy, [candidate(0), candidate(1)])
+    play(policy, [False, False], 1)
+    held = policy._held
+    assert held is not None
+    assert held.rounds_left == again
+
+
 def test_a_choice_is_used_within_todays_limits() -> None:
     policy = control()
     play(policy, [True, False], 40)

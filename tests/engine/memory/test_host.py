@@ -1,10 +1,13 @@
 """Freed blocks are kept, so that allocating again costs few page faults. The number of compiled products is bounded."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
 
+from engine.memory import host
 from engine.memory.errors import out_of_memory
 from tests.engine.forked import Forks
 
@@ -64,6 +67,32 @@ def test_weights_that_were_laid_out_leave_no_holes_in_the_heap(fresh_processes: 
     assert done.returncode == 0, done.stderr
     grown, weights = map(int, done.stdout.split())
     assert grown < weights / 4
+
+
+class Knot:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_objects_that_were_there_before_are_not_visited(frozen_before: bool) -> None:
+    gc.collect()
+    if frozen_before:
+        gc.freeze()
+    old = weakref.ref(Knot())
+    try:
+        with host.old_objects_unvisited():
+            new = weakref.ref(Knot())
+            gc.collect()
+            assert old() is not None
+            assert new() is None
+        gc.collect()
+        assert (old() is not None) is (gc.get_freeze_count() > 0) is frozen_before
+    finally:
+        gc.unfreeze()
+        gc.collect()
 
 
 def test_an_allocation_that_is_too_large_says_so() -> None:
