@@ -15,9 +15,9 @@ from engine.types import SamplingParams
 
 def is_biased(params: SamplingParams) -> bool:
     """Whether something is added to logits whatever the text is."""
-    return (
-        bool(params.logit_bias) or params.allowed_token_ids is not None or any(len(w) == 1 for w in params.bad_word_ids)
-    )
+    words = params.bad_word_ids
+    single = bool(words) and any(len(word) == 1 for word in words)  # nearly always there are none, and every round asks
+    return single or bool(params.logit_bias) or params.allowed_token_ids is not None
 
 
 class BiasTable:
