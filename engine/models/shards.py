@@ -23,6 +23,7 @@ from engine.models.quantize import CodedWeight, quantise_weight, row_slices
 
 MOST_PLACES = 1024  # that one call of the system may fill (IOV_MAX)
 KEPT_SHARE = 16  # a thread keeps no block of memory that is larger than the checkpoint over this
+CONVERTED_BYTES = 2**22  # stored numbers that become a model's dtype at once, about: they stay in a cache
 TRIMS = 16  # times that freed memory goes back to the system while a checkpoint is read
 DTYPES = {
     "F64": torch.float64,
@@ -280,9 +281,14 @@ class TensorSource:
         if place.device.type == "cpu" and place.dtype is dtype:
             self._shards.read_into(part.name, place, order, first)
             return
-        stored = self._unconverted.take(place.numel() * dtype.itemsize).view(dtype).view(place.shape)
-        self._shards.read_into(part.name, stored, order, first)
-        place.copy_(stored)
+        together = max(1, CONVERTED_BYTES // max(1, place[:1].numel() * dtype.itemsize))
+        for top in range(0, len(place), together):
+            rows = place[top : top + together]
+            stored = self._unconverted.take(rows.numel() * dtype.itemsize).view(dtype).view(rows.shape)
+            self._shards.read_into(
+                part.name, stored, None if order is None else order[top : top + together], first + top
+            )
+            rows.copy_(stored)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         self._discard(name)

@@ -249,6 +249,27 @@ def test_a_weight_is_rounded_in_the_memory_of_a_few_of_its_rows(
     assert max(asked) == 1000 * 72 * 4
 
 
+def test_numbers_are_converted_in_the_memory_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in another order too, and a row that alone is more than is converted at once."""
+    tables = {"a": torch.randn(1001, 72, dtype=torch.float64), "b": torch.randn(7, 72, dtype=torch.float64)}
+    save_file(tables | {"rest": torch.ones(20_000, 72)}, tmp_path / WEIGHTS)
+    source = TensorSource(Shards(tmp_path), torch.float32, CPU, lambda name: None)
+    order, asked = torch.randperm(1001), list[int]()
+
+    def counting(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        asked.append(prod(shape) * dtype.itemsize)
+        return block(shape, dtype)
+
+    monkeypatch.setattr(shards, "block", counting)
+    expected = torch.cat([tables["a"][order], tables["b"]]).float()
+    for at_once, converted in ((10, 1), (4000, 6), (2**22, 1001)):
+        monkeypatch.setattr(shards, "CONVERTED_BYTES", at_once)
+        asked.clear()
+        assert torch.equal(source.stack([Part("a", (1001, 72), order), Part("b", (7, 72))]), expected)
+        asked.remove(expected.nbytes)
+        assert max(asked, default=0) <= converted * 72 * 8
+
+
 def test_freed_memory_goes_back_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few times, however many tensors it has: this takes some ms each time."""
     names = [f"tensor {n}" for n in range(300)]
