@@ -7,6 +7,7 @@ spread evenly from an eighth of the length to all of it, as in service; without 
 Times are wall times, or processor times with one thread: other work on the machine then changes little.
 `growth` is the time over that of half as many sequences: up to 2 is linear. `over alone` is the time over that of as
 many rounds of one sequence with the longest context.
+With --vllm, vLLM (scripts/setup_peers.sh vllm) reads prompts of the same lengths, and its steps behind them are timed.
 Example: python -m benchmarks.scale --target models/demo/target --sequences 1,8,64 --contexts 128,1024
 """
 
@@ -19,6 +20,8 @@ from time import perf_counter, process_time
 import torch
 
 from benchmarks import common
+from benchmarks.peers.installed import Unavailable, WorkerPool, vllm_worker
+from benchmarks.peers.worker import Worker, WorkerError
 from benchmarks.stats import table
 from engine.config import DTYPES, EngineConfig
 from engine.loading.load import load_models
@@ -32,6 +35,7 @@ from engine.types import SamplingParams
 SEQUENCES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 CONTEXTS = [128, 512, 2046, 8190]  # those that the target allows
 SALT = "scale"
+PEER_STEPS = 15  # of vLLM, per cell
 
 
 def contexts_of(count: int, longest: int, *, ragged: bool) -> list[int]:
@@ -89,8 +93,15 @@ def measure(target: Runner, contexts: Seq[int], seconds: float) -> float:
     return median(times)
 
 
+def peer_step(worker: Worker, contexts: Seq[int], vocab: int) -> float:
+    """Median seconds of vLLM's steps behind prompts of these lengths. Raises WorkerError."""
+    prompts = [[(7 * i + j) % vocab for j in range(context)] for i, context in enumerate(contexts)]
+    seconds: list[float] = worker.ask(prompts=prompts, steps=PEER_STEPS)["seconds"]
+    return median(seconds)
+
+
 @torch.inference_mode()
-def run(target: Runner, args: argparse.Namespace) -> list[dict[str, object]]:
+def run(target: Runner, args: argparse.Namespace, peer: Worker | None = None) -> list[dict[str, object]]:
     """A row for each context and number of sequences that the memory holds."""
     rows: list[dict[str, object]] = []
     for context in args.contexts:
@@ -102,16 +113,18 @@ def run(target: Runner, args: argparse.Namespace) -> list[dict[str, object]]:
                 continue
             spent = measure(target, contexts, args.seconds)
             doubled = last is not None and count == 2 * last[0]
-            rows.append(
-                {
-                    "context": context,
-                    "sequences": count,
-                    "ms": round(spent * 1e3, 3),
-                    "us per sequence": round(spent / count * 1e6, 1),
-                    "growth": round(spent / last[1], 2) if doubled and last else None,
-                    "over alone": round(spent / (count * alone), 3),
-                }
-            )
+            row: dict[str, object] = {
+                "context": context,
+                "sequences": count,
+                "ms": round(spent * 1e3, 3),
+                "us per sequence": round(spent / count * 1e6, 1),
+                "growth": round(spent / last[1], 2) if doubled and last else None,
+                "over alone": round(spent / (count * alone), 3),
+            }
+            if peer is not None:
+                theirs = peer_step(peer, contexts, target.vocab_size)
+                row |= {"vLLM ms": round(theirs * 1e3, 3), "vLLM over ours": round(theirs / spent, 2)}
+            rows.append(row)
             last = count, spent
     return rows
 
@@ -127,6 +140,7 @@ def arguments(argv: Seq[str] | None) -> argparse.Namespace:
     p.add_argument("--threads", type=common.positive, default=1)
     p.add_argument("--dtype", choices=DTYPES, default="float32")
     p.add_argument("--cache", choices=("paged", "slotted"), default="paged")
+    p.add_argument("--vllm", action="store_true", help="time vLLM's steps as well")
     p.add_argument("--json", action="store_true", help="end with the report as one JSON line")
     args = p.parse_args(argv)
     args.most = max(args.sequences)
@@ -150,12 +164,20 @@ def main(argv: Seq[str] | None = None) -> None:
     )
     target = load_models(config).target
     args.contexts = args.contexts or [c for c in CONTEXTS if c + 2 <= target.cache.max_len]
+    with WorkerPool() as pool:
+        peer = None
+        if args.vllm:
+            try:
+                peer = vllm_worker(pool, args.target, args.dtype, args.most)
+            except (Unavailable, WorkerError) as error:
+                raise SystemExit(f"vLLM: {error}") from None
+        rows = run(target, args, peer)
     report = {
         "benchmark": "scale",
         "machine": common.describe_machine("cpu"),
         "model": common.describe_model(args.target, args.dtype),
         "workload": {"ragged": args.ragged, "cache": args.cache, "kv_tokens": target.layout.tokens},
-        "rows": run(target, args),
+        "rows": rows,
     }
     print("machine  ", report["machine"])
     print("model    ", report["model"])

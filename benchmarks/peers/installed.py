@@ -69,29 +69,28 @@ class WorkerPool:
 
 def vllm_systems(args: argparse.Namespace, pool: WorkerPool) -> dict[int, list[System]]:
     """Per batch size; one process per k, which serves every batch size. Raises Unavailable, WorkerError."""
-    python = pool.installed("vllm", "vllm/bin/python")
     if args.weights != "as_is":
         raise Unavailable("it does not quantise to int8 at load on a CPU")
-    if args.dtype == "float64":
+    systems: dict[int, list[System]] = {batch: [] for batch in args.concurrency}
+    for k in [0, *fixed_drafts(args.spec)]:
+        drafting = [args.draft, str(k)] if k else []
+        worker = vllm_worker(pool, args.target, args.dtype, max(args.concurrency), drafting)
+        run = partial(ask, worker, args.max_tokens, k)
+        for of_batch in systems.values():
+            of_batch.append(System("vLLM", k, run))
+    return systems
+
+
+def vllm_worker(pool: WorkerPool, target: str, dtype: str, batch: int, drafting: Sequence[str] = ()) -> Worker:
+    """drafting: a draft model and k. Raises Unavailable, WorkerError."""
+    python = pool.installed("vllm", "vllm/bin/python")
+    if dtype == "float64":
         raise Unavailable("it has no float64")
     threads = torch.get_num_threads()
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     environment = {**VLLM_SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(threads)}
-    systems: dict[int, list[System]] = {batch: [] for batch in args.concurrency}
-    for k in [0, *fixed_drafts(args.spec)]:
-        drafting = [args.draft, str(k)] if k else []
-        command = [
-            str(python),
-            f"{WORKERS}/vllm_cpu.py",
-            args.target,
-            args.dtype,
-            str(max(args.concurrency)),
-            *drafting,
-        ]
-        run = partial(ask, pool.start(f"vllm-{k}", command, environment), args.max_tokens, k)
-        for of_batch in systems.values():
-            of_batch.append(System("vLLM", k, run))
-    return systems
+    command = [str(python), f"{WORKERS}/vllm_cpu.py", target, dtype, str(batch), *drafting]
+    return pool.start(f"vllm-{drafting[1] if drafting else 0}", command, environment)
 
 
 def llama_systems(args: argparse.Namespace, pool: WorkerPool) -> dict[int, list[System]]:

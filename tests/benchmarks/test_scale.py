@@ -1,10 +1,12 @@
 """The benchmark of scale: every cell that the memory holds, with contexts as asked for."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import scale
+from benchmarks.peers.installed import WorkerPool
 
 ARGS = ["--target=models/demo/target", "--seconds=0", "--json"]
 
@@ -28,6 +30,31 @@ def test_ragged_contexts_spread_from_an_eighth_to_all() -> None:
     assert sorted(contexts) == [100 + 100 * i for i in range(8)]
     assert contexts != sorted(contexts)
     assert scale.contexts_of(3, 800, ragged=False) == [800, 800, 800]
+
+
+class Peer:
+    """Takes a millisecond per token of its prompts for a step."""
+
+    def ask(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
+        return {"seconds": [1e-3 * sum(map(len, prompts))] * steps}
+
+    def close(self) -> None: ...
+
+
+def test_vllms_steps_stand_beside_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(scale, "vllm_worker", lambda *_: Peer())
+    scale.main([*ARGS, "--sequences=1,2", "--contexts=16", "--kv-tokens=600", "--vllm"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["vLLM ms"] for row in rows] == [16.0, 32.0]
+    assert [row["vLLM over ours"] for row in rows] == [
+        pytest.approx(row["vLLM ms"] / row["ms"], rel=0.01) for row in rows
+    ]
+
+
+def test_without_vllm_its_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scale, "WorkerPool", lambda: WorkerPool(tmp_path))
+    with pytest.raises(SystemExit, match=r"vLLM: not installed: run scripts/setup_peers\.sh"):
+        scale.main([*ARGS, "--sequences=1", "--contexts=16", "--vllm"])
 
 
 def test_without_contexts_those_that_the_target_allows_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
