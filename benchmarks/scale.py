@@ -25,7 +25,7 @@ from benchmarks.peers.worker import Worker, WorkerError
 from benchmarks.stats import table
 from engine.config import DTYPES, EngineConfig
 from engine.loading.load import load_models
-from engine.models.runner import Runner
+from engine.models.runner import Runner, kv_shape
 from engine.profiling.round_profile import ConstantDrafter
 from engine.round import run_round
 from engine.scheduler import Plan, Slice
@@ -167,8 +167,10 @@ def main(argv: Seq[str] | None = None) -> None:
     with WorkerPool() as pool:
         peer = None
         if args.vllm:
+            kv = kv_shape(target.decoder.config, target.decoder.dtype, target.device)
+            kv_bytes = target.layout.tokens * kv.token_bytes
             try:
-                peer = vllm_worker(pool, args.target, args.dtype, args.most)
+                peer = vllm_worker(pool, args.target, args.dtype, args.most, kv_gib=1 + kv_bytes // 2**30)
             except (Unavailable, WorkerError) as error:
                 raise SystemExit(f"vLLM: {error}") from None
         rows = run(target, args, peer)

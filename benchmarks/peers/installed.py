@@ -22,7 +22,6 @@ FOLDER = Path(os.environ.get("FORETOKEN_PEERS", ROOT / ".cache" / "peers"))
 WORKERS = Path(__file__).resolve().parent / "workers"
 VLLM_SETTINGS = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -81,14 +80,21 @@ def vllm_systems(args: argparse.Namespace, pool: WorkerPool) -> dict[int, list[S
     return systems
 
 
-def vllm_worker(pool: WorkerPool, target: str, dtype: str, batch: int, drafting: Sequence[str] = ()) -> Worker:
-    """drafting: a draft model and k. Raises Unavailable, WorkerError."""
+def vllm_worker(
+    pool: WorkerPool, target: str, dtype: str, batch: int, drafting: Sequence[str] = (), *, kv_gib: int = 1
+) -> Worker:
+    """drafting: a draft model and k. kv_gib: memory for keys and values. Raises Unavailable, WorkerError."""
     python = pool.installed("vllm", "vllm/bin/python")
     if dtype == "float64":
         raise Unavailable("it has no float64")
     threads = torch.get_num_threads()
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
-    environment = {**VLLM_SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(threads)}
+    environment = {
+        **VLLM_SETTINGS,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "OMP_NUM_THREADS": str(threads),
+    }
     command = [str(python), f"{WORKERS}/vllm_cpu.py", target, dtype, str(batch), *drafting]
     return pool.start(f"vllm-{drafting[1] if drafting else 0}", command, environment)
 

@@ -42,7 +42,7 @@ class Peer:
 
 
 def test_vllms_steps_stand_beside_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(scale, "vllm_worker", lambda *_: Peer())
+    monkeypatch.setattr(scale, "vllm_worker", lambda *_, **kv: Peer())
     scale.main([*ARGS, "--sequences=1,2", "--contexts=16", "--kv-tokens=600", "--vllm"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["vLLM ms"] for row in rows] == [16.0, 32.0]
