@@ -23,7 +23,7 @@ class GatheredStorage(Blocks):
         self._all_rows = memory.flatten(1, 2)
         self.rows = self._all_rows.unbind(0)
         self.blocks = memory.unbind(0)  # per layer [blocks + BESIDE, block_size, 2·kv_heads, head_dim]
-        self._offsets = torch.arange(cache.block_size, device=shape.device)  # of rows in a block
+        self._copies = memory.new_empty(0)  # of blocks, for attention
         self.spare_row = (cache.num_blocks + 1) * cache.block_size
         super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)
 
@@ -62,20 +62,32 @@ class GatheredStorage(Blocks):
         count = -(-length // self.block_size)
         tables = [self._cache.slot_table(s)[:count] for s in range(first_slot, first_slot + slots)]
         padded = [table + [self._zero_block] * (count - len(table)) for table in tables]
-        blocks = torch.tensor(padded, dtype=torch.int64, device=self._offsets.device)[:, :, None]  # [slots, count, 1]
+        blocks = torch.tensor(padded, dtype=torch.int64, device=self._all_rows.device)
         if self._cache.window is not None:
             blocks.masked_fill_(blocks == HIDDEN, self._zero_block)
-        index = (blocks * self.block_size + self._offsets).flatten(1)[:, :length]  # [slots, length]
-        return GatheredView(self.rows, index, self._kv_heads)
+        return GatheredView(self, blocks, length, self._kv_heads)
+
+    def copied(self, layer: int, blocks: Tensor) -> Tensor:
+        """The blocks [n] of a layer, [n, block_size, 2·kv_heads, head_dim], in memory that the next copy overwrites.
+
+        A system takes longer to give such memory anew in each layer than the copy takes.
+        """
+        count, memory = len(blocks), self.blocks[layer]
+        if len(self._copies) < count:
+            self._copies = memory.new_empty(0)  # the old ones go before the new ones come
+            with torch.inference_mode(False):  # a tensor of inference could be written there only
+                self._copies = memory.new_empty(count, *memory.shape[1:])
+        return torch.index_select(memory, 0, blocks, out=self._copies[:count])
 
 
 class GatheredView:
-    """A KVView that copies the rows of `index` [slots, length]. All layers use the same row numbers."""
+    """A KVView that copies the blocks [slots, count]. All layers use the same block numbers."""
 
-    def __init__(self, rows: tuple[Tensor, ...], index: Tensor, kv_heads: int) -> None:
-        self._rows, self._kv_heads = rows, kv_heads
-        self._shape, self._index = index.shape, index.flatten()
+    def __init__(self, storage: GatheredStorage, blocks: Tensor, length: int, kv_heads: int) -> None:
+        self._storage, self._kv_heads, self._length = storage, kv_heads, length
+        self._shape, self._index = blocks.shape, blocks.flatten()
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
-        chosen = self._rows[layer].index_select(0, self._index).unflatten(0, self._shape).transpose(1, 2)
+        chosen = self._storage.copied(layer, self._index).unflatten(0, self._shape).flatten(1, 2)
+        chosen = chosen[:, : self._length].transpose(1, 2)
         return chosen[:, : self._kv_heads], chosen[:, self._kv_heads :]

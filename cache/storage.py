@@ -48,7 +48,10 @@ class KVView(Protocol):
     """The K and V that one attention group reads in one pass."""
 
     def __getitem__(self, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Return K and V [slots, kv_heads, length, head_dim]. Call it after the pass has written the layer's rows."""
+        """Return K and V [slots, kv_heads, length, head_dim]. Call it after the pass has written the layer's rows.
+
+        They may be copies, which hold until the next call for any view of the storage.
+        """
         ...
 
 

@@ -34,6 +34,20 @@ def test_a_window_is_read_anew_in_every_layer(dtype: torch.dtype) -> None:
     assert not window[0][0].any()
 
 
+def test_all_layers_and_views_are_copied_to_the_same_memory() -> None:
+    """Memory that is given anew in each layer takes longer than the copy. A larger view gets larger memory."""
+    _, storage = scattered()
+    large, small = storage.view(0, 4, 12), storage.view(1, 1, 5)
+    places = {small[0][0].data_ptr(), small[1][0].data_ptr()}
+    assert len(places) == 1
+    places = {view[layer][0].data_ptr() for view in (large, small) for layer in (0, 1)}
+    assert len(places) == 1
+    with torch.inference_mode():
+        larger = storage.view(0, 4, 15)
+        assert larger[0][0].data_ptr() == larger[1][0].data_ptr()
+    assert not larger[0][0][2:].any()  # also outside of inference
+
+
 def test_places_follow_the_table() -> None:
     cache, storage = scattered()
     for slot in (0, 1):
