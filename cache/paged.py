@@ -119,10 +119,7 @@ class PagedCache:
         if (len(held.table) + blocks - 1) * self.block_size >= self.max_len:  # whether or not it must copy a block
             return self.max_len - held.length
         blocks -= self._must_copy(held)
-        if blocks < 0:
-            return 0
-        backed = (len(held.table) + blocks) * self.block_size
-        return min(backed, self.max_len) - held.length
+        return 0 if blocks < 0 else min((len(held.table) + blocks) * self.block_size, self.max_len) - held.length
 
     def reserve(self, handle: int, count: int) -> None:
         held = self._held[handle]

@@ -80,7 +80,14 @@ def layouts(
     block_size = choose_block_size(config, shapes, slots, max_len)
     budget = kv_blocks(config, shapes, block_size, weights_bytes, activation_bytes, max_len, memory, lengths)
     layout = Layout(slots, max_len, block_size, budget.blocks, config.prefix_cache)
-    layout = replace(layout, mapped=_mappings(layout, shapes) < max_map_count() // 2)
+    limit = max_map_count() // 2
+    layout = replace(layout, mapped=_mappings(layout, shapes) < limit)
+    if not layout.mapped:
+        log.warning(
+            "the KV memory is gathered, which is slower for long contexts: to map it may take %s mappings, and half of "
+            "vm.max_map_count is %s: raise vm.max_map_count, or lower max_running %s or max_model_len %s",
+            *(f"{n:,}" for n in (_mappings(Layout(slots, max_len, BLOCK_SIZES[-1]), shapes), limit, slots, max_len)),
+        )
     access = "mapped" if all(mappable(layout, shape) for shape in shapes) else "gathered"
     log.info("the KV cache has %s, %s", budget, access)
     return [

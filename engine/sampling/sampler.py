@@ -199,8 +199,7 @@ class Sampler:
         return self._filters.pick(index_tensor([self._filter_row[row] for row in rows], self.device))
 
     def _device_filters(self, rows: Seq[int]) -> DeviceFilters:
-        params = [self._params[row] for row in rows] if self._filter_row else []  # most rounds truncate nothing
-        return DeviceFilters(params, self.numbers, tuple(rows))
+        return DeviceFilters([self._params[row] for row in rows if self._filter_row], self.numbers, tuple(rows))
 
     def _device_race(self, rows: Seq[int]) -> DeviceRace:
         """The race of these rows. Rows of the target's own stream have noise in it."""

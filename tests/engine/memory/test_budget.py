@@ -321,11 +321,17 @@ def test_blocks_grow_until_their_mappings_are_few(monkeypatch: pytest.MonkeyPatc
 
 
 @linux
-def test_too_many_mappings_of_any_size_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_mappings_of_any_size_are_not_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of 256 positions there are 1,152 blocks."""
     monkeypatch.setattr(memory_budget, "max_map_count", lambda: 2 * 1_152)
     made = layouts(configured(kv_tokens=4_096), PAIR, 0, 0, 1_024, PLENTY)
     assert [(m.block_size, m.mapped) for m in made] == [(32, False)] * 2
+    assert caplog.messages == [
+        "the KV memory is gathered, which is slower for long contexts: to map it may take 1,152 mappings, and half of "
+        "vm.max_map_count is 1,152: raise vm.max_map_count, or lower max_running 16 or max_model_len 1,024"
+    ]
 
 
 def test_a_gpu_maps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
