@@ -93,11 +93,12 @@ def measure(target: Runner, contexts: Seq[int], seconds: float) -> float:
     return median(times)
 
 
-def peer_step(worker: Worker, contexts: Seq[int], vocab: int) -> float:
-    """Median seconds of vLLM's steps behind prompts of these lengths. Raises WorkerError."""
+def peer_step(worker: Worker, contexts: Seq[int], vocab: int) -> float | None:
+    """Median seconds of vLLM's steps behind prompts of these lengths; None: no room is left for them. Raises
+    WorkerError."""
     prompts = [[(7 * i + j) % vocab for j in range(context)] for i, context in enumerate(contexts)]
     seconds: list[float] = worker.ask(prompts=prompts, steps=PEER_STEPS)["seconds"]
-    return median(seconds)
+    return median(seconds) if seconds else None
 
 
 @torch.inference_mode()
@@ -123,7 +124,8 @@ def run(target: Runner, args: argparse.Namespace, peer: Worker | None = None) ->
             }
             if peer is not None:
                 theirs = peer_step(peer, contexts, target.vocab_size)
-                row |= {"vLLM ms": round(theirs * 1e3, 3), "vLLM over ours": round(theirs / spent, 2)}
+                row["vLLM ms"] = None if theirs is None else round(theirs * 1e3, 3)
+                row["vLLM over ours"] = None if theirs is None else round(theirs / spent, 2)
             rows.append(row)
             last = count, spent
     return rows
@@ -164,16 +166,14 @@ def main(argv: Seq[str] | None = None) -> None:
     )
     target = load_models(config).target
     args.contexts = args.contexts or [c for c in CONTEXTS if c + 2 <= target.cache.max_len]
+    kv = kv_shape(target.decoder.config, target.decoder.dtype, target.device)
+    kv_gib = 1 + target.layout.tokens * kv.token_bytes // 2**30
     with WorkerPool() as pool:
-        peer = None
-        if args.vllm:
-            kv = kv_shape(target.decoder.config, target.decoder.dtype, target.device)
-            kv_bytes = target.layout.tokens * kv.token_bytes
-            try:
-                peer = vllm_worker(pool, args.target, args.dtype, args.most, kv_gib=1 + kv_bytes // 2**30)
-            except (Unavailable, WorkerError) as error:
-                raise SystemExit(f"vLLM: {error}") from None
-        rows = run(target, args, peer)
+        try:
+            peer = vllm_worker(pool, args.target, args.dtype, args.most, kv_gib=kv_gib) if args.vllm else None
+            rows = run(target, args, peer)
+        except (Unavailable, WorkerError) as error:
+            raise SystemExit(f"vLLM: {error}") from None
     report = {
         "benchmark": "scale",
         "machine": common.describe_machine("cpu"),

@@ -132,7 +132,7 @@ class Goodput:
         rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
         halved, resumed = before.drafts > 0 and before.drafts >= 2 * ks.sum(), drafting and before.rounds > 0
         holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
-        return Choice(ks, reasons, best.shapes, 0.0, holds, surprises=True, newcomer_k=newcomer_k, rests=rests), budget
+        return Choice(ks, reasons, best.shapes, holds=holds, surprises=True, newcomer_k=newcomer_k, rests=rests), budget
 
     def _plan(self, observation: Observation) -> Allocation:
         last = fixed_drafts_only(observation)

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.peers.installed import WorkerPool
+from benchmarks.peers.worker import WorkerError
 
 ARGS = ["--target=models/demo/target", "--seconds=0", "--json"]
 
@@ -33,10 +34,13 @@ def test_ragged_contexts_spread_from_an_eighth_to_all() -> None:
 
 
 class Peer:
-    """Takes a millisecond per token of its prompts for a step."""
+    """Takes a millisecond per token of its prompts for a step. It has no room behind a hundred of one prompt, and ends
+    at three prompts."""
 
     def ask(self, prompts: list[list[int]], steps: int) -> dict[str, list[float]]:
-        return {"seconds": [1e-3 * sum(map(len, prompts))] * steps}
+        if len(prompts) == 3:
+            raise WorkerError("vllm-0 ended with status 1")
+        return {"seconds": [1e-3 * sum(map(len, prompts))] * (steps if len(prompts[0]) < 100 else 0)}
 
     def close(self) -> None: ...
 
@@ -49,6 +53,18 @@ def test_vllms_steps_stand_beside_ours(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [row["vLLM over ours"] for row in rows] == [
         pytest.approx(row["vLLM ms"] / row["ms"], rel=0.01) for row in rows
     ]
+
+
+def test_a_cell_for_which_vllm_has_no_room_is_blank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scale, "vllm_worker", lambda *_, **kv: Peer())
+    scale.main([*ARGS, "--sequences=1", "--contexts=16,100", "--kv-tokens=600", "--vllm"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["vLLM ms"] for row in rows] == [16.0, None]
+    assert rows[1]["vLLM over ours"] is None
+    with pytest.raises(SystemExit, match="vLLM: vllm-0 ended with status 1"):
+        scale.main([*ARGS, "--sequences=3", "--contexts=16", "--kv-tokens=600", "--vllm"])
 
 
 def test_without_vllm_its_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Freed blocks are kept, so that allocating again costs few page faults. The number of compiled products is bounded."""
+"""Freed blocks are kept, so that allocating again costs few page faults. The number of compiled products is bounded.
+Old objects are kept out of collections."""
 
 import gc
 import sys
