@@ -55,7 +55,7 @@ class GatheredStorage(Blocks):
         return rows
 
     def table(self, slot: int) -> list[int]:
-        """The numbers of the slot's blocks in `blocks`, HIDDEN for those that no query sees. Read only."""
+        """As in Storage, with HIDDEN for the blocks that no query sees."""
         return self._cache.slot_table(slot)
 
     def view(self, first_slot: int, slots: int, length: int) -> KVView:

@@ -61,6 +61,18 @@ class Storage(Protocol):
         """Per layer [rows, 2·kv_heads, head_dim]. A pass writes the rows that `row_numbers` names."""
         ...
 
+    @property
+    def blocks(self) -> Sequence[Tensor]:
+        """Per layer [blocks, positions, 2·kv_heads, head_dim], contiguous: the same memory."""
+        ...
+
+    def table(self, slot: int) -> Sequence[int]:
+        """The numbers of a prepared slot's blocks in `blocks`, in the order of its positions. Read only.
+
+        A block that the sequence's window has left may have any number.
+        """
+        ...
+
     def run(self, first: int, count: int) -> Sequence[Tensor]:
         """Per layer [count, 2·kv_heads, head_dim]: the rows from number `first` on. What is written there is stored."""
         ...
@@ -120,9 +132,13 @@ class Contiguous:
     def __init__(self, memory: Tensor, kv_heads: int) -> None:
         self._all_rows = memory.flatten(1, 2)
         self.rows = self._all_rows.unbind(0)
+        self.blocks = memory.unbind(0)  # a slot is a block
         self._stride = memory.shape[2]  # rows from one slot to the next
         by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
         self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
+
+    def table(self, slot: int) -> Sequence[int]:
+        return (slot,)
 
     def run(self, first: int, count: int) -> Sequence[Tensor]:
         return self._all_rows.narrow(1, first, count).unbind(0)

@@ -23,12 +23,12 @@ from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
 from engine.kernels.paged_rows import MAX_NODES
 from engine.kernels.verdict import match_verdict
 from engine.models import padded_pass
-from engine.models.attention import Span
 from engine.models.decoder import WatchedStates
 from engine.models.feeds import Feed
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
+from engine.models.spans import Span
 from engine.sampling.acceptance import DeviceVerdict, Verdict
 from engine.sampling.device_bias import is_biased
 from engine.scheduler import Plan, Slice

@@ -9,10 +9,10 @@ from cache.gathered import GatheredStorage
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.chain_draws import ChainDraws
 from engine.models import padded_pass
-from engine.models.attention import Span
 from engine.models.padded_pass import PaddedPlans
 from engine.models.paged_attention import PagedAttention
 from engine.models.runner import Runner
+from engine.models.spans import Span
 from engine.sequence import Sequence
 
 

@@ -11,9 +11,9 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.captured_chains import GapPass
 from engine.drafters.model_trees import NO_NODE, FedTree
 from engine.drafters.tree_draws import TreeDraws
-from engine.models.attention import Span
 from engine.models.paged_attention import PagedAttention, cutting_windows
 from engine.models.runner import Runner
+from engine.models.spans import Span
 from engine.trees import Parents
 
 

@@ -39,15 +39,21 @@ def make_runners(
     target = Runner(first, layout, device, deterministic=config.deterministic, staging=staging)
     drafts = [draft_runner(config, *pair, staging) for pair in zip(others, of_others, strict=True)]
     target.reader = next(filter(None, map(reader_of, drafts)), None)
+    if config.products == "auto":
+        target.attention_plans.measure()
     return [target, *drafts]
 
 
 def draft_runner(config: EngineConfig, model: Model, layout: Layout, staging: Staging) -> Runner:
     """A draft's runner. A head's gets states once its reader is the target's: see `reader_of`."""
     if not isinstance(model, EagleHead):
-        return Runner(model, layout, staging.device, staging=staging)
-    states = TargetStates(model.layers, HEAD_DRAFTERS, max_states(config))
-    return HeadRunner(model, layout, states, staging)
+        runner = Runner(model, layout, staging.device, staging=staging)
+    else:
+        states = TargetStates(model.layers, HEAD_DRAFTERS, max_states(config))
+        runner = HeadRunner(model, layout, states, staging)
+    if config.products == "auto":
+        runner.attention_plans.measure()
+    return runner
 
 
 def reader_of(draft: Runner) -> TargetStates | None:

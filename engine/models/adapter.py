@@ -23,10 +23,11 @@ from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.config import ConfigError
 from engine.memory.errors import out_of_memory
-from engine.models.attention import Attention, Span, plan_attention
+from engine.models.attention import Attention, plan_attention
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.pass_attention import PassAttention, Scoring
 from engine.models.shards import Shards
+from engine.models.spans import Span
 
 NAME = "packed_kv"  # of the attention function
 PROBE_TOKENS = 3

@@ -1,8 +1,10 @@
 """Attention of packed, ragged queries over a KV cache's memory.
 
-A span is one sequence's tokens in a pass: a prefill chunk, one token, or 1 + k verification tokens. Short spans in
-neighbouring slots are computed by one batched call over a view of those slots, other spans alone. Only the attention of
-such a group is padded, never a matrix product. The storage decides whether K and V are copied for it.
+A span is one sequence's tokens in a pass: a prefill chunk, one token, or 1 + k verification tokens. Short spans are
+computed by compiled code that reads the storage's blocks (cpu_attention.py), the others by torch's fused attention.
+There, and wherever that code is not at hand, short spans in neighbouring slots are computed by one batched call over a
+view of those slots, other spans alone. Only the attention of such a group is padded, never a matrix product. The
+storage decides whether K and V are copied for it.
 
 A layer with a sliding window reads the last keys of that view only; the mask hides what lies before a query's window.
 
@@ -11,10 +13,10 @@ a key's place in the slot is not its position there. The mask is made as if a no
 the keys of its path are shown to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -22,54 +24,15 @@ from torch import Tensor
 
 from cache.storage import Storage
 from cache.transfer import index_tensor
+from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.pass_attention import PLAIN, Scoring
-from engine.trees import Parents, depths, is_chain, seen_pairs
+from engine.models.spans import Span
+from engine.trees import seen_pairs
 
 GROUP_WASTE = 3  # a group may compute at most this many times the attention scores that its spans need
 SPAN_OVERHEAD = 1500  # attention scores that cost about as much as one more call
 KEY_BLOCK = 16  # attention adds over keys in vectors of up to this many numbers
 EXPLICIT_SCORES = 1 << 22  # scores of one head that are held at once where torch's fused attention cannot be used
-
-
-class Span(NamedTuple):
-    """Consecutive tokens of one sequence, at places start … end − 1 of its slot.
-
-    The nodes of a tree have the last places, in the order of their numbers, from `base` on. The first nodes may have
-    been fed by earlier passes. A node of depth d has position base + d − 1. Any other token's position is its place.
-    """
-
-    slot: int
-    start: int
-    end: int
-    parents: Parents | None = None  # the shape of the tree; None: there is none, or it is a chain
-
-    @classmethod
-    def at(cls, slot: int, start: int, size: int, parents: Parents | None = None) -> "Span":
-        return cls(slot, start, start + size, None if parents is None or is_chain(parents) else parents)
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        return self.end - self.start
-
-    @property
-    def base(self) -> int:
-        """The place of the tree's first node."""
-        return self.end - len(self.parents or ())
-
-    def positions(self) -> Sequence[int]:
-        if self.parents is None:
-            return range(self.start, self.end)
-        base = self.base
-        nodes = [base + depth - 1 for depth in depths(self.parents)]
-        return [*range(self.start, base), *nodes[max(0, self.start - base) :]]
-
-    def last_visible(self) -> Sequence[int]:
-        """Each query sees all places up to this one, and a node its path as well."""
-        if self.parents is None:
-            return range(self.start, self.end)
-        committed = range(self.start, self.base)
-        return [*committed, *[self.base - 1] * (self.size - len(committed))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +60,7 @@ class AttentionPlan:
     positions: Tensor  # [N] int64
     cache_rows: Tensor  # [N] int64: the storage's row of that position
     first_row: int | None  # where the rows are those from this one on, in order; None: they are not
-    groups: tuple[Group, ...]
+    groups: tuple[Group | BlockGroup, ...]
     separate: bool = False  # each query is computed by itself, so that its result does not depend on the others
 
 
@@ -110,10 +73,12 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device,
     separate_to: int | None = None,
+    reader: BlockReader | None = None,
 ) -> AttentionPlan:
     """Plan a pass. Spans are in packed order, one per slot; short spans should be sorted by slot.
 
     separate_to: compute each query by itself; no sequence has more positions than that. None: together.
+    reader: what computes short spans, and where a query must not depend on others all spans. None: torch does.
     """
     trees = [s.parents for s in spans] != [None] * len(spans)
     index: list[int] = []  # positions, then cache rows, then, with trees, the last visible keys: one transfer for all
@@ -128,17 +93,20 @@ def plan_attention(
             index += s.last_visible()
     positions, cache_rows, *visible = index_tensor(index, device).view(2 + trees, -1).unbind(0)
     in_order = len(spans) == 1 and rows_used == list(range(rows_used[0], rows_used[0] + len(rows_used)))
-    groups, row = [], 0
-    for members in _grouped(spans):
+    groups: list[Group | BlockGroup] = []
+    row, group_size = 0, num_heads // num_kv_heads
+    for by_blocks, members in _parted(spans, group_size, separate_to is not None, reader):
         rows = slice(row, row + sum([s.size for s in members]))
+        row = rows.stop
+        if by_blocks:
+            groups.append(BlockGroup.of(rows, members, storage))
+            continue
         queries = positions if len(members) == len(spans) else positions[rows]
         last_visible = visible[0][rows] if trees else queries
         end = max([s.end for s in members])
         keys = end if separate_to is None else max(end, min(separate_to, -(-end // KEY_BLOCK) * KEY_BLOCK))
         masked = separate_to is not None  # a call without a mask would take another kernel
-        group_size = num_heads // num_kv_heads
         groups.append(_make_group(members, keys, rows, queries, last_visible, group_size, dtype, masked))
-        row = rows.stop
     first_row = rows_used[0] if in_order else None
     return AttentionPlan(positions, cache_rows, first_row, tuple(groups), separate_to is not None)
 
@@ -147,12 +115,16 @@ class Attention:
     """The attention of one pass over views of a cache's memory. The views and the masks are made once, not once per
     layer."""
 
-    def __init__(self, plan: AttentionPlan, storage: Storage) -> None:
+    def __init__(self, plan: AttentionPlan, storage: Storage, reader: BlockReader | None = None) -> None:
+        """reader: the plan's."""
         self.plan = plan
+        self._reader = reader
         self._rows = storage.rows
         # A copy into a view costs half of a copy by row numbers.
         self._run = None if plan.first_row is None else storage.run(plan.first_row, plan.cache_rows.shape[0])
-        self._views = [storage.view(g.first_slot, g.slots, g.keys) for g in plan.groups]
+        self._views = [
+            storage.view(g.first_slot, g.slots, g.keys) if isinstance(g, Group) else None for g in plan.groups
+        ]
         self._slid: dict[tuple[int, int], tuple[int, Tensor | None]] = {}  # (group, window) → (first key, mask)
 
     @property
@@ -178,8 +150,12 @@ class Attention:
         return torch.cat([self._attend(number, layer, queries[group.rows], scoring) for number, group in groups])
 
     def _attend(self, number: int, layer: int, queries: Tensor, scoring: Scoring) -> Tensor:
-        group = self.plan.groups[number]
-        keys, values = self._views[number][layer]
+        group, view = self.plan.groups[number], self._views[number]
+        if isinstance(group, BlockGroup):
+            assert self._reader is not None, "the plan was made for a reader of blocks"
+            return self._reader.attend(group, layer, queries, scoring)
+        assert view is not None
+        keys, values = view[layer]
         mask, window = group.mask, scoring.window
         if window is not None and window < group.keys:
             if (number, window) not in self._slid:
@@ -278,6 +254,20 @@ def _explicit(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scor
 
 def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _parted(
+    spans: Sequence[Span], group_size: int, separate: bool, reader: BlockReader | None
+) -> Iterator[tuple[bool, Sequence[Span]]]:
+    """Split the packed order into runs: (whether the reader computes it, its spans)."""
+    if reader is None:
+        yield from ((False, run) for run in _grouped(spans))
+        return
+    for short, run in groupby(spans, lambda span: separate or reader.takes(span, group_size)):
+        if short:
+            yield True, list(run)
+        else:
+            yield from ((False, long) for long in _grouped(list(run)))
 
 
 def _grouped(spans: Sequence[Span]) -> list[list[Span]]:

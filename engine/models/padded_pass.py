@@ -11,9 +11,9 @@ from cache.gathered import GatheredStorage
 from engine.device.round_limits import table_width
 from engine.device.staging import Staged, Staging
 from engine.kernels.paged_rows import max_split_rows
-from engine.models.attention import Span
 from engine.models.paged_attention import PagedPlan, PagedTrees, path_bits_of
 from engine.models.runner import Runner
+from engine.models.spans import Span
 
 
 def can_capture(runner: Runner) -> bool:

@@ -16,8 +16,8 @@ from engine.device.staging import Staged, Staging
 from engine.kernels.paged_attention import attend
 from engine.kernels.paged_rows import MAX_NODES, PagedRows, max_split_rows, path_bits
 from engine.kernels.row_work import rotate_and_store
-from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
+from engine.models.spans import Span
 from engine.trees import depths
 
 

@@ -10,19 +10,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cache.gathered import GatheredStorage
 from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.storage import KVShape
 from engine.device.round_clock import Forward, elapsed_ns, forwards_us, mark
 from engine.device.staging import Staged, Staging
 from engine.drafters.translation import DraftText, Translation
-from engine.models.attention import Attention, Span, plan_attention
+from engine.models.attention import Attention
+from engine.models.attention_plans import AttentionPlans
 from engine.models.chain_passes import ChainPasses
 from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
 from engine.models.feeds import Feed, StateReader, insert_drafts, ragged
 from engine.models.look_ahead import LookAhead, LookAheadRows
 from engine.models.paged_attention import PagedAttention, PagedPlan
+from engine.models.spans import Span
 from engine.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -73,15 +74,16 @@ class Runner:
         between the keys that the node sees."""
         self.decoder = decoder
         self.number = next(_numbers)  # no other runner of the process has it
-        self._separate_to = layout.max_len if deterministic else None
         self.device = device
         self.staging = Staging(device) if staging is None else staging
         self._forwards: list[Forward] = []  # that nobody has taken: the device may still be at work
         self._largest_pass = (1, 0)  # tokens of the largest pass so far, nanoseconds of the latest pass of that size
         self.layout = layout
         self.cache = make_cache(layout)
-        self.storage = make_storage(layout, self.cache, kv_shape(decoder.config, decoder.dtype, device))
-        self._reads_blocks = device.type != "cpu" and isinstance(self.storage, GatheredStorage)
+        shape = kv_shape(decoder.config, decoder.dtype, device)
+        self.storage = make_storage(layout, self.cache, shape)
+        separate_to = layout.max_len if deterministic else None
+        self.attention_plans = AttentionPlans(decoder.config, self.storage, shape, separate_to)
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
         self.chains = ChainPasses(decoder)
         self.reader: StateReader | None = None
@@ -254,7 +256,7 @@ class Runner:
             put(draft_places) if draft_rows and ragged(feeds) else None,
             None if len(logit_rows) >= len(ids) else put(logit_rows),
             put(prompt_rows) if prompt_rows else None,
-            self._plan_blocks([feed.sequence.handle for feed in feeds], spans) if self._reads_blocks else None,
+            self._plan_ahead([feed.sequence.handle for feed in feeds], spans),
             ahead=None if riding is None else riding.plan(feeds, [span.start for span in spans], self.staging),
         )
 
@@ -350,7 +352,7 @@ class Runner:
         for handle, more in zip(handles, ahead or [0] * len(handles), strict=True):
             self.cache.reserve(handle, 1 + more)
             spans.append(Span.at(self.cache.slot(handle), self.cache.length(handle) + more, 1))
-        paged = self._plan_blocks(handles, spans) if self._reads_blocks else None
+        paged = self._plan_ahead(handles, spans)
         return PlannedPass((), handles, spans, None, None, None, None, None, paged)
 
     def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
@@ -358,28 +360,17 @@ class Runner:
         reader = self.reader
         return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
 
-    def _plan_blocks(self, handles: Seq[int], spans: Seq[Span]) -> PagedPlan | None:
-        """The plan of a pass whose attention reads the blocks themselves; None: `plan_attention` makes it later."""
-        assert isinstance(self.storage, GatheredStorage)
+    def _plan_ahead(self, handles: Seq[int], spans: Seq[Span]) -> PagedPlan | None:
+        """The plan of a pass whose numbers are put on their way with it; None: `_attention` makes it."""
+        if not self.attention_plans.ahead:
+            return None
         self.storage.prepare(handles)
-        return PagedPlan.of(spans, self.storage, self.staging, self.decoder.config.traits.windows)
+        return self.attention_plans.plan_ahead(spans, self.staging)
 
     def _attention(self, planned: PlannedPass) -> Attention | PagedAttention:
-        if planned.paged is not None:
-            assert isinstance(self.storage, GatheredStorage)
-            return PagedAttention(planned.paged, self.storage)
-        config = self.decoder.config
-        self.storage.prepare(planned.handles)
-        plan = plan_attention(
-            planned.spans,
-            self.storage,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dtype=self.decoder.dtype,
-            device=self.device,
-            separate_to=self._separate_to,
-        )
-        return Attention(plan, self.storage)
+        if planned.paged is None:
+            self.storage.prepare(planned.handles)
+        return self.attention_plans.attention(planned.spans, planned.paged)
 
     def _forward(self, planned: PlannedPass, tokens: Tensor, watched: WatchedStates | None) -> tuple[Tensor, Tensor]:
         """(logits of the rows that give any, states of all rows). What is timed leaves out prompt rows."""

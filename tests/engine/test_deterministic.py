@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_company(wide: Pair, dtype: str) -> None:
 
 def test_without_separate_queries_rows_differ(wide: Pair) -> None:
     model = runner(wide, "float32")
-    model._separate_to = None
+    model.attention_plans.separate_to = None
     assert differing(model)
 
 

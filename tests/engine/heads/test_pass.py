@@ -18,6 +18,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from engine.heads.files import head_kind
 from engine.heads.pass_heads import PassDrafter
+from engine.kernels import paged_rows
 from engine.loading.load import load_models
 from engine.models.look_ahead import LookAhead, LookAheadRows
 from engine.trees import ROOT, Parents, with_chains
@@ -191,7 +192,8 @@ def test_a_mask_that_shows_other_branches_is_noticed(looking: Looking, monkeypat
     def all_before(parents: Parents, window: int | None = None) -> list[tuple[int, int]]:
         return [(node, seen) for node in range(len(parents)) for seen in range(node + 1)]
 
-    monkeypatch.setattr(attention_module, "seen_pairs", all_before)
+    for module in (attention_module, paged_rows):  # for masks, and for bits
+        monkeypatch.setattr(module, "seen_pairs", all_before)
     assert_noticed(looking)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.paged_rows import PagedRows, max_split_rows, path_bits
-from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
+from engine.models.spans import Span
 from engine.trees import ROOT, Parents, seen_pairs
 
 GARBAGE = (-1, -(2**31), 10**6, 2**31 - 1)  # block numbers where a sequence has no block

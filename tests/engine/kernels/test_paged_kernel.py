@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.paged_attention import reference
-from engine.models.attention import Span
 from engine.models.pass_attention import PLAIN, Scoring
+from engine.models.spans import Span
 from engine.trees import ROOT, branching
 from tests.engine.kernels.faults import in_proofs, usual_and_proofs, with_fault
 from tests.engine.kernels.paged_cases import (

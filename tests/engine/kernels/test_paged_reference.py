@@ -19,8 +19,9 @@ from cache.storage import KVShape
 from engine.kernels import paged_attention
 from engine.kernels.paged_attention import attend
 from engine.kernels.paged_rows import MAX_NODES, path_bits
-from engine.models.attention import Attention, Span, plan_attention
+from engine.models.attention import Attention, plan_attention
 from engine.models.pass_attention import PLAIN, Scoring
+from engine.models.spans import Span
 from engine.trees import ROOT, chain
 from tests.engine.kernels.paged_cases import (
     Case,

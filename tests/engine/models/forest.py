@@ -43,11 +43,14 @@ class Part:
 class Forest:
     """A model with sequences 0, 1, … over memory of one kind."""
 
-    def __init__(self, decoder: LanguageModel, kind: str, texts: Seq[list[int]]) -> None:
+    def __init__(self, decoder: LanguageModel, kind: str, texts: Seq[list[int]], *, blocks: bool = True) -> None:
+        """blocks: whether the attention of short spans reads blocks."""
         size = BLOCKS[kind]
-        blocks = SLOTS * -(-MAX_LEN // size) if size else 0
-        layout = Layout(SLOTS, MAX_LEN, size, blocks, window=decoder.config.traits.widest_window if size else None)
+        count = SLOTS * -(-MAX_LEN // size) if size else 0
+        layout = Layout(SLOTS, MAX_LEN, size, count, window=decoder.config.traits.widest_window if size else None)
         self.runner = Runner(decoder, layout, CPU)
+        if not blocks:
+            self.runner.attention_plans.reader = None
         self.sequences = [make_sequence(handle, text) for handle, text in enumerate(texts)]
         self._fresh = Runner(decoder, Layout(1, MAX_LEN), CPU)
 

@@ -6,11 +6,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.models.attention import AttentionPlan, Span, plan_attention
+from engine.models.attention import AttentionPlan, plan_attention
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Runner
+from engine.models.spans import Span
 from tests.engine.driving import make_sequence
 from tests.kv import kv_layout
 
@@ -28,9 +29,13 @@ def load_alone(checkpoint: str, dtype: torch.dtype = torch.float64, max_len: int
 class Reader:
     """Feeds texts to a Runner, text s in slot s, and compares each row of logits with the expected ones."""
 
-    def __init__(self, decoder: LanguageModel, texts: list[list[int]], expected: Tensor) -> None:
-        """expected [slots, length, vocab] fp64."""
+    def __init__(
+        self, decoder: LanguageModel, texts: list[list[int]], expected: Tensor, *, blocks: bool = True
+    ) -> None:
+        """expected [slots, length, vocab] fp64. blocks: whether the attention of short spans reads blocks."""
         self.runner = Runner(decoder, kv_layout(SLOTS, LENGTH), torch.device("cpu"))
+        if not blocks:
+            self.runner.attention_plans.reader = None
         self.expected = expected
         self.tolerance = TOLERANCE[decoder.dtype]
         self.sequences = [make_sequence(slot, text) for slot, text in enumerate(texts)]
@@ -51,6 +56,7 @@ class Reader:
             num_kv_heads=config.num_kv_heads,
             dtype=self.runner.decoder.dtype,
             device=self.runner.device,
+            reader=self.runner.attention_plans.reader,
         )
 
     def feed(self, counts: Mapping[int, int], drafts: Mapping[int, int] = {}) -> None:

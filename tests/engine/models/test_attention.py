@@ -7,7 +7,8 @@ from cache.layout import Layout, make_cache
 from cache.memory import make_storage
 from cache.paged import PagedCache
 from cache.storage import KVShape
-from engine.models.attention import Attention, Span, plan_attention
+from engine.models.attention import Attention, plan_attention
+from engine.models.spans import Span
 
 SHAPE = KVShape(2, 1, 4, torch.float64, torch.device("cpu"))
 BLOCK, HEADS = 4, 2

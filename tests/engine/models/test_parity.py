@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence as Seq
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 
 import engine.models.attention as attention
-import engine.models.runner as runner_module
+import engine.models.attention_plans as attention_plans
 from cache.storage import Storage
-from engine.models.attention import AttentionPlan, Span, plan_attention
+from engine.models.attention import AttentionPlan, plan_attention
+from engine.models.cpu_attention import LANES, BlockGroup, VisibleRows
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
+from engine.models.spans import Span
 from tests.engine.driving import make_sequence
 from tests.engine.models.reader import LENGTH, SLOTS, Reader, load_alone
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
@@ -51,15 +54,22 @@ def expected(checkpoint: str, texts: list[list[int]]) -> Tensor:
     return logits
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.fixture(
+    params=[(torch.float64, False), (torch.float64, True), (torch.float32, False), (torch.float32, True)],
+    ids=["fp64", "fp64-blocks", "fp32", "fp32-blocks"],
+)
 def reader(checkpoint: str, texts: list[list[int]], expected: Tensor, request: pytest.FixtureRequest) -> Reader:
-    return Reader(load_alone(checkpoint, request.param), texts, expected)
+    dtype, blocks = request.param
+    return Reader(load_alone(checkpoint, dtype), texts, expected, blocks=blocks)
 
 
 def kinds(plan: AttentionPlan) -> list[str]:
-    """What each group of a pass is: solo, dense (no padding) or padded (gathered and scattered); -masked or not."""
+    """What each group of a pass is: blocks, or solo, dense (no padding) or padded (gathered, scattered), -masked or not."""
     names = []
     for group in plan.groups:
+        if isinstance(group, BlockGroup):
+            names.append("blocks")
+            continue
         name = "padded" if group.gather is not None else "dense" if group.slots > 1 else "solo"
         names.append(name if group.mask is None else f"{name}-masked")
     return names
@@ -78,7 +88,7 @@ def test_chunked_prefill(reader: Reader) -> None:
 
 def test_token_by_token(reader: Reader) -> None:
     for _ in range(LENGTH):
-        assert kinds(reader.plan({0: 1})) == ["solo"]
+        assert kinds(reader.plan({0: 1})) == ["solo" if reader.runner.attention_plans.reader is None else "blocks"]
         reader.feed({0: 1})
 
 
@@ -122,7 +132,12 @@ def test_packed_ragged_batches(reader: Reader, name: str) -> None:
     for slot in range(SLOTS):  # idle slots hold something too, which nobody may see
         reader.feed({slot: before.get(slot, 11)} if before.get(slot, 11) else {slot: 1})
         reader.runner.cache.truncate_to(slot, before.get(slot, 11))
-    assert kinds(reader.plan(counts)) == expected_kinds
+    if reader.runner.attention_plans.reader is None:
+        assert kinds(reader.plan(counts)) == expected_kinds
+    else:  # a long span splits the packed order
+        group_size = reader.runner.decoder.config.num_heads // reader.runner.decoder.config.num_kv_heads
+        runs = [short for short, _ in groupby(counts.values(), lambda count: count * group_size <= LANES)]
+        assert [kind == "blocks" for kind in kinds(reader.plan(counts))] == runs
     reader.feed(counts)
     rest = dict.fromkeys(counts, 1)
     reader.feed(rest, dict(zip(counts, (3, 0, 2, 1), strict=False)))  # ragged verification on top
@@ -146,7 +161,7 @@ def test_negative_control_position(reader: Reader, monkeypatch: pytest.MonkeyPat
         plan = plan_attention(spans, storage, **settings)
         return dataclasses.replace(plan, positions=plan.positions + 1)
 
-    monkeypatch.setattr(runner_module, "plan_attention", shifted)
+    monkeypatch.setattr(attention_plans, "plan_attention", shifted)
     with pytest.raises(AssertionError, match="logits differ"):
         reader.feed({0: 1})
 
@@ -158,8 +173,15 @@ def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, 
     def off_by_one(last_visible: Tensor, *rest: Any) -> Tensor:
         return real(last_visible + 1, *rest)
 
+    rows_of = BlockGroup._rows
+
+    def rows_off_by_one(self: BlockGroup, window: int | None) -> VisibleRows:
+        first, last, *rest = rows_of(self, window)
+        return first, last + 1, *rest
+
     reader.feed({1: 1})  # so that keys beyond the first group's reach exist
     monkeypatch.setattr(attention, "_additive_mask", off_by_one)
+    monkeypatch.setattr(BlockGroup, "_rows", rows_off_by_one)
     with pytest.raises(AssertionError, match="logits differ"):
         reader.feed(counts)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,12 +17,14 @@ from cache.layout import Layout
 from cache.protocol import CacheFull
 from cache.storage import Contiguous
 from engine import round as round_module
+from engine.kernels import paged_rows
 from engine.models import attention
-from engine.models.attention import Span
+from engine.models.cpu_attention import BlockGroup, VisibleRows
 from engine.models.decoder import LanguageModel
 from engine.models.feeds import Feed
 from engine.models.pass_attention import Scoring
 from engine.models.runner import Runner
+from engine.models.spans import Span
 from engine.trees import ROOT, Parents, branching, chain, seen_pairs
 from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, random_checkpoint
@@ -90,10 +93,11 @@ def test_every_family(name: str, decoders: Decoders) -> None:
     run_rounds(Forest(decoders[name], "gathered", make_texts()))
 
 
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "torch"])
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("name", VARIED)
-def test_every_memory(name: str, kind: str, decoders: Decoders) -> None:
-    run_rounds(Forest(decoders[f"{name}, short"], kind, make_texts()))
+def test_every_memory(name: str, kind: str, blocks: bool, decoders: Decoders) -> None:
+    run_rounds(Forest(decoders[f"{name}, short"], kind, make_texts(), blocks=blocks))
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -281,21 +285,27 @@ def test_drafts_that_others_can_read_do_not_move(decoders: Decoders) -> None:
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
+def see(monkeypatch: pytest.MonkeyPatch, pairs: Callable[..., Iterable[tuple[int, int]]]) -> None:
+    """Let nodes see these pairs, by masks and by bits."""
+    for module in (attention, paged_rows):
+        monkeypatch.setattr(module, "seen_pairs", pairs)
+
+
 def sees_the_path_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of a node is that of its sibling's child."""
 
     def wrong(parents: Parents, window: int | None = None) -> Iterable[tuple[int, int]]:
         return seen_pairs(tuple(max(ROOT, min(parent + 1, n - 1)) for n, parent in enumerate(parents)), window)
 
-    monkeypatch.setattr(attention, "seen_pairs", wrong)
+    see(monkeypatch, wrong)
 
 
 def sees_no_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "seen_pairs", lambda parents, window=None: [(n, n) for n in range(len(parents))])
+    see(monkeypatch, lambda parents, window=None: [(n, n) for n in range(len(parents))])
 
 
 def sees_ancestors_beyond_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "seen_pairs", lambda parents, window=None: seen_pairs(parents))
+    see(monkeypatch, lambda parents, window=None: seen_pairs(parents))
 
 
 def is_masked_as_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +321,13 @@ def slides_by_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window goes by the last visible key, not by the query's position."""
     real = attention._additive_mask
     monkeypatch.setattr(attention, "_additive_mask", lambda *settings: real(*settings[:5]))
+    rows_of = BlockGroup._rows
+
+    def by_places(self: BlockGroup, window: int | None) -> VisibleRows:
+        first, last, *rest = rows_of(self, window)
+        return first if window is None else np.maximum(last - window + 1, 0), last, *rest
+
+    monkeypatch.setattr(BlockGroup, "_rows", by_places)
 
 
 def moves_one_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +366,12 @@ FAULTS: list[tuple[Fault, str]] = [
 ]
 
 
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "torch"])
 @pytest.mark.parametrize(("fault", "found"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_negative_controls(fault: Fault, found: str, decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
-    forest = Forest(decoders["mistral, short"], "mapped", make_texts())
+def test_negative_controls(
+    fault: Fault, found: str, blocks: bool, decoders: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forest = Forest(decoders["mistral, short"], "mapped", make_texts(), blocks=blocks)
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=found):
         run_rounds(forest)

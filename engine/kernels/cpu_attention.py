@@ -1,0 +1,318 @@
+"""Attention of few rows over blocks of KV memory on a CPU, compiled by Numba for the CPU that it runs on.
+
+torch's fused attention multiplies matrices. With one to some dozen queries per sequence it reads memory at a sixth of
+its speed, and bfloat16 slower still (docs/log.md has the figures). Here each key is read once, where it lies, for all
+queries that share it. The softmax is kept online (Milakov and Gimelshein 2018, arXiv 1805.02867): keys come in tiles,
+and a sum made so far is scaled when a larger score comes.
+
+cpu_vectors.py tells how numbers of 16 bits arrive. Sums are fp32, or fp64 for fp64 memory.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, dots_1, dots_4, prefetch
+
+TILE = 64  # keys, in whole groups of WEIGHED: with fewer the work that each tile brings would count
+NOTHING = -1e30  # a score below all real ones; −inf − −inf would not be a number
+LOWEST = np.float32(-87.0)  # exp of less is no normal fp32 number
+# Sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their meaning.
+FAST = {"reassoc", "contract", "nsz", "arcp", "afn"}
+compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+
+
+def weights(scores: Any, count: int, top: float, powers: Any) -> None:
+    """Replace the first scores by exp(score − top). powers [≥ count] int32: room for fp32's exponents."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(weights, strict=False)
+def _weights(scores: Any, count: Any, top: Any, powers: Any) -> Any:
+    if scores.dtype == types.float64:
+
+        def exact(scores: Any, count: Any, top: Any, powers: Any) -> None:
+            for i in range(count):
+                scores[i] = math.exp(scores[i] - top)
+
+        return exact
+
+    def vectors(scores: Any, count: Any, top: Any, powers: Any) -> None:
+        """exp(x) = 2ⁿ · exp(r) with |r| ≤ ½ ln 2, by Cephes' polynomial for expf: no call, so vectors."""
+        factors = powers.view(np.float32)
+        for i in range(count):
+            x = scores[i] - top
+            if x < LOWEST:  # and no max(), which may lose NaN
+                x = LOWEST
+            n = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
+            r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
+            y = np.float32(1.9875691500e-4)
+            y = y * r + np.float32(1.3981999507e-3)
+            y = y * r + np.float32(8.3334519073e-3)
+            y = y * r + np.float32(4.1665795894e-2)
+            y = y * r + np.float32(1.6666665459e-1)
+            y = y * r + np.float32(5.0000001201e-1)
+            scores[i] = y * r * r + r + np.float32(1)
+            powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        for i in range(count):
+            scores[i] *= factors[i]
+
+    return vectors
+
+
+@compiled
+def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: Any) -> None:
+    """scores[lane, i] = queries[lane] · key i, for the first lanes of queries [≥ lanes, head_dim].
+
+    tile: (rows, the numbers of its keys' rows for head 0, those of the next tile).
+    """
+    rows, numbers, behind = tile
+    lane = 0
+    while lane + 4 <= lanes:
+        for i in range(count):
+            if lane == 0:
+                prefetch(rows, behind[0, i] + head)
+            dots_4(queries, lane, rows, numbers[0, i] + head, scores, i)
+        lane += 4
+    while lane < lanes:
+        for i in range(count):
+            if lane == 0:
+                prefetch(rows, behind[0, i] + head)
+            dots_1(queries, lane, rows, numbers[0, i] + head, scores, i)
+        lane += 1
+
+
+@compiled
+def add_values(scores: Any, lanes: int, tile: Any, ahead: int, count: int, sums: Any) -> None:
+    """sums[lane] += Σ scores[lane, i] · value i, over whole groups of WEIGHED. tile: as in `score`. A value's row
+    is `ahead` behind that of head 0's key."""
+    rows, numbers, behind = tile
+    lane = 0
+    while lane + 4 <= lanes:
+        for i in range(0, count, WEIGHED):
+            if lane == 0:
+                for n in range(i, i + WEIGHED):
+                    prefetch(rows, behind[0, n] + ahead)
+            add_4(scores, lane, i, rows, numbers, ahead, sums)
+        lane += 4
+    while lane + 2 <= lanes:
+        for i in range(0, count, WEIGHED):
+            if lane == 0:
+                for n in range(i, i + WEIGHED):
+                    prefetch(rows, behind[0, n] + ahead)
+            add_2(scores, lane, i, rows, numbers, ahead, sums)
+        lane += 2
+    if lane < lanes:
+        for i in range(0, count, WEIGHED):
+            if lane == 0:
+                for n in range(i, i + WEIGHED):
+                    prefetch(rows, behind[0, n] + ahead)
+            add_1(scores, lane, i, rows, numbers, ahead, sums)
+
+
+@compiled
+def sees(key: int, first: int, last: int, path: int, base: int) -> bool:
+    """Whether a row sees a place: up to its last one, within its window, or as a node of its path."""
+    if first <= key <= last:
+        return True
+    node = key - base
+    return 0 <= node < 63 and (path >> node) & 1 == 1
+
+
+@compiled
+def soften(
+    scores: Any, start: int, count: int, row: tuple[int, int, int, int], cap: float, top: float, powers: Any
+) -> Any:
+    """Turn a lane's scores of the places from `start` on into weights, 0 for what the row does not see.
+
+    row: (first, last, path, base) as `sees` has them. Returns (the largest score so far, the weights' sum).
+    """
+    first, last, path, base = row
+    zero = scores.dtype.type(0)
+    begin, end = max(first - start, 0), min(last + 1 - start, count)
+    among_nodes = path != 0 and start + count > base
+    if among_nodes:
+        begin, end = 0, count
+        for i in range(count):
+            if not sees(start + i, first, last, path, base):
+                scores[i] = NOTHING
+    if cap > 0:
+        for i in range(begin, end):
+            scores[i] = cap * math.tanh(scores[i] / cap)
+    for i in range(begin, end):
+        top = max(top, scores[i])
+    for i in range(begin):
+        scores[i] = zero
+    for i in range(max(end, 0), len(scores)):
+        scores[i] = zero
+    if end <= begin or top <= NOTHING:
+        scores[:] = zero
+        return top, zero
+    weights(scores[begin:end], end - begin, top, powers)
+    if among_nodes:
+        for i in range(count):
+            if not sees(start + i, first, last, path, base):
+                scores[i] = zero
+    total = zero
+    for i in range(begin, end):
+        total += scores[i]
+    return top, total
+
+
+@compiled
+def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: Any) -> int:
+    """The numbers of the rows that hold places start … end − 1, each place being `step` rows. The last one fills the
+    rest of numbers [1, TILE]. Returns how many entries make whole groups of WEIGHED."""
+    count = end - start
+    block, offset = start // size, start % size
+    for i in range(count):
+        numbers[0, i] = (table[block] * size + offset) * step
+        offset += 1
+        if offset == size:
+            block, offset = block + 1, 0
+    for i in range(count, TILE):
+        numbers[0, i] = numbers[0, count - 1]
+    return -(-count // WEIGHED) * WEIGHED
+
+
+@compiled
+def attend_tile(
+    tile: Any, start: int, sizes: Any, head: tuple[int, int], rows: Any, cap: float, lanes: Any, room: Any
+) -> None:
+    """Attend with all lanes of one kv head to the keys of a tile, from place `start` on.
+
+    sizes: (number of keys, of entries, of lanes, of lanes per row). rows: (firsts, lasts, paths, base), as `attend` has
+    them. lanes: (queries, sums [lanes, head_dim], tops, totals [lanes]). room: (scores [lanes, TILE], powers [TILE]).
+    """
+    count, filled, most, group = sizes
+    firsts, lasts, paths, base = rows
+    queries, sums, tops, totals = lanes
+    scores, powers = room
+    score(queries, most, tile, head[0], count, scores)
+    for lane in range(most):
+        r = lane // group
+        top, total = soften(scores[lane], start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane], powers)
+        if top > tops[lane]:
+            factor = queries.dtype.type(math.exp(tops[lane] - top))
+            totals[lane] *= factor
+            tops[lane] = top
+            for x in range(sums.shape[1]):
+                sums[lane, x] *= factor
+        totals[lane] += total
+    add_values(scores, most, tile, head[0] + head[1], filled, sums)
+
+
+@compiled
+def attend_heads(
+    pool: Any,
+    table: Any,
+    bounds: tuple[int, int],
+    heads: tuple[int, int],
+    group: int,
+    rows: Any,
+    cap: float,
+    lanes: Any,
+) -> None:
+    """Attend with the lanes of one sequence to places bounds[0] … bounds[1] − 1, for kv heads heads[0] … heads[1] − 1.
+
+    lanes: (queries, sums [heads, lanes, head_dim], tops, totals [heads, lanes]). group, rows, cap: as in `attend_tile`.
+    """
+    queries, sums, tops, totals = lanes
+    size, step = pool.shape[1], pool.shape[2]
+    most = len(rows[0]) * group
+    room = (np.zeros((most, TILE), queries.dtype), np.empty(TILE, np.int32))
+    flat = pool.reshape(pool.shape[0] * size * step, pool.shape[3])
+    numbers, behind = np.zeros((1, TILE), np.intp), np.zeros((1, TILE), np.intp)
+    start, high = bounds
+    stop = min(start - start % TILE + TILE, high)
+    filled = find_rows(table, size, start, stop, step, numbers)
+    while start < high:
+        after = min(stop + TILE, high)
+        next_filled = find_rows(table, size, stop, after, step, behind) if after > stop else 0
+        for n in range(heads[1] - heads[0]):
+            of_head = (queries[n], sums[n], tops[n], totals[n])
+            sizes = (stop - start, filled, most, group)
+            attend_tile((flat, numbers, behind), start, sizes, (heads[0] + n, step // 2), rows, cap, of_head, room)
+        numbers, behind = behind, numbers
+        start, stop, filled = stop, after, next_filled
+
+
+@compiled
+def heads_of_part(before: int, cost: int, kv_heads: int, begin: int, end: int) -> tuple[int, int]:
+    """The kv heads of a sequence whose work begins at begin … end − 1. The first begins at `before`."""
+    first = min(max(-(-(begin - before) // cost), 0), kv_heads)
+    return first, min(max(-(-(end - before) // cost), 0), kv_heads)
+
+
+@compiled
+def finish(sums: Any, top: Any, total: Any, sink: Any, out: Any) -> None:
+    """out = sums / total, with one more score `sink` that has no value; NOTHING: there is none."""
+    factor = sums.dtype.type(1)
+    if sink > top:
+        factor, total, top = sums.dtype.type(math.exp(top - sink)), total * math.exp(top - sink), sink
+    if sink > NOTHING:
+        total += math.exp(sink - top)
+    for x in range(sums.size):
+        out[x] = sums[x] * factor / total
+
+
+@compiled
+def attend(
+    queries: Any,
+    pool: Any,
+    tables: Any,
+    first_rows: Any,
+    rows: Any,
+    scale: float,
+    cap: float,
+    sinks: Any,
+    out: Any,
+    part: int,
+    parts: int,
+) -> None:
+    """queries [N, heads, head_dim] → out of the same shape: one part of the work, which `parts` calls do together.
+
+    pool [blocks, block_size, 2·kv_heads, head_dim], with integers for numbers of 16 bits; queries and out are fp32
+    then. tables [S, width], first_rows [S + 1]. rows: (firsts, lasts, paths [N], bases, ends [S]) int64: row n sees
+    places firsts[n] … lasts[n], and base + j for the bits j of paths[n]; all lie before its sequence's end. Each
+    sequence has a row. cap: of the scores; 0: none. sinks [heads], or [0] for none.
+    """
+    firsts, lasts, paths, bases, ends = rows
+    width, kv_heads = queries.shape[2], pool.shape[2] // 2
+    group = queries.shape[1] // kv_heads
+    number = queries.dtype.type
+    lows = np.empty(len(ends), np.int64)
+    most, whole = 0, 0
+    for s in range(len(ends)):
+        begin, end = first_rows[s], first_rows[s + 1]
+        lows[s] = firsts[begin:end].min()
+        most = max(most, (end - begin) * group)
+        whole += (ends[s] - lows[s]) * kv_heads
+    q, sums = np.empty((kv_heads, most, width), queries.dtype), np.empty((kv_heads, most, width), queries.dtype)
+    tops, totals = np.empty((kv_heads, most), queries.dtype), np.empty((kv_heads, most), queries.dtype)
+    before = 0
+    for s in range(len(ends)):
+        cost = ends[s] - lows[s]
+        first, last = heads_of_part(before, cost, kv_heads, whole * part // parts, whole * (part + 1) // parts)
+        before += cost * kv_heads
+        begin, count = first_rows[s], (first_rows[s + 1] - first_rows[s]) * group
+        if first == last:
+            continue
+        for n in range(last - first):
+            for lane in range(count):
+                query = queries[begin + lane // group, (first + n) * group + lane % group]
+                tops[n, lane], totals[n, lane] = NOTHING, number(0)
+                for x in range(width):
+                    q[n, lane, x], sums[n, lane, x] = query[x] * number(scale), number(0)
+        of = slice(begin, first_rows[s + 1])
+        seen = (firsts[of], lasts[of], paths[of], bases[s])
+        bounds, heads = (lows[s], ends[s]), (first, last)
+        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (q, sums, tops, totals))
+        for n in range(last - first):
+            for lane in range(count):
+                head = (first + n) * group + lane % group
+                sink = sinks[head] if len(sinks) else number(NOTHING)
+                finish(sums[n, lane], tops[n, lane], totals[n, lane], sink, out[begin + lane // group, head])

@@ -1,0 +1,84 @@
+"""Measures, on the machine that serves, up to how many rows a span's attention reads blocks (cpu_attention.py).
+
+With few rows compiled code that reads each key once is faster, with many rows torch's products of matrices. Where they
+cross depends on the CPU, the number type and the size of heads.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from time import perf_counter
+
+import torch
+
+from cache.slotted import SlottedCache
+from cache.storage import KVShape, SlottedStorage
+from engine.models.attention import Attention, plan_attention
+from engine.models.cpu_attention import BlockReader
+from engine.models.spans import Span
+from engine.profiling.quartile import lower_quartile
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 3, 5, 9, 17, 33)  # of the span: a plain step, verification, several guesses at once
+KEYS = 512
+LAYERS = 8  # keys and values come from farther than the first-level cache, as in service
+SWEEPS = 5
+LONGER = 1.15  # reading blocks may take so many times as long: longer contexts come from memory, where it gains more
+TimedSweeps = Callable[[int, bool], list[float]]  # (rows, whether blocks are read) → seconds of each sweep
+
+
+def rows_that_pay(timed: TimedSweeps) -> int:
+    """The largest of ROWS up to which reading blocks takes at most LONGER times as long. 0: it never pays."""
+    paying = 0
+    for rows in ROWS:
+        if lower_quartile(timed(rows, True)) > LONGER * lower_quartile(timed(rows, False)):
+            break
+        paying = rows
+    return paying
+
+
+@cache
+def measured_lanes(heads: int, shape: KVShape) -> int:
+    """BlockReader.most_lanes for a model with so many query heads, on this machine with its number of threads."""
+    group = heads // shape.kv_heads
+    rows = rows_that_pay(SampleSweeps(heads, shape))
+    log.info("attention reads blocks for spans of up to %d rows (%d queries for each key)", rows, group * rows)
+    return rows * group
+
+
+class SampleSweeps:
+    """Attention of one span in some layers over random keys and values, by either way."""
+
+    def __init__(self, heads: int, shape: KVShape) -> None:
+        self._heads, self._shape = heads, shape
+        like = KVShape(LAYERS, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
+        self._storage = SlottedStorage(SlottedCache(1, KEYS), 1, KEYS, like)
+        for layer in self._storage.rows:
+            layer.normal_()
+        self._reader = BlockReader.over(self._storage)
+
+    def __call__(self, rows: int, blocks: bool) -> list[float]:
+        shape, reader = self._shape, self._reader if blocks else None
+        if reader is not None:
+            reader.most_lanes = rows * self._heads
+        span = Span.at(0, KEYS - rows, rows)
+        plan = plan_attention(
+            [span],
+            self._storage,
+            num_heads=self._heads,
+            num_kv_heads=shape.kv_heads,
+            dtype=shape.dtype,
+            device=shape.device,
+            reader=reader,
+        )
+        attention = Attention(plan, self._storage, reader)
+        queries = torch.randn(rows, self._heads, shape.head_dim).to(shape.dtype)
+        stored = torch.randn(rows, *shape.row).to(shape.dtype)
+        seconds = []
+        for _ in range(1 + SWEEPS):
+            started = perf_counter()
+            for layer in range(LAYERS):
+                attention(layer, queries, stored)
+            seconds.append(perf_counter() - started)
+        return seconds[1:]  # the first one compiles

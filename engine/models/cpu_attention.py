@@ -1,0 +1,141 @@
+"""Attention of short spans on a CPU, which reads keys and values where they lie (engine/kernels/cpu_attention.py).
+
+It serves every storage: in slotted and mapped memory a slot is one block. Nothing is copied, padded or masked, and a
+sequence's keys are read once for all its rows. Long spans multiply matrices, which torch's fused attention does better;
+engine/models/attention.py has both.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.storage import Storage
+from engine.kernels.paged_rows import MAX_NODES
+from engine.models.paged_attention import path_bits_of
+from engine.models.pass_attention import Scoring
+from engine.models.spans import Span
+
+log = logging.getLogger(__name__)
+
+LANES = 16  # queries that share a key: with more of them matrices may be faster. For where nothing was measured
+PART_BYTES = 1 << 20  # of keys and values that a thread must get: to wake it takes as long as to read a fifth of that
+STORED_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # NumPy has no bfloat16
+VisibleRows = tuple[Any, Any, Any, Any, Any]  # (first, last, path [N], base, end [S]) int64, as the kernel's
+
+
+class BlockGroup(NamedTuple):
+    """Spans whose attention reads blocks."""
+
+    rows: slice  # of the packed input
+    spans: tuple[Span, ...]
+    tables: Any  # [S, width] int32
+    first_rows: Any  # [S + 1] int64
+    keys: int  # of all sequences together
+    seen: dict[int | None, VisibleRows]  # by window; filled as layers ask
+
+    @classmethod
+    def of(cls, rows: slice, spans: Sequence[Span], storage: Storage) -> "BlockGroup":
+        tables = [storage.table(s.slot) for s in spans]
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        first_rows = np.array([0, *accumulate([s.size for s in spans])], np.int64)
+        return cls(rows, tuple(spans), np.array(padded, np.int32), first_rows, sum([s.end for s in spans]), {})
+
+    def rows_within(self, window: int | None) -> VisibleRows:
+        """What each row sees, in layers with this window."""
+        if window not in self.seen:
+            self.seen[window] = self._rows(window)
+        return self.seen[window]
+
+    def _rows(self, window: int | None) -> VisibleRows:
+        spans = self.spans
+        last = np.array([place for s in spans for place in s.last_visible()], np.int64)
+        if window is None:
+            first = np.zeros_like(last)
+        else:
+            first = np.maximum(np.array([p for s in spans for p in s.positions()], np.int64) - window + 1, 0)
+        paths, bases = np.zeros_like(last), np.array([s.base for s in spans], np.int64)
+        if any(s.parents is not None for s in spans):
+            paths = np.array([bits for s in spans for bits in path_bits_of(s, window)], np.int64)
+        ends = np.array([s.end for s in spans], np.int64)
+        return first, last, paths, bases, ends
+
+
+class BlockReader:
+    """Attention over one storage's blocks. attention_choice.py measures `most_lanes`."""
+
+    def __init__(self, storage: Storage, kernel: ModuleType) -> None:
+        self._kernel = kernel
+        self.most_lanes = LANES  # spans with more queries for each key are not taken
+        layers = [blocks.view(STORED_AS.get(blocks.dtype, blocks.dtype)) for blocks in storage.blocks]
+        self._layers = [blocks.numpy() for blocks in layers]
+        row = storage.blocks[0][0, 0]
+        self._sums = torch.float64 if row.dtype == torch.float64 else torch.float32
+        self._no_sinks = torch.empty(0, dtype=self._sums).numpy()
+        self._row_bytes = row.numel() * row.element_size()
+
+    @classmethod
+    def over(cls, storage: Storage) -> "BlockReader | None":
+        """None where torch's attention must do: on other devices, without Numba, or for a storage of no layers."""
+        kernel = _kernel() if storage.blocks and storage.blocks[0].device.type == "cpu" else None
+        return None if kernel is None else cls(storage, kernel)
+
+    def takes(self, span: Span, group_size: int) -> bool:
+        """Whether the span is short enough. group_size: queries of a position that share a key."""
+        return span.size * group_size <= self.most_lanes and len(span.parents or ()) <= MAX_NODES
+
+    def attend(self, group: BlockGroup, layer: int, queries: Tensor, scoring: Scoring) -> Tensor:
+        """queries [rows, heads, head_dim] → [rows, heads·head_dim], over what the pass has stored already."""
+        scale = queries.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+        wide = queries if queries.dtype == self._sums else queries.to(self._sums)
+        out = torch.empty(wide.shape, dtype=self._sums)
+        sinks = self._no_sinks if scoring.sinks is None else scoring.sinks.to(self._sums).numpy()
+        given: tuple[Any, ...] = (
+            wide.contiguous().numpy(),
+            self._layers[layer],
+            group.tables,
+            group.first_rows,
+            group.rows_within(scoring.window),
+            scale,
+            float(scoring.softcap or 0),
+            sinks,
+            out.numpy(),
+        )
+        parts = min(torch.get_num_threads(), 1 + group.keys * self._row_bytes // PART_BYTES)
+        if parts == 1:
+            self._kernel.attend(*given, 0, 1)
+        else:
+            others = [_threads().submit(self._kernel.attend, *given, part, parts) for part in range(1, parts)]  # type: ignore[call-arg]
+            self._kernel.attend(*given, 0, parts)
+            for other in others:
+                other.result()
+        packed = out.view(out.shape[0], -1)
+        return packed if queries.dtype == self._sums else packed.to(queries.dtype)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads of the process that help with one pass at a time. They sleep between passes."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attention")
+
+
+@cache
+def _kernel() -> ModuleType | None:
+    """The compiled attention; None, with a warning, where it cannot be used."""
+    try:
+        if find_spec("numba") is None:
+            raise ImportError("numba is not installed")
+        return import_module("engine.kernels.cpu_attention")
+    except (ImportError, RuntimeError) as error:  # Numba raises RuntimeError where it can keep nothing it compiled
+        log.warning("attention on this CPU is left to torch, which is slower: %s", error)
+        return None
