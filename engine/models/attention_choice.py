@@ -7,6 +7,8 @@ cross depends on the CPU, the number type and the size of heads.
 import logging
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
+from math import log2
 from time import perf_counter
 
 import torch
@@ -20,22 +22,25 @@ from engine.profiling.quartile import lower_quartile
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 5, 9, 17, 33)  # of the span: a plain step, verification, several guesses at once
+ROWS = (1, 2, 3, 5, 9, 17)  # of the span: a plain step, verification, several guesses at once
 KEYS = 512
-LAYERS = 8  # keys and values come from farther than the first-level cache, as in service
+LAYERS = 4  # keys and values come from farther than the first-level cache, as in service
 SWEEPS = 5
 LONGER = 1.15  # reading blocks may take so many times as long: longer contexts come from memory, where it gains more
-TimedSweeps = Callable[[int, bool], list[float]]  # (rows, whether blocks are read) → seconds of each sweep
+TimedSweeps = Callable[
+    [int], tuple[list[float], list[float]]
+]  # rows → seconds of sweeps that read blocks, and of torch
 
 
 def rows_that_pay(timed: TimedSweeps) -> int:
-    """The largest of ROWS up to which reading blocks takes at most LONGER times as long. 0: it never pays."""
-    paying = 0
-    for rows in ROWS:
-        if lower_quartile(timed(rows, True)) > LONGER * lower_quartile(timed(rows, False)):
-            break
-        paying = rows
-    return paying
+    """The one of ROWS up to which reading blocks gains most over torch's attention. 0: it never pays.
+
+    All sizes up to it count together, so that one disturbed measurement does not decide.
+    """
+    times = [timed(rows) for rows in ROWS]
+    gains = [log2(LONGER * lower_quartile(theirs) / lower_quartile(ours)) for ours, theirs in times]
+    together = [0.0, *accumulate(gains)]
+    return (0, *ROWS)[together.index(max(together))]
 
 
 @cache
@@ -48,7 +53,7 @@ def measured_lanes(heads: int, shape: KVShape) -> int:
 
 
 class SampleSweeps:
-    """Attention of one span in some layers over random keys and values, by either way."""
+    """Attention of one span in some layers over random keys and values, by both ways in turn."""
 
     def __init__(self, heads: int, shape: KVShape) -> None:
         self._heads, self._shape = heads, shape
@@ -58,13 +63,28 @@ class SampleSweeps:
             layer.normal_()
         self._reader = BlockReader.over(self._storage)
 
-    def __call__(self, rows: int, blocks: bool) -> list[float]:
-        shape, reader = self._shape, self._reader if blocks else None
+    def __call__(self, rows: int) -> tuple[list[float], list[float]]:
+        shape = self._shape
+        ways = [self._attention(rows, self._reader), self._attention(rows, None)]
+        queries = torch.randn(rows, self._heads, shape.head_dim).to(shape.dtype)
+        stored = torch.randn(rows, *shape.row).to(shape.dtype)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        with torch.inference_mode():
+            for sweep in range(1 + SWEEPS):
+                for attention, spent in zip(ways, seconds, strict=True):
+                    started = perf_counter()
+                    for layer in range(LAYERS):
+                        attention(layer, queries, stored)
+                    if sweep:  # the first one compiles
+                        spent.append(perf_counter() - started)
+        return seconds
+
+    def _attention(self, rows: int, reader: BlockReader | None) -> Attention:
         if reader is not None:
             reader.most_lanes = rows * self._heads
-        span = Span.at(0, KEYS - rows, rows)
+        shape = self._shape
         plan = plan_attention(
-            [span],
+            [Span.at(0, KEYS - rows, rows)],
             self._storage,
             num_heads=self._heads,
             num_kv_heads=shape.kv_heads,
@@ -72,13 +92,4 @@ class SampleSweeps:
             device=shape.device,
             reader=reader,
         )
-        attention = Attention(plan, self._storage, reader)
-        queries = torch.randn(rows, self._heads, shape.head_dim).to(shape.dtype)
-        stored = torch.randn(rows, *shape.row).to(shape.dtype)
-        seconds = []
-        for _ in range(1 + SWEEPS):
-            started = perf_counter()
-            for layer in range(LAYERS):
-                attention(layer, queries, stored)
-            seconds.append(perf_counter() - started)
-        return seconds[1:]  # the first one compiles
+        return Attention(plan, self._storage, reader)

@@ -226,18 +226,23 @@ def test_without_numba_torch_attends(monkeypatch: pytest.MonkeyPatch, caplog: py
         cpu_attention._kernel.cache_clear()
 
 
-def scripted(paying: int, margin: float = 1.0) -> Callable[[int, bool], list[float]]:
-    return lambda rows, blocks: [9.0, 9.0, (1.0 if rows <= paying else 2.0 * margin) if blocks else 1.5]
+def scripted(ours: Callable[[int], float]) -> attention_choice.TimedSweeps:
+    """torch takes 1."""
+    return lambda rows: ([9.0, ours(rows), 9.0], [1.0, 9.0, 9.0])
 
 
 @pytest.mark.parametrize("paying", [0, *ROWS])
 def test_the_choice_follows_the_times(paying: int) -> None:
-    assert rows_that_pay(scripted(paying)) == paying
+    assert rows_that_pay(scripted(lambda rows: 0.7 if rows <= paying else 1.5)) == paying
 
 
 def test_a_little_slower_still_pays() -> None:
-    assert rows_that_pay(scripted(3, 0.8)) == ROWS[-1]
-    assert rows_that_pay(scripted(3, 0.9)) == 3
+    assert rows_that_pay(scripted(lambda rows: 1.1)) == ROWS[-1]
+    assert rows_that_pay(scripted(lambda rows: 1.2)) == 0
+
+
+def test_one_disturbed_measurement_does_not_decide() -> None:
+    assert rows_that_pay(scripted(lambda rows: 1.5 if rows == ROWS[0] else 0.5 if rows <= 9 else 2.0)) == 9
 
 
 def test_both_ways_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +256,7 @@ def test_both_ways_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention_choice, "plan_attention", seen)
     sweeps = SampleSweeps(6, KVShape(5, 2, 16, torch.float32, CPU))
-    assert all(seconds > 0 for rows in ROWS for blocks in (True, False) for seconds in sweeps(rows, blocks))
+    assert all(len(seconds) == 5 and min(seconds) > 0 for rows in ROWS for seconds in sweeps(rows))
     assert taken == [True, False] * len(ROWS)
 
 
