@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, dots_1, dots_4, prefetch
+from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, dots_1, dots_2, dots_3, dots_4, prefetch
 
 TILE = 64  # keys, in whole groups of WEIGHED: with fewer the work that each tile brings would count
 NOTHING = -1e30  # a score below all real ones; −inf − −inf would not be a number
@@ -77,12 +77,16 @@ def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: An
                 prefetch(rows, behind[0, i] + head)
             dots_4(queries, lane, rows, numbers[0, i] + head, scores, i)
         lane += 4
-    while lane < lanes:
-        for i in range(count):
-            if lane == 0:
-                prefetch(rows, behind[0, i] + head)
+    rest = lanes - lane
+    for i in range(count if rest else 0):
+        if lane == 0:
+            prefetch(rows, behind[0, i] + head)
+        if rest == 1:
             dots_1(queries, lane, rows, numbers[0, i] + head, scores, i)
-        lane += 1
+        elif rest == 2:
+            dots_2(queries, lane, rows, numbers[0, i] + head, scores, i)
+        else:
+            dots_3(queries, lane, rows, numbers[0, i] + head, scores, i)
 
 
 @compiled

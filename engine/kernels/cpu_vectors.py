@@ -148,7 +148,7 @@ def _zero_sum(builder: Any, kind: Any, count: int) -> Any:
     return place
 
 
-dots_1, dots_4 = _dots_of(1), _dots_of(4)
+dots_1, dots_2, dots_3, dots_4 = (_dots_of(lanes) for lanes in (1, 2, 3, 4))
 
 
 def _add_of(lanes: int) -> Any:

@@ -5,12 +5,7 @@ sequence's keys are read once for all its rows. Long spans multiply matrices, wh
 engine/models/attention.py has both.
 """
 
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,15 +16,12 @@ from torch import Tensor
 
 from cache.storage import Storage
 from engine.kernels.paged_rows import MAX_NODES
+from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
 from engine.models.paged_attention import path_bits_of
 from engine.models.pass_attention import Scoring
 from engine.models.spans import Span
 
-log = logging.getLogger(__name__)
-
 LANES = 16  # queries that share a key: with more of them matrices may be faster. For where nothing was measured
-PART_BYTES = 1 << 20  # of keys and values that a thread must get: to wake it takes as long as to read a fifth of that
-STORED_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # NumPy has no bfloat16
 VisibleRows = tuple[Any, Any, Any, Any, Any]  # (first, last, path [N], base, end [S]) int64, as the kernel's
 
 
@@ -77,17 +69,17 @@ class BlockReader:
     def __init__(self, storage: Storage, kernel: ModuleType) -> None:
         self._kernel = kernel
         self.most_lanes = LANES  # spans with more queries for each key are not taken
-        layers = [blocks.view(STORED_AS.get(blocks.dtype, blocks.dtype)) for blocks in storage.blocks]
-        self._layers = [blocks.numpy() for blocks in layers]
+        self._layers = [as_stored(blocks) for blocks in storage.blocks]
         row = storage.blocks[0][0, 0]
-        self._sums = torch.float64 if row.dtype == torch.float64 else torch.float32
+        self._sums = type_of_sums(row.dtype)
         self._no_sinks = torch.empty(0, dtype=self._sums).numpy()
         self._row_bytes = row.numel() * row.element_size()
 
     @classmethod
     def over(cls, storage: Storage) -> "BlockReader | None":
         """None where torch's attention must do: on other devices, without Numba, or for a storage of no layers."""
-        kernel = _kernel() if storage.blocks and storage.blocks[0].device.type == "cpu" else None
+        on_cpu = bool(storage.blocks) and storage.blocks[0].device.type == "cpu"
+        kernel = compiled_module("cpu_attention") if on_cpu else None
         return None if kernel is None else cls(storage, kernel)
 
     def takes(self, span: Span, group_size: int) -> bool:
@@ -111,31 +103,6 @@ class BlockReader:
             sinks,
             out.numpy(),
         )
-        parts = min(torch.get_num_threads(), 1 + group.keys * self._row_bytes // PART_BYTES)
-        if parts == 1:
-            self._kernel.attend(*given, 0, 1)
-        else:
-            others = [_threads().submit(self._kernel.attend, *given, part, parts) for part in range(1, parts)]  # type: ignore[call-arg]
-            self._kernel.attend(*given, 0, parts)
-            for other in others:
-                other.result()
+        in_parts(self._kernel.attend, group.keys * self._row_bytes, *given)
         packed = out.view(out.shape[0], -1)
         return packed if queries.dtype == self._sums else packed.to(queries.dtype)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Threads of the process that help with one pass at a time. They sleep between passes."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attention")
-
-
-@cache
-def _kernel() -> ModuleType | None:
-    """The compiled attention; None, with a warning, where it cannot be used."""
-    try:
-        if find_spec("numba") is None:
-            raise ImportError("numba is not installed")
-        return import_module("engine.kernels.cpu_attention")
-    except (ImportError, RuntimeError) as error:  # Numba raises RuntimeError where it can keep nothing it compiled
-        log.warning("attention on this CPU is left to torch, which is slower: %s", error)
-        return None

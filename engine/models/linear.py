@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.compiled_products import compiled_product, has_compiled_products
 from engine.models.int8_products import Int8Form, Int8Weight, int8_forms, int8_product, pack_int8
 from engine.models.quantize import CodedWeight
 from engine.models.shards import StoredWeight, UnroundedWeight
@@ -19,12 +20,14 @@ ProductForm = Literal[
     "packed",  # reordered into oneDNN's blocked layout, [out, in]
     "transposed",  # [in, out], contiguous
     "plain",  # [out, in], as it is stored
+    "compiled",  # the same memory, read by code that is compiled for this CPU
     "onednn_int8",  # codes of 8 bits, in oneDNN's layout
     "fbgemm_int8",  # codes of 8 bits, in FBGEMM's layout
 ]
 Given = Tensor | StoredWeight | CodedWeight | UnroundedWeight
 Laid = Tensor | Int8Weight
 FORMS: tuple[ProductForm, ...] = get_args(ProductForm)
+AS_STORED: tuple[ProductForm, ...] = ("plain", "compiled")  # forms that share one memory
 # Largest number of rows of each bucket. The last one holds all larger numbers too. Some kernels become twice as fast at
 # 16 rows, so 15 ends a bucket.
 BUCKETS = (1, 2, 3, 5, 9, 15, 33)
@@ -67,13 +70,14 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """W in one of its forms, the plain one if it is kept. An int8 weight is its library's own object."""
-        kept = self.forms.get("plain", next(iter(self.forms.values())))
+        kept = next((self.forms[form] for form in AS_STORED if form in self.forms), next(iter(self.forms.values())))
         return cast(Tensor, kept.packed) if isinstance(kept, Int8Weight) else kept
 
     @property
     def num_bytes(self) -> int:
         """One form is counted until the forms are chosen."""
-        return num_bytes_of(*self.forms.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
+        kept = {id(laid): laid for laid in self.forms.values()}
+        return num_bytes_of(*kept.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -90,7 +94,10 @@ def usable_forms(weight: Given) -> tuple[ProductForm, ...]:
         return int8_forms()
     if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
         return ("plain",)
-    return ("packed", "transposed", "plain") if _onednn_packs(weight.dtype) else ("plain", "transposed")
+    compiled: tuple[ProductForm, ...] = ("compiled",) if has_compiled_products() else ()
+    if _onednn_packs(weight.dtype):
+        return ("packed", "transposed", "plain", *compiled)
+    return ("plain", "transposed", *compiled)
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -109,12 +116,12 @@ def laid_out(weight: Given, forms: Sequence[ProductForm]) -> dict[ProductForm, L
     if isinstance(weight, CodedWeight):
         return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
     if isinstance(weight, StoredWeight):
-        weight = weight.read() if "plain" in forms else weight.passing()
+        weight = weight.passing() if set(AS_STORED).isdisjoint(forms) else weight.read()
     return {form: lay_out(weight, form) for form in FORMS if form in forms}
 
 
 def lay_out(weight: Tensor, form: ProductForm) -> Tensor:
-    """A plain weight [out, in] in a form. Other forms than plain have memory of their own."""
+    """A plain weight [out, in] in a form. Those that are not AS_STORED have memory of their own."""
     if form == "packed":
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight
@@ -127,6 +134,8 @@ def product_of(form: ProductForm, weight: Laid, bias: Tensor | None) -> Callable
     if form == "packed":
         product = torch.ops.mkldnn._linear_pointwise.default  # a torch without oneDNN has no such operator
         return lambda x: product(x, weight, bias, "none", [], "")
+    if form == "compiled":
+        return compiled_product(weight, bias)
     if form == "plain":
         return lambda x: F.linear(x, weight, bias)
     if bias is None:

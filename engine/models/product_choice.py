@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from engine.memory.host import give_back_freed_memory
-from engine.models.linear import BUCKETS, FormChoice, Given, Linear, ProductForm, laid_out, product_of, usable_forms
+from engine.models.linear import (
+    AS_STORED,
+    BUCKETS,
+    FormChoice,
+    Given,
+    Linear,
+    ProductForm,
+    laid_out,
+    product_of,
+    usable_forms,
+)
 from engine.models.product_times import TimesFile
 from engine.models.quantize import CodedWeight
 from engine.profiling.quartile import lower_quartile
@@ -98,7 +108,7 @@ def choose_forms(
         list(pool.map(lambda product: product.use(choices[_shape(product)]), products))
     finally:
         pool.shutdown(cancel_futures=True)
-    twice = sum(len(set(choice)) > 1 for choice in choices.values())
+    twice = sum(_copies(choice) > 1 for choice in choices.values())
     log.info(
         "products are %s (%.1f s): %d of %d shapes have a second form for some numbers of rows, %.1f MB in all",
         *(source, perf_counter() - began, twice, count, copied / 1e6),
@@ -148,7 +158,12 @@ def _given(product: Linear) -> Given:
 
 
 def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapping[ProductShape, FormChoice]) -> int:
-    return sum((len(set(choices[s])) - 1) * _given(p).nbytes for s, members in groups.items() for p in members)
+    return sum((_copies(choices[s]) - 1) * _given(p).nbytes for s, members in groups.items() for p in members)
+
+
+def _copies(choice: FormChoice) -> int:
+    """How often a weight is in memory in these forms."""
+    return len({AS_STORED[0] if form in AS_STORED else form for form in choice})
 
 
 def _known_or_measured(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import engine.models.attention_choice as attention_choice
-import engine.models.cpu_attention as cpu_attention
+import engine.models.compiled as compiled
 from cache.layout import Layout
 from cache.paged import PagedCache
 from cache.slotted import SlottedCache
@@ -18,7 +18,8 @@ from cache.storage import KVShape, SlottedStorage
 from engine.kernels.paged_attention import reference
 from engine.models.attention import plan_attention
 from engine.models.attention_choice import ROWS, SampleSweeps, rows_that_pay
-from engine.models.cpu_attention import STORED_AS, BlockGroup, BlockReader
+from engine.models.compiled import STORED_AS, compiled_module
+from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.models.spans import Span
 from engine.trees import ROOT, branching
@@ -127,7 +128,7 @@ def test_threads_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(attend(case), alone)
     assert called == [(0, 1)], "there is too little to read for another thread"
     called.clear()
-    monkeypatch.setattr(cpu_attention, "PART_BYTES", 1)
+    monkeypatch.setattr(compiled, "PART_BYTES", 1)
     assert torch.equal(attend(case), alone)
     assert sorted(called) == [(0, 3), (1, 3), (2, 3)]
 
@@ -217,13 +218,13 @@ def test_long_spans_and_large_trees_are_not_taken() -> None:
 
 def test_without_numba_torch_attends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     storage = SlottedStorage(SlottedCache(1, 8), 1, 8, KVShape(1, 1, 4, torch.float32, CPU))
-    cpu_attention._kernel.cache_clear()
-    monkeypatch.setattr(cpu_attention, "find_spec", lambda name: None)
+    compiled_module.cache_clear()
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
     try:
         assert BlockReader.over(storage) is None
         assert "numba is not installed" in caplog.text
     finally:
-        cpu_attention._kernel.cache_clear()
+        compiled_module.cache_clear()
 
 
 def scripted(ours: Callable[[int], float]) -> attention_choice.TimedSweeps:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.models.compiled as compiled
+import engine.models.linear as linear_module
 from engine.config import ConfigError
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
-from engine.models.linear import BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
+from engine.models.linear import AS_STORED, BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
 from engine.models.products import ProductMaker, Weights
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
 from engine.profiling.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
@@ -83,7 +85,7 @@ def test_a_torch_without_onednn_has_the_other_forms(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     module = runpy.run_path(str(ROOT / "engine/models/linear.py"))
     weight = torch.randn(4, 3)
-    assert module["usable_forms"](weight) == ("plain", "transposed")
+    assert module["usable_forms"](weight) == ("plain", "transposed", "compiled")
     assert torch.allclose(module["Linear"](weight)(torch.eye(3)), weight.t())
 
 
@@ -116,9 +118,9 @@ def test_only_the_chosen_forms_are_kept() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7, 5)])
-def test_a_form_other_than_plain_has_memory_of_its_own(shape: tuple[int, int]) -> None:
+def test_the_other_forms_have_memory_of_their_own(shape: tuple[int, int]) -> None:
     """The next weight may be read to where this one lies."""
-    for form in set(usable_forms(torch.empty(shape))) - {"plain"}:
+    for form in set(usable_forms(torch.empty(shape))) - set(AS_STORED):
         weight = torch.ones(shape)
         linear = Linear(weight, None, [form])
         weight.zero_()
@@ -130,6 +132,38 @@ def test_only_fp32_and_bf16_on_a_cpu_can_be_packed() -> None:
     packable = {dtype for dtype in TOLERANCE if "packed" in usable_forms(torch.empty(1, 1, dtype=dtype))}
     assert packable - {torch.bfloat16} == {torch.float32}  # bf16 on some CPUs only: see the probe below
     assert usable_forms(torch.empty(1, 1, device="meta")) == ("plain",)
+
+
+def test_a_weight_as_it_is_stored_serves_two_forms() -> None:
+    choice: FormChoice = ["compiled", "compiled", "plain", "plain", "plain", "plain", "plain"]
+    linear, weight, _ = make(torch.float32, False, choice)
+    assert linear.num_bytes == 400 * 300 * 4
+    assert linear.forms["compiled"] is linear.forms["plain"] is linear.weight is weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_a_compiled_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    linear, *_ = make(dtype, True, ["compiled"])
+    x = torch.randn(11, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in range(2, 12):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_share_a_compiled_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(1001, 700).to(dtype), torch.randn(5, 700).to(dtype)
+    product = Linear(weight, None, ["compiled"])
+    alone = product(x)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiled, "PART_BYTES", 1 << 19)
+    assert torch.equal(product(x), alone)
+    assert compiled._threads()._threads, "no thread has helped"
+
+
+def test_without_numba_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "has_compiled_products", lambda: False)
+    assert "compiled" not in usable_forms(torch.empty(1, 1))
 
 
 INT8_SHAPES = [(400, 300), (64, 64), (3, 5), (96, 512), (192, 2048)]  # signed activations are slow in all but the first

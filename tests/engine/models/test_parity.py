@@ -64,7 +64,7 @@ def reader(checkpoint: str, texts: list[list[int]], expected: Tensor, request: p
 
 
 def kinds(plan: AttentionPlan) -> list[str]:
-    """What each group of a pass is: blocks, or solo, dense (no padding) or padded (gathered, scattered), -masked or not"""
+    """What each group of a pass is: blocks; or solo, dense (no padding) or padded (gathered), and -masked or not."""
     names = []
     for group in plan.groups:
         if isinstance(group, BlockGroup):

@@ -22,9 +22,20 @@ Script = Mapping[ProductForm, Sequence[float]]  # a form's seconds by bucket
 
 FLAT = [9.0] * len(BUCKETS)
 # As on a Xeon: few rows are faster transposed, five and more packed.
-SMALL_LAYERS: Script = {"packed": FLAT, "transposed": [4, 6, 7, 8, 12, 20, 40], "plain": [8, 8, 9, 12, 20, 30, 60]}
-LARGE_LAYERS: Script = {"packed": FLAT, "transposed": [7, 14, 20, 30, 50, 90, 90], "plain": [8, 14, 21, 33, 50, 90, 90]}
-ALWAYS_PACKED: Script = {"packed": FLAT, "transposed": [10.0] * 7, "plain": [11.0] * 7}
+SLOW: Script = {"compiled": [99.0] * 7}
+SMALL_LAYERS: Script = {
+    "packed": FLAT,
+    "transposed": [4, 6, 7, 8, 12, 20, 40],
+    "plain": [8, 8, 9, 12, 20, 30, 60],
+    **SLOW,
+}
+LARGE_LAYERS: Script = {
+    "packed": FLAT,
+    "transposed": [7, 14, 20, 30, 50, 90, 90],
+    "plain": [8, 14, 21, 33, 50, 90, 90],
+    **SLOW,
+}
+ALWAYS_PACKED: Script = {"packed": FLAT, "transposed": [10.0] * 7, "plain": [11.0] * 7, **SLOW}
 
 pytestmark = needs_onednn
 
@@ -92,7 +103,7 @@ def test_a_weight_is_timed_where_service_finds_it(kept: bool, monkeypatch: pytes
     def timed(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         call()
         cached = len(run) > 8 and set(run[-9:]) == {form}
-        return {"transposed": 1.0 if cached else 9.0, "packed": 5.0, "plain": 20.0}[form] * 1e-6
+        return {"transposed": 1.0 if cached else 9.0, "packed": 5.0, "plain": 20.0, "compiled": 20.0}[form] * 1e-6
 
     monkeypatch.setattr(product_choice, "product_of", followed)
     made = products(8, 24)
@@ -135,6 +146,18 @@ def test_a_weight_is_kept_in_two_forms_at_most() -> None:
 def test_a_second_form_must_earn_its_memory() -> None:
     times: Script = {"packed": [8.9, *FLAT[1:]], "transposed": [8.7, *[20.0] * 6], "plain": [30.0] * 7}
     assert describe(best_choice(times)) == "packed"
+
+
+def test_compiled_products_need_no_copy_of_a_plain_weight() -> None:
+    compiled: list[float] = [1, 1, 2, 4, 20, 40, 80]
+    rows_of = {**LARGE_LAYERS, "compiled": compiled, "plain": [9, 9, 9, 9, 5, 5, 5]}
+    made = products(24, 24)
+    assert choose_forms(made, copies_bytes=0, timed=Machine({24: rows_of})) == 0
+    assert chosen(made) == ["compiled to 5 rows, plain beyond"] * 2
+    made = products(24, 24)
+    copied = choose_forms(made, timed=Machine({24: {**LARGE_LAYERS, "compiled": compiled}}))
+    assert chosen(made) == ["compiled to 5 rows, packed beyond"] * 2
+    assert copied == 2 * 24 * 16 * 4
 
 
 @pytest.mark.parametrize(("room", "kept"), [(0, 1), (3 * 24 * 16 * 4 - 1, 1), (3 * 24 * 16 * 4, 2)])

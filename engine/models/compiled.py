@@ -1,0 +1,57 @@
+"""What Numba compiles for CPUs (engine/kernels/cpu_*.py): whether it is there, numbers as it takes them, threads."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20  # of memory that a thread must get to read: to wake it takes as long as a fifth of that
+STORED_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # NumPy has no bfloat16
+
+
+@cache
+def compiled_module(name: str) -> ModuleType | None:
+    """The module engine.kernels.`name`; None, with a warning, where Numba cannot be used."""
+    try:
+        if find_spec("numba") is None:
+            raise ImportError("numba is not installed")
+        return import_module(f"engine.kernels.{name}")
+    except (ImportError, RuntimeError) as error:  # Numba raises RuntimeError where it can keep nothing it compiled
+        log.warning("this CPU computes with torch alone, which is slower, since %s cannot be used: %s", name, error)
+        return None
+
+
+def as_stored(tensor: Tensor) -> Any:
+    """A NumPy array over the same memory, with integers for numbers of 16 bits."""
+    return tensor.detach().view(STORED_AS.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def type_of_sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_parts(function: Callable[..., None], read_bytes: int, *given: Any) -> None:
+    """Call function(*given, part, parts) for all parts, in as many threads as torch has and as the bytes are worth."""
+    parts = min(torch.get_num_threads(), 1 + read_bytes // PART_BYTES)
+    if parts == 1:
+        function(*given, 0, 1)
+        return
+    others = [_threads().submit(function, *given, part, parts) for part in range(1, parts)]
+    function(*given, 0, parts)
+    for other in others:
+        other.result()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads of the process. They sleep between calls."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "compiled")
