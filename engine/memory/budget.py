@@ -84,7 +84,7 @@ def layouts(
     layout = replace(layout, mapped=_mappings(layout, shapes) < limit)
     if not layout.mapped:
         log.warning(
-            "the KV memory is gathered, which is slower for long contexts: to map it may take %s mappings, and half of "
+            "the KV memory is gathered, which is slower for long prompts: to map it may take %s mappings, and half of "
             "vm.max_map_count is %s: raise vm.max_map_count, or lower max_running %s or max_model_len %s",
             *(f"{n:,}" for n in (_mappings(Layout(slots, max_len, BLOCK_SIZES[-1]), shapes), limit, slots, max_len)),
         )

@@ -329,7 +329,7 @@ def test_too_many_mappings_of_any_size_are_not_made(
     made = layouts(configured(kv_tokens=4_096), PAIR, 0, 0, 1_024, PLENTY)
     assert [(m.block_size, m.mapped) for m in made] == [(32, False)] * 2
     assert caplog.messages == [
-        "the KV memory is gathered, which is slower for long contexts: to map it may take 1,152 mappings, and half of "
+        "the KV memory is gathered, which is slower for long prompts: to map it may take 1,152 mappings, and half of "
         "vm.max_map_count is 1,152: raise vm.max_map_count, or lower max_running 16 or max_model_len 1,024"
     ]
 
