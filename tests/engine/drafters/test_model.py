@@ -12,6 +12,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models import attention
 from engine.models.attention import AttentionPlan
+from engine.models.cpu_attention import BlockReader
 from engine.models.feeds import Feed
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -86,7 +87,8 @@ def test_a_draft_pass_is_in_the_order_of_its_own_slots(pair: Pair, monkeypatch: 
         plans.append(plan_attention(*args, **kwargs))  # type: ignore[arg-type]
         return plans[-1]
 
-    monkeypatch.setattr("engine.models.runner.plan_attention", spy)
+    monkeypatch.setattr("engine.models.attention_plans.plan_attention", spy)
+    monkeypatch.setattr(BlockReader, "takes", lambda *_: False)  # which takes any order
     # The long prompt has the target's lowest slot, but the others are drafted for first.
     lengths = (70, 3, 4, 5)
     drive(engine, [make_request(f"r{i}", n, max_tokens=50) for i, n in enumerate(lengths)])
