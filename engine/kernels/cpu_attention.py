@@ -90,6 +90,12 @@ def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: An
 
 
 @compiled
+def prefetch_values(rows: Any, numbers: Any, i: int, ahead: int) -> None:
+    for n in range(i, i + WEIGHED):
+        prefetch(rows, numbers[0, n] + ahead)
+
+
+@compiled
 def add_values(scores: Any, lanes: int, tile: Any, ahead: int, count: int, sums: Any) -> None:
     """sums[lane] += Σ scores[lane, i] · value i, over whole groups of WEIGHED. tile: as in `score`. A value's row
     is `ahead` behind that of head 0's key."""
@@ -98,22 +104,19 @@ def add_values(scores: Any, lanes: int, tile: Any, ahead: int, count: int, sums:
     while lane + 4 <= lanes:
         for i in range(0, count, WEIGHED):
             if lane == 0:
-                for n in range(i, i + WEIGHED):
-                    prefetch(rows, behind[0, n] + ahead)
+                prefetch_values(rows, behind, i, ahead)
             add_4(scores, lane, i, rows, numbers, ahead, sums)
         lane += 4
     while lane + 2 <= lanes:
         for i in range(0, count, WEIGHED):
             if lane == 0:
-                for n in range(i, i + WEIGHED):
-                    prefetch(rows, behind[0, n] + ahead)
+                prefetch_values(rows, behind, i, ahead)
             add_2(scores, lane, i, rows, numbers, ahead, sums)
         lane += 2
     if lane < lanes:
         for i in range(0, count, WEIGHED):
             if lane == 0:
-                for n in range(i, i + WEIGHED):
-                    prefetch(rows, behind[0, n] + ahead)
+                prefetch_values(rows, behind, i, ahead)
             add_1(scores, lane, i, rows, numbers, ahead, sums)
 
 

@@ -48,7 +48,7 @@ def measured_lanes(heads: int, shape: KVShape) -> int:
     """BlockReader.most_lanes for a model with so many query heads, on this machine with its number of threads."""
     group = heads // shape.kv_heads
     rows = rows_that_pay(SampleSweeps(heads, shape))
-    log.info("attention reads blocks for spans of up to %d rows (%d queries for each key)", rows, group * rows)
+    log.info("attention reads blocks where a span has at most %d rows, or %d queries for each key", rows, group * rows)
     return rows * group
 
 
