@@ -12,17 +12,14 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, dots_1, dots_2, dots_3, dots_4, prefetch
+from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, compiled, dots_1, dots_2, dots_3, dots_4, prefetch
 
 TILE = 64  # keys, in whole groups of WEIGHED: with fewer the work that each tile brings would count
 NOTHING = -1e30  # a score below all real ones; −inf − −inf would not be a number
 LOWEST = np.float32(-87.0)  # exp of less is no normal fp32 number
-# Sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their meaning.
-FAST = {"reassoc", "contract", "nsz", "arcp", "afn"}
-compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 
 
 def weights(scores: Any, count: int, top: float, powers: Any) -> None:

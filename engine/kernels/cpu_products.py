@@ -6,8 +6,7 @@ Libraries lay weights out for many rows, and read them for one at half of the me
 
 from typing import Any
 
-from engine.kernels.cpu_attention import compiled
-from engine.kernels.cpu_vectors import dots_1, dots_2, dots_3, dots_4
+from engine.kernels.cpu_vectors import compiled, dots_1, dots_2, dots_3, dots_4
 
 BLOCK_BYTES = 1 << 17  # of weights that all rows multiply before the next ones are read; they stay in a cache
 

@@ -1,4 +1,4 @@
-"""Products of rows in explicit vectors, for code that Numba compiles (cpu_attention.py).
+"""Products of rows in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_products.py).
 
 A compiler makes vectors of such loops too, but asks before each whether the rows overlap, which takes as long as the
 work on a row of 64 numbers. And it may add in another order for another number of rows. Here a result is the same bits
@@ -12,15 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 VECTOR_BYTES = 64  # of the sums; a CPU with shorter registers takes several
 CACHE_LINE = 64  # bytes
-UNROLLED = (64, 128)  # numbers of a row, multiples of all vectors: most models have heads of such a size
 WEIGHED = 4  # rows that are added in one go: a sum's own load and store cost as much as a row
 emitted: Any = intrinsic
+# Sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their meaning.
+FAST = {"reassoc", "contract", "nsz", "arcp", "afn"}
+compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 INDEX = ir.IntType(64)
 Address = Callable[[Any], Any]  # an index of a row → the address of that number
 
@@ -87,26 +89,14 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _over_row(builder: Any, width: Any, number: Any, body: Callable[[Any, int], None]) -> None:
-    """Emit body(x, count) for all numbers of a row: in whole vectors, then one by one. Without a loop for UNROLLED."""
+    """Emit body(x, count) for all numbers of a row: in whole vectors, then one by one."""
     count = VECTOR_BYTES // (8 if isinstance(number, ir.DoubleType) else 4)
-    done = builder.append_basic_block("row.done")
-    for known in UNROLLED:
-        is_known = builder.icmp_signed("==", width, ir.Constant(INDEX, known))
-        unrolled, other = builder.append_basic_block("row.unrolled"), builder.append_basic_block("row.other")
-        builder.cbranch(is_known, unrolled, other)
-        builder.position_at_end(unrolled)
-        for x in range(0, known, count):
-            body(ir.Constant(INDEX, x), count)
-        builder.branch(done)
-        builder.position_at_end(other)
     step = ir.Constant(INDEX, count)
     whole = builder.mul(builder.sdiv(width, step), step)
     with cgutils.for_range_slice(builder, ir.Constant(INDEX, 0), whole, step, INDEX) as (x, _):
         body(x, count)
     with cgutils.for_range_slice(builder, whole, width, ir.Constant(INDEX, 1), INDEX) as (x, _):
         body(x, 1)
-    builder.branch(done)
-    builder.position_at_end(done)
 
 
 def _dots_of(lanes: int) -> Any:

@@ -29,8 +29,9 @@ class AttentionPlans:
         return self._paged is not None
 
     def measure(self) -> None:
-        """Let the attention of each span be computed by what is faster here for its number of rows."""
-        if self.reader is not None:
+        """Let the attention of each span be computed by what is faster here for its number of rows. Where a row must
+        not depend on others, blocks are read anyway."""
+        if self.reader is not None and self.separate_to is None:
             self.reader.most_lanes = measured_lanes(self._config.num_heads, self._shape)
 
     def plan_ahead(self, spans: Seq[Span], staging: Staging) -> PagedPlan | None:

@@ -21,7 +21,9 @@ from engine.models.paged_attention import path_bits_of
 from engine.models.pass_attention import Scoring
 from engine.models.spans import Span
 
-LANES = 16  # queries that share a key: with more of them matrices may be faster. For where nothing was measured
+UNMEASURED_LANES = (
+    16  # queries that share a key: with more of them matrices may be faster. For where nothing was measured
+)
 VisibleRows = tuple[Any, Any, Any, Any, Any]  # (first, last, path [N], base, end [S]) int64, as the kernel's
 
 
@@ -68,7 +70,7 @@ class BlockReader:
 
     def __init__(self, storage: Storage, kernel: ModuleType) -> None:
         self._kernel = kernel
-        self.most_lanes = LANES  # spans with more queries for each key are not taken
+        self.most_lanes = UNMEASURED_LANES  # spans with more queries for each key are not taken
         self._layers = [as_stored(blocks) for blocks in storage.blocks]
         row = storage.blocks[0][0, 0]
         self._sums = type_of_sums(row.dtype)

@@ -11,21 +11,22 @@ from torch import Tensor
 
 import engine.models.attention_choice as attention_choice
 import engine.models.compiled as compiled
-from cache.layout import Layout
-from cache.paged import PagedCache
+from cache.gathered import GatheredStorage
+from cache.layout import Layout, make_cache
+from cache.mapped import MappedStorage
+from cache.memory import make_storage
 from cache.slotted import SlottedCache
 from cache.storage import KVShape, SlottedStorage
+from engine.kernels import cpu_attention as kernel
 from engine.kernels.paged_attention import reference
 from engine.models.attention import plan_attention
 from engine.models.attention_choice import ROWS, SampleSweeps, rows_that_pay
-from engine.models.compiled import STORED_AS, compiled_module
+from engine.models.compiled import compiled_module
 from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.models.spans import Span
 from engine.trees import ROOT, branching
 from tests.engine.kernels.paged_cases import Case, Heads, make_case, poisoned, random_scoring, random_spans
-
-kernel = pytest.importorskip("engine.kernels.cpu_attention")
 
 CPU = torch.device("cpu")
 DEEP = (ROOT, 0, 1, 2, 3, 1, 5, ROOT)
@@ -182,27 +183,30 @@ def test_large_scores_do_not_overflow() -> None:
     assert error(case) < 1e-4
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 96), Layout(2, 96, 16, 12)], ids=["slotted", "paged"])
-def test_storages_show_their_blocks(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (Layout(2, 128), SlottedStorage),
+        (Layout(2, 128, 16, 16), GatheredStorage),  # a block is no whole page
+        (Layout(2, 128, 64, 4), MappedStorage),
+    ],
+)
+def test_storages_show_their_blocks(layout: Layout, kind: type) -> None:
     """`blocks` and `table` lead to the rows that `row_numbers` names."""
-    from cache.layout import make_cache
-    from cache.memory import make_storage
-
     cache = make_cache(layout)
     storage = make_storage(layout, cache, KVShape(2, 1, 4, torch.float64, CPU))
+    assert type(storage) is kind
     for handle in (7, 8):
         cache.allocate(handle)
         cache.reserve(handle, 90)
         storage.prepare([handle])
         slot = cache.slot(handle)
-        rows = list(storage.row_numbers(slot, 0, 90))
         for layer in range(2):
-            for place, row in enumerate(rows):
+            for place, row in enumerate(storage.row_numbers(slot, 0, 90)):
                 storage.rows[layer][row] = handle * 1000 + place
             table, size = storage.table(slot), storage.blocks[layer].shape[1]
             found = [storage.blocks[layer][table[p // size], p % size, 0, 0].item() for p in range(90)]
             assert found == [handle * 1000 + place for place in range(90)]
-    assert isinstance(cache, PagedCache | SlottedCache)
 
 
 def test_long_spans_and_large_trees_are_not_taken() -> None:
@@ -216,13 +220,27 @@ def test_long_spans_and_large_trees_are_not_taken() -> None:
     assert not reader.takes(Span.at(0, 5, 65, branching([64])), 1)
 
 
-def test_without_numba_torch_attends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def missing(name: str) -> None:
+    """As importlib.util.find_spec."""
+
+
+def without_a_folder(name: str) -> None:
+    raise RuntimeError("cannot cache function 'score': no locator available")
+
+
+@pytest.mark.parametrize(
+    ("part", "replaced", "reason"),
+    [("find_spec", missing, "numba is not installed"), ("import_module", without_a_folder, "no locator available")],
+)
+def test_where_numba_cannot_work_torch_attends(
+    part: str, replaced: object, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = SlottedStorage(SlottedCache(1, 8), 1, 8, KVShape(1, 1, 4, torch.float32, CPU))
     compiled_module.cache_clear()
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiled, part, replaced)
     try:
         assert BlockReader.over(storage) is None
-        assert "numba is not installed" in caplog.text
+        assert reason in caplog.text
     finally:
         compiled_module.cache_clear()
 
@@ -259,11 +277,3 @@ def test_both_ways_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = SampleSweeps(6, KVShape(5, 2, 16, torch.float32, CPU))
     assert all(len(seconds) == 5 and min(seconds) > 0 for rows in ROWS for seconds in sweeps(rows))
     assert taken == [True, False] * len(ROWS)
-
-
-def test_integers_stand_for_numbers_of_16_bits() -> None:
-    assert {dtype.itemsize for dtype in STORED_AS} == {2}
-    numbers = torch.tensor([0.0, -1.5, 3.140625, 1e-3, -65504.0])
-    for dtype, stored in STORED_AS.items():
-        pool = numbers.to(dtype).view(stored)
-        assert torch.equal(pool.view(dtype), numbers.to(dtype))

@@ -12,6 +12,7 @@ from torch import Tensor
 import engine.models.compiled as compiled
 import engine.models.linear as linear_module
 from engine.config import ConfigError
+from engine.kernels import cpu_products
 from engine.models import int8_products
 from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
 from engine.models.linear import AS_STORED, BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
@@ -152,13 +153,20 @@ def test_a_row_of_a_compiled_product_has_the_same_bits_in_any_company(dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_share_a_compiled_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, parts = cpu_products.multiply, list[object]()
+
+    def counted(*given: object) -> None:
+        parts.append(given[-2:])
+        real(*given)
+
+    monkeypatch.setattr(cpu_products, "multiply", counted)
     weight, x = torch.randn(1001, 700).to(dtype), torch.randn(5, 700).to(dtype)
     product = Linear(weight, None, ["compiled"])
     alone = product(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiled, "PART_BYTES", 1 << 19)
     assert torch.equal(product(x), alone)
-    assert compiled._threads()._threads, "no thread has helped"
+    assert sorted(map(str, parts)) == ["(0, 1)", "(0, 3)", "(1, 3)", "(2, 3)"]
 
 
 def test_without_numba_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import engine.models.attention as attention
 import engine.models.attention_plans as attention_plans
 from cache.storage import Storage
 from engine.models.attention import AttentionPlan, plan_attention
-from engine.models.cpu_attention import LANES, BlockGroup, VisibleRows
+from engine.models.cpu_attention import UNMEASURED_LANES, BlockGroup, VisibleRows
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
 from engine.models.spans import Span
@@ -136,7 +136,7 @@ def test_packed_ragged_batches(reader: Reader, name: str) -> None:
         assert kinds(reader.plan(counts)) == expected_kinds
     else:  # a long span splits the packed order
         group_size = reader.runner.decoder.config.num_heads // reader.runner.decoder.config.num_kv_heads
-        runs = [short for short, _ in groupby(counts.values(), lambda count: count * group_size <= LANES)]
+        runs = [short for short, _ in groupby(counts.values(), lambda count: count * group_size <= UNMEASURED_LANES)]
         assert [kind == "blocks" for kind in kinds(reader.plan(counts))] == runs
     reader.feed(counts)
     rest = dict.fromkeys(counts, 1)
