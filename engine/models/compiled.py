@@ -14,7 +14,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-PART_BYTES = 1 << 20  # of memory that a thread must get to read: to wake it takes as long as a fifth of that
+PART_BYTES = 1 << 22  # of memory that a thread must get to read: to wake it took 40 µs, to read so much 150 to 400
 STORED_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}  # NumPy has no bfloat16
 
 
