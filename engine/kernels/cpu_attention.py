@@ -5,7 +5,7 @@ its speed, and bfloat16 slower still (docs/log.md has the figures). Here each ke
 queries that share it. The softmax is kept online (Milakov and Gimelshein 2018, arXiv 1805.02867): keys come in tiles,
 and a sum made so far is scaled when a larger score comes.
 
-cpu_vectors.py tells how numbers of 16 bits arrive. Sums are fp32, or fp64 for fp64 memory.
+cpu_code.py tells how numbers of 16 bits arrive. Sums are fp32, or fp64 for fp64 memory.
 """
 
 import math
@@ -15,7 +15,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, compiled, dots_1, dots_2, dots_3, dots_4, prefetch
+from engine.kernels.cpu_code import compiled
+from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, dots_1, dots_2, dots_3, dots_4, prefetch
 
 TILE = 64  # keys, in whole groups of WEIGHED: with fewer the work that each tile brings would count
 NOTHING = -1e30  # a score below all real ones; −inf − −inf would not be a number

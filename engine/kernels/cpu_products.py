@@ -6,33 +6,67 @@ Libraries lay weights out for many rows, and read them for one at half of the me
 
 from typing import Any
 
-from engine.kernels.cpu_vectors import compiled, dots_1, dots_2, dots_3, dots_4
+import numpy as np
 
-BLOCK_BYTES = 1 << 17  # of weights that all rows multiply before the next ones are read; they stay in a cache
+from engine.kernels.cpu_code import CHANNELS, LANES, compiled_exactly
+from engine.kernels.cpu_integers import OFFSET, add_up
+from engine.kernels.cpu_vectors import multiply_tile
+
+LEAST_STEP = np.float32(1e-30)  # of a row of zeros, as in quantize.py
+PER_LARGEST = np.float32(1 / 127)
+MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of an fp32 number but for its sign
 
 
-@compiled
+@compiled_exactly
 def multiply(x: Any, weight: Any, out: Any, part: int, parts: int) -> None:
     """out [rows, channels] = x [rows, inner] · weightᵀ: one part of the channels, which `parts` calls compute together.
 
-    weight [channels, inner], with integers for numbers of 16 bits; x and out are fp32 then.
+    weight [≥ CHANNELS, inner], with integers for numbers of 16 bits; x and out are fp32 then. All rows multiply some
+    channels before the next ones are read. The last ones of a part may be computed twice, with the same result.
     """
     channels, rows = weight.shape[0], x.shape[0]
-    begin, end = channels * part // parts, channels * (part + 1) // parts
-    step = max(1, BLOCK_BYTES // (weight.shape[1] * weight.itemsize))
-    for first in range(begin, end, step):
-        last = min(first + step, end)
-        row = 0
-        while row + 4 <= rows:
-            for channel in range(first, last):
-                dots_4(x, row, weight, channel, out, channel)
-            row += 4
-        if rows - row == 3:
-            for channel in range(first, last):
-                dots_3(x, row, weight, channel, out, channel)
-        elif rows - row == 2:
-            for channel in range(first, last):
-                dots_2(x, row, weight, channel, out, channel)
-        elif rows - row == 1:
-            for channel in range(first, last):
-                dots_1(x, row, weight, channel, out, channel)
+    passes = (rows + LANES - 1) // LANES
+    for begin in range(channels * part // parts, channels * (part + 1) // parts, CHANNELS):
+        for n in range(passes):
+            row = rows * n // passes
+            multiply_tile(x, row, rows * (n + 1) // passes - row, weight, min(begin, channels - CHANNELS), out)
+
+
+@compiled_exactly
+def round_rows(x: Any, codes: Any, steps: Any) -> None:
+    """x fp32 [rows, inner] ≈ (codes uint8 − OFFSET) · steps fp32 [rows]. The largest of a row becomes ±127.
+
+    A row that is not finite gets a step that is not finite: its bits are compared as integers, so NaN is the largest.
+    """
+    bits, largest = x.view(np.int32), np.zeros(1, np.int32)
+    for row in range(x.shape[0]):
+        top = np.int32(0)
+        for i in range(x.shape[1]):
+            top = max(top, bits[row, i] & MAGNITUDE)
+        largest[0] = top
+        step = LEAST_STEP + largest.view(np.float32)[0] * PER_LARGEST
+        steps[row] = step
+        for i in range(x.shape[1]):
+            codes[row, i] = np.uint8(np.int32(np.rint(x[row, i] / step)) + OFFSET)
+
+
+@compiled_exactly
+def multiply_codes(x: Any, weight: Any, bias: Any, sums: Any, out: Any, part: int, parts: int) -> None:
+    """out [rows, channels] = x · weightᵀ + bias: one part of the channels, as `multiply` has them.
+
+    x: (codes uint8 [rows, inner], steps fp32 [rows]) of `round_rows`; weight: (codes int8 [≥ CHANNELS, inner], steps
+    fp32 [channels], what OFFSET adds to their sums, int32 [channels]); sums int32 [rows, channels]: room.
+    """
+    codes, row_steps = x
+    integers, steps, offsets = weight
+    channels, rows = integers.shape[0], codes.shape[0]
+    passes = (rows + LANES - 1) // LANES
+    first, last = channels * part // parts, channels * (part + 1) // parts
+    for begin in range(first, last, CHANNELS):
+        for n in range(passes):
+            row = rows * n // passes
+            add_up(codes, row, rows * (n + 1) // passes - row, integers, min(begin, channels - CHANNELS), sums)
+    for row in range(rows):
+        for channel in range(first, last):
+            exact = np.float32(sums[row, channel] - offsets[channel])
+            out[row, channel] = exact * steps[channel] * row_steps[row] + bias[channel]

@@ -14,7 +14,7 @@ from engine.memory.machine import machine_memory
 from engine.models.config_file import MODEL_TYPES, read_config_file
 from engine.models.headers import ITEM_BYTES, stored_tensors
 from engine.models.tokenizer import Tokenizer
-from engine.profiling.machine_cpus import INT4_FLAGS, INT8_FLAGS, cpu_flags, smaller_weights
+from engine.profiling.machine_cpus import cpu_flags, has_int4_products, has_int8_products, smaller_weights
 
 STORED_AS = {"auto": "F32", "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # on a CPU
 
@@ -78,10 +78,13 @@ def _check_forms(config: EngineConfig) -> None:
     decides."""
     flags = cpu_flags()
     for name, form in (("target_weights", config.target_weights), ("draft_weights", config.draft_weights)):
-        if flags and form == "int8" and not flags & INT8_FLAGS:
-            other = "int4 (the least memory, slower for prompts) or as_is" if flags & INT4_FLAGS else "as_is"
-            raise ConfigError(f"{name} int8 needs a CPU with VNNI instructions, and this one has none: choose {other}")
-        if flags and form == "int4" and not flags & INT4_FLAGS:
+        if form == "int8" and not has_int8_products(flags):
+            other = "install numba, or choose "
+            other += "int4 (the least memory, slower for prompts) or as_is" if has_int4_products(flags) else "as_is"
+            raise ConfigError(
+                f"{name} int8 needs Numba, or a CPU with VNNI instructions, which this one lacks: {other}"
+            )
+        if form == "int4" and not has_int4_products(flags):
             raise ConfigError(f"{name} int4 needs a CPU with AVX2 instructions, and this one has none: choose as_is")
 
 

@@ -5,10 +5,14 @@ A row's result is the same bits in any company.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
+
+LEAST_CHANNELS = 4  # of a weight: its rows are read in groups of so many
 
 
 def has_compiled_products() -> bool:
@@ -16,7 +20,7 @@ def has_compiled_products() -> bool:
 
 
 def compiled_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """y = x Wᵀ + b for a plain weight [out, in]. Sums are fp32 or fp64, and rounded once."""
+    """y = x Wᵀ + b for a plain weight [out ≥ LEAST_CHANNELS, in]. Sums are fp32 or fp64, and rounded once."""
     module = compiled_module("cpu_products")
     assert module is not None, "usable_forms() asks first"
     multiply, stored = module.multiply, as_stored(weight.contiguous())
@@ -30,5 +34,32 @@ def compiled_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], 
         if wide_bias is not None:
             out += wide_bias
         return out if same else out.to(dtype)
+
+    return product
+
+
+def compiled_int8_product(codes: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """y = x Wᵀ + b for W = codes int8 [out, in] · steps fp32 [out], and x of any floating dtype, which is rounded to
+    integers by rows. Sums are exact."""
+    module = compiled_module("cpu_products")
+    assert module is not None, "int8_forms() asks first"
+    channels, inner = codes.shape
+    added = (0, max(0, LEAST_CHANNELS - channels))  # channels of zeros
+    stored = F.pad(codes, (0, 0, *added)).numpy() if added[1] else codes.contiguous().numpy()
+    offsets = F.pad(codes.sum(1, dtype=torch.int32), added).mul_(module.OFFSET).numpy()
+    given = torch.zeros(channels) if bias is None else bias.float()
+    wide_bias, wide_steps = (F.pad(numbers, added).contiguous().numpy() for numbers in (given, steps))
+
+    def product(x: Tensor) -> Tensor:
+        wide, rows = x.float().contiguous(), x.shape[0]
+        rounded, row_steps = np.empty((rows, inner), np.uint8), np.empty(rows, np.float32)
+        module.round_rows(wide.numpy(), rounded, row_steps)
+        sums, out = np.empty((rows, len(stored)), np.int32), torch.empty(rows, len(stored))
+        in_parts(
+            module.multiply_codes,
+            stored.nbytes,
+            *((rounded, row_steps), (stored, wide_steps, offsets), wide_bias, sums, out.numpy()),
+        )
+        return (out[:, :channels] if added[1] else out).to(x.dtype)
 
     return product

@@ -3,8 +3,8 @@
 A weight has a step per output channel. Each row of activations gets its step when it comes. The sums are exact
 integers. So a row's result does not depend, bit for bit, on the other rows of the call or on the form of the weight.
 
-No form is the fastest for every number of rows (docs/log.md). FBGEMM has less work around a row; oneDNN computes nine
-rows at the price of one. So product_choice.py measures both at load.
+No form is the fastest for every number of rows (docs/log.md). With few rows it is compiled code, with many a library's.
+So product_choice.py measures all at load.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.models.compiled_products import compiled_int8_product, has_compiled_products
 from engine.models.quantize import LARGEST, CodedWeight, scale_activations
 
-Int8Form = Literal["onednn_int8", "fbgemm_int8"]
+Int8Form = Literal["onednn_int8", "fbgemm_int8", "compiled_int8"]
 Sums = Callable[
     [Tensor], Tensor
 ]  # numbers [rows, in], which it rounds → fp32 [rows, out]: sums · their channels' steps
 
+LIBRARIES: tuple[Int8Form, ...] = ("onednn_int8", "fbgemm_int8")
 OFFSET = 128  # of the integers of activations, which are unsigned
 # fp32 has no fractions beyond 2²³, so adding it rounds, half to even. The lowest byte is then the integer + OFFSET.
 ROUNDING = 1.5 * 2**23 + OFFSET
@@ -31,27 +33,32 @@ ROUNDING = 1.5 * 2**23 + OFFSET
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [out, in] in the layout of a library."""
+    """A weight [out, in] in the layout of a library, or as its codes are."""
 
-    packed: Any  # oneDNN's tensor, or FBGEMM's object
+    packed: Any  # oneDNN's tensor, FBGEMM's object, or the codes int8 [out, in]
     steps: Tensor  # fp32 [out]
     num_bytes: int
 
 
 def int8_forms() -> tuple[Int8Form, ...]:
-    """The forms whose sums are exact on this processor. Only where `check_int8_products` is silent."""
-    return ("onednn_int8", "fbgemm_int8") if _fbgemm_is_exact() else ("onednn_int8",)
+    """The forms whose sums are exact on this processor."""
+    libraries = tuple(form for form in LIBRARIES if _is_exact_here(form))
+    return (*libraries, "compiled_int8") if has_compiled_products() else libraries
 
 
 def pack_int8(weight: CodedWeight, form: Int8Form) -> Int8Weight:
     """weight: with one step per output channel."""
     steps = weight.steps.flatten()
-    packed = torch.ops.onednn.qlinear_prepack(weight.codes, None) if form == "onednn_int8" else _fbgemm_pack(weight)
+    packed = weight.codes
+    if form != "compiled_int8":
+        packed = torch.ops.onednn.qlinear_prepack(packed, None) if form == "onednn_int8" else _fbgemm_pack(weight)
     return Int8Weight(packed, steps, weight.codes.nbytes + steps.nbytes)
 
 
 def int8_product(weight: Int8Weight, form: Int8Form, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x Wᵀ + b for x [rows, in] of any floating dtype → [rows, out] of the same dtype."""
+    if form == "compiled_int8":
+        return compiled_int8_product(weight.packed, weight.steps, bias)
     sums_of = _onednn_sums(weight) if form == "onednn_int8" else _fbgemm_sums(weight)
     wide_bias = None if bias is None else bias.float()
 
@@ -65,29 +72,27 @@ def int8_product(weight: Int8Weight, form: Int8Form, bias: Tensor | None) -> Cal
 
 
 def check_int8_products() -> None:
-    """Raise ConfigError if this processor's int8 products are missing or inexact. Call it before threads make products.
+    """Raise ConfigError if no int8 products are exact on this processor.
 
-    A processor without VNNI adds pairs of products in 16 bits, and oneDNN lets them saturate there.
+    Call it before threads make products: libraries are tried once, and threads that set the filters of warnings
+    together leave them changed.
+
+    A processor without VNNI adds pairs of products in 16 bits, and libraries let them saturate there.
     """
-    try:
-        exact = _is_exact("onednn_int8")
-    except (AttributeError, RuntimeError) as error:
-        raise ConfigError(f"torch has no int8 products on this machine, so weights cannot be int8: {error}") from error
-    if not exact:
+    if not int8_forms():
         raise ConfigError(
-            "int8 products saturate on this processor, which has no VNNI instructions, so weights cannot be int8: "
-            "choose int4 or as_is"
+            "weights cannot be int8: torch's products are missing or saturate on this processor, which has no VNNI "
+            "instructions, and Numba cannot compile others: install numba, or choose int4 or as_is"
         )
-    _fbgemm_is_exact()  # is found once: threads that set the filters of warnings together leave them changed
 
 
 @cache
-def _fbgemm_is_exact() -> bool:
-    """FBGEMM is not in every torch, and saturates without the VNNI instructions of AVX-512."""
+def _is_exact_here(form: Int8Form) -> bool:
+    """A torch may lack a library."""
     try:
-        with catch_warnings():  # torch says once that its quantised tensors will go; then there is no such form
+        with catch_warnings():  # torch says once that its quantised tensors will go; then FBGEMM has no products
             simplefilter("ignore", UserWarning)
-            return _is_exact("fbgemm_int8")
+            return _is_exact(form)
     except (AttributeError, RuntimeError):
         return False
 

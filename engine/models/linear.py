@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.compiled_products import compiled_product, has_compiled_products
+from engine.models.compiled_products import LEAST_CHANNELS, compiled_product, has_compiled_products
 from engine.models.int8_products import Int8Form, Int8Weight, int8_forms, int8_product, pack_int8
 from engine.models.quantize import CodedWeight
 from engine.models.shards import StoredWeight, UnroundedWeight
@@ -23,6 +23,7 @@ ProductForm = Literal[
     "compiled",  # the same memory, read by code that is compiled for this CPU
     "onednn_int8",  # codes of 8 bits, in oneDNN's layout
     "fbgemm_int8",  # codes of 8 bits, in FBGEMM's layout
+    "compiled_int8",  # codes of 8 bits, as they are
 ]
 Given = Tensor | StoredWeight | CodedWeight | UnroundedWeight
 Laid = Tensor | Int8Weight
@@ -94,7 +95,8 @@ def usable_forms(weight: Given) -> tuple[ProductForm, ...]:
         return int8_forms()
     if weight.device.type != "cpu" or weight.dtype is torch.float64:  # fp64 is for exactness, not for speed
         return ("plain",)
-    compiled: tuple[ProductForm, ...] = ("compiled",) if has_compiled_products() else ()
+    enough = weight.shape[0] >= LEAST_CHANNELS
+    compiled: tuple[ProductForm, ...] = ("compiled",) if enough and has_compiled_products() else ()
     if _onednn_packs(weight.dtype):
         return ("packed", "transposed", "plain", *compiled)
     return ("plain", "transposed", *compiled)

@@ -17,7 +17,7 @@ from engine.profiling.kept_files import UNUSABLE, replace_file
 log = logging.getLogger(__name__)
 
 
-METHOD = 2  # how times are taken; another number discards what earlier versions kept
+METHOD = 3  # how times are taken; another number discards what earlier versions kept
 
 
 class TimesFile:

@@ -1,9 +1,10 @@
 """The CPUs that this process may use, and what they can. Imports no torch."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
-INT8_FLAGS = {"avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8"}  # one of them: exact int8 products
+INT8_FLAGS = {"avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8"}  # one of them: torch's int8 products are exact
 INT4_FLAGS = {"avx2", "avx512f"}  # one of them: a fast kernel for int4
 
 
@@ -20,11 +21,22 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
+def has_int8_products(flags: frozenset[str]) -> bool:
+    """Whether a CPU with these flags has exact int8 products. One that does not tell its flags may have them; for any
+    other Numba compiles them."""
+    return not flags or bool(flags & INT8_FLAGS) or find_spec("numba") is not None
+
+
+def has_int4_products(flags: frozenset[str]) -> bool:
+    """Whether a CPU with these flags has a fast kernel for int4. One that does not tell its flags may have it."""
+    return not flags or bool(flags & INT4_FLAGS)
+
+
 def smaller_weights(flags: frozenset[str] | None = None) -> str:
     """What takes less memory, for a message: a smaller dtype, and the forms of weights that a CPU with these flags has
     products for. None: this CPU's. A CPU that does not tell its flags may have all."""
     found = cpu_flags() if flags is None else flags
-    forms = [name for name, needed in (("int8", INT8_FLAGS), ("int4", INT4_FLAGS)) if not found or found & needed]
+    forms = [name for name, has in (("int8", has_int8_products), ("int4", has_int4_products)) if has(found)]
     return f"a smaller dtype or {' or '.join(forms)} weights" if forms else "a smaller dtype"
 
 

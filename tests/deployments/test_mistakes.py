@@ -151,6 +151,7 @@ def test_weights_that_do_not_fit(
     monkeypatch.setattr(checks, "has_gpu", lambda: False)
     monkeypatch.setattr(checkpoint_files, "machine_memory", lambda: DeviceMemory(2**30, 2**20))
     monkeypatch.setattr(machine_cpus, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(machine_cpus, "find_spec", lambda name: None)
     line = refusal(start(tmp_path, {"target": str(DEMO), "draft": "none"}), capsys)
     assert line.startswith("the weights do not fit: they take 0.0")
     assert line.endswith("choose smaller models, a smaller dtype or int4 weights")
@@ -164,12 +165,12 @@ def test_weights_that_do_not_fit(
         (
             {"target_weights": "int8"},
             {"sse2", "avx2"},
-            "int8 needs a CPU with VNNI instructions, .*: choose int4 .* or",
+            "int8 needs Numba, or a CPU with VNNI .*: install numba, or choose int4 .* or",
         ),
         (
             {"draft_weights": "int8"},
             {"sse2"},
-            "int8 needs a CPU with VNNI instructions, and this one has none: choose as",
+            "int8 needs Numba, or a CPU with VNNI .*: install numba, or choose as",
         ),
         (
             {"draft_weights": "int4"},
@@ -185,6 +186,7 @@ def test_weights_that_this_cpu_has_no_products_for(
     args: dict[str, str], flags: set[str], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_files, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(machine_cpus, "find_spec", lambda name: None)
     settings = Settings.model_validate({"target": str(DEMO), "draft": str(DEMO)} | args)
     if message is None:
         checks.check_models(settings, "cpu")

@@ -138,6 +138,7 @@ def test_only_forms_of_weights_that_the_device_has_are_offered(
     """What the CPU lacks does not bind a GPU."""
     monkeypatch.setattr("engine.loading.planned_weights.device_memory", lambda device: DeviceMemory(2**30, 2**20))
     monkeypatch.setattr("engine.profiling.machine_cpus.cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("engine.profiling.machine_cpus.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"choose smaller models, a smaller dtype or {forms} weights$"):
         beside_weights(torch.device(device), [2**20, 2**20])
 

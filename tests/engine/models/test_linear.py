@@ -1,9 +1,10 @@
 """Each form of product is the product, bias included."""
 
+import platform
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -13,12 +14,23 @@ import engine.models.compiled as compiled
 import engine.models.linear as linear_module
 from engine.config import ConfigError
 from engine.kernels import cpu_products
+from engine.kernels.cpu_code import CHANNELS
 from engine.models import int8_products
-from engine.models.int8_products import Int8Form, Int8Weight, Sums, _fbgemm_sums, check_int8_products, int8_forms
+from engine.models.compiled_products import LEAST_CHANNELS
+from engine.models.int8_products import (
+    LIBRARIES,
+    Int8Form,
+    Int8Weight,
+    Sums,
+    _fbgemm_sums,
+    check_int8_products,
+    int8_forms,
+)
 from engine.models.linear import AS_STORED, BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
 from engine.models.products import ProductMaker, Weights
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
-from engine.profiling.machine_cpus import INT8_FLAGS, cpu_flags, smaller_weights
+from engine.profiling import machine_cpus
+from engine.profiling.machine_cpus import cpu_flags, has_int8_products, smaller_weights
 from tests.engine.forked import Forks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,8 +48,13 @@ def int8_reason() -> str:
 
 
 @pytest.mark.skipif(not cpu_flags(), reason="this machine does not say what its CPU can")
-def test_the_flags_of_this_cpu_say_whether_it_has_int8_products() -> None:
-    assert bool(int8_reason()) == cpu_flags().isdisjoint(INT8_FLAGS)
+@pytest.mark.parametrize("numba", [True, False])
+def test_the_flags_of_this_cpu_say_whether_it_has_int8_products(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numba:
+        monkeypatch.setattr(int8_products, "has_compiled_products", lambda: False)
+        monkeypatch.setattr(machine_cpus, "find_spec", lambda name: None)
+    assert has_int8_products(cpu_flags()) == (not int8_reason())
+    assert has_int8_products(frozenset({"sse2"})) is numba
 
 
 def test_the_flags_of_a_cpu(tmp_path: Path) -> None:
@@ -47,14 +64,17 @@ def test_the_flags_of_a_cpu(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path) == {"fpu", "avx2", "amx_int8"}
 
 
-def test_only_forms_of_weights_that_a_cpu_has_products_for_are_offered() -> None:
+def test_only_forms_of_weights_that_a_cpu_has_products_for_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = {
         "avx2 avx512f avx512_vnni": "a smaller dtype or int8 or int4 weights",
         "avx2": "a smaller dtype or int4 weights",
         "sse2": "a smaller dtype",
         "": "a smaller dtype or int8 or int4 weights",
     }
-    assert {flags: smaller_weights(frozenset(flags.split())) for flags in offered} == offered
+    with monkeypatch.context() as patched:
+        patched.setattr(machine_cpus, "find_spec", lambda name: None)
+        assert {flags: smaller_weights(frozenset(flags.split())) for flags in offered} == offered
+    assert smaller_weights(frozenset({"sse2"})) == "a smaller dtype or int8 weights"  # Numba compiles them
 
 
 needs_int8 = pytest.mark.skipif(bool(int8_reason()), reason=int8_reason())
@@ -72,7 +92,7 @@ def make(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_form_of_a_product_is_the_product(dtype: torch.dtype, bias: bool) -> None:
-    for form in usable_forms(torch.empty(1, 1, dtype=dtype)):
+    for form in usable_forms(torch.empty(4, 1, dtype=dtype)):
         linear, weight, offset = make(dtype, bias, [form])
         for rows in (1, 3, 4, 9):
             x = torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows)).to(dtype)
@@ -171,16 +191,27 @@ def test_threads_share_a_compiled_product(dtype: torch.dtype, monkeypatch: pytes
 
 def test_without_numba_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "has_compiled_products", lambda: False)
-    assert "compiled" not in usable_forms(torch.empty(1, 1))
+    assert "compiled" not in usable_forms(torch.empty(4, 1))
 
 
-INT8_SHAPES = [(400, 300), (64, 64), (3, 5), (96, 512), (192, 2048)]  # signed activations are slow in all but the first
+def test_a_weight_of_few_channels_is_not_compiled() -> None:
+    """A product reads CHANNELS of them at once."""
+    assert LEAST_CHANNELS == CHANNELS
+    assert "compiled" not in usable_forms(torch.empty(CHANNELS - 1, 8))
+    assert "compiled" in usable_forms(torch.empty(CHANNELS, 8))
 
 
-INT8_FORMS = ("onednn_int8", "fbgemm_int8")
+INT8_SHAPES = [
+    (400, 300),
+    (64, 64),
+    (3, 5),
+    (5, 67),
+    (96, 512),
+    (192, 2048),
+]  # signed activations are slow in all but the first
 
 
-@pytest.fixture(params=INT8_FORMS)
+@pytest.fixture(params=get_args(Int8Form))
 def form(request: pytest.FixtureRequest) -> Int8Form:
     if request.param not in int8_forms():
         pytest.skip(f"sums of {request.param} are not exact on this machine")
@@ -286,20 +317,22 @@ def test_a_form_whose_sums_are_not_exact_here_is_not_used(fault: str, monkeypatc
             raise RuntimeError("there is no such engine")
         return lambda numbers: _fbgemm_sums(weight)(numbers).clamp_(max=32767)
 
+    usual = int8_forms()
     monkeypatch.setattr(int8_products, "_fbgemm_sums", broken)
-    int8_products._fbgemm_is_exact.cache_clear()
+    int8_products._is_exact_here.cache_clear()
     try:
-        assert int8_forms() == usable_forms(quantise_weight(torch.ones(4, 4))) == ("onednn_int8",)
+        exact = tuple(form for form in usual if form != "fbgemm_int8")
+        assert int8_forms() == usable_forms(quantise_weight(torch.ones(4, 4))) == exact
     finally:
-        int8_products._fbgemm_is_exact.cache_clear()
+        int8_products._is_exact_here.cache_clear()
 
 
 @needs_int8
 def test_the_forms_are_known_before_threads_make_products() -> None:
     """Finding them sets the filters of warnings, which is of the whole process."""
-    int8_products._fbgemm_is_exact.cache_clear()
+    int8_products._is_exact_here.cache_clear()
     ProductMaker(Weights("int8", head=False), torch.float32, torch.device("cpu"))
-    assert int8_products._fbgemm_is_exact.cache_info().currsize == 1
+    assert int8_products._is_exact_here.cache_info().currsize == len(LIBRARIES)
 
 
 @needs_int8
@@ -307,10 +340,10 @@ def test_an_int8_weight_has_one_form_for_few_rows_and_one_for_more() -> None:
     if len(int8_forms()) < 2:
         pytest.skip("this machine has one form of int8 products")
     weight = quantise_weight(torch.randn(64, 32))
-    few: list[ProductForm] = ["fbgemm_int8"] * 2
-    more: list[ProductForm] = ["onednn_int8"] * 5
+    few: list[ProductForm] = [int8_forms()[-1]] * 2
+    more: list[ProductForm] = [int8_forms()[0]] * 5
     linear = Linear(weight, None, few + more)
-    assert set(linear.forms) == set(INT8_FORMS)
+    assert set(linear.forms) == {*few, *more}
     assert linear.num_bytes == 2 * weight.nbytes
     x = activations(9, 32)
     assert torch.equal(linear(x)[:2], linear(x[:2]))
@@ -321,34 +354,71 @@ def test_an_int8_weight_has_one_form_for_few_rows_and_one_for_more() -> None:
 
 PROBE = """
 from engine.models.linear import Linear
-from engine.models.int8_products import check_int8_products
+from engine.models.int8_products import int8_forms
 from engine.models.quantize import quantise_weight
 import torch
 for dtype in (torch.float32, torch.bfloat16):
     print(dtype, Linear(torch.ones(16, 64, dtype=dtype)).choice)
-check_int8_products()
+print(*int8_forms())
 for rows in (1, 2, 17):
     Linear(quantise_weight(torch.randn(192, 512)), None, ['onednn_int8'])(torch.randn(rows, 512))
 """
 
 
-# oneDNN reads its environment once in a process.
+# oneDNN and Numba read their environment once in a process.
 
 
 @needs_int8
-def test_without_avx512_bf16_is_not_packed_and_int8_products_are_refused_where_they_saturate(
-    fresh_processes: Forks,
-) -> None:
+def test_without_avx512_bf16_is_not_packed_and_forms_that_saturate_are_not_used(fresh_processes: Forks) -> None:
     result = fresh_processes.run(PROBE, {"ONEDNN_MAX_CPU_ISA": "AVX2"})
-    assert result.stdout.splitlines() == ["torch.float32 ('packed',)", "torch.bfloat16 ('plain',)"], result.stderr
-    assert "int8 products saturate on this processor" in result.stderr
-    assert result.returncode
+    assert result.stdout.splitlines()[:2] == ["torch.float32 ('packed',)", "torch.bfloat16 ('plain',)"], result.stderr
+    assert result.stdout.splitlines()[2].split() == [form for form in int8_forms() if form != "onednn_int8"]
+
+
+def test_int8_is_refused_where_there_are_no_exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_products, "has_compiled_products", lambda: False)
+    monkeypatch.setattr(int8_products, "_is_exact_here", lambda form: False)
+    with pytest.raises(ConfigError, match=r"^weights cannot be int8: .*: install numba, or choose int4 or as_is$"):
+        ProductMaker(Weights("int8"), torch.float32, torch.device("cpu"))
+
+
+OTHER_CPU = """
+import torch
+from engine.kernels.cpu_integers import STEP
+from engine.models.compiled_products import compiled_int8_product, compiled_product
+from engine.models.quantize import quantise_weight, scale_activations
+for shape in ((400, 300), (4, 67), (13, 640)):
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    coded = quantise_weight(weight)
+    product, exact = compiled_product(weight, bias), compiled_int8_product(coded.codes, coded.steps.flatten(), bias)
+    for rows in range(1, 14):
+        x = torch.randn(rows, shape[1])
+        assert torch.allclose(product(x), torch.addmm(bias, x, weight.t()), atol=1e-3)
+        numbers, row_steps = scale_activations(x)
+        sums = (numbers.round().double() @ coded.codes.double().t()).float() * coded.steps.flatten()
+        assert torch.allclose(exact(x), torch.addcmul(bias, sums, row_steps), rtol=1e-6, atol=1e-6)
+        assert torch.equal(product(x)[-1:], product(x[-1:]))
+        assert torch.equal(exact(x)[-1:], exact(x[-1:]))
+print(STEP)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other CPUs are x86-64")
+@pytest.mark.parametrize(("cpu", "step"), [("haswell", 16), pytest.param("x86-64", 16, marks=pytest.mark.proofs)])
+def test_products_that_are_compiled_for_other_cpus(cpu: str, step: int, fresh_processes: Forks, tmp_path: Path) -> None:
+    """One with AVX2 and fused multiply-add, and one with neither. They have fewer registers, and no VNNI."""
+    features = "+avx2,+fma,+f16c" if cpu == "haswell" else "+sse2"
+    environment = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    result = fresh_processes.run(OTHER_CPU, environment)
+    assert result.stdout.split() == [str(step)], result.stderr
 
 
 @needs_int8
 @pytest.mark.parametrize("instructions", ["ALL", pytest.param("AVX2_VNNI", marks=pytest.mark.proofs)])
 def test_no_int8_product_is_left_to_reference_code(fresh_processes: Forks, instructions: str) -> None:
     """It is a thousand times slower."""
+    if instructions == "AVX2_VNNI" and "avx_vnni" not in cpu_flags():
+        pytest.skip("this machine's VNNI instructions need AVX-512")
     result = fresh_processes.run(PROBE, {"ONEDNN_MAX_CPU_ISA": instructions, "ONEDNN_VERBOSE": "1"})
     products = [line for line in result.stdout.splitlines() if "exec,cpu,matmul" in line]
     assert len(products) == 5, result.stderr
