@@ -88,9 +88,7 @@ class EagleHead:
             inputs = torch.cat([body.layers[0].before_attention(embedded), normed], 1)
             x = normed.clone() if self.norm_residual else states.clone()
         rotations = body.row_rotations(attention)
-        body.add_layer(0, x, inputs, rotations, attention)
-        for index in range(1, len(body.layers)):
-            body.add_layer(index, x, body.layers[index].before_attention(x), rotations, attention)
+        body.add_layers(x, rotations, attention, inputs=inputs)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

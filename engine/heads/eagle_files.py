@@ -13,6 +13,8 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.heads.eagle import EagleHead, HeadTarget
 from engine.heads.files import EagleKind
+from engine.models.between_products import tell_savings
+from engine.models.compiled_layers import CompiledLayers
 from engine.models.config_file import MODEL_TYPES, converted_config
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.models.layer import Layer, Norm, no_norm
@@ -160,6 +162,7 @@ def load_eagle(
     began, reader = perf_counter(), _Reader(checkpoint, target, dtype, device, ProductMaker(weights, dtype, device))
     head = reader.head(max_len)
     reader.refuse_unread()
+    tell_savings(head.body)
     reader.make.choose_forms()
     log.info(
         "%s: %s head, reads the target's layers %s, %.1f MB of its own (%.1f s)",
@@ -212,6 +215,7 @@ class _Reader:
                 norm=self._norm(f"{self._root}norm.weight", hidden) if eagle3 else no_norm,
                 head=output,
                 rotations=tuple(rotation_table(rope, size, self._dtype, self._device) for rope in c.shape.traits.ropes),
+                few_rows=CompiledLayers.of(layers, c.shape, self._dtype) if self._device.type == "cpu" else None,
             ),
             layers=c.layers,
             fuse=fuse,

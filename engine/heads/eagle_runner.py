@@ -47,6 +47,10 @@ class HeadPass:
     def can_capture(self) -> bool:
         return self.head.body.can_capture
 
+    @property
+    def block_rows(self) -> int:
+        return self.head.body.block_rows
+
     def forward(self, ids: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         assert self.states is not None, "the runner sets the states of each pass"
         states, self.states = self.states, None

@@ -100,6 +100,22 @@ def load_as(builder: Any, address: Any, number: Any, count: int, size: int) -> A
     return builder.load(builder.bitcast(address, ir.VectorType(number, count).as_pointer()), align=size)
 
 
+def rounded(builder: Any, value: Any, stored: Any) -> Any:
+    """A vector of sums as numbers are stored, rounded to the nearest, half to even; stored: their type as Numba has
+    it."""
+    count = value.type.count
+    if stored == types.int16:
+        return builder.fptrunc(value, ir.VectorType(ir.HalfType(), count))
+    if stored != types.uint16:
+        return value
+    wide, narrow = ir.VectorType(ir.IntType(32), count), ir.VectorType(ir.IntType(16), count)
+    bits, places = builder.bitcast(value, wide), ir.Constant(wide, [16] * count)
+    odd = builder.and_(builder.lshr(bits, places), ir.Constant(wide, [1] * count))
+    up = builder.add(builder.add(bits, ir.Constant(wide, [0x7FFF] * count)), odd)
+    nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(nan, ir.Constant(narrow, [0x7FC0] * count), builder.trunc(builder.lshr(up, places), narrow))
+
+
 def store(builder: Any, value: Any, address: Any, size: int) -> None:
     builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=size)
 

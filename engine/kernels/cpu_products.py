@@ -18,18 +18,33 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of an fp32 number but for its sign
 
 
 @compiled_exactly
-def multiply(x: Any, weight: Any, out: Any, part: int, parts: int) -> None:
-    """out [rows, channels] = x [rows, inner] · weightᵀ: one part of the channels, which `parts` calls compute together.
+def bounds(channels: int, part: int, parts: int) -> tuple[int, int]:
+    """The first channel of a part and the first one behind it. Parts begin at whole tiles, so none computes channels of
+    another."""
+    tiles = channels // CHANNELS
+    return tiles * part // parts * CHANNELS, channels if part + 1 == parts else tiles * (part + 1) // parts * CHANNELS
+
+
+@compiled_exactly
+def multiply_some(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
+    """out [rows, channels] = x [rows, inner] · weightᵀ for the channels first … last − 1.
 
     weight [≥ CHANNELS, inner], with integers for numbers of 16 bits; x and out are fp32 then. All rows multiply some
-    channels before the next ones are read. The last ones of a part may be computed twice, with the same result.
+    channels before the next ones are read. The last ones may be computed twice, with the same result.
     """
     channels, rows = weight.shape[0], x.shape[0]
     passes = (rows + LANES - 1) // LANES
-    for begin in range(channels * part // parts, channels * (part + 1) // parts, CHANNELS):
+    for begin in range(first, last, CHANNELS):
         for n in range(passes):
             row = rows * n // passes
             multiply_tile(x, row, rows * (n + 1) // passes - row, weight, min(begin, channels - CHANNELS), out)
+
+
+@compiled_exactly
+def multiply(x: Any, weight: Any, out: Any, part: int, parts: int) -> None:
+    """As `multiply_some`: one part of the channels, which `parts` calls compute together."""
+    first, last = bounds(weight.shape[0], part, parts)
+    multiply_some(x, weight, first, last, out)
 
 
 @compiled_exactly
@@ -51,8 +66,8 @@ def round_rows(x: Any, codes: Any, steps: Any) -> None:
 
 
 @compiled_exactly
-def multiply_codes(x: Any, weight: Any, bias: Any, sums: Any, out: Any, part: int, parts: int) -> None:
-    """out [rows, channels] = x · weightᵀ + bias: one part of the channels, as `multiply` has them.
+def multiply_some_codes(x: Any, weight: Any, bias: Any, first: int, last: int, sums: Any, out: Any) -> None:
+    """out [rows, channels] = x · weightᵀ + bias for the channels first … last − 1.
 
     x: (codes uint8 [rows, inner], steps fp32 [rows]) of `round_rows`; weight: (codes int8 [≥ CHANNELS, inner], steps
     fp32 [channels], what OFFSET adds to their sums, int32 [channels]); sums int32 [rows, channels]: room.
@@ -61,7 +76,6 @@ def multiply_codes(x: Any, weight: Any, bias: Any, sums: Any, out: Any, part: in
     integers, steps, offsets = weight
     channels, rows = integers.shape[0], codes.shape[0]
     passes = (rows + LANES - 1) // LANES
-    first, last = channels * part // parts, channels * (part + 1) // parts
     for begin in range(first, last, CHANNELS):
         for n in range(passes):
             row = rows * n // passes
@@ -70,3 +84,10 @@ def multiply_codes(x: Any, weight: Any, bias: Any, sums: Any, out: Any, part: in
         for channel in range(first, last):
             exact = np.float32(sums[row, channel] - offsets[channel])
             out[row, channel] = exact * steps[channel] * row_steps[row] + bias[channel]
+
+
+@compiled_exactly
+def multiply_codes(x: Any, weight: Any, bias: Any, sums: Any, out: Any, part: int, parts: int) -> None:
+    """As `multiply_some_codes`: one part of the channels, which `parts` calls compute together."""
+    first, last = bounds(weight[0].shape[0], part, parts)
+    multiply_some_codes(x, weight, bias, first, last, sums, out)

@@ -23,6 +23,7 @@ from engine.kernels.cpu_code import (
     load,
     multiply_add,
     over_row,
+    rounded,
     row_of,
     rows_of,
     spread,
@@ -153,6 +154,26 @@ def _add_of(lanes: int) -> Any:
 
 
 add_1, add_2, add_4 = _add_of(1), _add_of(2), _add_of(4)
+
+
+@emitted
+def store_row(_context: Any, numbers: Any, row: Any, first: Any, rows: Any, place: Any) -> Any:
+    """(numbers [n, ..], row, first, rows [m, width], place): rows[place] becomes the numbers of numbers[row] from
+    `first` on, rounded to what the rows hold."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        given, row, begin, stored, number = arguments
+        read, target = row_of(context, builder, numbers, given, row), row_of(context, builder, rows, stored, number)
+
+        def body(x: Any, count: int) -> None:
+            value = load(builder, read(builder.add(begin, x)), numbers.dtype, count)
+            store(builder, rounded(builder, value, rows.dtype), target(x), rows.dtype.bitwidth // 8)
+
+        size = numbers.dtype.bitwidth // 8
+        over_row(builder, width_of(context, builder, rows, stored), VECTOR_BYTES // size, body)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.intp, types.intp, rows, types.intp), code
 
 
 @emitted

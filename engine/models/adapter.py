@@ -174,6 +174,10 @@ class AdaptedModel:
         return False
 
     @property
+    def block_rows(self) -> int:
+        return 0
+
+    @property
     def weight_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._model.parameters())
 

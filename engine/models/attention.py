@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cache.storage import Storage
 from cache.transfer import index_tensor
+from engine.kernels.paged_rows import MAX_NODES
 from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.models.spans import Span
@@ -74,11 +75,13 @@ def plan_attention(
     device: torch.device,
     separate_to: int | None = None,
     reader: BlockReader | None = None,
+    few_rows: int = 0,
 ) -> AttentionPlan:
     """Plan a pass. Spans are in packed order, one per slot; short spans should be sorted by slot.
 
     separate_to: compute each query by itself; no sequence has more positions than that. None: together.
     reader: what computes short spans, and where a query must not depend on others all spans. None: torch does.
+    few_rows: a pass with at most so many rows is all the reader's.
     """
     trees = [s.parents for s in spans] != [None] * len(spans)
     index: list[int] = []  # positions, then cache rows, then, with trees, the last visible keys: one transfer for all
@@ -95,7 +98,9 @@ def plan_attention(
     in_order = len(spans) == 1 and rows_used == list(range(rows_used[0], rows_used[0] + len(rows_used)))
     groups: list[Group | BlockGroup] = []
     row, group_size = 0, num_heads // num_kv_heads
-    for by_blocks, members in _parted(spans, group_size, separate_to is not None, reader):
+    few = 0 < count <= few_rows and all(len(s.parents or ()) <= MAX_NODES for s in spans)
+    all_by_blocks = separate_to is not None or few
+    for by_blocks, members in _parted(spans, group_size, all_by_blocks, reader):
         rows = slice(row, row + sum([s.size for s in members]))
         row = rows.stop
         if by_blocks:
@@ -134,6 +139,14 @@ class Attention:
     @property
     def rotates(self) -> bool:
         return False
+
+    @property
+    def by_blocks(self) -> tuple[BlockReader, BlockGroup] | None:
+        """What computes the whole pass, if it reads blocks; None: torch computes some spans."""
+        group = self.plan.groups[0]
+        if self._reader is None or len(self.plan.groups) > 1 or not isinstance(group, BlockGroup):
+            return None
+        return self._reader, group
 
     def __call__(
         self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, factors: Tensor | None = None
@@ -257,13 +270,13 @@ def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parted(
-    spans: Sequence[Span], group_size: int, separate: bool, reader: BlockReader | None
+    spans: Sequence[Span], group_size: int, all_by_blocks: bool, reader: BlockReader | None
 ) -> Iterator[tuple[bool, Sequence[Span]]]:
     """Split the packed order into runs: (whether the reader computes it, its spans)."""
     if reader is None:
         yield from ((False, run) for run in _grouped(spans))
         return
-    for short, run in groupby(spans, lambda span: separate or reader.takes(span, group_size)):
+    for short, run in groupby(spans, lambda span: all_by_blocks or reader.takes(span, group_size)):
         if short:
             yield True, list(run)
         else:

@@ -1,5 +1,6 @@
 """Plans the attention of one model's passes: over blocks by one operation on a GPU, by spans on a CPU."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from cache.gathered import GatheredStorage
@@ -16,9 +17,16 @@ from engine.models.spans import Span
 class AttentionPlans:
     """The storage's memory of the spans' sequences must be prepared before each call."""
 
-    def __init__(self, config: DecoderConfig, storage: Storage, shape: KVShape, separate_to: int | None = None) -> None:
-        """separate_to: as in `plan_attention`."""
-        self.separate_to = separate_to
+    def __init__(
+        self,
+        config: DecoderConfig,
+        storage: Storage,
+        shape: KVShape,
+        separate_to: int | None = None,
+        few_rows: Callable[[], int] = int,
+    ) -> None:
+        """separate_to, few_rows: as in `plan_attention`."""
+        self.separate_to, self._few_rows = separate_to, few_rows
         self._config, self._storage, self._shape = config, storage, shape
         self._paged = storage if shape.device.type != "cpu" and isinstance(storage, GatheredStorage) else None
         self.reader = BlockReader.over(storage)
@@ -53,5 +61,6 @@ class AttentionPlans:
             device=shape.device,
             separate_to=self.separate_to,
             reader=self.reader,
+            few_rows=self._few_rows(),
         )
         return Attention(plan, self._storage, self.reader)

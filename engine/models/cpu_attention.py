@@ -51,6 +51,13 @@ class BlockGroup(NamedTuple):
             self.seen[window] = self._rows(window)
         return self.seen[window]
 
+    def places(self, block_size: int) -> Any:
+        """The row [N] int64 of each token in blocks of that size."""
+        rows: list[int] = []
+        for span, table in zip(self.spans, self.tables.tolist(), strict=True):
+            rows += [table[p // block_size] * block_size + p % block_size for p in range(span.start, span.end)]
+        return np.array(rows, np.int64)
+
     def _rows(self, window: int | None) -> VisibleRows:
         spans = self.spans
         last = np.array([place for s in spans for place in s.last_visible()], np.int64)
@@ -88,23 +95,32 @@ class BlockReader:
         """Whether the span is short enough. group_size: queries of a position that share a key."""
         return span.size * group_size <= self.most_lanes and len(span.parents or ()) <= MAX_NODES
 
+    @property
+    def block_size(self) -> int:
+        """Positions of a block."""
+        return int(self._layers[0].shape[1])
+
+    def blocks(self, layer: int) -> Any:
+        """A layer's blocks as a NumPy array."""
+        return self._layers[layer]
+
+    def read_bytes(self, group: BlockGroup) -> int:
+        """Bytes of a layer's keys and values that the group's spans see."""
+        return group.keys * self._row_bytes
+
+    def seen(self, group: BlockGroup, head_dim: int, scoring: Scoring) -> tuple[Any, ...]:
+        """What the kernel reads beside queries and blocks."""
+        scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+        sinks = self._no_sinks if scoring.sinks is None else scoring.sinks.to(self._sums).numpy()
+        visible, cap = group.rows_within(scoring.window), float(scoring.softcap or 0)
+        return group.tables, group.first_rows, visible, scale, cap, sinks
+
     def attend(self, group: BlockGroup, layer: int, queries: Tensor, scoring: Scoring) -> Tensor:
         """queries [rows, heads, head_dim] → [rows, heads·head_dim], over what the pass has stored already."""
-        scale = queries.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
         wide = queries if queries.dtype == self._sums else queries.to(self._sums)
         out = torch.empty(wide.shape, dtype=self._sums)
-        sinks = self._no_sinks if scoring.sinks is None else scoring.sinks.to(self._sums).numpy()
-        given: tuple[Any, ...] = (
-            wide.contiguous().numpy(),
-            self._layers[layer],
-            group.tables,
-            group.first_rows,
-            group.rows_within(scoring.window),
-            scale,
-            float(scoring.softcap or 0),
-            sinks,
-            out.numpy(),
-        )
-        in_parts(self._kernel.attend, group.keys * self._row_bytes, *given)
+        seen = self.seen(group, queries.shape[-1], scoring)
+        given = (wide.contiguous().numpy(), self._layers[layer], *seen, out.numpy())
+        in_parts(self._kernel.attend, self.read_bytes(group), *given)
         packed = out.view(out.shape[0], -1)
         return packed if queries.dtype == self._sums else packed.to(queries.dtype)

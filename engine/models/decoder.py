@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.few_rows import FewRows, Keep
-from engine.models.layer import Layer, Norm, no_norm
+from engine.models.layer import Keep, Layer, Norm, no_norm
 from engine.models.linear import Product
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import PassAttention
@@ -72,12 +71,40 @@ class LanguageModel(Protocol):
         """Whether passes do nothing but work of the device, apart from experts, which are chosen on the host."""
         ...
 
+    @property
+    def block_rows(self) -> int:
+        """Up to so many rows a pass wants all its attention to read blocks, on a CPU."""
+        ...
+
     def forward(self, ids: Tensor, attention: PassAttention, watched: "WatchedStates | None" = None) -> Tensor:
         """States [N, hidden] of N packed tokens, ids [N] int64. `watched` keeps copies of those of its layers."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """States [R, hidden] → [R, vocab]."""
+        ...
+
+
+def keep_nothing(layer: int, states: Tensor) -> None:
+    pass
+
+
+class LayersOfFewRows(Protocol):
+    """A decoder's layers in a form for passes of few rows."""
+
+    @property
+    def block_rows(self) -> int:
+        """As LanguageModel.block_rows."""
+        ...
+
+    def can_compute(self, x: Tensor, attention: PassAttention) -> bool:
+        """Whether a pass over the states x [N, hidden] is one of few rows."""
+        ...
+
+    def add_layers(
+        self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep, inputs: Tensor | None
+    ) -> None:
+        """As Decoder.add_layers."""
         ...
 
 
@@ -121,7 +148,7 @@ class Decoder:
     norm: Norm
     head: Product  # hidden → vocab
     rotations: tuple[Tensor, ...]  # complex [max_len, 1, rotary_dim / 2]: e^(i·position·frequency)
-    few_rows: FewRows | None = None  # the layers for passes of few rows; None: as for any other pass
+    few_rows: LayersOfFewRows | None = None  # the layers for passes of few rows; None: as for any other pass
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +157,10 @@ class Decoder:
     @property
     def can_capture(self) -> bool:
         return True
+
+    @property
+    def block_rows(self) -> int:
+        return 0 if self.few_rows is None else self.few_rows.block_rows
 
     @property
     def weight_bytes(self) -> int:
@@ -147,33 +178,42 @@ class Decoder:
 
     def forward_embedded(self, x: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         """As forward(), of the states x [N, hidden] that enter the first layer. Writes into x."""
-        rotations, keep = self.row_rotations(attention), _keep_nothing if watched is None else watched.keep
-        if self.few_rows is not None and self.few_rows.can_compute(x, attention):
-            self.few_rows.add_layers(x, rotations, attention, keep)
-        else:
-            self._add_layers(x, rotations, attention, keep)
+        rotations, keep = self.row_rotations(attention), keep_nothing if watched is None else watched.keep
+        self.add_layers(x, rotations, attention, keep)
         if watched is not None and len(self.layers) in watched.layers:
             watched.keep(len(self.layers), self.norm(x))
         return x
 
-    def _add_layers(self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep) -> None:
+    def add_layers(
+        self,
+        x: Tensor,
+        rotations: Seq[Tensor],
+        attention: PassAttention,
+        keep: Keep = keep_nothing,
+        inputs: Tensor | None = None,
+    ) -> None:
+        """Add to the states x [N, hidden] what the layers write. inputs [N, width]: of the first product, in place of
+        the normed states."""
+        if self.few_rows is not None and self.few_rows.can_compute(x, attention):
+            self.few_rows.add_layers(x, rotations, attention, keep, inputs)
+            return
         norms = [layer.before_attention for layer in self.layers]
-        inputs = norms[0](x)
+        inputs = norms[0](x) if inputs is None else inputs
         for index, following in enumerate([*norms[1:], no_norm]):
             keep(index, x)
-            inputs = self.add_layer(index, x, inputs, rotations, attention, following)
+            inputs = self._add_layer(index, x, inputs, rotations, attention, following)
 
-    def add_layer(
+    def _add_layer(
         self,
         index: int,
         x: Tensor,
         inputs: Tensor,
         rotations: Seq[Tensor],
         attention: PassAttention,
-        following: Norm = no_norm,
+        following: Norm,
     ) -> Tensor:
-        """Add to the states x [N, hidden] what a layer writes. inputs [N, width] of its product qkv: the normed x, or
-        what a drafting head reads in its place. Returns following(x)."""
+        """Add to the states x [N, hidden] what a layer writes. inputs [N, width] of its product qkv. Returns
+        following(x)."""
         c, layer, residual = self.config, self.layers[index], self.config.traits.residual_multiplier
         rows, parts = x.shape[0], (c.num_heads, 2 * c.num_kv_heads)
         qkv = layer.qkv(inputs)
@@ -214,10 +254,6 @@ class Decoder:
         if traits.logit_softcap is not None:
             logits = logits.div_(traits.logit_softcap).tanh_().mul_(traits.logit_softcap)
         return logits
-
-
-def _keep_nothing(layer: int, states: Tensor) -> None:
-    pass
 
 
 @cache

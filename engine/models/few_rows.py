@@ -4,7 +4,6 @@ A pass of one row is normalised inside of its products. Several rows are normali
 the product in front gave. So `inputs` of a product are the states themselves, or the normed states.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Self
@@ -20,14 +19,13 @@ from engine.kernels.row_products import (
     project_and_store,
 )
 from engine.kernels.row_work import add_parts_
-from engine.models.layer import Layer, no_norm
+from engine.models.layer import Keep, Layer, no_norm
 from engine.models.linear import Linear, Product
 from engine.models.mlp import GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.paged_attention import PagedAttention
 from engine.models.pass_attention import PassAttention, Scoring
 
-Keep = Callable[[int, Tensor], None]  # is told a layer's number and the states that enter it
 InsideNorm = tuple[Tensor | None, float, float]  # gain, eps and offset as the operations take them
 
 
@@ -80,13 +78,21 @@ class FewRows:
         known = [layer for layer in map(FewRowsLayer.of, layers) if layer is not None]
         return cls(known) if len(known) == len(layers) and residual_multiplier == 1 else None
 
+    @property
+    def block_rows(self) -> int:
+        """As LanguageModel.block_rows."""
+        return 0
+
     def can_compute(self, x: Tensor, attention: PassAttention) -> bool:
         """Whether a pass over the states x [N, hidden] is one of few rows."""
         return 0 < x.shape[0] <= self._most and isinstance(attention, PagedAttention)
 
-    def add_layers(self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep) -> None:
-        """Add to the states x [N, hidden] what the layers write."""
+    def add_layers(
+        self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep, inputs: Tensor | None = None
+    ) -> None:
+        """As Decoder.add_layers. No head that draws from inputs of its own has such layers."""
         assert isinstance(attention, PagedAttention)
+        assert inputs is None
         inputs = x if x.shape[0] == 1 else self._layers[0].attention_norm(x)
         following = [*(layer.attention_norm for layer in self._layers[1:]), None]
         for index, (layer, norm) in enumerate(zip(self._layers, following, strict=True)):

@@ -29,6 +29,7 @@ Given = Tensor | StoredWeight | CodedWeight | UnroundedWeight
 Laid = Tensor | Int8Weight
 FORMS: tuple[ProductForm, ...] = get_args(ProductForm)
 AS_STORED: tuple[ProductForm, ...] = ("plain", "compiled")  # forms that share one memory
+COMPILED: tuple[ProductForm, ...] = ("compiled", "compiled_int8")
 # Largest number of rows of each bucket. The last one holds all larger numbers too. Some kernels become twice as fast at
 # 16 rows, so 15 ends a bucket.
 BUCKETS = (1, 2, 3, 5, 9, 15, 33)
@@ -52,6 +53,8 @@ class Linear:
         """weight [out, in]; codes have 8 bits and one step per output channel. choice None: one form for all rows,
         packed where oneDNN can. Empty: `use` chooses later."""
         self.given: Given | None = weight  # until it is laid out
+        self.shape = weight.shape  # [out, in]
+        self.saved_s: Sequence[float] = ()  # seconds that a compiled form saves around the product, for each bucket
         self.bias = bias
         self.forms: dict[ProductForm, Laid] = {}
         if choice is None or choice:

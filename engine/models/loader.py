@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
+from engine.models.between_products import tell_savings
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel
-from engine.models.few_rows import FewRows
+from engine.models.few_rows_choice import layers_for_few_rows
 from engine.models.layer import Layer, Norm, no_norm
 from engine.models.mlp import Experts, GatedMLP, gating
 from engine.models.model_families import read_config
@@ -156,9 +157,10 @@ def load_decoder(
         ),
         head=head,
         rotations=rotations,
-        few_rows=FewRows.of(layers, config.traits.residual_multiplier),
+        few_rows=layers_for_few_rows(layers, config, dtype, device),
     )
     tensors.refuse_unread(config)
+    tell_savings(decoder)
     make.choose_forms()
     dtype_name = str(dtype).removeprefix("torch.")
     size_mb, seconds = decoder.weight_bytes / 1e6, perf_counter() - began

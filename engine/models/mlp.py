@@ -26,10 +26,19 @@ class GatedMLP:
     def products(self) -> tuple[Product, ...]:
         return self.gate_up, self.down
 
+    def with_products(self, gate_up: Product, down: Product) -> "GatedMLP":
+        """The same between other products."""
+        return GatedMLP(gate_up, down, self._gating)
+
     @property
     def is_silu(self) -> bool:
         """Whether the activation is silu."""
         return self._gating is _silu
+
+    @property
+    def is_sigmoid(self) -> bool:
+        """Whether the activation is silu or gelu's tanh approximation, x times a sigmoid."""
+        return self._gating in (_silu, _gelu_tanh)
 
     def __call__(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)

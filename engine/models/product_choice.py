@@ -22,6 +22,7 @@ from engine.memory.host import give_back_freed_memory
 from engine.models.linear import (
     AS_STORED,
     BUCKETS,
+    COMPILED,
     FormChoice,
     Given,
     Linear,
@@ -97,9 +98,10 @@ def choose_forms(
     began = perf_counter()
     times, source = _known_or_measured(groups, cache, timed)
     give_back_freed_memory()  # the sample's
-    choices = {shape: best_choice(times[shape]) for shape in groups}
+    costs = {shape: _costs(times[shape], members[0].saved_s) for shape, members in groups.items()}
+    choices = {shape: best_choice(costs[shape]) for shape in groups}
     if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
-        choices = {shape: best_choice(times[shape], most_forms=1) for shape in groups}
+        choices = {shape: best_choice(costs[shape], most_forms=1) for shape in groups}
     copied, count = _copied_bytes(groups, choices), len(groups)
     for shape in groups:
         log.debug("products of %s: %s", shape, describe(choices[shape]))
@@ -114,6 +116,15 @@ def choose_forms(
         *(source, perf_counter() - began, twice, count, copied / 1e6),
     )
     return copied
+
+
+def _costs(times: TimesByForm, saved_s: Sequence[float]) -> TimesByForm:
+    """Seconds of a product with what is done around it, which compiled forms save."""
+    more = saved_s or [0.0] * len(BUCKETS)
+    return {
+        form: spent if form in COMPILED else [a + b for a, b in zip(spent, more, strict=True)]
+        for form, spent in times.items()
+    }
 
 
 def best_choice(times: TimesByForm, most_forms: int = 2) -> FormChoice:

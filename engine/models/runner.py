@@ -83,7 +83,9 @@ class Runner:
         shape = kv_shape(decoder.config, decoder.dtype, device)
         self.storage = make_storage(layout, self.cache, shape)
         separate_to = layout.max_len if deterministic else None
-        self.attention_plans = AttentionPlans(decoder.config, self.storage, shape, separate_to)
+        self.attention_plans = AttentionPlans(
+            decoder.config, self.storage, shape, separate_to, lambda: decoder.block_rows
+        )
         self.translation: Translation | None = None  # of a draft model with another tokenizer; its drafter sets it
         self.chains = ChainPasses(decoder)
         self.reader: StateReader | None = None

@@ -52,6 +52,10 @@ class TableDecoder:
         return self.table.dtype
 
     @property
+    def block_rows(self) -> int:
+        return 0
+
+    @property
     def can_capture(self) -> bool:
         return False
 

@@ -1,0 +1,201 @@
+"""A decoder's layer for a few rows on a CPU, compiled by Numba for the CPU that it runs on.
+
+Between the products of a small model stand some twenty operations of torch, which take longer than the products. Here
+a layer is six stages. One thread does all of them in one call. Several threads share the stages one by one, and what is
+cheap each of them does for itself.
+
+What a layer adds to the states is left to the next stage that reads them, which adds and normalises. Each stage gets
+
+    states: (x, added, joined, inputs): x + added [N, hidden] enter the layer; joined: room; inputs: what enters the
+        first product in place of the normed states, [N, width], or [0, 0]
+    layer: (joining, before, qkv, qk_norm, out, after, inner, gate_up, down, factor, ..), as the stages tell
+    memory: (pool, factors, rows, seen), as the stages tell
+    room: (qkv [N, width], queries and attended [N, heads, head_dim], gated [N, intermediate])
+
+A norm is (weight [width], floor), as models/norm.py has them, and ([0], ..) for none. A product is (weight, bias), with
+a weight as `multiply_some` or `multiply_some_codes` has it. Numbers of the states are fp32, or fp64 for fp64 memory.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from engine.kernels.cpu_attention import attend, weights
+from engine.kernels.cpu_code import compiled, compiled_exactly
+from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
+from engine.kernels.cpu_vectors import dots_1, store_row
+
+LARGEST_POWER = 87.0  # exp of more is no fp32 number
+GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715  # of the tanh approximation, as a sigmoid
+
+
+def product(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+    """The channels first … last − 1 of x [N, inner] · Wᵀ + b → out [N, channels]."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(product, strict=False)
+def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
+    if isinstance(given[0], types.BaseTuple):
+
+        def coded(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+            weight, bias = given
+            rounded, steps = np.empty(x.shape, np.uint8), np.empty(x.shape[0], np.float32)
+            round_rows(x, rounded, steps)
+            sums = np.empty((x.shape[0], weight[0].shape[0]), np.int32)
+            multiply_some_codes((rounded, steps), weight, bias, first, last, sums, out)
+
+        return coded
+
+    def plain(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+        weight, bias = given
+        multiply_some(x, weight, first, last, out)
+        for row in range(x.shape[0] if len(bias) else 0):
+            for channel in range(first, last):
+                out[row, channel] += bias[channel]
+
+    return plain
+
+
+@compiled_exactly
+def normalise(x: Any, norm: Any, out: Any) -> None:
+    """out = x · weight / sqrt(|x|² + floor²), by rows; out may be x."""
+    weight, floor = norm
+    squares, number = np.empty((x.shape[0], 1), x.dtype), x.dtype.type
+    for row in range(x.shape[0]):
+        dots_1(x, row, x, row, squares, 0)
+        scale = number(1) / number(math.sqrt(squares[row, 0] + number(floor) * number(floor)))
+        for i in range(x.shape[1]):
+            out[row, i] = x[row, i] * weight[i] * scale
+
+
+@compiled_exactly
+def join(x: Any, added: Any, norm: Any, factor: float, out: Any) -> None:
+    """out = x + norm(added) · factor; out may be x."""
+    number = x.dtype.type
+    if len(norm[0]):
+        normed = np.empty_like(added)
+        normalise(added, norm, normed)
+        added = normed
+    for row in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            out[row, i] = x[row, i] + added[row, i] * number(factor)
+
+
+@compiled_exactly
+def enter(x: Any, added: Any, joining: Any, factor: float, joined: Any, norm: Any, part: int) -> Any:
+    """The normed sum of x and what is to be added. The first part keeps the sum in `joined`."""
+    total = joined if part == 0 else np.empty_like(x)
+    join(x, added, joining, factor, total)
+    if len(norm[0]) == 0:
+        return total
+    normed = np.empty_like(x)
+    normalise(total, norm, normed)
+    return normed
+
+
+@compiled_exactly
+def project(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+    """Queries, keys and values of the rows. joining: the norm of what the layer before added."""
+    x, added, joined, inputs = states
+    first, last = bounds(room[0].shape[1], part, parts)
+    entered = enter(x, added, layer[0], layer[9], joined, layer[1], part)
+    product(inputs if len(inputs) else entered, layer[2], first, last, room[0])
+
+
+@compiled_exactly
+def place(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+    """Normalise and rotate queries and keys, and store keys and values. One part does it.
+
+    qk_norm: (weight [heads, head_dim], floor) of the first heads of qkv; none: [0, 0]. factors [N, width of qkv]:
+    cosine and sine of each pair of neighbours; none: [0, 0]. rows [N]: where the pool takes keys and values.
+    """
+    qkv, queries, _, _ = room
+    pool, factors, rows, _ = memory
+    weight, floor = layer[3]
+    size, width, number = queries.shape[2], queries.shape[1] * queries.shape[2], qkv.dtype.type
+    by_head, per_row = qkv.reshape(qkv.size // size, size), qkv.shape[1] // size
+    flat = queries.reshape(queries.shape[0], width)
+    stored = pool.reshape(pool.shape[0] * pool.shape[1], pool.shape[2] * pool.shape[3])
+    squares = np.empty((by_head.shape[0], 1), qkv.dtype)
+    for n in range(qkv.shape[0]):
+        for head in range(weight.shape[0]):
+            of = n * per_row + head
+            dots_1(by_head, of, by_head, of, squares, 0)
+            scale = number(1) / number(math.sqrt(squares[of, 0] + number(floor) * number(floor)))
+            for i in range(size):
+                by_head[of, i] *= weight[head, i] * scale
+        for i in range(0, factors.shape[1], 2):
+            cosine, sine, a, b = factors[n, i], factors[n, i + 1], qkv[n, i], qkv[n, i + 1]
+            qkv[n, i], qkv[n, i + 1] = a * cosine - b * sine, a * sine + b * cosine
+        for i in range(width):
+            flat[n, i] = qkv[n, i]
+        store_row(qkv, n, width, stored, rows[n])
+
+
+@compiled
+def look(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+    """Attention over what is stored. seen: (tables, first_rows, rows, scale, cap, sinks), as `attend` has."""
+    tables, first_rows, rows, scale, cap, sinks = memory[3]
+    attend(room[1], memory[0], tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
+
+
+@compiled_exactly
+def write(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+    """What attention adds to the states."""
+    attended, added = room[2], states[1]
+    first, last = bounds(added.shape[1], part, parts)
+    product(attended.reshape(attended.shape[0], -1), layer[4], first, last, added)
+
+
+@compiled_exactly
+def gate(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+    """activation(gate) · up of the rows. after: the norm of what attention added."""
+    x, added, joined, _ = states
+    both, gelu = layer[7]
+    gated = room[3]
+    width = gated.shape[1]
+    first, last = bounds(width, part, parts)
+    entered = enter(joined, added, layer[5], layer[9], x, layer[6], part)
+    halves = np.empty((x.shape[0], 2 * width), x.dtype)
+    product(entered, both, first, last, halves)
+    product(entered, both, width + first, width + last, halves)
+    powers, room_of_powers = np.empty(last - first, x.dtype), np.empty(last - first, np.int32)
+    for row in range(x.shape[0]):
+        activate(halves[row], first, last, gelu, powers, room_of_powers)
+        for i in range(first, last):
+            gated[row, i] = halves[row, i] / (powers.dtype.type(1) + powers[i - first]) * halves[row, width + i]
+
+
+@compiled_exactly
+def activate(numbers: Any, first: int, last: int, gelu: bool, powers: Any, room: Any) -> None:
+    """powers = exp(−u) for the sigmoid of u: u is the number itself, or for gelu a cubic of it."""
+    number = powers.dtype.type
+    for i in range(first, last):
+        x = numbers[i]
+        u = number(GELU_SLOPE) * (x + number(GELU_CUBE) * x * x * x) if gelu else x
+        powers[i - first] = number(-LARGEST_POWER) if u > number(LARGEST_POWER) else -u
+        if powers[i - first] > number(LARGEST_POWER):
+            powers[i - first] = number(LARGEST_POWER)
+    weights(powers, last - first, number(0), room)
+
+
+@compiled_exactly
+def shrink(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+    """What the MLP adds to the states."""
+    first, last = bounds(states[1].shape[1], part, parts)
+    product(room[3], layer[8], first, last, states[1])
+
+
+@compiled
+def add_layer(states: Any, layer: Any, memory: Any, room: Any) -> None:
+    """All stages. x is then the sum that entered the second norm, `joined` the one that entered the first."""
+    project(states, layer, memory, room, 0, 1)
+    place(states, layer, memory, room, 0, 1)
+    look(states, layer, memory, room, 0, 1)
+    write(states, layer, memory, room, 0, 1)
+    gate(states, layer, memory, room, 0, 1)
+    shrink(states, layer, memory, room, 0, 1)
