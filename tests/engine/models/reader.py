@@ -1,14 +1,17 @@
 """Feeds texts to a Runner in any manner and compares every row of logits with expected ones."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionPlan, plan_attention
+from engine.models.compiled_layers import CompiledLayers
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.feeds import Feed
+from engine.models.linear import BUCKETS
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Runner
 from engine.models.spans import Span
@@ -24,6 +27,14 @@ LENGTH = 64
 def load_alone(checkpoint: str, dtype: torch.dtype = torch.float64, max_len: int = LENGTH) -> Decoder:
     """One decoder for all tests of a checkpoint: it keeps nothing of what it computes."""
     return load_decoder(open_checkpoint(checkpoint), dtype=dtype, device=torch.device("cpu"), max_len=max_len)
+
+
+def all_compiled(decoder: Decoder) -> Decoder:
+    """The decoder with compiled layers for all passes that they could serve, whatever is fastest here."""
+    few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.dtype)
+    assert few_rows is not None
+    few_rows.block_rows = BUCKETS[-1]
+    return replace(decoder, few_rows=few_rows)
 
 
 class Reader:

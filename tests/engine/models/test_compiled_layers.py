@@ -1,0 +1,311 @@
+"""Layers that are compiled for a CPU give what the layers of torch give, in every family that they know."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.models.compiled as compiled_code
+from engine.kernels import cpu_layers
+from engine.models import compiled_layers
+from engine.models.attention import Attention
+from engine.models.between_products import tell_savings
+from engine.models.compiled_layers import CompiledLayers, products_of
+from engine.models.decoder import Decoder, WatchedStates
+from engine.models.feeds import Feed
+from engine.models.few_rows_choice import layers_for_few_rows
+from engine.models.linear import BUCKETS, Linear, ProductForm
+from engine.models.loader import load_decoder, open_checkpoint
+from engine.models.norm import RMSNorm
+from engine.models.pass_attention import PassAttention
+from engine.models.products import Weights
+from engine.models.runner import Runner
+from tests.engine.driving import make_sequence
+from tests.engine.heads.eagles import save_eagle_pair
+from tests.engine.models.families import CASES, WINDOW, random_checkpoint, reference
+from tests.engine.models.forest import BLOCKS, Forest
+from tests.engine.models.reader import LENGTH, SLOTS, Reader, all_compiled, load_alone
+from tests.engine.models.test_trees import VARIED, Decoders, make_texts, run_rounds
+from tests.engine.pairs import VOCAB
+from tests.kv import kv_layout
+
+CPU = torch.device("cpu")
+UNKNOWN = ("mixtral", "qwen3_moe", "gpt_oss", "olmo2")  # experts, and norms over all heads
+KNOWN = sorted(name for name in CASES if not name.startswith(UNKNOWN))
+TEXTS: list[list[int]] = torch.randint(0, VOCAB, (SLOTS, LENGTH), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The checkpoint of a case, made when first asked for."""
+    folder, made = tmp_path_factory.mktemp("compiled"), dict[str, str]()
+
+    def of(name: str) -> str:
+        if name not in made:
+            made[name] = random_checkpoint(CASES[name], folder / name)
+        return made[name]
+
+    return of
+
+
+def few_rows_of(decoder: Decoder) -> CompiledLayers:
+    assert isinstance(decoder.few_rows, CompiledLayers)
+    return decoder.few_rows
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each pass that compiled layers compute."""
+    rows, real = list[int](), CompiledLayers.add_layers
+
+    def add_layers(self: CompiledLayers, x: Tensor, *given: Any) -> None:
+        rows.append(x.shape[0])
+        real(self, x, *given)
+
+    monkeypatch.setattr(CompiledLayers, "add_layers", add_layers)
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_which_families_are_known(name: str, checkpoint: Callable[[str], str]) -> None:
+    assert (load_alone(checkpoint(name)).few_rows is not None) == (name in KNOWN)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_logits_are_those_of_transformers(name: str, checkpoint: Callable[[str], str], counted: list[int]) -> None:
+    """In fp64, for single tokens, verification that crosses windows and blocks, and ragged batches."""
+    with reference(checkpoint(name)) as logits:
+        expected = logits(TEXTS)
+    reader = Reader(all_compiled(load_alone(checkpoint(name))), TEXTS, expected)
+    for _ in range(WINDOW + 3):
+        reader.feed({0: 1})
+    reader.feed({1: 3})
+    while reader.runner.cache.length(1) + 6 <= LENGTH:
+        reader.feed({1: 1}, {1: 5})
+        reader.runner.cache.truncate_to(1, reader.runner.cache.length(1) - 3)
+    reader.feed({2: 20, 3: WINDOW, 4: 40})
+    passes = len(counted)
+    reader.feed({2: 1, 3: 1, 4: 1, 5: 7, 6: 2}, {2: 5, 4: 3})
+    reader.feed({2: 1, 3: 1, 4: 1, 5: 1, 6: 1})
+    assert len(counted) == passes + 2
+    assert set(counted) == {1, 3, 5, 6, 20}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("name", [name for name in VARIED if name not in UNKNOWN])
+def test_trees(name: str, kind: str, tmp_path_factory: pytest.TempPathFactory, counted: list[int]) -> None:
+    decoder = cast(Decoder, Decoders(tmp_path_factory.mktemp("trees"))[f"{name}, short"])
+    run_rounds(Forest(all_compiled(decoder), kind, make_texts()))
+    assert counted
+
+
+# --- parts that could be left out ------------------------------------------------------------------------------------
+
+FAULTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "qk norm": ("qwen3", lambda known: known._replace(qk_norm=(known.qk_norm[0][:0], 0.0))),
+    "bias": ("qwen2", lambda known: known._replace(qkv=(known.qkv[0], known.qkv[1][:0]))),
+    "norm behind attention": ("gemma2", lambda known: known._replace(after=(known.after[0][:0], 0.0))),
+    "norm behind the MLP": ("gemma2", lambda known: known._replace(joining=(known.joining[0][:0], 0.0))),
+    "gelu": ("gemma3", lambda known: known._replace(gate_up=(known.gate_up[0], False))),
+    "multiplier": ("granite", lambda known: known._replace(factor=1.0)),
+    "floor": ("llama", lambda known: known._replace(inner=(known.inner[0], 1.0))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control_no_part_can_be_left_out(fault: str, checkpoint: Callable[[str], str]) -> None:
+    name, broken = FAULTS[fault]
+    decoder = all_compiled(load_alone(checkpoint(name)))
+    with reference(checkpoint(name)) as logits:
+        reader = Reader(decoder, TEXTS, logits(TEXTS))
+    reader.feed({0: 4})
+    few_rows_of(decoder)._known[:] = map(broken, few_rows_of(decoder)._known)
+    with pytest.raises(AssertionError, match="logits differ"):
+        reader.feed({0: 1})
+
+
+# --- number types, company, threads ----------------------------------------------------------------------------------
+
+
+def make(checkpoint: str, dtype: torch.dtype, weights: Weights) -> Decoder:
+    """All products compiled, the head's too."""
+    form: ProductForm = "compiled_int8" if weights.form == "int8" else "compiled"
+
+    def choose(products: Sequence[Linear], **_: object) -> int:
+        for product in products:
+            product.use([form])
+        return 0
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("engine.models.products.choose_forms", choose)
+        source = open_checkpoint(checkpoint)
+        return all_compiled(load_decoder(source, dtype=dtype, device=CPU, max_len=LENGTH, weights=weights))
+
+
+KINDS = {
+    "float32": (torch.float32, Weights()),
+    "bfloat16": (torch.bfloat16, Weights()),
+    "float16": (torch.float16, Weights()),
+    "int8": (torch.float32, Weights("int8")),
+}
+NEAR = {"float32": 1 - 1e-9, "bfloat16": 0.999, "float16": 0.99999, "int8": 1 - 1e-9}  # cosine of all logits
+
+
+def logits_of(decoder: Decoder, passes: Sequence[dict[int, int]]) -> dict[int, Tensor]:
+    """Logits of each sequence's rows, fed in these passes."""
+    runner, rows = Runner(decoder, kv_layout(SLOTS, LENGTH), CPU), dict[int, list[Tensor]]()
+    sequences = [make_sequence(slot, text) for slot, text in enumerate(TEXTS)]
+    with torch.inference_mode():
+        for counts in passes:
+            logits = runner.run([Feed(sequences[s], count, outputs=count) for s, count in counts.items()])
+            for slot, part in zip(counts, logits.split(list(counts.values())), strict=True):
+                rows.setdefault(slot, []).append(part)
+    return {slot: torch.cat(parts) for slot, parts in rows.items()}
+
+
+PASSES = ({0: 9}, {1: 4, 2: 1}, {0: 1, 1: 1, 2: 6}, {0: 5, 1: 1, 2: 1})
+ALONE = tuple({slot: 1} for counts in PASSES for slot, count in counts.items() for _ in range(count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_type_is_near_what_torch_gives(
+    kind: str, checkpoint: Callable[[str], str], counted: list[int]
+) -> None:
+    decoder = make(checkpoint("qwen3 with biases and windows"), *KINDS[kind])
+    ours, theirs = logits_of(decoder, PASSES), logits_of(replace(decoder, few_rows=None), PASSES)
+    assert counted == [sum(counts.values()) for counts in PASSES]
+    for slot, logits in ours.items():
+        assert logits.dtype is decoder.dtype
+        assert torch.cosine_similarity(logits.double().flatten(), theirs[slot].double().flatten(), 0) > NEAR[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_any_company(kind: str, checkpoint: Callable[[str], str]) -> None:
+    """The head's product is compiled too; the final norm is torch's."""
+    decoder = make(checkpoint("qwen3 with biases and windows"), *KINDS[kind])
+    together, alone = logits_of(decoder, PASSES), logits_of(decoder, ALONE)
+    assert all(torch.equal(together[slot], alone[slot]) for slot in together)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make(checkpoint("gemma2" if kind == "float32" else "qwen3 with biases and windows"), *KINDS[kind])
+    alone, real, parts = logits_of(decoder, PASSES), cpu_layers.gate, set[object]()
+
+    def gate(*given: Any) -> None:
+        parts.add(given[-2:])
+        real(*given)
+
+    monkeypatch.setattr(cpu_layers, "gate", gate)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
+    shared = logits_of(decoder, PASSES)
+    assert parts == {(0, 3), (1, 3), (2, 3)}
+    assert all(torch.equal(shared[slot], alone[slot]) for slot in alone)
+
+
+# --- where they are used ---------------------------------------------------------------------------------------------
+
+
+def test_watched_states_are_those_that_enter_a_layer(checkpoint: Callable[[str], str]) -> None:
+    decoder, tables = load_alone(checkpoint("gemma2")), list[Tensor]()
+    for model in (all_compiled(decoder), replace(decoder, few_rows=None)):
+        runner = Runner(model, kv_layout(1, LENGTH), CPU)
+        watched = WatchedStates((0, 2, model.config.num_layers))
+        runner.cache.allocate(0)
+        runner.cache.reserve(0, 6)
+        with torch.inference_mode():
+            planned = runner.prepare([Feed(make_sequence(0, TEXTS[0]), 6)])
+            model.forward(torch.tensor(TEXTS[0][:6]), runner._attention(planned), watched)
+        assert watched.table is not None
+        tables.append(watched.table)
+    assert torch.allclose(tables[0], tables[1], atol=1e-9)
+
+
+def test_a_head_with_inputs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
+    from tests.engine.heads.test_eagle import test_logits_are_those_of_the_reference
+
+    monkeypatch.setattr(CompiledLayers, "block_rows", BUCKETS[-1])
+    for form in ("eagle", "eagle3"):
+        test_logits_are_those_of_the_reference(save_eagle_pair(tmp_path / form, form), (3, 1, 9, 7))
+    assert counted
+
+
+def test_only_passes_of_few_rows_are_compiled(checkpoint: Callable[[str], str], counted: list[int]) -> None:
+    decoder = all_compiled(load_alone(checkpoint("llama")))
+    few_rows_of(decoder).block_rows = 5
+    logits_of(decoder, ({0: 6}, {1: 5}, {0: 1, 1: 1}))
+    assert counted == [5, 2]
+
+
+def test_a_pass_that_torch_attends_is_not_compiled(checkpoint: Callable[[str], str], counted: list[int]) -> None:
+    decoder = all_compiled(load_alone(checkpoint("llama")))
+    runner = Runner(decoder, kv_layout(1, LENGTH), CPU)
+    runner.attention_plans.reader = None
+    with torch.inference_mode():
+        runner.run([Feed(make_sequence(0, TEXTS[0]), 1)])
+    assert not counted
+
+
+@pytest.mark.parametrize(("choices", "rows"), [((7, 7), BUCKETS[-1]), ((3, 7), 3), ((0, 7), 0), ((7, 1), 1)])
+def test_as_many_rows_as_all_products_are_compiled_for(
+    choices: tuple[int, int], rows: int, checkpoint: Callable[[str], str]
+) -> None:
+    decoder = load_alone(checkpoint("llama"))
+    few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.dtype)
+    assert few_rows is not None
+    first, *others = [product for layer in decoder.layers for product in products_of(layer)]
+    with pytest.MonkeyPatch.context() as patched:
+        for product, count in [(first, choices[0]), *((product, choices[1]) for product in others)]:
+            patched.setattr(product, "choice", ("compiled",) * count + ("packed",) * (len(BUCKETS) - count))
+        assert few_rows.block_rows == rows
+
+
+@pytest.mark.parametrize("weights", [Weights(deterministic=True), Weights("int4")])
+def test_other_products_are_left_to_torch(weights: Weights, checkpoint: Callable[[str], str]) -> None:
+    decoder = load_decoder(
+        open_checkpoint(checkpoint("llama")), dtype=torch.float32, device=CPU, max_len=LENGTH, weights=weights
+    )
+    assert decoder.few_rows is None
+    tell_savings(decoder)  # to nobody
+
+
+def test_without_numba_torch_computes_all_passes(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_alone(checkpoint("llama"))
+    monkeypatch.setattr(compiled_layers, "compiled_module", lambda name: None)
+    assert layers_for_few_rows(decoder.layers, decoder.config, decoder.dtype, CPU) is None
+
+
+def test_what_compiled_layers_save_is_measured(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower norm makes them save more. Nothing is computed by products or attention meanwhile."""
+    decoder, real = load_alone(checkpoint("llama")), RMSNorm.__call__
+    monkeypatch.setattr(Attention, "__call__", lambda *_: pytest.fail("it attended"))
+
+    def saved() -> Sequence[float]:
+        tell_savings(decoder)
+        products = [product for layer in decoder.layers for product in products_of(layer)]
+        assert len({tuple(product.saved_s) for product in products}) == 1
+        return products[0].saved_s
+
+    def slow(self: RMSNorm, x: Tensor) -> Tensor:
+        for _ in range(40):
+            real(self, x)
+        return real(self, x)
+
+    before = saved()
+    monkeypatch.setattr(RMSNorm, "__call__", slow)
+    assert len(before) == len(BUCKETS)
+    assert all(less < 0.5 * more for less, more in zip(before, saved(), strict=True))
+
+
+def test_an_unknown_attention_is_left_to_the_layers_of_torch(checkpoint: Callable[[str], str]) -> None:
+    few_rows = few_rows_of(all_compiled(load_alone(checkpoint("llama"))))
+    assert not few_rows.can_compute(torch.zeros(1, 8), cast(PassAttention, object()))
