@@ -1,8 +1,8 @@
 """A decoder's layer for a few rows on a CPU, compiled by Numba for the CPU that it runs on.
 
 Between the products of a small model stand some twenty operations of torch, which take longer than the products. Here
-a layer is six stages. One thread does all of them in one call. Several threads share the stages one by one, and what is
-cheap each of them does for itself.
+a layer is six stages in one call. Several threads share the stages, and meet behind each. What is cheap each of them
+does for itself.
 
 What a layer adds to the states is left to the next stage that reads them, which adds and normalises. Each stage gets
 
@@ -25,6 +25,8 @@ from numba.extending import overload
 
 from engine.kernels.cpu_attention import attend, weights
 from engine.kernels.cpu_code import compiled, compiled_exactly
+from engine.kernels.cpu_meeting import end as end  # for those that call add_layer
+from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
 from engine.kernels.cpu_vectors import dots_1, store_row
 
@@ -107,7 +109,7 @@ def project(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: i
 
 
 @compiled_exactly
-def place(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+def place(states: Any, layer: Any, memory: Any, room: Any) -> None:
     """Normalise and rotate queries and keys, and store keys and values. One part does it.
 
     qk_norm: (weight [heads, head_dim], floor) of the first heads of qkv; none: [0, 0]. factors [N, width of qkv]:
@@ -191,11 +193,22 @@ def shrink(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: in
 
 
 @compiled
-def add_layer(states: Any, layer: Any, memory: Any, room: Any) -> None:
-    """All stages. x is then the sum that entered the second norm, `joined` the one that entered the first."""
-    project(states, layer, memory, room, 0, 1)
-    place(states, layer, memory, room, 0, 1)
-    look(states, layer, memory, room, 0, 1)
-    write(states, layer, memory, room, 0, 1)
-    gate(states, layer, memory, room, 0, 1)
-    shrink(states, layer, memory, room, 0, 1)
+def add_layer(states: Any, layer: Any, memory: Any, room: Any, numbers: Any, index: int, part: int, parts: int) -> None:
+    """All stages. x is then the sum that entered the second norm, `joined` the one that entered the first.
+
+    numbers: where the parts meet; index: of the layer in the pass.
+    """
+    met = 6 * index
+    project(states, layer, memory, room, part, parts)
+    meet(numbers, met + 1, parts)
+    if part == 0:
+        place(states, layer, memory, room)
+    meet(numbers, met + 2, parts)
+    look(states, layer, memory, room, part, parts)
+    meet(numbers, met + 3, parts)
+    write(states, layer, memory, room, part, parts)
+    meet(numbers, met + 4, parts)
+    gate(states, layer, memory, room, part, parts)
+    meet(numbers, met + 5, parts)
+    shrink(states, layer, memory, room, part, parts)
+    meet(numbers, met + 6, parts)

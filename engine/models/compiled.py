@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -41,17 +42,34 @@ def type_of_sums(dtype: torch.dtype) -> torch.dtype:
 
 def in_parts(function: Callable[..., None], read_bytes: int, *given: Any) -> None:
     """Call function(*given, part, parts) for all parts, in as many threads as torch has and as the bytes are worth."""
-    parts = min(torch.get_num_threads(), 1 + read_bytes // PART_BYTES)
+    parts = parts_of(read_bytes)
     if parts == 1:
         function(*given, 0, 1)
         return
-    others = [_threads().submit(function, *given, part, parts) for part in range(1, parts)]
+    others = [_threads(parts - 1).submit(function, *given, part, parts) for part in range(1, parts)]
     function(*given, 0, parts)
     for other in others:
         other.result()
 
 
+def together(function: Callable[[int, int], None], read_bytes: int) -> None:
+    """As in_parts, for parts that wait for each other: no others keep their threads busy."""
+    if parts_of(read_bytes) == 1:
+        function(0, 1)
+        return
+    with _together:
+        in_parts(function, read_bytes)
+
+
+def parts_of(read_bytes: int) -> int:
+    """How many threads so many bytes are worth."""
+    return min(torch.get_num_threads(), 1 + read_bytes // PART_BYTES)
+
+
+_together = Lock()
+
+
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _threads(count: int) -> ThreadPoolExecutor:
     """Threads of the process. They sleep between calls."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "compiled")
+    return ThreadPoolExecutor(count, "compiled")

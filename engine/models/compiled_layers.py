@@ -1,14 +1,16 @@
 """A decoder's layers for passes of few rows on a CPU, compiled for it (engine/kernels/cpu_layers.py)."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.models.attention import Attention
-from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
+from engine.models.compiled import as_stored, compiled_module, together, type_of_sums
 from engine.models.compiled_products import LEAST_CHANNELS, coded_weight
 from engine.models.decoder import DecoderConfig
 from engine.models.int8_products import Int8Weight
@@ -17,8 +19,6 @@ from engine.models.linear import AS_STORED, BUCKETS, COMPILED, Linear
 from engine.models.mlp import GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import PassAttention
-
-STAGES = ("project", "place", "look", "write", "gate", "shrink")
 
 
 class KernelLayer(NamedTuple):
@@ -34,7 +34,6 @@ class KernelLayer(NamedTuple):
     gate_up: tuple[tuple[Any, Any], bool]  # and whether the activation is gelu
     down: tuple[Any, Any]
     factor: float
-    num_bytes: tuple[int, ...]  # of the weights of the four products
 
 
 class CompiledLayers:
@@ -78,25 +77,33 @@ class CompiledLayers:
         factors = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
         given = none if inputs is None else inputs.to(self._wide).contiguous().numpy()
         rows = group.places(reader.block_size)
+        calls = []
         for index, (layer, known) in enumerate(zip(self._layers, self._known, strict=True)):
             turned = none if layer.rope is None else factors[layer.rope]
             seen = reader.seen(group, self._head_dim, layer.scoring)
             memory = (reader.blocks(index), turned, rows, seen)
-            self._add_layer((*arrays, none if index else given), known, memory, room, reader.read_bytes(group))
-            keep(index, joined if x is states else joined.to(x.dtype))
+            calls.append(((*arrays, none if index else given), known, memory, room))
+        self._compute(calls, lambda index: keep(index, joined if x is states else joined.to(x.dtype)))
         last = self._norm(self._layers[-1].after_mlp)
         self._kernel.join(arrays[0], arrays[1], last, self._factor, arrays[0])
         if states is not x:
             x.copy_(states)
 
-    def _add_layer(self, states: Any, layer: KernelLayer, memory: Any, room: Any, seen_bytes: int) -> None:
-        """seen_bytes: of keys and values."""
-        if torch.get_num_threads() == 1:
-            self._kernel.add_layer(states, layer, memory, room)
-            return
-        qkv, out, gate_up, down = layer.num_bytes
-        for name, num_bytes in zip(STAGES, (qkv, 0, seen_bytes, out, gate_up, down), strict=True):
-            in_parts(getattr(self._kernel, name), num_bytes, states, layer, memory, room)
+    def _compute(self, calls: Seq[tuple[Any, ...]], computed: Callable[[int], None]) -> None:
+        """computed: is told a layer's number while `joined` holds what entered it."""
+        meeting = np.zeros((1, 2), np.int64)
+
+        def compute(part: int, parts: int) -> None:
+            try:
+                for index, call in enumerate(calls):
+                    self._kernel.add_layer(*call, meeting, index, part, parts)
+                    if part == 0:
+                        computed(index)
+            except BaseException:
+                self._kernel.end(meeting)
+                raise
+
+        together(compute, self._weight_bytes)
 
     @cached_property
     def _kernel(self) -> Any:
@@ -106,6 +113,11 @@ class CompiledLayers:
     def _known(self) -> list[KernelLayer]:
         joining = [no_norm, *(layer.after_mlp for layer in self._layers)]
         return [self._of(layer, norm) for layer, norm in zip(self._layers, joining, strict=False)]
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        """Of all products in one form."""
+        return sum(product.num_bytes // len(product.forms) for layer in self._layers for product in products_of(layer))
 
     def _room(self, rows: int) -> tuple[Any, ...]:
         """See the kernel."""
@@ -128,7 +140,6 @@ class CompiledLayers:
             (gate_up, not layer.mlp.is_silu),
             down,
             self._factor,
-            tuple(product.num_bytes for product in products_of(layer)),
         )
 
     def _norm(self, norm: Norm) -> tuple[Any, float]:
