@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.heads.eagle import EagleHead, HeadTarget
 from engine.heads.files import EagleKind
-from engine.models.between_products import tell_savings
+from engine.models.between_products import tell_gains
 from engine.models.compiled_layers import CompiledLayers
 from engine.models.config_file import MODEL_TYPES, converted_config
 from engine.models.decoder import Decoder, DecoderConfig
@@ -162,7 +162,7 @@ def load_eagle(
     began, reader = perf_counter(), _Reader(checkpoint, target, dtype, device, ProductMaker(weights, dtype, device))
     head = reader.head(max_len)
     reader.refuse_unread()
-    tell_savings(head.body)
+    tell_gains(head.body)
     reader.make.choose_forms()
     log.info(
         "%s: %s head, reads the target's layers %s, %.1f MB of its own (%.1f s)",

@@ -15,8 +15,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from engine.kernels.cpu_code import compiled
-from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, dots_1, dots_2, dots_3, dots_4, prefetch
+from engine.kernels.cpu_code import LANES, compiled
+from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, prefetch, score_keys
 
 TILE = 64  # keys, in whole groups of WEIGHED: with fewer the work that each tile brings would count
 NOTHING = -1e30  # a score below all real ones; −inf − −inf would not be a number
@@ -63,28 +63,19 @@ def _weights(scores: Any, count: Any, top: Any, powers: Any) -> Any:
 
 @compiled
 def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: Any) -> None:
-    """scores[lane, i] = queries[lane] · key i, for the first lanes of queries [≥ lanes, head_dim].
+    """scores[lane, i] = queries[lane] · key i, for the first lanes of queries [≥ lanes, head_dim], and for `count`
+    keys in whole groups of WEIGHED.
 
     tile: (rows, the numbers of its keys' rows for head 0, those of the next tile).
     """
     rows, numbers, behind = tile
-    lane = 0
-    while lane + 4 <= lanes:
-        for i in range(count):
-            if lane == 0:
-                prefetch(rows, behind[0, i] + head)
-            dots_4(queries, lane, rows, numbers[0, i] + head, scores, i)
-        lane += 4
-    rest = lanes - lane
-    for i in range(count if rest else 0):
-        if lane == 0:
-            prefetch(rows, behind[0, i] + head)
-        if rest == 1:
-            dots_1(queries, lane, rows, numbers[0, i] + head, scores, i)
-        elif rest == 2:
-            dots_2(queries, lane, rows, numbers[0, i] + head, scores, i)
-        else:
-            dots_3(queries, lane, rows, numbers[0, i] + head, scores, i)
+    passes = (lanes + LANES - 1) // LANES
+    for i in range(0, count, WEIGHED):
+        for n in range(i, i + WEIGHED):
+            prefetch(rows, behind[0, n] + head)
+        for n in range(passes):
+            lane = lanes * n // passes
+            score_keys(queries, lane, lanes * (n + 1) // passes - lane, rows, numbers, i, head, scores)
 
 
 @compiled
@@ -196,7 +187,7 @@ def attend_tile(
     firsts, lasts, paths, base = rows
     queries, sums, tops, totals = lanes
     scores, powers = room
-    score(queries, most, tile, head[0], count, scores)
+    score(queries, most, tile, head[0], filled, scores)
     for lane in range(most):
         r = lane // group
         top, total = soften(scores[lane], start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane], powers)

@@ -28,7 +28,7 @@ from engine.kernels.cpu_code import compiled, compiled_exactly
 from engine.kernels.cpu_meeting import end as end  # for those that call add_layer
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
-from engine.kernels.cpu_vectors import dots_1, store_row
+from engine.kernels.cpu_vectors import dot, store_row
 
 LARGEST_POWER = 87.0  # exp of more is no fp32 number
 GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715  # of the tanh approximation, as a sigmoid
@@ -68,7 +68,7 @@ def normalise(x: Any, norm: Any, out: Any) -> None:
     weight, floor = norm
     squares, number = np.empty((x.shape[0], 1), x.dtype), x.dtype.type
     for row in range(x.shape[0]):
-        dots_1(x, row, x, row, squares, 0)
+        dot(x, row, x, row, squares)
         scale = number(1) / number(math.sqrt(squares[row, 0] + number(floor) * number(floor)))
         for i in range(x.shape[1]):
             out[row, i] = x[row, i] * weight[i] * scale
@@ -126,7 +126,7 @@ def place(states: Any, layer: Any, memory: Any, room: Any) -> None:
     for n in range(qkv.shape[0]):
         for head in range(weight.shape[0]):
             of = n * per_row + head
-            dots_1(by_head, of, by_head, of, squares, 0)
+            dot(by_head, of, by_head, of, squares)
             scale = number(1) / number(math.sqrt(squares[of, 0] + number(floor) * number(floor)))
             for i in range(size):
                 by_head[of, i] *= weight[head, i] * scale

@@ -34,7 +34,7 @@ from engine.kernels.cpu_code import (
     zero_sum,
 )
 
-WEIGHED = 4  # rows that are added in one go: a sum's own load and store cost as much as a row
+WEIGHED = CHANNELS  # rows that are added in one go: a sum's own load and store cost as much as a row
 
 
 def _emit_dots(
@@ -69,30 +69,52 @@ def _emit_dots(
     return [builder.fadd(most, last) for most, last in zip(*ends, strict=True)]
 
 
-def _dots_of(lanes: int) -> Any:
-    """(queries [n, width], lane, rows [m, width], number, products [n, ..], i): products[lane, i] becomes the dot
-    product of rows[number] with queries[lane], and so for the lanes behind it."""
+@emitted
+def dot(_context: Any, a: Any, row: Any, b: Any, number: Any, products: Any) -> Any:
+    """(a [n, width], row, b [m, width], number, products [n, ..]): products[row, 0] becomes the dot product of a[row]
+    with b[number]."""
 
-    @emitted
-    def dots(_context: Any, queries: Any, lane: Any, rows: Any, number: Any, products: Any, i: Any) -> Any:
-        def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            q, first, keys, key_number, out, place = arguments
-            of_lanes, width = behind(builder, first, lanes), width_of(context, builder, queries, q)
-            by_lane, key = (
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        left, of, right, other, out = arguments
+        rows = [row_of(context, builder, a, left, of)], [row_of(context, builder, b, right, other)]
+        (value,) = _emit_dots(builder, (a, b), width_of(context, builder, a, left), *rows, [])
+        target = row_of(context, builder, products, out, of)(index(0))
+        store(builder, value, target, products.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp, b, types.intp, products), code
+
+
+@emitted
+def score_keys(
+    _context: Any, queries: Any, lane: Any, lanes: Any, rows: Any, numbers: Any, i: Any, ahead: Any, scores: Any
+) -> Any:
+    """(queries [n, width], lane, lanes, rows [m, width], numbers [1, ..], i, ahead, scores [n, ..]): scores[lane, i]
+    becomes the dot product of queries[lane] with rows[numbers[0, i] + ahead], and so for `lanes` lanes and CHANNELS
+    keys."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        q, first, count, keys, all_numbers, start, more, out = arguments
+        width, number_at = (
+            width_of(context, builder, queries, q),
+            row_of(context, builder, numbers, all_numbers, index(0)),
+        )
+
+        def tile(of_lanes: list[Any], places: list[Any]) -> None:
+            chosen = [builder.add(builder.load(number_at(place)), more) for place in places]
+            by_lane, by_key = (
                 rows_of(context, builder, queries, q, of_lanes),
-                row_of(context, builder, rows, keys, key_number),
+                rows_of(context, builder, rows, keys, chosen),
             )
-            made = _emit_dots(builder, (queries, rows), width, by_lane, [key], [])
-            for target, values in zip(rows_of(context, builder, products, out, of_lanes), made, strict=True):
-                store(builder, values, target(place), products.dtype.bitwidth // 8)
-            return context.get_dummy_value()
+            made = _emit_dots(builder, (queries, rows), width, by_lane, by_key, [])
+            for target, values in zip(rows_of(context, builder, scores, out, of_lanes), made, strict=True):
+                store(builder, values, target(places[0]), scores.dtype.bitwidth // 8)
 
-        return types.void(queries, types.intp, rows, types.intp, products, types.intp), code
+        in_tiles(builder, first, count, start, tile)
+        return context.get_dummy_value()
 
-    return dots
-
-
-dots_1, dots_2, dots_3, dots_4 = (_dots_of(lanes) for lanes in (1, 2, 3, 4))
+    given = queries, types.intp, types.intp, rows, numbers, types.intp, types.intp, scores
+    return types.void(*given), code
 
 
 @emitted

@@ -3,21 +3,25 @@
 A product that is a little slower in compiled code is chosen nevertheless if that saves more around it.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from engine.models.compiled import one_part
 from engine.models.compiled_layers import CompiledLayers, products_of
+from engine.models.compiled_products import compiled_product
 from engine.models.decoder import Decoder
 from engine.models.layer import Layer
-from engine.models.linear import BUCKETS
+from engine.models.linear import BUCKETS, LayerGain
 from engine.models.mlp import GatedMLP
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.profiling.quartile import lower_quartile
 
 RUNS = 20
+SAMPLE = (16384, 1024)  # of a weight: 64 MiB, beside which it takes no time to wake threads
 PRODUCTS = 4  # of a layer
 
 
@@ -46,15 +50,32 @@ class _NoProduct:
         return self.weight
 
 
-def tell_savings(decoder: Decoder) -> None:
-    """Tell the products of compiled layers how many seconds each of them saves if it is compiled, for all BUCKETS."""
+def tell_gains(decoder: Decoder) -> None:
+    """Tell the products of compiled layers what these gain."""
     if not isinstance(decoder.few_rows, CompiledLayers):
         return
     with torch.inference_mode():
-        saved = [_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS]
+        saved = tuple(_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS)
+    gain = LayerGain(saved, _gain_of_threads())
     for layer in decoder.layers:
         for product in products_of(layer):
-            product.saved_s = saved
+            product.layer_gain = gain
+
+
+def _gain_of_threads() -> float:
+    """How many times as fast all threads read weights as one does, once they are awake."""
+    if torch.get_num_threads() == 1:
+        return 1.0
+    product, x = compiled_product(torch.ones(SAMPLE), None), torch.ones(1, SAMPLE[1])
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(RUNS):
+        for spent, alone in zip(seconds, (False, True), strict=True):
+            began = perf_counter()
+            with one_part() if alone else nullcontext():
+                product(x)
+            spent.append(perf_counter() - began)
+    together, by_itself = map(lower_quartile, seconds)
+    return max(1.0, by_itself / together)
 
 
 def _seconds_between(decoder: Decoder, rows: int) -> float:

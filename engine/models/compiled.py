@@ -1,8 +1,10 @@
 """What Numba compiles for CPUs (engine/kernels/cpu_*.py): whether it is there, numbers as it takes them, threads."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -63,10 +65,21 @@ def together(function: Callable[[int, int], None], read_bytes: int) -> None:
 
 def parts_of(read_bytes: int) -> int:
     """How many threads so many bytes are worth."""
-    return min(torch.get_num_threads(), 1 + read_bytes // PART_BYTES)
+    return 1 if _one_part.get() else min(torch.get_num_threads(), 1 + read_bytes // PART_BYTES)
+
+
+@contextmanager
+def one_part() -> Iterator[None]:
+    """Nothing is shared among threads meanwhile."""
+    token = _one_part.set(True)
+    try:
+        yield
+    finally:
+        _one_part.reset(token)
 
 
 _together = Lock()
+_one_part = ContextVar("_one_part", default=False)
 
 
 @cache

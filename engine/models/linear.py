@@ -5,7 +5,7 @@ So product_choice.py measures them at load.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, NamedTuple, Protocol, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,13 @@ BUCKETS = (1, 2, 3, 5, 9, 15, 33)
 FormChoice = Sequence[ProductForm]  # a form for each bucket
 
 
+class LayerGain(NamedTuple):
+    """What a compiled layer gains beside its products' own time."""
+
+    saved_s: tuple[float, ...]  # seconds around each product, for each of BUCKETS
+    threads: float  # all threads that meet make it faster by this factor
+
+
 class Product(Protocol):
     """y = x Wᵀ + b for x [rows, in] → [rows, out]."""
 
@@ -54,7 +61,7 @@ class Linear:
         packed where oneDNN can. Empty: `use` chooses later."""
         self.given: Given | None = weight  # until it is laid out
         self.shape = weight.shape  # [out, in]
-        self.saved_s: Sequence[float] = ()  # seconds that a compiled form saves around the product, for each bucket
+        self.layer_gain: LayerGain | None = None  # None: no compiled layer has the product
         self.bias = bias
         self.forms: dict[ProductForm, Laid] = {}
         if choice is None or choice:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.between_products import tell_savings
+from engine.models.between_products import tell_gains
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel
 from engine.models.few_rows_choice import layers_for_few_rows
@@ -160,7 +160,7 @@ def load_decoder(
         few_rows=layers_for_few_rows(layers, config, dtype, device),
     )
     tensors.refuse_unread(config)
-    tell_savings(decoder)
+    tell_gains(decoder)
     make.choose_forms()
     dtype_name = str(dtype).removeprefix("torch.")
     size_mb, seconds = decoder.weight_bytes / 1e6, perf_counter() - began

@@ -8,6 +8,7 @@ cache or memory that it is read from in service.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from engine.memory.host import give_back_freed_memory
+from engine.models.compiled import one_part
 from engine.models.linear import (
     AS_STORED,
     BUCKETS,
     COMPILED,
     FormChoice,
     Given,
+    LayerGain,
     Linear,
     ProductForm,
     laid_out,
@@ -98,7 +101,7 @@ def choose_forms(
     began = perf_counter()
     times, source = _known_or_measured(groups, cache, timed)
     give_back_freed_memory()  # the sample's
-    costs = {shape: _costs(times[shape], members[0].saved_s) for shape, members in groups.items()}
+    costs = {shape: _costs(times[shape], members[0].layer_gain) for shape, members in groups.items()}
     choices = {shape: best_choice(costs[shape]) for shape in groups}
     if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
         choices = {shape: best_choice(costs[shape], most_forms=1) for shape in groups}
@@ -118,11 +121,14 @@ def choose_forms(
     return copied
 
 
-def _costs(times: TimesByForm, saved_s: Sequence[float]) -> TimesByForm:
-    """Seconds of a product with what is done around it, which compiled forms save."""
-    more = saved_s or [0.0] * len(BUCKETS)
+def _costs(times: TimesByForm, gain: LayerGain | None) -> TimesByForm:
+    """Seconds of a product with what is done around it, which compiled layers save."""
+    if gain is None:
+        return times
     return {
-        form: spent if form in COMPILED else [a + b for a, b in zip(spent, more, strict=True)]
+        form: [s / gain.threads for s in spent]
+        if form in COMPILED
+        else [a + b for a, b in zip(spent, gain.saved_s, strict=True)]
         for form, spent in times.items()
     }
 
@@ -214,7 +220,10 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                 for _, call in sample.calls(form, BUCKETS[i]):
                     call()
             for shape, call in sample.calls(form, BUCKETS[i]):
-                each = timed(shape, form, BUCKETS[i], call)
+                # Threads of a compiled layer are woken once, so a product that wakes them says nothing.
+                alone = form in COMPILED and groups[shape][0].layer_gain is not None
+                with one_part() if alone else nullcontext():
+                    each = timed(shape, form, BUCKETS[i], call)
                 seconds.setdefault((shape, form, i), []).append(each)
                 spent += each
         sweeps.append(spent)

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 
 from engine.models import product_choice
+from engine.models.compiled import parts_of
 from engine.models.int8_products import int8_forms
-from engine.models.linear import BUCKETS, Given, Laid, Linear, ProductForm, laid_out, product_of, usable_forms
+from engine.models.linear import (
+    BUCKETS,
+    Given,
+    Laid,
+    LayerGain,
+    Linear,
+    ProductForm,
+    laid_out,
+    product_of,
+    usable_forms,
+)
 from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
 from engine.models.product_times import TimesFile
 from engine.models.quantize import quantise_weight
@@ -158,6 +169,43 @@ def test_compiled_products_need_no_copy_of_a_plain_weight() -> None:
     copied = choose_forms(made, timed=Machine({24: {**LARGE_LAYERS, "compiled": compiled}}))
     assert chosen(made) == ["compiled to 5 rows, packed beyond"] * 2
     assert copied == 2 * 24 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("saved_us", "threads", "expected"),
+    [
+        (0.0, 1.0, "packed"),
+        (0.5, 1.0, "packed"),
+        (3.0, 1.0, "compiled to 5 rows, packed beyond"),
+        (0.0, 1.2, "compiled to 5 rows, packed beyond"),
+        (200.0, 1.0, "compiled"),
+    ],
+)
+def test_a_compiled_layer_gains_more_than_its_products_say(saved_us: float, threads: float, expected: str) -> None:
+    script: Script = {**ALWAYS_PACKED, "compiled": [10, 10, 10, 10, 30, 60, 120]}
+    made = products(24, 24)
+    for product in made:
+        product.layer_gain = LayerGain((saved_us * 1e-6,) * len(BUCKETS), threads)
+    choose_forms(made, timed=Machine({24: script}))
+    assert chosen(made) == [expected] * 2
+
+
+@pytest.mark.parametrize("in_layers", [True, False])
+def test_products_of_a_compiled_layer_are_timed_in_one_thread(in_layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer wakes its threads once."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    parts: dict[ProductForm, set[int]] = {}
+
+    def timed(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
+        parts.setdefault(form, set()).add(parts_of(1 << 30))
+        return 1e-6
+
+    made = products(24)
+    if in_layers:
+        made[0].layer_gain = LayerGain((0.0,) * len(BUCKETS), 1.0)
+    choose_forms(made, timed=timed)
+    assert parts.pop("compiled") == {1 if in_layers else 4}
+    assert set.union(*parts.values()) == {4}
 
 
 @pytest.mark.parametrize(("room", "kept"), [(0, 1), (3 * 24 * 16 * 4 - 1, 1), (3 * 24 * 16 * 4, 2)])
