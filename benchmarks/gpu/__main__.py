@@ -36,9 +36,9 @@ def all_steps(*, dry: bool) -> list[Step]:
     return [
         Step("machine", machine.describe, 40),
         _watched("parity with transformers", parity.compare_families, 150),
-        _watched("text with drafts", texts.compare_texts, 100),
-        _watched("captured graphs", rounds.compare_graphs, 90),
-        _watched("waits for the device", rounds.count_waits, 60),
+        _watched("text with drafts", texts.compare_texts, 150),
+        _watched("captured graphs", rounds.compare_graphs, 120),
+        _watched("waits for the device", rounds.count_waits, 150),
         _watched("products of 8 and 4 bits", products.compare, 90, is_timed=True),
         *(
             Step(f"speed, {name}", partial(watching, partial(speed.measure_pair, pair)), 150)

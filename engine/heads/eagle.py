@@ -66,6 +66,10 @@ class EagleHead:
         return self.body.dtype
 
     @property
+    def block_rows(self) -> int:
+        return self.body.block_rows
+
+    @property
     def weight_bytes(self) -> int:
         return self.own_bytes
 

@@ -49,7 +49,7 @@ class HeadPass:
 
     @property
     def block_rows(self) -> int:
-        return self.head.body.block_rows
+        return self.head.block_rows
 
     def forward(self, ids: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         assert self.states is not None, "the runner sets the states of each pass"

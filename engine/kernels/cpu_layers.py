@@ -41,6 +41,12 @@ def product(x: Any, given: Any, first: int, last: int, out: Any) -> None:
 
 @overload(product, strict=False)
 def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
+    if isinstance(given[0], types.BaseTuple) and x.dtype == types.float64:
+
+        def narrowed(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+            product(x.astype(np.float32), given, first, last, out)
+
+        return narrowed
     if isinstance(given[0], types.BaseTuple):
 
         def coded(x: Any, given: Any, first: int, last: int, out: Any) -> None:
@@ -138,13 +144,6 @@ def place(states: Any, layer: Any, memory: Any, room: Any) -> None:
         store_row(qkv, n, width, stored, rows[n])
 
 
-@compiled
-def look(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
-    """Attention over what is stored. seen: (tables, first_rows, rows, scale, cap, sinks), as `attend` has."""
-    tables, first_rows, rows, scale, cap, sinks = memory[3]
-    attend(room[1], memory[0], tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
-
-
 @compiled_exactly
 def write(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
     """What attention adds to the states."""
@@ -196,7 +195,8 @@ def shrink(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: in
 def add_layer(states: Any, layer: Any, memory: Any, room: Any, numbers: Any, index: int, part: int, parts: int) -> None:
     """All stages. x is then the sum that entered the second norm, `joined` the one that entered the first.
 
-    numbers: where the parts meet; index: of the layer in the pass.
+    numbers: where the parts meet; index: of the layer in the pass. seen: (tables, first_rows, rows, scale, cap, sinks),
+    as `attend` has them.
     """
     met = 6 * index
     project(states, layer, memory, room, part, parts)
@@ -204,7 +204,8 @@ def add_layer(states: Any, layer: Any, memory: Any, room: Any, numbers: Any, ind
     if part == 0:
         place(states, layer, memory, room)
     meet(numbers, met + 2, parts)
-    look(states, layer, memory, room, part, parts)
+    tables, first_rows, rows, scale, cap, sinks = memory[3]
+    attend(room[1], memory[0], tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
     meet(numbers, met + 3, parts)
     write(states, layer, memory, room, part, parts)
     meet(numbers, met + 4, parts)

@@ -64,6 +64,7 @@ class TableHead:
     config: DecoderConfig = SHAPE
     dtype: torch.dtype = torch.float64
     weight_bytes: int = 0
+    block_rows: int = 0
     layers: tuple[int, ...] = (1,)
     state_width: int = 1
 

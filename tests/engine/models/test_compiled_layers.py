@@ -151,9 +151,16 @@ KINDS = {
     "bfloat16": (torch.bfloat16, Weights()),
     "float16": (torch.float16, Weights()),
     "int8": (torch.float32, Weights("int8")),
+    "int8 beside float64": (torch.float64, Weights("int8")),
 }
 TYPES = [pytest.param(kind, marks=[pytest.mark.proofs] * (kind == "float16")) for kind in KINDS]  # each takes 15 s
-NEAR = {"float32": 1 - 1e-9, "bfloat16": 0.999, "float16": 0.99999, "int8": 1 - 1e-9}  # cosine of all logits
+NEAR = {
+    "float32": 1 - 1e-9,
+    "bfloat16": 0.999,
+    "float16": 0.99999,
+    "int8": 1 - 1e-9,
+    "int8 beside float64": 1 - 1e-12,
+}  # cosine of all logits
 
 
 def logits_of(decoder: Decoder, passes: Sequence[dict[int, int]]) -> dict[int, Tensor]:
