@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from engine.models.compiled import one_part
+from engine.models.compiled import one_part, parts_of
 from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.compiled_products import compiled_product
 from engine.models.decoder import Decoder
@@ -56,15 +56,15 @@ def tell_gains(decoder: Decoder) -> None:
         return
     with torch.inference_mode():
         saved = tuple(_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS)
-    gain = LayerGain(saved, _gain_of_threads())
+    gain = LayerGain(saved, _gain_of_threads(decoder.few_rows.layer_bytes))
     for layer in decoder.layers:
         for product in products_of(layer):
             product.layer_gain = gain
 
 
-def _gain_of_threads() -> float:
-    """How many times as fast all threads read weights as one does, once they are awake."""
-    if torch.get_num_threads() == 1:
+def _gain_of_threads(layer_bytes: int) -> float:
+    """How many times as fast the threads that share a layer read weights as one does, once they are awake."""
+    if parts_of(layer_bytes) == 1:
         return 1.0
     product, x = compiled_product(torch.ones(SAMPLE), None), torch.ones(1, SAMPLE[1])
     seconds: tuple[list[float], list[float]] = ([], [])

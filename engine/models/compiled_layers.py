@@ -103,7 +103,7 @@ class CompiledLayers:
                 self._kernel.end(meeting)
                 raise
 
-        together(compute, self._weight_bytes)
+        together(compute, self.layer_bytes)  # threads wait for Python once in a layer
 
     @cached_property
     def _kernel(self) -> Any:
@@ -114,10 +114,10 @@ class CompiledLayers:
         joining = [no_norm, *(layer.after_mlp for layer in self._layers)]
         return [self._of(layer, norm) for layer, norm in zip(self._layers, joining, strict=False)]
 
-    @cached_property
-    def _weight_bytes(self) -> int:
-        """Of all products in one form."""
-        return sum(product.num_bytes // len(product.forms) for layer in self._layers for product in products_of(layer))
+    @property
+    def layer_bytes(self) -> int:
+        """Of a layer's products in one form."""
+        return sum(product.num_bytes // max(1, len(product.forms)) for product in products_of(self._layers[0]))
 
     def _room(self, rows: int) -> tuple[Any, ...]:
         """See the kernel."""
