@@ -10,33 +10,24 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from cache.slotted import SlottedCache
+from cache.storage import KVShape, SlottedStorage
+from engine.models.attention import Attention, plan_attention
 from engine.models.compiled import one_part, parts_of
 from engine.models.compiled_layers import CompiledLayers, products_of
-from engine.models.compiled_products import compiled_product
-from engine.models.decoder import Decoder
+from engine.models.compiled_products import LEAST_CHANNELS, compiled_product
+from engine.models.decoder import Decoder, DecoderConfig
 from engine.models.layer import Layer
 from engine.models.linear import BUCKETS, LayerGain
 from engine.models.mlp import GatedMLP
-from engine.models.pass_attention import PLAIN, Scoring
+from engine.models.spans import Span
 from engine.profiling.quartile import lower_quartile
 
 RUNS = 20
+KEYS = 64  # that attention sees
+PASSING_NUMBERS = 1 << 20  # of float32: more than the cache of a core holds, mostly
 SAMPLE = (16384, 1024)  # of a weight: 64 MiB, beside which it takes no time to wake threads
 PRODUCTS = 4  # of a layer
-
-
-@dataclass(frozen=True, slots=True)
-class _NoAttention:
-    """Attention that takes no time."""
-
-    positions: Tensor
-    attended: Tensor
-    rotates: bool = False
-
-    def __call__(
-        self, layer: int, queries: Tensor, kv: Tensor, scoring: Scoring = PLAIN, factors: Tensor | None = None
-    ) -> Tensor:
-        return self.attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +46,8 @@ def tell_gains(decoder: Decoder) -> None:
     if not isinstance(decoder.few_rows, CompiledLayers):
         return
     with torch.inference_mode():
-        saved = tuple(_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS)
-    gain = LayerGain(saved, _gain_of_threads(decoder.few_rows.layer_bytes))
+        saved = [_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS[:-1]]
+    gain = LayerGain((*saved, 0.0), _gain_of_threads(decoder.few_rows.layer_bytes))
     for layer in decoder.layers:
         for product in products_of(layer):
             product.layer_gain = gain
@@ -79,21 +70,38 @@ def _gain_of_threads(layer_bytes: int) -> float:
 
 
 def _seconds_between(decoder: Decoder, rows: int) -> float:
-    """Seconds of a layer whose products and attention take no time."""
-    first, dtype = decoder.layers[0], decoder.dtype
-    layer = _without_products(first, rows, dtype)
+    """Seconds of a layer whose products take no time, with attention over few keys, and of calls of compiled products,
+    which compiled layers do without too."""
+    config, dtype = decoder.config, decoder.dtype
+    layer, attention = _without_products(decoder.layers[0], rows, dtype), _short_attention(config, dtype, rows)
     alone = replace(decoder, layers=(layer,), few_rows=None)
-    attended = torch.ones(rows, decoder.config.num_heads * decoder.config.head_dim, dtype=dtype)
-    attention = _NoAttention(torch.zeros(rows, dtype=torch.int64), attended)
-    x, rotations = torch.ones(rows, decoder.config.hidden_size, dtype=dtype), alone.row_rotations(attention)
-    inputs = layer.before_attention(x)
-    seconds: list[float] = []
+    x, rotations = torch.ones(rows, config.hidden_size, dtype=dtype), alone.row_rotations(attention)
+    product, inputs = compiled_product(torch.ones(LEAST_CHANNELS, 1, dtype=dtype), None), layer.before_attention(x)
+    passing, seconds = torch.ones(PASSING_NUMBERS), list[float]()
     for run in range(1 + RUNS):
+        passing.sum()  # weights pass through the caches in service
         began = perf_counter()
         alone.add_layers(x, rotations, attention, inputs=inputs)
+        for _ in range(PRODUCTS):
+            product(x[:, :1])
         if run:
             seconds.append(perf_counter() - began)
     return lower_quartile(seconds)
+
+
+def _short_attention(config: DecoderConfig, dtype: torch.dtype, rows: int) -> Attention:
+    cpu = torch.device("cpu")
+    shape = KVShape(1, config.num_kv_heads, config.head_dim, dtype, cpu)
+    storage = SlottedStorage(SlottedCache(1, KEYS), 1, KEYS, shape)
+    plan = plan_attention(
+        [Span.at(0, KEYS - rows, rows)],
+        storage,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        dtype=dtype,
+        device=cpu,
+    )
+    return Attention(plan, storage)
 
 
 def _without_products(layer: Layer, rows: int, dtype: torch.dtype) -> Layer:

@@ -33,14 +33,16 @@ COMPILED: tuple[ProductForm, ...] = ("compiled", "compiled_int8")
 # Largest number of rows of each bucket. The last one holds all larger numbers too. Some kernels become twice as fast at
 # 16 rows, so 15 ends a bucket.
 BUCKETS = (1, 2, 3, 5, 9, 15, 33)
+TIMED_ROWS = (*BUCKETS[:-1], 96)  # at which they are measured: code that is fast for 33 rows may be slow for a prompt
 FormChoice = Sequence[ProductForm]  # a form for each bucket
 
 
 class LayerGain(NamedTuple):
-    """What a compiled layer gains beside its products' own time."""
+    """What a compiled layer gains beside its products' own time. The last bucket also holds passes of more rows, which
+    are not compiled layers."""
 
     saved_s: tuple[float, ...]  # seconds around each product, for each of BUCKETS
-    threads: float  # all threads that meet make it faster by this factor
+    threads: float  # threads that share a layer make it faster by this factor
 
 
 class Product(Protocol):

@@ -25,6 +25,7 @@ from engine.models.linear import (
     AS_STORED,
     BUCKETS,
     COMPILED,
+    TIMED_ROWS,
     FormChoice,
     Given,
     LayerGain,
@@ -126,7 +127,7 @@ def _costs(times: TimesByForm, gain: LayerGain | None) -> TimesByForm:
     if gain is None:
         return times
     return {
-        form: [s / gain.threads for s in spent]
+        form: [*(s / gain.threads for s in spent[:-1]), spent[-1]]
         if form in COMPILED
         else [a + b for a, b in zip(spent, gain.saved_s, strict=True)]
         for form, spent in times.items()
@@ -217,13 +218,13 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
         spent = 0.0
         for form, i, settling in sample.turns():
             for _ in range(settling):
-                for _, call in sample.calls(form, BUCKETS[i]):
+                for _, call in sample.calls(form, TIMED_ROWS[i]):
                     call()
-            for shape, call in sample.calls(form, BUCKETS[i]):
+            for shape, call in sample.calls(form, TIMED_ROWS[i]):
                 # Threads of a compiled layer are woken once, so a product that wakes them says nothing.
                 alone = form in COMPILED and groups[shape][0].layer_gain is not None
                 with one_part() if alone else nullcontext():
-                    each = timed(shape, form, BUCKETS[i], call)
+                    each = timed(shape, form, TIMED_ROWS[i], call)
                 seconds.setdefault((shape, form, i), []).append(each)
                 spent += each
         sweeps.append(spent)
@@ -275,7 +276,7 @@ class _Sample:
             for form in self.forms
         }
         widths = {shape.inner for shape in groups}
-        self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in BUCKETS}
+        self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in TIMED_ROWS}
 
     def turns(self) -> Iterator[tuple[ProductForm, int, int]]:
         """(form, bucket, passes before the one that counts), in an order that leaves weights where service has them.
@@ -297,6 +298,6 @@ class _Sample:
     def warm_up(self) -> None:
         """oneDNN compiles a product at its first call."""
         for form in self.forms:
-            for rows in BUCKETS:
+            for rows in TIMED_ROWS:
                 for call in dict(self.calls(form, rows)).values():
                     call()

