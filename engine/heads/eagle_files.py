@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config import ConfigError
 from engine.heads.eagle import EagleHead, HeadTarget
 from engine.heads.files import EagleKind
-from engine.models.between_products import tell_gains
+from engine.models.between_products import compile_layers, tell_gains
 from engine.models.compiled_layers import CompiledLayers
 from engine.models.config_file import MODEL_TYPES, converted_config
 from engine.models.decoder import Decoder, DecoderConfig
@@ -164,6 +164,7 @@ def load_eagle(
     reader.refuse_unread()
     tell_gains(head.body)
     reader.make.choose_forms()
+    compile_layers(head.body)
     log.info(
         "%s: %s head, reads the target's layers %s, %.1f MB of its own (%.1f s)",
         *(checkpoint.path, checkpoint.kind, ", ".join(map(str, head.layers))),

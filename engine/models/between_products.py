@@ -1,8 +1,9 @@
-"""Measures what torch takes between the products of a layer. Compiled layers do without most of it.
+"""Prepares compiled layers: measures what torch takes between the products of a layer, and compiles the code.
 
 A product that is a little slower in compiled code is chosen nevertheless if that saves more around it.
 """
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -16,15 +17,18 @@ from engine.models.attention import Attention, plan_attention
 from engine.models.compiled import one_part, parts_of
 from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.compiled_products import LEAST_CHANNELS, compiled_product
-from engine.models.decoder import Decoder, DecoderConfig
+from engine.models.cpu_attention import BlockReader
+from engine.models.decoder import Decoder
 from engine.models.layer import Layer
 from engine.models.linear import BUCKETS, LayerGain
 from engine.models.mlp import GatedMLP
 from engine.models.spans import Span
 from engine.profiling.quartile import lower_quartile
 
+log = logging.getLogger(__name__)
+
 RUNS = 20
-KEYS = 64  # that attention sees
+KEYS = 64  # that attention sees, at most
 PASSING_NUMBERS = 1 << 20  # of float32: more than the cache of a core holds, mostly
 SAMPLE = (16384, 1024)  # of a weight: 64 MiB, beside which it takes no time to wake threads
 PRODUCTS = 4  # of a layer
@@ -53,6 +57,20 @@ def tell_gains(decoder: Decoder) -> None:
             product.layer_gain = gain
 
 
+def compile_layers(decoder: Decoder) -> None:
+    """Compile the code of layers whose forms are chosen, if passes will use it. Rounds that are measured later, and
+    requests, do not wait for it then."""
+    if decoder.block_rows == 0:
+        return
+    began, dtype, first = perf_counter(), decoder.dtype, products_of(decoder.layers[0])[0]
+    attention = _short_attention(decoder, 1, decoder.config.num_layers, by_blocks=True)
+    x = torch.zeros(1, decoder.config.hidden_size, dtype=dtype)
+    with torch.inference_mode():
+        rotations = decoder.row_rotations(attention)
+        decoder.add_layers(x, rotations, attention, inputs=torch.zeros(1, first.shape[1], dtype=dtype))
+    log.info("compiled layers are ready (%.1f s)", perf_counter() - began)
+
+
 def _gain_of_threads(layer_bytes: int) -> float:
     """How many times as fast the threads that share a layer read weights as one does, once they are awake."""
     if parts_of(layer_bytes) == 1:
@@ -72,8 +90,8 @@ def _gain_of_threads(layer_bytes: int) -> float:
 def _seconds_between(decoder: Decoder, rows: int) -> float:
     """Seconds of a layer whose products take no time, with attention over few keys, and of calls of compiled products,
     which compiled layers do without too."""
-    config, dtype = decoder.config, decoder.dtype
-    layer, attention = _without_products(decoder.layers[0], rows, dtype), _short_attention(config, dtype, rows)
+    config, dtype, rows = decoder.config, decoder.dtype, min(rows, _keys(decoder))
+    layer, attention = _without_products(decoder.layers[0], rows, dtype), _short_attention(decoder, rows)
     alone = replace(decoder, layers=(layer,), few_rows=None)
     x, rotations = torch.ones(rows, config.hidden_size, dtype=dtype), alone.row_rotations(attention)
     product, inputs = compiled_product(torch.ones(LEAST_CHANNELS, 1, dtype=dtype), None), layer.before_attention(x)
@@ -89,19 +107,28 @@ def _seconds_between(decoder: Decoder, rows: int) -> float:
     return lower_quartile(seconds)
 
 
-def _short_attention(config: DecoderConfig, dtype: torch.dtype, rows: int) -> Attention:
-    cpu = torch.device("cpu")
-    shape = KVShape(1, config.num_kv_heads, config.head_dim, dtype, cpu)
-    storage = SlottedStorage(SlottedCache(1, KEYS), 1, KEYS, shape)
+def _keys(decoder: Decoder) -> int:
+    """KEYS, or all that the decoder allows."""
+    return min([KEYS, *(len(table) for table in decoder.rotations)])
+
+
+def _short_attention(decoder: Decoder, rows: int, layers: int = 1, *, by_blocks: bool = False) -> Attention:
+    """Over as many layers; the rows are the last keys."""
+    config, dtype, cpu, keys = decoder.config, decoder.dtype, torch.device("cpu"), _keys(decoder)
+    shape = KVShape(layers, config.num_kv_heads, config.head_dim, dtype, cpu)
+    storage = SlottedStorage(SlottedCache(1, keys), 1, keys, shape)
+    reader = BlockReader.over(storage) if by_blocks else None
     plan = plan_attention(
-        [Span.at(0, KEYS - rows, rows)],
+        [Span.at(0, keys - rows, rows)],
         storage,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         dtype=dtype,
         device=cpu,
+        reader=reader,
+        few_rows=rows,
     )
-    return Attention(plan, storage)
+    return Attention(plan, storage, reader)
 
 
 def _without_products(layer: Layer, rows: int, dtype: torch.dtype) -> Layer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.between_products import tell_gains
+from engine.models.between_products import compile_layers, tell_gains
 from engine.models.config_file import MODEL_TYPES, converted_config, read_config_file
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel
 from engine.models.few_rows_choice import layers_for_few_rows
@@ -162,6 +162,7 @@ def load_decoder(
     tensors.refuse_unread(config)
     tell_gains(decoder)
     make.choose_forms()
+    compile_layers(decoder)
     dtype_name = str(dtype).removeprefix("torch.")
     size_mb, seconds = decoder.weight_bytes / 1e6, perf_counter() - began
     log.info("%s: weights %s in %s, %.1f MB (%.1f s)", path, weights.form, dtype_name, size_mb, seconds)

@@ -12,7 +12,7 @@ from torch import Tensor
 import engine.models.compiled as compiled_code
 from engine.kernels import cpu_layers
 from engine.models import compiled_layers
-from engine.models.between_products import tell_gains
+from engine.models.between_products import compile_layers, tell_gains
 from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.decoder import Decoder, WatchedStates
 from engine.models.feeds import Feed
@@ -183,6 +183,7 @@ def test_every_number_type_is_near_what_torch_gives(
     kind: str, checkpoint: Callable[[str], str], counted: list[int]
 ) -> None:
     decoder = make(checkpoint("qwen3 with biases and windows"), *KINDS[kind])
+    counted.clear()
     ours, theirs = logits_of(decoder, PASSES), logits_of(replace(decoder, few_rows=None), PASSES)
     assert counted == [sum(counts.values()) for counts in PASSES]
     for slot, logits in ours.items():
@@ -268,6 +269,30 @@ def test_only_passes_of_few_rows_are_compiled(checkpoint: Callable[[str], str], 
     few_rows_of(decoder).block_rows = 5
     logits_of(decoder, ({0: 6}, {1: 5}, {0: 1, 1: 1}))
     assert counted == [5, 2]
+
+
+@pytest.mark.parametrize("max_len", [1, 8])
+def test_short_contexts_are_prepared_too(max_len: int, checkpoint: Callable[[str], str]) -> None:
+    decoder = load_alone(checkpoint("llama"), torch.float32, max_len)
+    few_rows_of(decoder).block_rows = 1
+    tell_gains(decoder)
+    compile_layers(decoder)
+
+
+def test_layers_are_compiled_when_they_are_loaded(checkpoint: Callable[[str], str], counted: list[int]) -> None:
+    """The first request does not wait for it, nor the measurement of rounds."""
+    make(checkpoint("llama"), *KINDS["float32"])
+    assert counted == [1]
+    counted.clear()
+    unused = load_decoder(
+        open_checkpoint(checkpoint("llama")),
+        dtype=torch.float32,
+        device=CPU,
+        max_len=LENGTH,
+        weights=Weights(products="plain"),
+    )
+    assert unused.block_rows == 0
+    assert not counted
 
 
 def test_a_pass_that_torch_attends_is_not_compiled(checkpoint: Callable[[str], str], counted: list[int]) -> None:
