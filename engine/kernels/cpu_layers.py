@@ -25,7 +25,7 @@ from numba.extending import overload
 
 from engine.kernels.cpu_attention import attend, weights
 from engine.kernels.cpu_code import compiled, compiled_exactly
-from engine.kernels.cpu_meeting import end as end  # for those that call add_layer
+from engine.kernels.cpu_meeting import ENDED as ENDED  # for those that call add_layer
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
 from engine.kernels.cpu_vectors import dot, store_row

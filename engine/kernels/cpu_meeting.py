@@ -43,12 +43,6 @@ def _give_way(_context: Any) -> Any:
 
 
 @compiled_exactly
-def end(numbers: Any) -> None:
-    """Let nobody wait: a part has failed."""
-    _arrive(numbers, ENDED)
-
-
-@compiled_exactly
 def meet(numbers: Any, number: int, parts: int) -> None:
     """Wait until all parts have come to the meeting of this number: 1, 2, …"""
     if parts == 1:

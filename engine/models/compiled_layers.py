@@ -83,14 +83,16 @@ class CompiledLayers:
             seen = reader.seen(group, self._head_dim, layer.scoring)
             memory = (reader.blocks(index), turned, rows, seen)
             calls.append(((*arrays, none if index else given), known, memory, room))
-        self._compute(calls, lambda index: keep(index, joined if x is states else joined.to(x.dtype)))
+        seen_bytes = reader.read_bytes(group)
+        self._compute(calls, lambda index: keep(index, joined if x is states else joined.to(x.dtype)), seen_bytes)
         last = self._norm(self._layers[-1].after_mlp)
         self._kernel.join(arrays[0], arrays[1], last, self._factor, arrays[0])
         if states is not x:
             x.copy_(states)
 
-    def _compute(self, calls: Seq[tuple[Any, ...]], computed: Callable[[int], None]) -> None:
-        """computed: is told a layer's number while `joined` holds what entered it."""
+    def _compute(self, calls: Seq[tuple[Any, ...]], computed: Callable[[int], None], seen_bytes: int) -> None:
+        """computed: is told a layer's number while `joined` holds what entered it. seen_bytes: of a layer's keys and
+        values."""
         meeting = np.zeros((1, 2), np.int64)
 
         def compute(part: int, parts: int) -> None:
@@ -100,10 +102,14 @@ class CompiledLayers:
                     if part == 0:
                         computed(index)
             except BaseException:
-                self._kernel.end(meeting)
+                meeting[0, self._kernel.ENDED] = 1
                 raise
 
-        together(compute, self.layer_bytes)  # threads wait for Python once in a layer
+        try:  # threads wait for Python once in a layer, so what a layer reads must be worth them
+            together(compute, max(self.layer_bytes, seen_bytes))
+        except BaseException:
+            meeting[0, self._kernel.ENDED] = 1  # a thread may not have started at all
+            raise
 
     @cached_property
     def _kernel(self) -> Any:
@@ -117,7 +123,8 @@ class CompiledLayers:
     @property
     def layer_bytes(self) -> int:
         """Of a layer's products in one form."""
-        return sum(product.num_bytes // max(1, len(product.forms)) for product in products_of(self._layers[0]))
+        memories = ((p.num_bytes, len({id(laid) for laid in p.forms.values()})) for p in products_of(self._layers[0]))
+        return sum(num_bytes // max(1, count) for num_bytes, count in memories)
 
     def _room(self, rows: int) -> tuple[Any, ...]:
         """See the kernel."""
@@ -184,5 +191,6 @@ def _is_known(layer: Layer) -> bool:
 
 def _compiled_to(choice: Seq[str]) -> int:
     """The largest number of rows up to which a choice is compiled code."""
-    ends = [limit for limit, form in zip(BUCKETS, choice, strict=False) if form in COMPILED]
+    forms = [*choice, *[choice[-1]] * (len(BUCKETS) - len(choice))]
+    ends = [limit for limit, form in zip(BUCKETS, forms, strict=True) if form in COMPILED]
     return max((limit for i, limit in enumerate(ends) if limit == BUCKETS[i]), default=0)

@@ -222,7 +222,8 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                     call()
             for shape, call in sample.calls(form, TIMED_ROWS[i]):
                 # Threads of a compiled layer are woken once, so a product that wakes them says nothing.
-                alone = form in COMPILED and groups[shape][0].layer_gain is not None
+                in_layer = form in COMPILED and groups[shape][0].layer_gain is not None
+                alone = in_layer and i < len(BUCKETS) - 1
                 with one_part() if alone else nullcontext():
                     each = timed(shape, form, TIMED_ROWS[i], call)
                 seconds.setdefault((shape, form, i), []).append(each)
