@@ -216,6 +216,7 @@ class _Reader:
                 norm=self._norm(f"{self._root}norm.weight", hidden) if eagle3 else no_norm,
                 head=output,
                 rotations=tuple(rotation_table(rope, size, self._dtype, self._device) for rope in c.shape.traits.ropes),
+                # A GPU's layers of few rows take no inputs of their own.
                 few_rows=CompiledLayers.of(layers, c.shape, self._dtype) if self._device.type == "cpu" else None,
             ),
             layers=c.layers,

@@ -37,8 +37,8 @@ def _keep_by_source() -> None:
     folder, digest = Path(__file__).parent, hashlib.sha256()
     for file in sorted(folder.glob("cpu_*.py")):
         digest.update(file.read_bytes())
-    kept = config.CACHE_DIR or str(folder / "__pycache__" / f"cpu-{digest.hexdigest()[:16]}")  # type: ignore[attr-defined]
-    config.CACHE_DIR = kept  # type: ignore[attr-defined]
+    chosen = Path(config.CACHE_DIR or folder / "__pycache__")  # type: ignore[attr-defined]
+    config.CACHE_DIR = str(chosen / f"cpu-{digest.hexdigest()[:16]}")  # type: ignore[attr-defined]
 
 
 _keep_by_source()

@@ -41,7 +41,7 @@ class CompiledLayers:
 
     def __init__(self, layers: Seq[Layer], config: DecoderConfig, dtype: torch.dtype) -> None:
         """dtype: of the states."""
-        self._layers, self._dtype, self._wide = layers, dtype, type_of_sums(dtype)
+        self._layers, self._wide = layers, type_of_sums(dtype)
         self._heads, self._head_dim = config.num_heads, config.head_dim
         self._factor = float(config.traits.residual_multiplier)
 
@@ -122,7 +122,7 @@ class CompiledLayers:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer's products in one form."""
+        """A layer's products take so many bytes in one form."""
         memories = ((p.num_bytes, len({id(laid) for laid in p.forms.values()})) for p in products_of(self._layers[0]))
         return sum(num_bytes // max(1, count) for num_bytes, count in memories)
 
@@ -169,7 +169,7 @@ class CompiledLayers:
 
 
 def products_of(layer: Layer) -> list[Linear]:
-    """Those of a known layer: qkv, out, gate and up, down."""
+    """Return a known layer's products: qkv, out, gate and up, down."""
     return [product for product in (layer.qkv, layer.out, *layer.mlp.products) if isinstance(product, Linear)]
 
 

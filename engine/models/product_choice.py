@@ -193,14 +193,20 @@ def _known_or_measured(
     file = None if cache is None else TimesFile(cache, dtype, model_bytes)
     known = {} if file is None else file.read()
     forms = {shape: usable_forms(_given(members[0])) for shape, members in groups.items()}
-    if file is not None and all(set(known.get(str(shape), ())) == set(forms[shape]) for shape in groups):
-        return {shape: known[str(shape)] for shape in groups}, f"as measured before, {file.path}"
+    keys = {shape: _key(shape, members[0].layer_gain) for shape, members in groups.items()}
+    if file is not None and all(set(known.get(keys[shape], ())) == set(forms[shape]) for shape in groups):
+        return {shape: known[keys[shape]] for shape in groups}, f"as measured before, {file.path}"
     measured = measure(groups, model_bytes, timed)
     if not measured.steady:
         return measured.times, "measured on a busy machine, so the next start measures again"
     if file is not None:
-        file.write(known | {str(shape): times for shape, times in measured.times.items()})
+        file.write(known | {keys[shape]: times for shape, times in measured.times.items()})
     return measured.times, "measured"
+
+
+def _key(shape: ProductShape, gain: LayerGain | None) -> str:
+    """What names a shape's times in the file. Those of layers are taken in another way."""
+    return str(shape) if gain is None else f"{shape} in layers"
 
 
 @torch.inference_mode()

@@ -191,6 +191,16 @@ def test_a_compiled_layer_gains_more_than_its_products_say(saved_us: float, thre
     assert chosen(made) == [expected] * 2
 
 
+def test_times_of_layers_are_kept_apart(tmp_path: Path) -> None:
+    """They are taken in one thread."""
+    for gain in (None, LayerGain((0.0,) * len(BUCKETS), 1.0)):
+        for again in (False, True):
+            (made,), machine = products(24), Machine({24: ALWAYS_PACKED})
+            made.layer_gain = gain
+            choose_forms([made], cache=tmp_path, timed=machine)
+            assert bool(machine.calls) is not again
+
+
 @pytest.mark.parametrize("in_layers", [True, False])
 def test_products_of_a_compiled_layer_are_timed_in_one_thread(in_layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer wakes its threads once."""
