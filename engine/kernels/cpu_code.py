@@ -51,7 +51,7 @@ compiled_exactly: Any = njit(nogil=True, cache=True, fastmath={"contract"}, erro
 
 # Channels of weights that 1, 2, … rows of activations multiply at once, as many as the sums have registers. A sum waits
 # for its last addition, and memory is read faster in several places at once.
-TILES = (4, 4, 4, 4, 4, 4) if "avx512f" in features() else (4, 2, 1, 1, 1, 1)
+TILES = (4, 4, 4, 4, 4, 4) if "avx512f" in features() else (4, 2, 2)
 LANES, CHANNELS = len(TILES), max(TILES)
 
 
@@ -129,6 +129,17 @@ def ask_for(builder: Any, address: Any) -> None:
     builder.call(function, [builder.bitcast(address, byte), read, keep, data_cache])
 
 
+def ask_for_rows(builder: Any, address: Address, x: Any, rows: int, count: int, size: int) -> None:
+    """Ask for a share of `rows` neighbouring rows: as much as `count` numbers of each, from number x of each on.
+
+    All shares together are the rows. They are taken in the order of memory, which is read faster so. size: bytes of a
+    number.
+    """
+    begin = builder.mul(x, index(rows))
+    for ahead in range(0, rows * count, CACHE_LINE // size):
+        ask_for(builder, address(builder.add(begin, index(ahead))))
+
+
 def spread(builder: Any, value: Any, count: int) -> Any:
     """A vector of `count` times the number."""
     vector = ir.VectorType(value.type, count)
@@ -190,10 +201,12 @@ def zero_sum(builder: Any, kind: Any, count: int) -> Any:
     return place
 
 
-def over_row(builder: Any, width: Any, count: int, body: Callable[[Any, int], None]) -> None:
-    """Emit body(x, count) for all numbers of a row: in vectors of `count`, then one by one."""
-    whole = builder.mul(builder.sdiv(width, index(count)), index(count))
-    with cgutils.for_range_slice(builder, index(0), whole, index(count), INDEX) as (x, _):
-        body(x, count)
-    with cgutils.for_range_slice(builder, whole, width, index(1), INDEX) as (x, _):
-        body(x, 1)
+def over_row(builder: Any, width: Any, counts: tuple[int, ...], body: Callable[[Any, int], None]) -> None:
+    """Emit body(x, count) for all numbers of a row: for as many as possible in steps of the first count, then of the
+    next. The last count is 1."""
+    begin = index(0)
+    for count in dict.fromkeys(counts):
+        end = builder.mul(builder.sdiv(width, index(count)), index(count))
+        with cgutils.for_range_slice(builder, begin, end, index(count), INDEX) as (x, _):
+            body(x, count)
+        begin = end

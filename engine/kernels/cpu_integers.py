@@ -1,17 +1,19 @@
 """Products of rows of 8-bit integers, whose sums are exact, for code that Numba compiles (cpu_products.py).
 
-Activations are integers plus OFFSET, without a sign, as the VNNI instructions take them; weights have a sign. A CPU
-without VNNI adds pairs of products in 32 bits. So nothing saturates.
+Weights have 8 bits and a sign. Activations are as the CPU's instructions take them: for VNNI integers plus OFFSET, of 8
+bits without a sign, else of 16 bits, whose products are added in pairs. So nothing saturates.
 """
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from engine.kernels.cpu_code import (
+    CACHE_LINE,
     CHANNELS,
-    ask_for,
+    ask_for_rows,
     declared,
     emitted,
     features,
@@ -20,6 +22,7 @@ from engine.kernels.cpu_code import (
     load_as,
     over_row,
     picked,
+    row_of,
     rows_of,
     store,
     totals_of,
@@ -27,67 +30,62 @@ from engine.kernels.cpu_code import (
     zero_sum,
 )
 
-OFFSET = 128  # of activations
 BYTE, SUM = ir.IntType(8), ir.IntType(32)
+AT_ONCE = 64 if "avx512vnni" in features() else 32 if "avxvnni" in features() else 16  # products of an instruction
+HAS_VNNI = AT_ONCE > 16
+OFFSET = 128 if HAS_VNNI else 0  # of activations
+ACTIVATION = np.uint8 if HAS_VNNI else np.int16
+SUMS = AT_ONCE // 4 if HAS_VNNI else AT_ONCE // 2  # of neighbouring products
 
 
-def _bytes_per_step() -> int:
-    """Numbers that one step multiplies."""
-    found = features()
-    if "avx512vnni" in found:
-        return 64
-    return 32 if "avxvnni" in found else 16
-
-
-STEP = _bytes_per_step()
-SUMS = STEP // 4 if STEP > 16 else 8  # partial sums of a step
-
-
-def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
-    """total + unsigned · signed; each of its numbers gets the products of its neighbours."""
-    if STEP > 16:
-        name = f"llvm.x86.avx512.vpdpbusd.{STEP * 8}"
-        function = declared(builder, name, total.type, [total.type, unsigned.type, signed.type])
-        return builder.call(function, [total, unsigned, signed])
-    products = _wide_products(builder, unsigned, signed)
-    even, odd = (picked(builder, products, range(first, STEP, 2)) for first in (0, 1))
+def _add_products(builder: Any, activations: Any, weights: Any, total: Any) -> Any:
+    """total + activations · weights; each of its numbers gets the products of its neighbours."""
+    if HAS_VNNI:
+        name = f"llvm.x86.avx512.vpdpbusd.{AT_ONCE * 8}"
+        function = declared(builder, name, total.type, [total.type, activations.type, weights.type])
+        return builder.call(function, [total, activations, weights])
+    products = _wide_products(builder, activations, weights)
+    even, odd = (picked(builder, products, range(first, AT_ONCE, 2)) for first in (0, 1))
     return builder.add(total, builder.add(even, odd))
 
 
-def _wide_products(builder: Any, unsigned: Any, signed: Any) -> Any:
-    wide = ir.VectorType(SUM, unsigned.type.count)
-    return builder.mul(builder.zext(unsigned, wide), builder.sext(signed, wide))
+def _wide_products(builder: Any, activations: Any, weights: Any) -> Any:
+    wide = ir.VectorType(SUM, weights.type.count)
+    widen = builder.zext if HAS_VNNI else builder.sext
+    return builder.mul(widen(activations, wide), builder.sext(weights, wide))
 
 
-def _add_one(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
-    return builder.add(total, _wide_products(builder, unsigned, signed))
+def _add_one(builder: Any, activation: Any, weight: Any, total: Any) -> Any:
+    return builder.add(total, _wide_products(builder, activation, weight))
 
 
 @emitted
 def add_up(_context: Any, codes: Any, lane: Any, lanes: Any, weight: Any, channel: Any, sums: Any) -> Any:
-    """(codes uint8 [n, width], lane, lanes, weight int8 [m, width], channel, sums int32 [n, m]): sums[lane, channel]
+    """(codes [n, width], lane, lanes, weight int8 [m, width], channel, sums int32 [n, m]): sums[lane, channel]
     becomes the dot product of codes[lane] with weight[channel], and so for `lanes` lanes and CHANNELS channels."""
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         x, first, count, w, first_channel, out = arguments
+        number, size = ir.IntType(codes.dtype.bitwidth), codes.dtype.bitwidth // 8
 
         def tile(of_lanes: list[Any], channels: list[Any]) -> None:
             by_lane = rows_of(context, builder, codes, x, of_lanes)
             by_channel = rows_of(context, builder, weight, w, channels)
-            following = rows_of(context, builder, weight, w, [builder.add(n, index(CHANNELS)) for n in channels])
+            following = row_of(context, builder, weight, w, builder.add(channels[0], index(CHANNELS)))
             whole, rest = ([[zero_sum(builder, SUM, n) for _ in by_channel] for _ in by_lane] for n in (SUMS, 1))
 
             def body(i: Any, numbers: int) -> None:
-                add, totals_of_lanes = (_add_one, rest) if numbers == 1 else (_add_products, whole)
-                values = [load_as(builder, row(i), BYTE, numbers, 1) for row in by_channel]
-                for row in following if numbers > 1 else []:
-                    ask_for(builder, row(i))
-                for totals, row in zip(totals_of_lanes, by_lane, strict=True):
-                    read = load_as(builder, row(i), BYTE, numbers, 1)
-                    for total, value in zip(totals, values, strict=True):
-                        builder.store(add(builder, read, value, builder.load(total)), total)
+                if numbers == CACHE_LINE:
+                    ask_for_rows(builder, following, i, len(channels), numbers, 1)
+                count, add, all_totals = (1, _add_one, rest) if numbers == 1 else (AT_ONCE, _add_products, whole)
+                for place in (builder.add(i, index(n)) for n in range(0, numbers, count)):
+                    values = [load_as(builder, row(place), BYTE, count, 1) for row in by_channel]
+                    for totals, row in zip(all_totals, by_lane, strict=True):
+                        read = load_as(builder, row(place), number, count, size)
+                        for total, value in zip(totals, values, strict=True):
+                            builder.store(add(builder, read, value, builder.load(total)), total)
 
-            over_row(builder, width_of(context, builder, codes, x), STEP, body)
+            over_row(builder, width_of(context, builder, codes, x), (CACHE_LINE, AT_ONCE, 1), body)
             targets = rows_of(context, builder, sums, out, of_lanes)
             for target, totals, others in zip(targets, whole, rest, strict=True):
                 ends = [totals_of(builder, [builder.load(part) for part in parts]) for parts in (totals, others)]

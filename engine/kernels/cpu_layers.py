@@ -25,6 +25,7 @@ from numba.extending import overload
 
 from engine.kernels.cpu_attention import attend, weights
 from engine.kernels.cpu_code import compiled, compiled_exactly
+from engine.kernels.cpu_integers import ACTIVATION
 from engine.kernels.cpu_meeting import ENDED as ENDED  # for those that call add_layer
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
@@ -51,7 +52,7 @@ def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
 
         def coded(x: Any, given: Any, first: int, last: int, out: Any) -> None:
             weight, bias = given
-            rounded, steps = np.empty(x.shape, np.uint8), np.empty(x.shape[0], np.float32)
+            rounded, steps = np.empty(x.shape, ACTIVATION), np.empty(x.shape[0], np.float32)
             round_rows(x, rounded, steps)
             sums = np.empty((x.shape[0], weight[0].shape[0]), np.int32)
             multiply_some_codes((rounded, steps), weight, bias, first, last, sums, out)

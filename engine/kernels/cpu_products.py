@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.kernels.cpu_code import CHANNELS, LANES, compiled_exactly
-from engine.kernels.cpu_integers import OFFSET, add_up
+from engine.kernels.cpu_integers import ACTIVATION, OFFSET, add_up
 from engine.kernels.cpu_vectors import multiply_tile
 
 LEAST_STEP = np.float32(1e-30)  # of a row of zeros, as in quantize.py
@@ -49,7 +49,7 @@ def multiply(x: Any, weight: Any, out: Any, part: int, parts: int) -> None:
 
 @compiled_exactly
 def round_rows(x: Any, codes: Any, steps: Any) -> None:
-    """x fp32 [rows, inner] ≈ (codes uint8 − OFFSET) · steps fp32 [rows]. The largest of a row becomes ±127.
+    """x fp32 [rows, inner] ≈ (codes of ACTIVATION − OFFSET) · steps fp32 [rows]. The largest of a row becomes ±127.
 
     A row that is not finite gets a step that is not finite: its bits are compared as integers, so NaN is the largest.
     """
@@ -62,15 +62,15 @@ def round_rows(x: Any, codes: Any, steps: Any) -> None:
         step = LEAST_STEP + largest.view(np.float32)[0] * PER_LARGEST
         steps[row] = step
         for i in range(x.shape[1]):
-            codes[row, i] = np.uint8(np.int32(np.rint(x[row, i] / step)) + OFFSET)
+            codes[row, i] = ACTIVATION(np.int32(np.rint(x[row, i] / step)) + OFFSET)
 
 
 @compiled_exactly
 def multiply_some_codes(x: Any, weight: Any, bias: Any, first: int, last: int, sums: Any, out: Any) -> None:
     """out [rows, channels] = x · weightᵀ + bias for the channels first … last − 1.
 
-    x: (codes uint8 [rows, inner], steps fp32 [rows]) of `round_rows`; weight: (codes int8 [≥ CHANNELS, inner], steps
-    fp32 [channels], what OFFSET adds to their sums, int32 [channels]); sums int32 [rows, channels]: room.
+    x: (codes [rows, inner], steps [rows]) of `round_rows`; weight: (codes int8 [≥ CHANNELS, inner], steps fp32
+    [channels], what OFFSET adds to their sums, int32 [channels]); sums int32 [rows, channels]: room.
     """
     codes, row_steps = x
     integers, steps, offsets = weight

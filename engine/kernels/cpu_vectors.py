@@ -16,6 +16,7 @@ from engine.kernels.cpu_code import (
     VECTOR_BYTES,
     Address,
     ask_for,
+    ask_for_rows,
     behind,
     emitted,
     in_tiles,
@@ -43,11 +44,12 @@ def _emit_dots(
     width: Any,
     by_lane: list[Address],
     by_row: list[Address],
-    asked: list[Address],
+    following: Address | None = None,
 ) -> list[Any]:
     """For each lane the vector of its dot products with all rows.
 
-    kinds: Numba's types of the arrays of lanes and rows; asked: rows whose memory is asked for meanwhile.
+    kinds: Numba's types of the arrays of lanes and rows; following: the first of as many rows, which are asked for
+    meanwhile.
     """
     lanes, rows = kinds
     kind, size = sum_type(lanes), lanes.dtype.bitwidth // 8
@@ -57,14 +59,14 @@ def _emit_dots(
 
     def body(x: Any, count: int) -> None:
         values = [load(builder, row(x), rows.dtype, count) for row in by_row]
-        for row in asked if count > 1 else []:
-            ask_for(builder, row(x))
+        if following and count > 1:
+            ask_for_rows(builder, following, x, len(by_row), count, rows.dtype.bitwidth // 8)
         for totals, lane in zip(rest if count == 1 else whole, by_lane, strict=True):
             read = load(builder, lane(x), lanes.dtype, count)
             for total, value in zip(totals, values, strict=True):
                 builder.store(multiply_add(builder, read, value, builder.load(total)), total)
 
-    over_row(builder, width, VECTOR_BYTES // size, body)
+    over_row(builder, width, (VECTOR_BYTES // size, 1), body)
     ends = [[totals_of(builder, [builder.load(one) for one in totals]) for totals in part] for part in (whole, rest)]
     return [builder.fadd(most, last) for most, last in zip(*ends, strict=True)]
 
@@ -77,7 +79,7 @@ def dot(_context: Any, a: Any, row: Any, b: Any, number: Any, products: Any) -> 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         left, of, right, other, out = arguments
         rows = [row_of(context, builder, a, left, of)], [row_of(context, builder, b, right, other)]
-        (value,) = _emit_dots(builder, (a, b), width_of(context, builder, a, left), *rows, [])
+        (value,) = _emit_dots(builder, (a, b), width_of(context, builder, a, left), *rows)
         target = row_of(context, builder, products, out, of)(index(0))
         store(builder, value, target, products.dtype.bitwidth // 8)
         return context.get_dummy_value()
@@ -106,7 +108,7 @@ def score_keys(
                 rows_of(context, builder, queries, q, of_lanes),
                 rows_of(context, builder, rows, keys, chosen),
             )
-            made = _emit_dots(builder, (queries, rows), width, by_lane, by_key, [])
+            made = _emit_dots(builder, (queries, rows), width, by_lane, by_key)
             for target, values in zip(rows_of(context, builder, scores, out, of_lanes), made, strict=True):
                 store(builder, values, target(places[0]), scores.dtype.bitwidth // 8)
 
@@ -131,7 +133,7 @@ def multiply_tile(_context: Any, x: Any, row: Any, rows: Any, weight: Any, chann
                 rows_of(context, builder, x, given, numbers),
                 rows_of(context, builder, weight, w, channels),
             )
-            following = rows_of(context, builder, weight, w, [builder.add(n, index(CHANNELS)) for n in channels])
+            following = row_of(context, builder, weight, w, builder.add(channels[0], index(CHANNELS)))
             made = _emit_dots(builder, (x, weight), width, by_row, by_channel, following)
             for target, values in zip(rows_of(context, builder, out, written, numbers), made, strict=True):
                 store(builder, values, target(channels[0]), out.dtype.bitwidth // 8)
@@ -167,7 +169,7 @@ def _add_of(lanes: int) -> Any:
                     store(builder, total, target(x), sums.dtype.bitwidth // 8)
 
             size = sums.dtype.bitwidth // 8
-            over_row(builder, width_of(context, builder, sums, out), VECTOR_BYTES // size, body)
+            over_row(builder, width_of(context, builder, sums, out), (VECTOR_BYTES // size, 1), body)
             return context.get_dummy_value()
 
         return types.void(weights, types.intp, types.intp, rows, numbers, types.intp, sums), code
@@ -192,7 +194,7 @@ def store_row(_context: Any, numbers: Any, row: Any, first: Any, rows: Any, plac
             store(builder, rounded(builder, value, rows.dtype), target(x), rows.dtype.bitwidth // 8)
 
         size = numbers.dtype.bitwidth // 8
-        over_row(builder, width_of(context, builder, rows, stored), VECTOR_BYTES // size, body)
+        over_row(builder, width_of(context, builder, rows, stored), (VECTOR_BYTES // size, 1), body)
         return context.get_dummy_value()
 
     return types.void(numbers, types.intp, types.intp, rows, types.intp), code

@@ -66,7 +66,7 @@ def compiled_int8_product(codes: Tensor, steps: Tensor, bias: Tensor | None) -> 
 
     def product(x: Tensor) -> Tensor:
         wide, rows = x.float().contiguous(), x.shape[0]
-        rounded, row_steps = np.empty((rows, inner), np.uint8), np.empty(rows, np.float32)
+        rounded, row_steps = np.empty((rows, inner), module.ACTIVATION), np.empty(rows, np.float32)
         module.round_rows(wide.numpy(), rounded, row_steps)
         sums, out = np.empty((rows, given), np.int32), torch.empty(rows, given)
         in_parts(module.multiply_codes, num_bytes, (rounded, row_steps), weight, wide_bias, sums, out.numpy())
