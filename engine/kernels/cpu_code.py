@@ -20,7 +20,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 VECTOR_BYTES = 64  # of the sums; a CPU with shorter registers takes several
-CACHE_LINE = 64  # bytes
+CACHE_LINE, PAGE = 64, 4096  # bytes
 INDEX = ir.IntType(64)
 Address = Callable[[Any], Any]  # an index of a row → the address of that number
 emitted: Any = intrinsic
@@ -129,15 +129,19 @@ def ask_for(builder: Any, address: Any) -> None:
     builder.call(function, [builder.bitcast(address, byte), read, keep, data_cache])
 
 
-def ask_for_rows(builder: Any, address: Address, x: Any, rows: int, count: int, size: int) -> None:
-    """Ask for a share of `rows` neighbouring rows: as much as `count` numbers of each, from number x of each on.
+def ask_for_rows(builder: Any, address: Address, x: Any, shape: tuple[int, Any], count: int, size: int) -> None:
+    """Ask for a share of neighbouring rows: as much as `count` numbers of each, from number x of each on.
 
-    All shares together are the rows. They are taken in the order of memory, which is read faster so. size: bytes of a
-    number.
+    shape: (rows, their width); size: bytes of a number. All shares together are the rows. CPUs find out by themselves
+    how a page is read, but not beyond it. So rows of half a page or more are asked for side by side, as they will be
+    read, and shorter ones in the order of memory.
     """
-    begin = builder.mul(x, index(rows))
-    for ahead in range(0, rows * count, CACHE_LINE // size):
-        ask_for(builder, address(builder.add(begin, index(ahead))))
+    rows, width = shape
+    short = builder.icmp_signed("<", width, index(PAGE // 2 // size))
+    scale, stride = (builder.select(short, index(a), b) for a, b in ((rows, index(1)), (count, width)))
+    begin = builder.mul(x, scale)
+    for row in range(rows):
+        ask_for(builder, address(builder.add(begin, builder.mul(stride, index(row)))))
 
 
 def spread(builder: Any, value: Any, count: int) -> Any:
@@ -201,12 +205,10 @@ def zero_sum(builder: Any, kind: Any, count: int) -> Any:
     return place
 
 
-def over_row(builder: Any, width: Any, counts: tuple[int, ...], body: Callable[[Any, int], None]) -> None:
-    """Emit body(x, count) for all numbers of a row: for as many as possible in steps of the first count, then of the
-    next. The last count is 1."""
-    begin = index(0)
-    for count in dict.fromkeys(counts):
-        end = builder.mul(builder.sdiv(width, index(count)), index(count))
-        with cgutils.for_range_slice(builder, begin, end, index(count), INDEX) as (x, _):
-            body(x, count)
-        begin = end
+def over_row(builder: Any, width: Any, count: int, body: Callable[[Any, int], None]) -> None:
+    """Emit body(x, count) for all numbers of a row: in vectors of `count`, then one by one."""
+    whole = builder.mul(builder.sdiv(width, index(count)), index(count))
+    with cgutils.for_range_slice(builder, index(0), whole, index(count), INDEX) as (x, _):
+        body(x, count)
+    with cgutils.for_range_slice(builder, whole, width, index(1), INDEX) as (x, _):
+        body(x, 1)

@@ -11,7 +11,6 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from engine.kernels.cpu_code import (
-    CACHE_LINE,
     CHANNELS,
     ask_for_rows,
     declared,
@@ -67,6 +66,7 @@ def add_up(_context: Any, codes: Any, lane: Any, lanes: Any, weight: Any, channe
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         x, first, count, w, first_channel, out = arguments
         number, size = ir.IntType(codes.dtype.bitwidth), codes.dtype.bitwidth // 8
+        width = width_of(context, builder, codes, x)
 
         def tile(of_lanes: list[Any], channels: list[Any]) -> None:
             by_lane = rows_of(context, builder, codes, x, of_lanes)
@@ -75,17 +75,16 @@ def add_up(_context: Any, codes: Any, lane: Any, lanes: Any, weight: Any, channe
             whole, rest = ([[zero_sum(builder, SUM, n) for _ in by_channel] for _ in by_lane] for n in (SUMS, 1))
 
             def body(i: Any, numbers: int) -> None:
-                if numbers == CACHE_LINE:
-                    ask_for_rows(builder, following, i, len(channels), numbers, 1)
-                count, add, all_totals = (1, _add_one, rest) if numbers == 1 else (AT_ONCE, _add_products, whole)
-                for place in (builder.add(i, index(n)) for n in range(0, numbers, count)):
-                    values = [load_as(builder, row(place), BYTE, count, 1) for row in by_channel]
-                    for totals, row in zip(all_totals, by_lane, strict=True):
-                        read = load_as(builder, row(place), number, count, size)
-                        for total, value in zip(totals, values, strict=True):
-                            builder.store(add(builder, read, value, builder.load(total)), total)
+                add, totals_of_lanes = (_add_one, rest) if numbers == 1 else (_add_products, whole)
+                if numbers > 1:
+                    ask_for_rows(builder, following, i, (len(channels), width), numbers, 1)
+                values = [load_as(builder, row(i), BYTE, numbers, 1) for row in by_channel]
+                for totals, row in zip(totals_of_lanes, by_lane, strict=True):
+                    read = load_as(builder, row(i), number, numbers, size)
+                    for total, value in zip(totals, values, strict=True):
+                        builder.store(add(builder, read, value, builder.load(total)), total)
 
-            over_row(builder, width_of(context, builder, codes, x), (CACHE_LINE, AT_ONCE, 1), body)
+            over_row(builder, width, AT_ONCE, body)
             targets = rows_of(context, builder, sums, out, of_lanes)
             for target, totals, others in zip(targets, whole, rest, strict=True):
                 ends = [totals_of(builder, [builder.load(part) for part in parts]) for parts in (totals, others)]

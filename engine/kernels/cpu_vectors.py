@@ -60,13 +60,13 @@ def _emit_dots(
     def body(x: Any, count: int) -> None:
         values = [load(builder, row(x), rows.dtype, count) for row in by_row]
         if following and count > 1:
-            ask_for_rows(builder, following, x, len(by_row), count, rows.dtype.bitwidth // 8)
+            ask_for_rows(builder, following, x, (len(by_row), width), count, rows.dtype.bitwidth // 8)
         for totals, lane in zip(rest if count == 1 else whole, by_lane, strict=True):
             read = load(builder, lane(x), lanes.dtype, count)
             for total, value in zip(totals, values, strict=True):
                 builder.store(multiply_add(builder, read, value, builder.load(total)), total)
 
-    over_row(builder, width, (VECTOR_BYTES // size, 1), body)
+    over_row(builder, width, VECTOR_BYTES // size, body)
     ends = [[totals_of(builder, [builder.load(one) for one in totals]) for totals in part] for part in (whole, rest)]
     return [builder.fadd(most, last) for most, last in zip(*ends, strict=True)]
 
@@ -169,7 +169,7 @@ def _add_of(lanes: int) -> Any:
                     store(builder, total, target(x), sums.dtype.bitwidth // 8)
 
             size = sums.dtype.bitwidth // 8
-            over_row(builder, width_of(context, builder, sums, out), (VECTOR_BYTES // size, 1), body)
+            over_row(builder, width_of(context, builder, sums, out), VECTOR_BYTES // size, body)
             return context.get_dummy_value()
 
         return types.void(weights, types.intp, types.intp, rows, numbers, types.intp, sums), code
@@ -194,7 +194,7 @@ def store_row(_context: Any, numbers: Any, row: Any, first: Any, rows: Any, plac
             store(builder, rounded(builder, value, rows.dtype), target(x), rows.dtype.bitwidth // 8)
 
         size = numbers.dtype.bitwidth // 8
-        over_row(builder, width_of(context, builder, rows, stored), (VECTOR_BYTES // size, 1), body)
+        over_row(builder, width_of(context, builder, rows, stored), VECTOR_BYTES // size, body)
         return context.get_dummy_value()
 
     return types.void(numbers, types.intp, types.intp, rows, types.intp), code
