@@ -15,6 +15,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+PATIENCE = 3  # factor on the limits of a dry run: on a CPU its steps compile code, side by side
+
 
 class Row(NamedTuple):
     """A figure."""
@@ -112,7 +114,7 @@ def _run_together(
 ) -> list[Result]:
     results, running = list[Result](), list[_Running]()
     for step in steps:
-        limit_s = min(step.limit_s, deadline - time.monotonic())
+        limit_s = min(step.limit_s * (PATIENCE if dry else 1), deadline - time.monotonic())
         say(f"{step.name}: at most {max(0.0, limit_s):.0f} s")
         results.append(Result(step.name))
         if limit_s > 0:

@@ -14,7 +14,7 @@ from engine.models import coded_linear, product_choice, products, shards
 from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.int4_linear import Int4Linear
-from engine.models.int8_products import Int8Weight
+from engine.models.int8_products import Int8Weight, int8_forms
 from engine.models.linear import Linear, Product, ProductForm
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import AS_IS, ProductMaker, Weights
@@ -167,14 +167,14 @@ def test_weights_become_integers_when_their_forms_are_chosen(checkpoint: str, mo
     def choose(undecided: list[Linear], **_: object) -> None:
         made.append((len(undecided), list(rounded)))
         for product in undecided:
-            product.use(["onednn_int8"])
+            product.use([int8_forms()[0]])
 
     made: list[tuple[int, list[torch.Size]]] = []
     for module in (products, shards):
         monkeypatch.setattr(module, "quantise_weight", counted)
     monkeypatch.setitem(products.QUANTISE, "int8", counted)
     monkeypatch.setattr(products, "choose_forms", choose)
-    monkeypatch.setattr(products, "usable_forms", lambda weight: ("onednn_int8", "fbgemm_int8"))
+    monkeypatch.setattr(products, "usable_forms", lambda weight: 2 * int8_forms())  # a choice, on any CPU
     source = open_checkpoint(checkpoint)
     decoder = load_decoder(source, dtype=torch.float32, device=CPU, max_len=LENGTH, weights=Weights("int8"))
     every = len(linears(decoder))
